@@ -1,0 +1,31 @@
+# Two commands do everything on a fresh machine:  make demo  and  make test.  They need python3 (3.11 or newer) and nothing else.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint clean
+
+demo: .venv/installed
+	$(BIN)/nanoinfer generate "Once upon a time" --seed 1
+
+test: lint
+	$(BIN)/python -m pytest -n auto
+
+lint: .venv/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv
+
+# The stamps make a second run ready at once; a change of the requirements installs again.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+.venv/installed-test: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $@

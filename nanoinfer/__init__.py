@@ -1,0 +1,91 @@
+"""nanoinfer: an LLM inference engine small enough to read in an evening.
+
+One token's journey, and the file of each station:
+
+    prompt -> tokenizer -> Sequence -> Scheduler -> ForwardBatch -> model(attend) -> last hidden rows -> LM head
+           -> Sampler -> stop ids -> detokenizer -> stop strings -> RequestOutput
+
+The map, in floors. A file imports only from the floors below its own, and from files above it on its own floor.
+
+    floor 0: words. Pure Python
+      errors.py            the error tree
+      tracing.py           frozen events, the Tracer protocol, Recorder
+      sampling_params.py   what one prompt may ask for
+      outputs.py           RequestOutput, CompletionOutput, Delta, RequestMetrics
+      config.py            CacheConfig, SchedulerConfig, EngineConfig
+    floor 1: bookkeeping. No torch: its tests run in milliseconds
+      checkpoint.py        a folder or hub name -> its files and JSON
+      tokenizer.py         text -> ids, chat template
+      sequence.py          one prompt's life: ids, block table, status
+      block_manager.py     which cache blocks belong to whom
+      scheduler.py         who runs this step, and how many tokens of each
+      stopping.py          EOS, stop ids and lengths on ids; stop strings on text
+      detokenizer.py       ids -> text as it grows, never half a character
+      request.py           one request from outside: its text, its stream, its output
+    floor 2: arithmetic. torch; knows nothing of scheduling
+      kv_cache.py          the tensors: write slots, read blocks, copy blocks, how many fit
+      attention/base.py         what a model calls, what a backend is told, the table of backends
+      attention/dense.py        no cache: the lesson and the oracle
+      attention/reference.py    paged, in plain torch, on any device
+      attention/cpu.py          paged, fast on a CPU
+      models/layers.py          RMSNorm, RoPE and YaRN, SwiGLU
+      models/weights.py         safetensors -> parameters
+      models/gpt2.py            GPT-2
+      models/qwen.py            Qwen2, Qwen2.5, Qwen3
+      models/__init__.py        architecture -> model, load
+    floor 3: execution
+      sampling/batch.py         what each row asked for, as tensors
+      sampling/draw.py          integer weights, one uniform number, the token
+      sampling/stages.py        the pure functions from logits to logits
+      sampling/sampler.py       the list of stages, then the draw
+      forward_batch.py     scheduled sequences -> the tensors of one step
+      model_runner.py      tensors -> logits
+    floor 4
+      engine.py            LLMEngine.step(): the whole story in a few lines
+    floor 5: front doors
+      llm.py               LLM.generate, stream, chat
+      cli.py               the `nanoinfer` command
+
+Beside the floors: checkpoints/, the models in the box and the script that trains them.
+
+Axes, in the shapes written everywhere: num_tokens (packed tokens of one step), num_seqs (sequences of one step), num_rows or
+batch (rows that get a token), hidden, vocab, num_heads (query heads), num_kv_heads, head_dim, num_blocks, block_size.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanoinfer.errors import NanoinferError as NanoinferError
+    from nanoinfer.llm import LLM as LLM
+    from nanoinfer.models import register_model as register_model
+    from nanoinfer.outputs import CompletionOutput as CompletionOutput
+    from nanoinfer.outputs import Delta as Delta
+    from nanoinfer.outputs import RequestOutput as RequestOutput
+    from nanoinfer.sampling_params import SamplingParams as SamplingParams
+    from nanoinfer.tracing import Recorder as Recorder
+
+__version__ = "0.1.0"
+
+# The public names, imported when they are first used: `import nanoinfer` takes no second for torch.
+_PUBLIC = {
+    "LLM": "nanoinfer.llm",
+    "SamplingParams": "nanoinfer.sampling_params",
+    "RequestOutput": "nanoinfer.outputs",
+    "CompletionOutput": "nanoinfer.outputs",
+    "Delta": "nanoinfer.outputs",
+    "NanoinferError": "nanoinfer.errors",
+    "Recorder": "nanoinfer.tracing",
+    "register_model": "nanoinfer.models",
+}
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'nanoinfer' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,5 @@
+"""`python -m nanoinfer` is the `nanoinfer` command."""
+
+from nanoinfer.cli import app
+
+app()

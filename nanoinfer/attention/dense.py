@@ -1,0 +1,42 @@
+"""Attention without a cache: one sequence, all of its tokens at once. The lesson and the oracle.
+
+scores[i, j] = q_i . k_j / sqrt(head_dim)    for j <= i, else -inf
+out_i        = sum_j softmax_j(scores[i]) v_j
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+class DenseAttention:
+    """`model(input_ids, positions, DenseAttention())`: every token given is one sequence's, in order; nothing is stored."""
+
+    def __call__(
+        self,
+        layer: int,
+        q: Float[Tensor, "num_tokens num_heads head_dim"],
+        k: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        v: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+    ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
+        return causal_attention(q, k, v)
+
+
+def causal_attention(
+    q: Float[Tensor, "num_tokens num_heads head_dim"],
+    k: Float[Tensor, "seq_len num_kv_heads head_dim"],
+    v: Float[Tensor, "seq_len num_kv_heads head_dim"],
+) -> Float[Tensor, "num_tokens num_heads head_dim"]:
+    """The queries are the last num_tokens of the sequence's seq_len tokens. Computed in fp32, returned in q's dtype.
+
+    Query i stands at position seq_len - num_tokens + i, so it sees that many keys and one more: the causal mask is aligned
+    to the bottom right corner of the score matrix.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    seq_len, num_kv_heads, _ = k.shape
+    k = k.repeat_interleave(num_heads // num_kv_heads, dim=1)  # [seq_len, num_heads, head_dim]
+    v = v.repeat_interleave(num_heads // num_kv_heads, dim=1)
+    scores = torch.einsum("ihd,jhd->hij", q.float(), k.float()) * head_dim**-0.5  # [num_heads, num_tokens, seq_len]
+    visible = torch.ones(num_tokens, seq_len, dtype=torch.bool, device=q.device).tril(seq_len - num_tokens)
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hij,jhd->ihd", weights, v.float()).to(q.dtype)

@@ -1,0 +1,43 @@
+"""Paged attention as its definition, in plain torch, on any device: write, then gather each sequence and attend densely.
+
+Slow, and easy to believe. The fast backends are tested against it.
+"""
+
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from nanoinfer.attention.base import Attend, AttentionMetadata
+from nanoinfer.attention.dense import causal_attention
+from nanoinfer.kv_cache import KVCache, Layout
+
+
+class ReferenceBackend:
+    layout: Layout = "NHD"
+    default_block_size = 16
+
+    def __init__(self, *, enforce_eager: bool = False) -> None:
+        """enforce_eager changes nothing here: nothing is compiled."""
+
+    def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
+        return partial(paged_attention, cache, metadata)
+
+
+def paged_attention(
+    cache: KVCache,
+    metadata: AttentionMetadata,
+    layer: int,
+    q: Float[Tensor, "num_tokens num_heads head_dim"],
+    k: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+    v: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+) -> Float[Tensor, "num_tokens num_heads head_dim"]:
+    cache.write(layer, metadata.slot_mapping, k, v)
+    out = torch.empty_like(q)
+    starts = metadata.query_start_loc_cpu
+    for i, seq_len in enumerate(metadata.seq_lens_cpu):
+        queries = slice(starts[i], starts[i + 1])
+        keys, values = cache.gather(layer, metadata.block_tables[i], seq_len)
+        out[queries] = causal_attention(q[queries], keys, values)
+    return out

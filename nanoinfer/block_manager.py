@@ -1,0 +1,164 @@
+"""Which cache blocks belong to whom. Pure bookkeeping: block ids and counts, no tensor.
+
+A sequence's tokens lie in blocks of `block_size` slots; its block table lists them in order. Token i of a sequence lies in
+slot `block_table[i // block_size] * block_size + i % block_size`. Three ideas live here:
+
+- Reference counts. A block may stand in several block tables: after a prefix hit, or after a fork. It is free at count zero.
+- Prefix caching. A finished block is known by (key of the block before it, its token ids), so a chain of lookups from the
+  start of a prompt finds the blocks that already hold it. The token ids themselves are compared, by the dict, so two prefixes
+  whose hashes collide are never confused. Freed blocks keep their content until they are needed for something else, the
+  least recently used first.
+- Copy on write. A fork shares all blocks, the half-filled last one too. Whoever writes into a shared block first gets a copy
+  of its own; the copy is owed by the runner, before the forward pass.
+
+    tokens   [ the cat sat on | the mat and     ]         block_size 4
+    table    [       7        |        2        ]         7 is finished and has a key; 2 is being filled
+
+Source: PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180; the keys differ from vLLM's, which are hashes.
+"""
+
+from collections import OrderedDict
+from itertools import count
+
+from nanoinfer.sequence import Sequence
+
+_ROOT = -1  # the key before the first block
+
+
+class BlockManager:
+    """Owns block ids 0 .. num_blocks - 1, every Sequence.block_table and every Sequence.prefix_keys.
+
+    >>> manager = BlockManager(num_blocks=4, block_size=2)
+    >>> seq = Sequence("r0", [5, 6, 7], SamplingParams(), seed=0, max_num_tokens=8)
+    >>> manager.allocate(seq, 3), seq.block_table, manager.num_free_blocks
+    ([], [0, 1], 2)
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._ref_counts = [0] * num_blocks
+        # Free blocks in the order they will be taken: empty ones first, then cached ones, least recently used first.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._new_key = count()
+        self._cached: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # (parent key, ids) -> (key, block)
+        self._content: dict[int, tuple[int, tuple[int, ...]]] = {}  # block -> its entry in _cached
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks nobody holds. Some may still be found by a prefix until they are taken."""
+        return len(self._free)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # ---- asking
+
+    def match_prefix(self, token_ids: list[int]) -> list[tuple[int, int]]:
+        """The longest chain of finished blocks that hold the start of token_ids, as (key, block).
+
+        It stops one token short of the whole: the last token must be computed, for its logits.
+        """
+        matched: list[tuple[int, int]] = []
+        if not self.enable_prefix_caching:
+            return matched
+        key = _ROOT
+        for start in range(0, len(token_ids) - self.block_size, self.block_size):
+            found = self._cached.get((key, tuple(token_ids[start : start + self.block_size])))
+            if found is None:
+                break
+            matched.append(found)
+            key = found[0]
+        return matched
+
+    def can_start(self, token_ids: list[int]) -> bool:
+        """Are there blocks for all of a waiting sequence's tokens, those it would share included?"""
+        matched = self.match_prefix(token_ids)
+        num_revived = sum(block in self._free for _, block in matched)
+        return self.num_blocks_for(len(token_ids)) - len(matched) <= len(self._free) - num_revived
+
+    def can_allocate(self, seq: Sequence, num_new_tokens: int) -> bool:
+        return self._num_blocks_needed(seq, num_new_tokens) <= len(self._free)
+
+    # ---- changing
+
+    def start(self, seq: Sequence) -> int:
+        """Give a waiting sequence the cached blocks of its prefix. Returns how many of its tokens they hold."""
+        assert not seq.block_table, "a sequence starts with an empty block table"
+        for key, block in self.match_prefix(seq.token_ids):
+            self._free.pop(block, None)
+            self._ref_counts[block] += 1
+            seq.block_table.append(block)
+            seq.prefix_keys.append(key)
+        return len(seq.block_table) * self.block_size
+
+    def allocate(self, seq: Sequence, num_new_tokens: int) -> list[tuple[int, int]]:
+        """Make room for the sequence's next tokens. Returns the copies owed before they are written, as (from, to) blocks.
+
+        Ask can_allocate first.
+        """
+        copies = []
+        for index in self._shared_blocks_to_write(seq):
+            shared = seq.block_table[index]
+            seq.block_table[index] = self._take()
+            self._drop(shared)
+            copies.append((shared, seq.block_table[index]))
+        while len(seq.block_table) * self.block_size < seq.num_computed_tokens + num_new_tokens:
+            seq.block_table.append(self._take())
+        return copies
+
+    def cache_finished_blocks(self, seq: Sequence) -> None:
+        """Make the blocks that the sequence has filled findable. Call it once their tokens are in the cache."""
+        if not self.enable_prefix_caching:
+            return
+        for index in range(len(seq.prefix_keys), seq.num_computed_tokens // self.block_size):
+            parent = seq.prefix_keys[-1] if seq.prefix_keys else _ROOT
+            start = index * self.block_size
+            content = (parent, tuple(seq.token_ids[start : start + self.block_size]))
+            if content not in self._cached:
+                block = seq.block_table[index]
+                self._cached[content] = (next(self._new_key), block)
+                self._content[block] = content
+            # Where another sequence finished the same tokens first, its block stays the one that is found,
+            # and this chain goes on from that block's key.
+            seq.prefix_keys.append(self._cached[content][0])
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a child share all of its parent's blocks. Its tokens and num_computed_tokens are the caller's to set."""
+        assert not child.block_table, "a fork starts with an empty block table"
+        for block in parent.block_table:
+            self._ref_counts[block] += 1
+        child.block_table = list(parent.block_table)
+        child.prefix_keys = list(parent.prefix_keys)
+
+    def free(self, seq: Sequence) -> None:
+        """Give the sequence's blocks back: the last first, so that the start of a prompt, which others share, lives longest."""
+        while seq.block_table:
+            self._drop(seq.block_table.pop())
+        seq.prefix_keys.clear()
+
+    # ---- inside
+
+    def _shared_blocks_to_write(self, seq: Sequence) -> range | list[int]:
+        """Indices of the blocks that the next tokens fall into and that somebody else holds too: after a fork, at most one."""
+        first = seq.num_computed_tokens // self.block_size
+        return [i for i in range(first, len(seq.block_table)) if self._ref_counts[seq.block_table[i]] > 1]
+
+    def _num_blocks_needed(self, seq: Sequence, num_new_tokens: int) -> int:
+        num_missing = self.num_blocks_for(seq.num_computed_tokens + num_new_tokens) - len(seq.block_table)
+        return max(num_missing, 0) + len(self._shared_blocks_to_write(seq))
+
+    def _take(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        if block in self._content:  # evict: from here on nobody finds its old content
+            del self._cached[self._content.pop(block)]
+        self._ref_counts[block] = 1
+        return block
+
+    def _drop(self, block: int) -> None:
+        self._ref_counts[block] -= 1
+        if self._ref_counts[block] == 0:
+            self._free[block] = None
+            if block not in self._content:
+                self._free.move_to_end(block, last=False)

@@ -1,0 +1,124 @@
+"""A folder or a hub name -> the files of one checkpoint: config.json, generation_config.json, where the weights lie.
+
+In: what the user called the model. Out: a Checkpoint, plain data. It opens JSON only; tensors are models/weights.py's.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from nanoinfer.errors import CheckpointError, CheckpointNotFoundError
+
+BUNDLED = Path(__file__).parent / "checkpoints"
+DEFAULT_MODEL = "tiny-qwen3"
+
+# Everything a checkpoint needs and no more: the hub also keeps .bin, .gguf, .onnx beside it, and whole folders of them.
+_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+
+_CONVERT = (
+    "nanoinfer reads safetensors only, because a .bin file is a pickle and may run code. Convert it once with\n"
+    "  python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{path}').save_pretrained('{path}')\""
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One model's files.
+
+    path: the folder. config: config.json. generation_config: generation_config.json, {} where there is none.
+    weight_files: the safetensors files, in the index's order.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    weight_files: list[Path]
+
+    @classmethod
+    def open(cls, model: str | None = None, revision: str | None = None) -> "Checkpoint":
+        """Find a checkpoint and read its JSON files.
+
+        model: a folder; the name of a model in the box ("tiny-qwen3", "tiny-gpt2"); or a hub name such as "Qwen/Qwen3-0.6B",
+        which is downloaded to the hub's cache unless it is there (HF_HUB_OFFLINE=1 uses the cache alone). None is the model
+        in the box. revision: a branch, tag or commit of the hub's repository.
+
+        Raises: CheckpointNotFoundError, CheckpointError.
+        """
+        path = locate(model or DEFAULT_MODEL, revision)
+        config = _read_json(path / "config.json")
+        generation_path = path / "generation_config.json"
+        generation_config = _read_json(generation_path) if generation_path.exists() else {}
+        return cls(path, config, generation_config, _weight_files(path))
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every id that ends a text: generation_config.json's, or config.json's where that names none."""
+        eos = self.generation_config.get("eos_token_id")
+        if eos is None:
+            eos = self.config.get("eos_token_id")
+        return frozenset([eos] if isinstance(eos, int) else eos or [])
+
+
+def locate(model: str, revision: str | None = None) -> Path:
+    """The folder that `model` names, downloaded from the hub where it must be."""
+    if Path(model).expanduser().is_dir():
+        return Path(model).expanduser()
+    if (BUNDLED / model / "config.json").is_file():
+        return BUNDLED / model
+    if Path(model).is_absolute() or model.startswith((".", "~")):
+        raise CheckpointNotFoundError(f"there is no folder {model!r}; give a checkpoint's folder or a hub name")
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+    except HFValidationError as error:
+        raise CheckpointNotFoundError(
+            f"{model!r} is neither a folder nor a possible hub name (owner/name); in the box are {', '.join(bundled_models())}"
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise CheckpointNotFoundError(
+            f"{model!r} is no folder here, and the hub did not give it (revision {revision or 'main'}): {error}\n"
+            f"Check the name, the network and HF_HUB_OFFLINE, or use a folder; in the box are {', '.join(bundled_models())}"
+        ) from error
+
+
+def bundled_models() -> list[str]:
+    return sorted(path.parent.name for path in BUNDLED.glob("*/config.json"))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"{path} does not exist; a checkpoint is a folder with config.json and weights"
+        ) from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The files of one set of weights: one file, or the shards an index names."""
+    index_path = path / "model.safetensors.index.json"
+    if index_path.exists():
+        weight_map = _read_json(index_path).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"{index_path} has no weight_map; download it again")
+        files = [path / name for name in dict.fromkeys(weight_map.values())]
+    elif (path / "model.safetensors").exists():
+        files = [path / "model.safetensors"]
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    if missing := [file.name for file in files if not file.exists()]:
+        raise CheckpointNotFoundError(f"{index_path} names {', '.join(missing)}, not in the folder; download them too")
+    if not files:
+        pickles = any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth"))
+        raise CheckpointNotFoundError(
+            f"{path} holds no *.safetensors file. " + (_CONVERT.format(path=path) if pickles else "Download it again.")
+        )
+    return files

@@ -1,0 +1,164 @@
+"""`nanoinfer`: generate and chat from a terminal. A thin layer over LLM; every option is one of its arguments."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from nanoinfer import __version__
+from nanoinfer.errors import NanoinferError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="A small LLM inference engine.", pretty_exceptions_enable=False
+)
+errors = Console(stderr=True)
+
+Model = Annotated[str | None, typer.Option(help="A folder, a hub name, tiny-qwen3 or tiny-gpt2. Default: tiny-qwen3.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy. Default: the checkpoint's, or 1.")]
+TopK = Annotated[int | None, typer.Option(help="Keep the k most probable tokens; 0 is off.")]
+TopP = Annotated[float | None, typer.Option(help="Keep the smallest set that reaches this probability; 1 is off.")]
+MinP = Annotated[float | None, typer.Option(help="Drop tokens below this share of the largest probability; 0 is off.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
+MinTokens = Annotated[int, typer.Option(help="Tokens before the text may end.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
+IgnoreEos = Annotated[bool, typer.Option(help="Do not end at the end-of-text token.")]
+
+
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(f"nanoinfer {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
+    model: Model = None,
+    revision: Revision = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    max_model_len: MaxModelLen = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    max_tokens: MaxTokens = 256,
+    min_tokens: MinTokens = 0,
+    stop: Stop = None,
+    ignore_eos: IgnoreEos = False,
+) -> None:
+    """Continue a text, and show it as it comes."""
+    with _errors_for_people():
+        llm = _load(model=model, revision=revision, dtype=dtype, device=device, max_model_len=max_model_len)
+        params = _params(
+            llm,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop=stop,
+            ignore_eos=ignore_eos,
+        )
+        _show(llm, sys.stdin.read() if prompt == "-" else prompt, params)
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    revision: Revision = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    max_model_len: MaxModelLen = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    max_tokens: MaxTokens = 1024,
+) -> None:
+    """Talk to a model that has a chat template. Ctrl-C stops an answer; /reset forgets, /exit or Ctrl-D leaves."""
+    with _errors_for_people():
+        llm = _load(model=model, revision=revision, dtype=dtype, device=device, max_model_len=max_model_len)
+        params = _params(llm, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens)
+        beginning = [{"role": "system", "content": system}] if system else []
+        messages = list(beginning)
+        while (line := _ask()) is not None and line != "/exit":
+            if line == "/reset":
+                messages = list(beginning)
+            elif line:
+                messages.append({"role": "user", "content": line})
+                try:
+                    answer = _show(llm, llm.render_chat(messages), params)
+                except NanoinferError as error:  # too long, say: forget the line, keep the conversation
+                    messages.pop()
+                    _tell(error)
+                else:
+                    messages.append({"role": "assistant", "content": answer})
+
+
+def _ask() -> str | None:
+    """One line from the user; None at the end of the input. Ctrl-C at the prompt only clears the line."""
+    while True:
+        try:
+            return input("\n> ").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print()
+
+
+def _show(llm: Any, prompt: Any, params: Any) -> str:
+    """Stream an answer to the terminal. Ctrl-C stops it there; what has come is kept."""
+    shown = ""
+    stream = llm.stream(prompt, params)
+    try:
+        for delta in stream:
+            shown += delta.text
+            print(delta.text, end="", flush=True)
+            if delta.output and (error := delta.output.outputs[0].error):
+                raise NanoinferError(error)
+    except KeyboardInterrupt:
+        stream.close()
+    print()
+    return shown
+
+
+def _load(**arguments: Any) -> Any:
+    from nanoinfer.llm import LLM  # torch takes a second to import: not before --help and --version have had their chance
+
+    return LLM(**arguments)
+
+
+def _params(llm: Any, **given: Any) -> Any:
+    """The checkpoint's own defaults, with what was given on the command line in their place."""
+    from dataclasses import replace
+
+    return replace(llm.get_default_sampling_params(), **{name: value for name, value in given.items() if value is not None})
+
+
+def _tell(error: NanoinferError) -> None:
+    errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _errors_for_people() -> Iterator[None]:
+    """One sentence instead of a traceback, and exit code 1 (2 is typer's own, for the command line)."""
+    try:
+        yield
+    except NanoinferError as error:
+        _tell(error)
+        raise typer.Exit(1) from None

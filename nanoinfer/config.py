@@ -1,0 +1,123 @@
+"""The engine's settings, split by who owns them. Frozen and checked: what is derived from them is returned, never written back.
+
+In: the arguments of LLM. Out: values that cannot be wrong by themselves; what depends on the model or on the machine
+(max_model_len, the number of blocks) is settled in engine.py, where both are known.
+"""
+
+import math
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+
+from nanoinfer.errors import InvalidTypeError, InvalidValueError
+from nanoinfer.tracing import Tracer
+
+DTYPES = {
+    "auto": "auto",
+    "half": "float16",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float": "float32",
+    "float32": "float32",
+}  # vLLM's spellings -> torch's
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache.
+
+    block_size: tokens a block holds; None takes the attention backend's own.
+    kv_cache_memory: bytes for the cache on any device; None sizes it (kv_cache.py says how).
+    gpu_memory_utilization: share of a GPU's memory that weights and cache may take together; used on CUDA only.
+    enable_prefix_caching: keep finished blocks, and reuse them for prompts that begin with the same tokens.
+    """
+
+    block_size: int | None = None
+    kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _check_count("block_size", self.block_size, or_none=True)
+        _check_count("kv_cache_memory", self.kv_cache_memory, or_none=True)
+        utilization = self.gpu_memory_utilization
+        if not isinstance(utilization, Real) or isinstance(utilization, bool):
+            raise InvalidTypeError(f"gpu_memory_utilization must be a number, got {utilization!r}")
+        if not (0 < utilization <= 1 and math.isfinite(utilization)):
+            raise InvalidValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization!r}")
+        _check_flag("enable_prefix_caching", self.enable_prefix_caching)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """How much runs in one step.
+
+    max_num_seqs: sequences that may run at once.
+    max_num_batched_tokens: prompt tokens one step may compute; a running decode always gets its one token beside them.
+    chunk_size: a prompt is cut at absolute multiples of this (and of max_num_batched_tokens, if that is smaller).
+    max_model_len: tokens of prompt + output; None takes the model's own, and no more than the cache holds.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 4096
+    chunk_size: int = 1024
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("max_num_seqs", self.max_num_seqs)
+        _check_count("max_num_batched_tokens", self.max_num_batched_tokens)
+        _check_count("chunk_size", self.chunk_size)
+        _check_count("max_model_len", self.max_model_len, or_none=True)
+
+    @property
+    def chunk_grid(self) -> int:
+        """Prompts are cut at multiples of this. A chunk always fits an otherwise empty step."""
+        return min(self.chunk_size, self.max_num_batched_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything LLMEngine.load needs: what to load, onto what, and the settings of the parts."""
+
+    model: str | None = None  # a folder, a hub name, the name of a bundled model; None: the bundled default
+    tokenizer: str | None = None  # a folder or hub name; None: the model's own
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
+    seed: int = 0
+    tracer: Tracer | None = None
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("model", "tokenizer", "revision"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise InvalidTypeError(f"{name} must be a string, got {value!r}")
+        for name in ("dtype", "device", "attention_backend"):
+            if not isinstance(getattr(self, name), str):
+                raise InvalidTypeError(f"{name} must be a string, got {getattr(self, name)!r}")
+        if self.dtype not in DTYPES:
+            raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        _check_flag("enforce_eager", self.enforce_eager)
+        if not isinstance(self.seed, Integral) or isinstance(self.seed, bool):
+            raise InvalidTypeError(f"seed must be an integer, got {self.seed!r}")
+        if not 0 <= self.seed < 2**64:
+            raise InvalidValueError(f"seed must be in 0 .. 2**64 - 1, got {self.seed!r}")
+        if self.tracer is not None and not callable(getattr(self.tracer, "emit", None)):
+            raise InvalidTypeError(f"tracer must have a method emit(event), got {self.tracer!r}; see nanoinfer.Recorder")
+
+
+def _check_count(name: str, value: object, *, or_none: bool = False) -> None:
+    if value is None and or_none:
+        return
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise InvalidTypeError(f"{name} must be an integer{' or None' if or_none else ''}, got {value!r}")
+    if value < 1:
+        raise InvalidValueError(f"{name} must be >= 1, got {value!r}")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidTypeError(f"{name} must be True or False, got {value!r}")

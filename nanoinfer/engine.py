@@ -1,0 +1,268 @@
+"""LLMEngine.step(): the whole story in a few lines. Everything below it is a station; this file is the route.
+
+In: token ids and SamplingParams. Out: Requests, whose outputs fill as step() is called. It knows no prompt text formats, chat
+or progress bars: those are the front door's, llm.py.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Sequence as Ids
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nanoinfer import models
+from nanoinfer.attention.base import select_backend
+from nanoinfer.block_manager import BlockManager
+from nanoinfer.checkpoint import Checkpoint, locate
+from nanoinfer.config import DTYPES, EngineConfig
+from nanoinfer.errors import CheckpointNotFoundError, InvalidPromptError, InvalidTypeError, InvalidValueError
+from nanoinfer.forward_batch import ForwardBatch
+from nanoinfer.kv_cache import KVCache, bytes_per_block, memory_for_cache
+from nanoinfer.model_runner import ModelRunner
+from nanoinfer.request import Request
+from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.sampler import Sampler
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduler import Scheduler
+from nanoinfer.sequence import Sequence
+from nanoinfer.stopping import Stop
+from nanoinfer.tokenizer import Tokenizer
+from nanoinfer.tracing import RequestFinished, StepTimed
+
+logger = logging.getLogger(__name__)
+
+
+class LLMEngine:
+    """Runs requests, a step at a time. One thread at a time may call it.
+
+    A loop over it is all that generating is:
+
+        request = engine.add_request([5, 6, 7], SamplingParams())
+        while request.output is None:
+            engine.step()
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Tokenizer | None, config: EngineConfig, *, eos_token_ids: frozenset[int] = frozenset()
+    ) -> None:
+        """model: a models.Model, on its device. config.model, dtype and device have been used by then: see `load`."""
+        weight = next(model.parameters())
+        self.device, self.tokenizer, self.tracer = weight.device, tokenizer, config.tracer
+        self.model_config: models.ModelConfig = model.config
+        self.eos_token_ids = eos_token_ids
+        self._seed = config.seed
+        self._num_requests = 0
+        self._requests: dict[str, Request] = {}  # the unfinished ones
+
+        backend_name, backend = select_backend(config.attention_backend, self.device, enforce_eager=config.enforce_eager)
+        block_size = config.cache.block_size or backend.default_block_size
+        asked_len = _checked_model_len(config.scheduler.max_model_len, self.model_config.max_position_embeddings)
+        num_blocks = _num_blocks(config, self.model_config, block_size, asked_len, weight.dtype, self.device)
+        self.max_model_len = min(asked_len, num_blocks * block_size)
+        told = logger.info if config.scheduler.max_model_len in (None, self.max_model_len) else logger.warning
+        told(
+            "%s on %s, attention %s, KV cache of %d blocks of %d tokens (%.0f MiB), max_model_len %d",
+            str(weight.dtype).removeprefix("torch."), self.device, backend_name, num_blocks, block_size,
+            num_blocks * _block_bytes(self.model_config, block_size, weight.dtype) / 2**20, self.max_model_len,
+        )  # fmt: skip
+
+        self.block_manager = BlockManager(num_blocks, block_size, config.cache.enable_prefix_caching)
+        scheduler_config = replace(config.scheduler, max_model_len=self.max_model_len)
+        self.scheduler = Scheduler(scheduler_config, self.block_manager, config.tracer)
+        cache = KVCache(
+            num_layers=self.model_config.num_hidden_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=self.model_config.num_key_value_heads,
+            head_dim=self.model_config.head_dim,
+            dtype=weight.dtype,
+            device=self.device,
+            layout=backend.layout,
+        )
+        self.runner = ModelRunner(model, cache, backend)
+        self.sampler = Sampler()
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> tuple["LLMEngine", Checkpoint]:
+        """An engine for a checkpoint, and the checkpoint, for its generation_config."""
+        device = _resolve_device(config.device)
+        checkpoint = Checkpoint.open(config.model, config.revision)
+        model = models.load(checkpoint, DTYPES[config.dtype], device)
+        tokenizer_path = locate(config.tokenizer) if config.tokenizer else checkpoint.path
+        tokenizer = Tokenizer.load(tokenizer_path)
+        if config.tokenizer and tokenizer is None:
+            raise CheckpointNotFoundError(f"{tokenizer_path} holds no tokenizer files, such as tokenizer.json")
+        eos_token_ids = checkpoint.eos_token_ids
+        if not eos_token_ids and tokenizer is not None and tokenizer.hf.eos_token_id is not None:
+            eos_token_ids = frozenset([tokenizer.hf.eos_token_id])
+        return cls(model, tokenizer, config, eos_token_ids=eos_token_ids), checkpoint
+
+    # ---- requests
+
+    def check_request(self, prompt_token_ids: Ids[int], params: SamplingParams) -> None:
+        """Refuse what can be seen to be wrong before any work. Too long is not wrong: it becomes an error result.
+
+        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError.
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidTypeError(f"sampling_params must be SamplingParams, got {params!r}")
+        if not prompt_token_ids:
+            raise InvalidPromptError("the prompt has no tokens; give at least one, such as the model's BOS")
+        vocab_size = self.model_config.vocab_size
+        for name, ids in (("the prompt", prompt_token_ids), ("stop_token_ids", params.stop_token_ids or ())):
+            # max and min in C: a loop over a prompt of 100,000 ids would be felt
+            if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+                bad = next(i for i in ids if not 0 <= i < vocab_size)
+                raise InvalidPromptError(f"{name} has the token id {bad}; this model's ids are 0 .. {vocab_size - 1}")
+        if params.detokenize and self.tokenizer is None:
+            raise InvalidValueError(
+                "this checkpoint has no tokenizer, so there can be no text; pass SamplingParams(detokenize=False), "
+                "or LLM(tokenizer=...)"
+            )
+
+    def add_request(
+        self, prompt_token_ids: list[int], params: SamplingParams, *, prompt: str | None = None, streaming: bool = False
+    ) -> Request:
+        """Queue a prompt. The Request it returns fills as step() is called; one that can never fit has ended already."""
+        arrival_time = time.perf_counter()
+        self.check_request(prompt_token_ids, params)
+        num_prompt_tokens = len(prompt_token_ids)
+        seq = Sequence(
+            request_id=str(self._num_requests),
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            seed=params.seed if params.seed is not None else _distinct_seed(self._seed, self._num_requests),
+            max_num_tokens=min(num_prompt_tokens + (params.max_tokens or self.max_model_len), self.max_model_len),
+            eos_token_ids=self.eos_token_ids,
+        )
+        self._num_requests += 1
+        request = Request(seq, prompt, self.tokenizer, arrival_time=arrival_time, streaming=streaming)
+        if num_prompt_tokens >= self.max_model_len:
+            error = (
+                f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {self.max_model_len}, answer included; "
+                f"shorten the prompt, or raise max_model_len (this model: up to {self.model_config.max_position_embeddings}) "
+                "and kv_cache_memory"
+            )
+            self._end(request, Stop("error", error=error))
+        else:
+            self._requests[request.request_id] = request
+            self.scheduler.add(seq)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """End an unfinished request with finish_reason "abort" and free its blocks. A finished one is left as it is."""
+        if request := self._requests.get(request_id):
+            self._end(request, Stop("abort"))
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    # ---- the story
+
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """Run one step for whoever is scheduled. Returns the requests that ended in it."""
+        start = time.perf_counter()
+        plan = self.scheduler.schedule()  # who runs, how many tokens of each
+        if not plan.scheduled:
+            return []
+        scheduled = time.perf_counter()
+        batch = ForwardBatch.build(plan, self.block_manager.block_size, self.device)  # sequences -> tensors
+        built = time.perf_counter()
+        logits = self.runner.forward(batch)  # the model, and the LM head on the wanted rows
+        forwarded = time.perf_counter()
+        sequences = [seq for seq, _ in plan.rows]
+        sampled = self.sampler(logits, SamplingBatch.build(sequences, self.model_config.vocab_size, self.device))
+        drawn = time.perf_counter()
+        self.scheduler.commit(plan)  # these tokens are now in the cache
+        ended = []
+        for row, (seq, token_id) in enumerate(zip(sequences, sampled.token_ids, strict=True)):
+            request = self._requests[seq.request_id]
+            if error := sampled.errors.get(row):
+                request.end(Stop("error", error=error))
+            else:
+                request.advance(token_id)  # stop ids -> detokenize -> stop strings -> output
+            if request.output:
+                self._retire(request)
+                ended.append(request)
+        if self.tracer:
+            self.tracer.emit(
+                StepTimed(
+                    schedule=scheduled - start,
+                    build=built - scheduled,
+                    forward=forwarded - built,
+                    sample=drawn - forwarded,
+                    advance=time.perf_counter() - drawn,
+                )
+            )
+        return ended
+
+    # ---- inside
+
+    def _end(self, request: Request, stop: Stop) -> None:
+        request.end(stop)
+        self._retire(request)
+
+    def _retire(self, request: Request) -> None:
+        """A request has its output: its blocks go back, and the engine forgets it."""
+        if self._requests.pop(request.request_id, None):
+            self.scheduler.finish(request.sequence)
+        if self.tracer and request.output:
+            completion = request.output.outputs[0]
+            reason = completion.finish_reason or "abort"
+            self.tracer.emit(RequestFinished(request.request_id, reason, len(completion.token_ids)))
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidValueError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} GPUs; use 'cpu'")
+    return device
+
+
+def _checked_model_len(asked: int | None, model_len: int) -> int:
+    if asked is not None and asked > model_len:
+        raise InvalidValueError(f"max_model_len must be <= {model_len}, the positions this model knows, got {asked}")
+    return asked or model_len
+
+
+def _block_bytes(model: models.ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    return bytes_per_block(
+        num_layers=model.num_hidden_layers,
+        block_size=block_size,
+        num_kv_heads=model.num_key_value_heads,
+        head_dim=model.head_dim,
+        dtype=dtype,
+    )
+
+
+def _num_blocks(
+    config: EngineConfig, model: models.ModelConfig, block_size: int, max_len: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """As many blocks as the memory holds, and no more than max_num_seqs sequences of max_len could use."""
+    block_bytes = _block_bytes(model, block_size, dtype)
+    memory = memory_for_cache(device, config.cache.kv_cache_memory, config.cache.gpu_memory_utilization)
+    num_blocks = min(memory // block_bytes, config.scheduler.max_num_seqs * -(-max_len // block_size))
+    if num_blocks < 1:
+        raise InvalidValueError(
+            f"the KV cache may take {memory} bytes, less than one block of {block_size} tokens ({block_bytes} bytes); "
+            "raise kv_cache_memory or gpu_memory_utilization, or lower block_size"
+        )
+    return num_blocks
+
+
+def _distinct_seed(engine_seed: int, num_requests: int) -> int:
+    """64 bits that differ for every request of an engine, and for the same request of engines with other seeds."""
+    digest = hashlib.blake2b(f"{engine_seed}:{num_requests}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

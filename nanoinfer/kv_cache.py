@@ -1,0 +1,136 @@
+"""The tensors of the paged KV cache: write slots, read blocks, copy blocks; and how many blocks fit into a machine.
+
+In: block ids and slots, decided by the block manager. Out: keys and values. It does not know whose they are.
+
+A slot is one token's place: slot = block * block_size + offset. The order of a block's axes is the attention backend's choice:
+
+    "NHD"  [num_blocks, block_size, num_kv_heads, head_dim]   a token's heads lie together (flash-attn)
+    "HND"  [num_blocks, num_kv_heads, block_size, head_dim]   a head's tokens lie together (the CPU: one matrix per head)
+"""
+
+import math
+import mmap
+import os
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from nanoinfer.errors import InvalidValueError
+
+Layout = Literal["NHD", "HND"]
+
+# On a CPU the cache takes at most this much unless kv_cache_memory says otherwise, and never more than half of what is free.
+DEFAULT_CPU_MEMORY = 4 * 2**30
+
+
+class KVCache:
+    """One pool of blocks; each block has its keys and values in every layer."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        layout: Layout = "NHD",
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.layout: Layout = layout
+        axes = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
+        self.data = _zeros((num_layers, 2, num_blocks, *axes, head_dim), dtype, torch.device(device))
+        self._layers = [(layer[0], layer[1]) for layer in self.data]
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The keys and the values of one layer, each in the cache's layout."""
+        return self._layers[layer]
+
+    def write(
+        self,
+        layer: int,
+        slot_mapping: Int[Tensor, "num_tokens"],
+        k: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        v: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+    ) -> None:
+        """Store each token's k and v in its slot."""
+        blocks, offsets = slot_mapping // self.block_size, slot_mapping % self.block_size
+        for pages, values in zip(self._layers[layer], (k, v), strict=True):
+            by_slot = pages if self.layout == "NHD" else pages.transpose(1, 2)
+            by_slot[blocks, offsets] = values
+
+    def gather(
+        self, layer: int, block_table: Int[Tensor, "blocks"], seq_len: int
+    ) -> tuple[Float[Tensor, "seq_len num_kv_heads head_dim"], Float[Tensor, "seq_len num_kv_heads head_dim"]]:
+        """One sequence's k and v, its tokens in order, copied out of its blocks."""
+        k, v = (
+            (pages[block_table] if self.layout == "NHD" else pages[block_table].transpose(1, 2)).flatten(0, 1)[:seq_len]
+            for pages in self._layers[layer]
+        )
+        return k, v
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, in every layer, all (from, to) pairs at once."""
+        sources, targets = (torch.tensor(column, device=self.data.device) for column in zip(*copies, strict=True))
+        self.data[:, :, targets] = self.data[:, :, sources]
+
+
+def bytes_per_block(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """2 (k and v) * layers * tokens * heads * head_dim * bytes of a number.
+
+    >>> bytes_per_block(num_layers=12, block_size=16, num_kv_heads=12, head_dim=64, dtype=torch.float32)
+    1179648
+    """
+    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+def memory_for_cache(device: torch.device, kv_cache_memory: int | None, gpu_memory_utilization: float) -> int:
+    """How many bytes the cache may take: what was asked for, or what the machine can spare. Call it with the weights loaded.
+
+    Raises: InvalidValueError if more was asked for than is free.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        spare = int(total * gpu_memory_utilization) - (total - free)
+        way_out = "lower kv_cache_memory, or leave it out"
+    else:
+        free = available_cpu_memory()
+        spare = min(DEFAULT_CPU_MEMORY, free // 2)
+        way_out = "lower kv_cache_memory, or leave it out to take at most half of what is free"
+    if kv_cache_memory is None:
+        return max(spare, 0)
+    if kv_cache_memory > free:
+        raise InvalidValueError(f"kv_cache_memory is {kv_cache_memory} bytes, but {free} are free on {device}; {way_out}")
+    return kv_cache_memory
+
+
+def available_cpu_memory() -> int:
+    """Bytes that can be taken without swapping, within the limit of the container, where there is one (cgroup v2)."""
+    try:
+        with open("/proc/meminfo") as meminfo:
+            fields = dict(line.split(":") for line in meminfo)
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):  # not Linux
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as current:
+            available = min(available, int(limit.read()) - int(current.read()))
+    except (OSError, ValueError):  # no container, or "max": no limit
+        pass
+    return max(available, 0)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, which on a CPU take memory only page by page, as they are first written (torch.zeros takes all of it at once).
+
+    They must be zeros: a masked slot has weight 0, but 0 * NaN is NaN.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -1,0 +1,399 @@
+"""The front door: prompts in the forms people have them, answers in vLLM's shapes.
+
+In: strings, token ids, vLLM's dicts, chat messages. Out: RequestOutputs, or Deltas as they come. Everything malformed is
+refused here, with the index of the prompt, before any work is done.
+"""
+
+import difflib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Integral
+from types import FrameType
+from typing import Any
+
+from tqdm import tqdm
+
+from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError, UnsupportedError
+from nanoinfer.outputs import Delta, RequestOutput
+from nanoinfer.request import Request
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.tracing import Tracer
+
+logger = logging.getLogger(__name__)
+
+Message = dict[str, Any]  # {"role": "user", "content": "..."}
+
+
+class LLM:
+    """An LLM, loaded and ready: `LLM("Qwen/Qwen3-0.6B").generate(["Hello"], SamplingParams(max_tokens=20))`.
+
+    One thread at a time may use it; generate() inside a stream() loop works.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        tokenizer: str | os.PathLike[str] | None = None,
+        revision: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        block_size: int | None = None,
+        max_num_seqs: int = SchedulerConfig.max_num_seqs,
+        max_num_batched_tokens: int = SchedulerConfig.max_num_batched_tokens,
+        chunk_size: int = SchedulerConfig.chunk_size,
+        max_model_len: int | None = None,
+        kv_cache_memory: int | None = None,
+        gpu_memory_utilization: float = CacheConfig.gpu_memory_utilization,
+        enable_prefix_caching: bool = True,
+        attention_backend: str = "auto",
+        enforce_eager: bool = False,
+        seed: int = 0,
+        tracer: Tracer | None = None,
+        **unknown: Any,
+    ) -> None:
+        """Load a model.
+
+        model: a folder with config.json and safetensors, a hub name, or a model in the box ("tiny-qwen3", "tiny-gpt2");
+            None is tiny-qwen3. GPT-2, Qwen2, Qwen2.5 and Qwen3 are covered.
+        tokenizer: folder or hub name of another tokenizer. A model without one takes token ids and detokenize=False.
+        revision: branch, tag or commit of a hub model.
+        dtype: "auto" (the checkpoint's own; float32 on a CPU that is slow at it), "float32"/"float", "bfloat16",
+            "float16"/"half".
+        device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
+        block_size: tokens per cache block; None takes the attention backend's own.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: prompt tokens computed in one step, beside one token for every running sequence.
+        chunk_size: longer prompts are computed in chunks, cut at multiples of this.
+        max_model_len: most tokens of prompt + answer; None takes the model's own. Lowered to what the cache holds.
+        kv_cache_memory: bytes for the KV cache. None: on a GPU what gpu_memory_utilization leaves beside the weights, on a CPU
+            4 GiB or half of what is free, whichever is less; and never more than max_num_seqs sequences can use.
+        gpu_memory_utilization: share of the GPU's memory for weights and cache, in (0, 1]. Without effect on a CPU.
+        enable_prefix_caching: compute what prompts have in common once.
+        attention_backend: "auto", "cpu" or "reference".
+        enforce_eager: compile nothing.
+        seed: of requests without a seed of their own, 0 .. 2**64 - 1.
+        tracer: takes the engine's events; see nanoinfer.Recorder.
+
+        Raises: InvalidValueError, InvalidTypeError, UnsupportedError, CheckpointNotFoundError, CheckpointError, WeightsError.
+        """
+        _refuse_unknown(unknown)
+        config = EngineConfig(
+            model=None if model is None else _path_string("model", model),
+            tokenizer=None if tokenizer is None else _path_string("tokenizer", tokenizer),
+            revision=revision,
+            dtype=dtype,
+            device=device,
+            attention_backend=attention_backend,
+            enforce_eager=enforce_eager,
+            seed=seed,
+            tracer=tracer,
+            cache=CacheConfig(
+                block_size=block_size,
+                kv_cache_memory=kv_cache_memory,
+                gpu_memory_utilization=gpu_memory_utilization,
+                enable_prefix_caching=enable_prefix_caching,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                chunk_size=chunk_size,
+                max_model_len=max_model_len,
+            ),
+        )
+        self.engine, checkpoint = LLMEngine.load(config)
+        self._generation_config = checkpoint.generation_config
+        self._told_defaults = False
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer prompts, all of them together, and return the outputs in the order of the prompts.
+
+        prompts: a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; or a list of these.
+        sampling_params: one for all, or one per prompt; None takes the checkpoint's generation_config.json.
+        A prompt that is too long for the engine gets finish_reason "error" and the reason in outputs[0].error; the others are
+        answered.
+
+        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError, naming the prompt's index; nothing has run then.
+        """
+        parsed = self._parse(_as_list(prompts), sampling_params)
+        requests: list[Request] = []
+        try:
+            with _interrupt_deferred():
+                for prompt in parsed:
+                    requests.append(self._add(prompt))
+            self._run(requests, use_tqdm)
+        finally:  # an error or Ctrl-C: nothing of this call is left behind
+            self._abort_unfinished(requests)
+        return [request.output for request in requests if request.output]
+
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Answer one prompt, and yield a Delta for every token as it comes; the last carries the whole RequestOutput.
+
+        The joined texts are the output's text: nothing shown is taken back. Leaving the loop early aborts the request.
+
+        Raises: as generate does, at once and not at the first token.
+        """
+        parsed = self._parse([prompt], sampling_params)
+        return self._stream(parsed[0])
+
+    def chat(
+        self,
+        messages: list[Message] | list[list[Message]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or a list of them, through the checkpoint's chat template.
+
+        chat_template: a Jinja template instead of the checkpoint's. chat_template_kwargs: passed to the template, such as
+        {"enable_thinking": False} for Qwen3.
+        """
+        conversations = messages if messages and isinstance(messages[0], list) else [messages]
+        prompts = []
+        for index, conversation in enumerate(conversations):
+            with _naming_the_prompt(index):
+                prompts.append(
+                    self.render_chat(
+                        conversation,
+                        chat_template=chat_template,
+                        add_generation_prompt=add_generation_prompt,
+                        chat_template_kwargs=chat_template_kwargs,
+                    )
+                )
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def render_chat(
+        self,
+        messages: Any,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """One conversation as a prompt for generate() or stream(): {"prompt": text, "prompt_token_ids": ids}."""
+        if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+            raise InvalidTypeError(
+                f'messages must be a list of dicts like {{"role": "user", "content": "Hello"}}, got {messages!r}'
+            )
+        if self.engine.tokenizer is None:
+            raise InvalidPromptError("this checkpoint has no tokenizer, so there is no chat template; use token ids")
+        text = self.engine.tokenizer.apply_chat_template(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            **(chat_template_kwargs or {}),
+        )
+        # The template has written every special token itself: adding BOS here would write it twice.
+        return {"prompt": text, "prompt_token_ids": self.engine.tokenizer.encode(text, add_special_tokens=False)}
+
+    def abort(self, request_id: str) -> None:
+        """End a request that is running; its stream ends with finish_reason "abort". Unknown and finished ids do nothing."""
+        self.engine.abort(request_id)
+
+    def get_tokenizer(self) -> Any:
+        """transformers' tokenizer of this model.
+
+        Raises: InvalidValueError where the checkpoint has none.
+        """
+        if self.engine.tokenizer is None:
+            raise InvalidValueError("this checkpoint has no tokenizer; pass LLM(tokenizer=...)")
+        return self.engine.tokenizer.hf
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What generate() uses without params: the checkpoint's generation_config.json over SamplingParams()."""
+        names = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+        names["max_new_tokens"] = "max_tokens"
+        given: dict[str, Any] = {ours: self._generation_config.get(theirs) for theirs, ours in names.items()}
+        given = {name: value for name, value in given.items() if value is not None}
+        try:
+            params = SamplingParams(**given, detokenize=self.engine.tokenizer is not None)
+        except NanoinferError as error:
+            raise type(error)(f"in the checkpoint's generation_config.json: {error}; or pass SamplingParams(...)") from error
+        if given and not self._told_defaults:
+            told = ", ".join(f"{name}={value}" for name, value in given.items())
+            logger.info("no sampling_params given: using the checkpoint's generation_config.json (%s)", told)
+            self._told_defaults = True
+        return params
+
+    # ---- running
+
+    def _add(self, prompt: "_Prompt", *, streaming: bool = False) -> Request:
+        return self.engine.add_request(prompt.token_ids, prompt.params, prompt=prompt.text, streaming=streaming)
+
+    def _stream(self, prompt: "_Prompt") -> Iterator[Delta]:
+        requests: list[Request] = []
+        try:
+            with _interrupt_deferred():
+                request = self._add(prompt, streaming=True)
+                requests.append(request)
+            while request.output is None or request.deltas:
+                if not request.deltas:
+                    self._step()
+                while request.deltas:
+                    yield request.deltas.popleft()
+        finally:
+            self._abort_unfinished(requests)
+
+    def _run(self, requests: list[Request], use_tqdm: bool) -> None:
+        """Step until all of these have ended. Requests of others that are in the engine move on, too."""
+        pending = [request for request in requests if request.output is None]
+        start = time.perf_counter()
+        num_input = num_output = 0
+        with tqdm(total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
+            bar.update(len(requests) - len(pending))
+            while pending:
+                self._step()
+                for request in pending:
+                    if request.output:
+                        num_input += len(request.sequence.prompt_token_ids)
+                        num_output += request.sequence.num_output_tokens
+                        bar.update()
+                pending = [request for request in pending if request.output is None]
+                seconds = time.perf_counter() - start
+                speed = f"input {num_input / seconds:.1f} tok/s, output {num_output / seconds:.1f} tok/s"
+                bar.set_postfix_str(speed, refresh=False)
+
+    def _step(self) -> list[Request]:
+        with _interrupt_deferred():
+            return self.engine.step()
+
+    def _abort_unfinished(self, requests: list[Request]) -> None:
+        for request in requests:
+            if request.output is None:
+                self.engine.abort(request.request_id)
+
+    # ---- parsing
+
+    def _parse(self, prompts: list[Any], sampling_params: Any) -> list["_Prompt"]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if not isinstance(sampling_params, list | tuple):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise InvalidValueError(
+                f"sampling_params must be one, or one per prompt: got {len(sampling_params)} for {len(prompts)} prompts"
+            )
+        parsed = []
+        for index, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+            with _naming_the_prompt(index):
+                text, token_ids = self._tokens_of(prompt)
+                self.engine.check_request(token_ids, params)
+                parsed.append(_Prompt(text, token_ids, params))
+        return parsed
+
+    def _tokens_of(self, prompt: Any) -> tuple[str | None, list[int]]:
+        """The text (None if there is none) and the ids of one prompt in any of its forms."""
+        if isinstance(prompt, dict):
+            if extra := prompt.keys() - {"prompt", "prompt_token_ids"}:
+                raise InvalidPromptError(f"a prompt's dict holds prompt or prompt_token_ids, got {', '.join(map(repr, extra))}")
+            if prompt.get("prompt_token_ids") is not None:
+                return prompt.get("prompt"), self._tokens_of(prompt["prompt_token_ids"])[1]
+            if not isinstance(prompt.get("prompt"), str):
+                raise InvalidPromptError(f"a prompt's dict holds prompt or prompt_token_ids, got {prompt!r}")
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            if self.engine.tokenizer is None:
+                raise InvalidPromptError("this checkpoint has no tokenizer; give token ids, or LLM(tokenizer=...)")
+            return prompt, self.engine.tokenizer.encode(prompt)
+        if isinstance(prompt, list | tuple) and all(type(i) is int for i in prompt):
+            return None, list(prompt)
+        if isinstance(prompt, list | tuple) and all(isinstance(i, Integral) and not isinstance(i, bool) for i in prompt):
+            return None, [int(i) for i in prompt]  # numpy's integers
+        raise InvalidTypeError(
+            f"a prompt must be a string, a list of token ids, or a dict with prompt or prompt_token_ids, got {prompt!r}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+
+
+# vLLM's arguments that change nothing here at one value; at any other, they ask for what nanoinfer does not do.
+_ONLY_VALUE: dict[str, Any] = {
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "quantization": None,
+    "trust_remote_code": False,
+    "load_format": "auto",
+    "tokenizer_mode": "auto",
+    "skip_tokenizer_init": False,
+    "enable_lora": False,
+    "speculative_config": None,
+    "kv_cache_dtype": "auto",
+    "cpu_offload_gb": 0,
+    "swap_space": 0,
+    "disable_log_stats": True,
+}
+
+
+def _refuse_unknown(unknown: dict[str, Any]) -> None:
+    known = [name for name in LLM.__init__.__annotations__ if name not in ("unknown", "return")]
+    for name, value in unknown.items():
+        if name in _ONLY_VALUE:
+            if value != _ONLY_VALUE[name]:
+                raise UnsupportedError(f"{name}={value!r} is not covered; leave it out (it acts as {_ONLY_VALUE[name]!r})")
+            continue
+        close = difflib.get_close_matches(name, known, n=1)
+        way_out = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+        raise InvalidTypeError(f"LLM() has no argument {name!r}; {way_out}")
+
+
+def _path_string(name: str, value: Any) -> str:
+    if not isinstance(value, str | os.PathLike):
+        raise InvalidTypeError(f"{name} must be a string or a path, got {value!r}")
+    return os.fspath(value)
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """One prompt, or a list of them, as a list of them: a list of plain ints is one prompt."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise InvalidTypeError(f"prompts must be a string, token ids, a dict or a list of these, got {prompts!r}")
+    if prompts and all(isinstance(item, Integral) for item in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+@contextmanager
+def _naming_the_prompt(index: int) -> Iterator[None]:
+    try:
+        yield
+    except NanoinferError as error:
+        raise type(error)(f"prompt {index}: {error}") from error
+
+
+@contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Let Ctrl-C wait until the block ends: a step that is left half done would leave blocks that nobody owns."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield  # signals go to the main thread; and a handler that is not Python's raises nothing to be deferred
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if received:
+            previous(*received[0])

@@ -1,0 +1,123 @@
+"""The model families, one file each, and the table that finds them by the name in config.json.
+
+A model is `forward(input_ids, positions, attend) -> hidden [num_tokens, hidden]` and `compute_logits(hidden) -> [.., vocab]`,
+with a `config` that has the fields of ModelConfig. `register_model` adds one of your own.
+"""
+
+import dataclasses
+import logging
+from importlib import import_module
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from nanoinfer.attention.base import Attend
+from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.errors import CheckpointError, UnsupportedError
+from nanoinfer.models.weights import WeightFiles, WeightRules, dtype_of, head_is_tied, load_weights
+
+logger = logging.getLogger(__name__)
+
+# architecture in config.json -> "module:class", imported when it is asked for
+_MODELS: dict[str, str] = {
+    "GPT2LMHeadModel": "nanoinfer.models.gpt2:GPT2LMHeadModel",
+    "Qwen2ForCausalLM": "nanoinfer.models.qwen:QwenForCausalLM",
+    "Qwen3ForCausalLM": "nanoinfer.models.qwen:QwenForCausalLM",
+}
+_registered: dict[str, type[nn.Module]] = {}
+
+
+@runtime_checkable
+class ModelConfig(Protocol):
+    """What the engine reads of any family's config; the families' dataclasses have more."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+
+@runtime_checkable
+class Model(Protocol):
+    """What the engine calls of any family. Config: a frozen dataclass with `from_hf(dict)` and `tie_word_embeddings`."""
+
+    Config: ClassVar[Any]
+    weight_rules: ClassVar[WeightRules]
+    config: Any
+
+    def __call__(
+        self, input_ids: Int[Tensor, "num_tokens"], positions: Int[Tensor, "num_tokens"], attend: Attend
+    ) -> Float[Tensor, "num_tokens hidden"]: ...
+
+    def compute_logits(self, hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]: ...
+
+
+def register_model(architecture: str, model_class: type[nn.Module]) -> None:
+    """Use model_class for checkpoints whose config.json names this architecture. Yours goes before ours."""
+    _registered[architecture] = model_class
+
+
+def find_model(config: dict[str, Any]) -> type[Any]:
+    """The class for a config.json.
+
+    Raises: UnsupportedError for an architecture that is not covered or a quantised checkpoint; CheckpointError for none.
+    """
+    architectures = config.get("architectures") or []
+    if not architectures:
+        raise CheckpointError(f'config.json names no architecture; add "architectures": [one of {", ".join(_MODELS)}]')
+    if "quantization_config" in config:
+        method = (config["quantization_config"] or {}).get("quant_method", "unknown")
+        raise UnsupportedError(f"quantised checkpoints ({method}) are not covered; take the unquantised one")
+    for architecture in architectures:
+        if architecture in _registered:
+            return _registered[architecture]
+        if architecture in _MODELS:
+            module, _, class_name = _MODELS[architecture].partition(":")
+            return getattr(import_module(module), class_name)
+    raise UnsupportedError(
+        f"architecture {', '.join(architectures)} is not covered; {', '.join([*_MODELS, *_registered])} are. "
+        "register_model adds one of your own"
+    )
+
+
+def load(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device | str = "cpu") -> Any:
+    """Build the checkpoint's model with its weights, ready to run.
+
+    dtype: torch's name, or "auto" for the checkpoint's own (fp32 on a CPU that is slow at it). Returns a Model.
+    Raises: UnsupportedError, CheckpointError, WeightsError.
+    """
+    device = torch.device(device)
+    model_class = find_model(checkpoint.config)
+    try:
+        config = model_class.Config.from_hf(checkpoint.config)
+    except KeyError as error:
+        raise CheckpointError(f"{checkpoint.path / 'config.json'} has no {error}, which this architecture needs") from error
+    files = WeightFiles(checkpoint.weight_files)
+    rules = model_class.weight_rules
+    config = dataclasses.replace(config, tie_word_embeddings=head_is_tied(config.tie_word_embeddings, files, rules))
+    with torch.device("meta"):
+        model = model_class(config)
+    load_weights(model, files, rules, _resolve_dtype(dtype, checkpoint, files, device), device)
+    return model.to(device).eval()
+
+
+def _resolve_dtype(dtype: str, checkpoint: Checkpoint, files: WeightFiles, device: torch.device) -> torch.dtype:
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")  # newer and older transformers
+    resolved = getattr(torch, name, torch.float32) if name else dtype_of(files)
+    if device.type == "cpu" and resolved != torch.float32:
+        has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        fast = resolved is torch.bfloat16 and has_bf16
+        if not fast:
+            logger.info("the checkpoint is %s, which this CPU is slow at: using float32 (dtype= chooses)", resolved)
+            return torch.float32
+    return resolved

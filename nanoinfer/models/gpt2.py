@@ -1,0 +1,131 @@
+"""GPT-2: learned positions, LayerNorm before each block, one fused q/k/v projection, gelu_new.
+
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; names as in its checkpoints.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from nanoinfer.attention.base import Attend
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.models.weights import WeightRules
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config:
+    """What this file needs of config.json; names as the newer families spell them."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    layer_norm_epsilon: float
+    tie_word_embeddings: bool
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> "GPT2Config":
+        """Raises: UnsupportedError, KeyError (a key that every GPT-2 config has)."""
+        activation = config.get("activation_function", "gelu_new")
+        if activation not in ("gelu_new", "gelu_pytorch_tanh"):  # two names of one function
+            raise UnsupportedError(f"activation_function must be gelu_new, got {activation!r}; others are not covered")
+        for key, value in _COVERED.items():
+            if config.get(key, value) != value:
+                raise UnsupportedError(f"{key} must be {value}, got {config[key]!r}; the other way is not covered")
+        return cls(
+            vocab_size=config["vocab_size"],
+            hidden_size=config["n_embd"],
+            intermediate_size=config.get("n_inner") or 4 * config["n_embd"],
+            num_hidden_layers=config["n_layer"],
+            num_attention_heads=config["n_head"],
+            max_position_embeddings=config["n_positions"],
+            layer_norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
+            tie_word_embeddings=config.get("tie_word_embeddings", True),
+        )
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+_COVERED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+
+
+class GPT2Attention(nn.Module):
+    def __init__(self, config: GPT2Config, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads = config.num_attention_heads
+        self.head_dim = config.head_dim
+        self.c_attn = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.c_proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Float[Tensor, "num_tokens hidden"], attend: Attend) -> Float[Tensor, "num_tokens hidden"]:
+        qkv = self.c_attn(x).view(len(x), 3, self.num_heads, self.head_dim)
+        q, k, v = qkv.unbind(1)  # each [num_tokens, num_heads, head_dim]
+        return self.c_proj(attend(self.layer, q, k, v).flatten(1))
+
+
+class GPT2MLP(nn.Module):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.c_proj = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Float[Tensor, "num_tokens hidden"]) -> Float[Tensor, "num_tokens hidden"]:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class GPT2Block(nn.Module):
+    def __init__(self, config: GPT2Config, layer: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.attn = GPT2Attention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.mlp = GPT2MLP(config)
+
+    def forward(self, x: Float[Tensor, "num_tokens hidden"], attend: Attend) -> Float[Tensor, "num_tokens hidden"]:
+        x = x + self.attn(self.ln_1(x), attend)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2LMHeadModel(nn.Module):
+    Config = GPT2Config
+    # Conv1D stores [in, out]. attn.c_proj is square, so only the parity tests notice a transpose forgotten there.
+    weight_rules = WeightRules(
+        prefix="transformer.",
+        embedding="wte.weight",
+        transpose=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
+        skip=(".attn.bias", ".attn.masked_bias"),  # causal masks that old checkpoints kept
+    )
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.h = nn.ModuleList(GPT2Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.wte.weight
+
+    def forward(
+        self, input_ids: Int[Tensor, "num_tokens"], positions: Int[Tensor, "num_tokens"], attend: Attend
+    ) -> Float[Tensor, "num_tokens hidden"]:
+        x = self.wte(input_ids) + self.wpe(positions)  # [num_tokens, hidden]
+        for block in self.h:
+            x = block(x, attend)
+        return self.ln_f(x)
+
+    def compute_logits(self, hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
+        return self.lm_head(hidden)

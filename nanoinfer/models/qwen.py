@@ -1,0 +1,157 @@
+"""Qwen2, Qwen2.5 and Qwen3: RMSNorm, RoPE, grouped-query attention, SwiGLU. One file, three independent facts:
+
+    qkv_bias   Qwen2 and Qwen2.5 always; Qwen3 with attention_bias
+    o_bias     Qwen3 with attention_bias; Qwen2 never
+    qk_norm    Qwen3: an RMSNorm over each head of q and of k, before the rotation
+
+Source: https://arxiv.org/abs/2407.10671 (Qwen2), https://arxiv.org/abs/2505.09388 (Qwen3); names as in their checkpoints.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from nanoinfer.attention.base import Attend
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.models.layers import RMSNorm, RopeConfig, RotaryEmbedding, SwiGLU, apply_rotary
+from nanoinfer.models.weights import WeightRules
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenConfig:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    rope: RopeConfig
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> "QwenConfig":
+        """Raises: UnsupportedError, KeyError (a key that every Qwen config has)."""
+        is_qwen3 = config["model_type"] == "qwen3"
+        if config.get("hidden_act", "silu") != "silu":
+            raise UnsupportedError(f"hidden_act must be silu, got {config['hidden_act']!r}; others are not covered")
+        _refuse_sliding_window(config)
+        attention_bias = is_qwen3 and config.get("attention_bias", False)
+        num_heads = config["num_attention_heads"]
+        return cls(
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_hidden_layers=config["num_hidden_layers"],
+            num_attention_heads=num_heads,
+            num_key_value_heads=config.get("num_key_value_heads") or num_heads,
+            # Qwen3's default is 128 whatever the hidden size; Qwen2 has no such key.
+            head_dim=config.get("head_dim") or (128 if is_qwen3 else config["hidden_size"] // num_heads),
+            max_position_embeddings=config["max_position_embeddings"],
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            tie_word_embeddings=config.get("tie_word_embeddings", False),
+            rope=RopeConfig.from_hf(config),
+            qkv_bias=not is_qwen3 or attention_bias,
+            o_bias=attention_bias,
+            qk_norm=is_qwen3,
+        )
+
+
+def _refuse_sliding_window(config: dict[str, Any]) -> None:
+    """Many Qwen configs name a sliding_window and leave it off; only one that is on would give other logits."""
+    if config.get("layer_types"):
+        slides = any(layer_type != "full_attention" for layer_type in config["layer_types"])
+    else:
+        some_layers = config.get("max_window_layers", 28) < config["num_hidden_layers"]
+        slides = config.get("use_sliding_window", False) and config.get("sliding_window") is not None and some_layers
+    if slides:
+        raise UnsupportedError(
+            f"sliding-window attention (sliding_window={config.get('sliding_window')}) is not covered; "
+            "only checkpoints with full attention in every layer are"
+        )
+
+
+class QwenAttention(nn.Module):
+    def __init__(self, config: QwenConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self,
+        x: Float[Tensor, "num_tokens hidden"],
+        cos: Float[Tensor, "num_tokens 1 head_dim"],
+        sin: Float[Tensor, "num_tokens 1 head_dim"],
+        attend: Attend,
+    ) -> Float[Tensor, "num_tokens hidden"]:
+        by_head = (len(x), -1, self.head_dim)
+        q = apply_rotary(self.q_norm(self.q_proj(x).view(by_head)), cos, sin)  # [num_tokens, num_heads, head_dim]
+        k = apply_rotary(self.k_norm(self.k_proj(x).view(by_head)), cos, sin)  # [num_tokens, num_kv_heads, head_dim]
+        v = self.v_proj(x).view(by_head)
+        return self.o_proj(attend(self.layer, q, k, v).flatten(1))
+
+
+class QwenDecoderLayer(nn.Module):
+    def __init__(self, config: QwenConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = QwenAttention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(
+        self,
+        x: Float[Tensor, "num_tokens hidden"],
+        cos: Float[Tensor, "num_tokens 1 head_dim"],
+        sin: Float[Tensor, "num_tokens 1 head_dim"],
+        attend: Attend,
+    ) -> Float[Tensor, "num_tokens hidden"]:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class QwenForCausalLM(nn.Module):
+    Config = QwenConfig
+    weight_rules = WeightRules(
+        prefix="model.",
+        embedding="embed_tokens.weight",
+        skip=("rotary_emb.inv_freq",),  # computed here
+    )
+
+    def __init__(self, config: QwenConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(QwenDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(
+        self, input_ids: Int[Tensor, "num_tokens"], positions: Int[Tensor, "num_tokens"], attend: Attend
+    ) -> Float[Tensor, "num_tokens hidden"]:
+        x = self.embed_tokens(input_ids)  # [num_tokens, hidden]
+        cos, sin = self.rotary_emb(positions, x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend)
+        return self.norm(x)
+
+    def compute_logits(self, hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
+        return self.lm_head(hidden)

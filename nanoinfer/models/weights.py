@@ -1,0 +1,154 @@
+"""safetensors files -> a model's parameters: every tensor used once or skipped by name, every parameter filled once.
+
+In: a model built on the "meta" device (shapes without memory) and the checkpoint's files. Out: the same model with its
+weights. The names are the checkpoint's own; each family's WeightRules declares the exceptions.
+
+Files are memory-mapped: a tensor is read from the file when it is copied into its parameter, one at a time, so loading takes
+the memory of the parameters and little more.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from nanoinfer.errors import WeightsError
+
+logger = logging.getLogger(__name__)
+
+_FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}  # as safetensors spells them
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightRules:
+    """How a family's checkpoints differ from its module tree.
+
+    prefix: stands before the names in some checkpoints, and is taken off. transpose: endings of tensors stored as [in, out],
+    where a linear layer wants [out, in]. skip: endings of tensors that are not weights. embedding: the parameter that a tied
+    head shares.
+    """
+
+    prefix: str
+    embedding: str
+    head: str = "lm_head.weight"
+    transpose: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+
+
+class WeightFiles(Mapping[str, Any]):
+    """All tensors of a checkpoint by name, as safetensors slices that know their shape before anything is read.
+
+    Raises: WeightsError for a damaged file or a name that two files hold.
+    """
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._files: dict[str, Any] = {}
+        for path in paths:
+            try:
+                file = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise WeightsError(f"{path} is cut short or damaged ({error}); download it again") from error
+            for name in file.keys():  # noqa: SIM118 (it is no dict)
+                if name in self._files:
+                    raise WeightsError(f"{name} stands in {path.name} and in another file of {path.parent}")
+                self._files[name] = file
+
+    def __getitem__(self, name: str) -> Any:
+        return self._files[name].get_slice(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor itself: a view of the mapped file, not yet read from the disk."""
+        return self._files[name].get_tensor(name)
+
+
+def dtype_of(files: WeightFiles) -> torch.dtype:
+    """The dtype most of the checkpoint's tensors have, for a config.json that does not say."""
+    names = [files[name].get_dtype() for name in files]
+    spelled = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    return spelled.get(max(set(names), key=names.count), torch.float32)
+
+
+def head_is_tied(config_says: bool, files: WeightFiles, rules: WeightRules) -> bool:
+    """Does the LM head share the embedding? As the config says, unless the checkpoint holds a head of its own that differs."""
+    by_parameter = {_parameter_name(name, rules): name for name in files}
+    if not config_says or rules.head not in by_parameter or rules.embedding not in by_parameter:
+        return config_says
+    head, embedding = files.read(by_parameter[rules.head]), files.read(by_parameter[rules.embedding])
+    tied = torch.equal(head, embedding)
+    if not tied:
+        logger.warning("config.json ties the LM head to the embedding, but the checkpoint holds another head: not tied")
+    return tied
+
+
+def load_weights(model: nn.Module, files: WeightFiles, rules: WeightRules, dtype: torch.dtype, device: torch.device) -> None:
+    """Fill every parameter of a model built on the meta device.
+
+    Raises: WeightsError that lists every missing, unexpected and misshaped tensor. Nothing has been loaded then.
+    """
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}  # a shared parameter counts once
+    sources, problems = _match(shapes, files, rules)
+    if problems:
+        raise WeightsError("the checkpoint does not fit the model:\n  " + "\n  ".join(problems))
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(prefix=module_name, recurse=False):
+            source = sources.get(name)
+            if source is None:  # the second name of a shared parameter
+                continue
+            tensor = files.read(source)
+            filled = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False)
+            filled.data.copy_(tensor.T if source.endswith(rules.transpose) else tensor)
+            _replace(model, parameter, filled)
+
+
+def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put a parameter in the place of another, everywhere it is shared."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is old:
+                module._parameters[name] = new
+
+
+def _parameter_name(tensor_name: str, rules: WeightRules) -> str:
+    return tensor_name.removeprefix(rules.prefix)
+
+
+def _match(shapes: dict[str, torch.Size], files: WeightFiles, rules: WeightRules) -> tuple[dict[str, str], list[str]]:
+    """parameter name -> tensor name, and a line for everything that does not fit."""
+    sources: dict[str, str] = {}
+    problems: list[str] = []
+    for tensor_name in files:
+        name = _parameter_name(tensor_name, rules)
+        if name.endswith(rules.skip):
+            continue
+        if name == rules.head and name not in shapes and rules.embedding in shapes:
+            continue  # tied: head_is_tied has seen that it equals the embedding
+        if name not in shapes:
+            problems.append(f"unexpected: {tensor_name}")
+            continue
+        if name in sources:
+            problems.append(f"twice: {tensor_name} and {sources[name]}")
+            continue
+        sources[name] = tensor_name
+        shape = list(files[tensor_name].get_shape())
+        expected = list(shapes[name])
+        if tensor_name.endswith(rules.transpose):
+            expected.reverse()
+        if shape != expected:
+            problems.append(f"misshaped: {tensor_name} has shape {shape}, the config asks for {expected}")
+        if files[tensor_name].get_dtype() not in _FLOAT_DTYPES:
+            problems.append(
+                f"not a float: {tensor_name} is {files[tensor_name].get_dtype()}; quantised weights are not covered"
+            )
+    problems += [f"missing: {name}" for name in shapes if name not in sources]
+    return sources, problems

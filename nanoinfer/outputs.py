@@ -1,0 +1,80 @@
+"""What comes back: vLLM's shapes, as plain data.
+
+In: the finished state of a request. Out: values a user may keep, print and compare. They hold no tensor and no engine.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer to one prompt.
+
+    token_ids holds every sampled id, EOS included; text is what the rules of SamplingParams leave of it.
+
+    finish_reason: "stop" (EOS, a stop id or a stop string), "length" (max_tokens, or the model's length), "abort", "error".
+    stop_reason: the stop string or stop id that ended it; None for EOS and for the other reasons.
+    error: with finish_reason "error", what went wrong and what to do.
+    cumulative_logprob, logprobs: None, since they have to be asked for and cannot be asked for yet.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to one request; all times in seconds of time.perf_counter's clock."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when the request first ran
+    num_preemptions: int = 0
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token, in seconds from arrival."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first, in seconds. None with fewer than two tokens."""
+        if self.first_token_time is None or self.finished_time is None or self.num_output_tokens < 2:
+            return None
+        return (self.finished_time - self.first_token_time) / (self.num_output_tokens - 1)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One prompt with its answers, in vLLM's shape. prompt is None where the prompt was given as token ids."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One step of a stream: the new text and ids. output is the whole RequestOutput on the last Delta, None before it.
+
+    text may be empty: half a character, or what may become a stop string, waits until it is certain.
+    """
+
+    text: str
+    token_ids: list[int]
+    output: RequestOutput | None = None
+    request_id: str = ""  # for LLM.abort

@@ -1,0 +1,170 @@
+"""What one prompt may ask for. A frozen value, checked when it is made, before any work is done for it.
+
+In: keyword arguments with vLLM's names. Out: a SamplingParams that every later station can trust. It knows nothing of any
+model: what needs the vocabulary (stop_token_ids) is checked where a request enters the engine.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any
+
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose each next token of one prompt, and when to stop.
+
+    Choosing (applied in this order; greedy rows skip all but min_tokens):
+
+    - min_tokens (>= 0): EOS and stop_token_ids cannot be drawn until so many tokens are out, and a stop string must complete
+      in text after them.
+    - temperature (finite, >= 0): divides the logits. 0 is greedy: the largest logit, ties to the lowest id.
+    - min_p ([0, 1], 0 is off): drop tokens less probable than min_p times the most probable one.
+    - top_k (>= 1; 0 or -1 is off): keep the k largest; ties with the k-th stay.
+    - top_p ((0, 1], 1 is off): keep the smallest set whose probabilities reach top_p; the token that crosses it stays.
+    - seed (0 to 2**64 - 1; None or -1 draws one): the same seed and the same logits give the same tokens, in any batch.
+
+    Stopping:
+
+    - max_tokens (>= 1; None: up to the model's length): the output's length in tokens.
+    - stop: a string or several; the text ends before the one that completes first (after it, with
+      include_stop_str_in_output).
+    - stop_token_ids: ids that end the output as EOS does. The id stays in token_ids, its text is dropped unless
+      include_stop_str_in_output.
+    - ignore_eos: EOS does not stop; stop and stop_token_ids still do.
+
+    Text: skip_special_tokens leaves special tokens out of the text; detokenize=False gives token ids only.
+
+    The remaining fields are known names that are refused, unless they are off, until they are built: see `_NOT_BUILT`.
+
+    >>> SamplingParams(temperature=0.0, max_tokens=3).is_greedy
+    True
+    >>> SamplingParams(top_p=1.5)
+    Traceback (most recent call last):
+    nanoinfer.errors.InvalidValueError: top_p must be in (0, 1], got 1.5; use 1.0 to turn it off
+
+    Raises: InvalidValueError, InvalidTypeError, UnsupportedError.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None  # kept as a tuple of strings
+    stop_token_ids: Sequence[int] | None = None  # kept as a tuple of ids
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    n: int = 1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    logit_bias: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logits_processors: Any = None
+
+    def __post_init__(self) -> None:
+        for name, off_values in _NOT_BUILT.items():
+            if getattr(self, name) not in off_values:
+                raise UnsupportedError(
+                    f"{name}={getattr(self, name)!r} is not built yet; leave it at {_default(name)!r}, which is off"
+                )
+        _check_number("temperature", self.temperature, 0.0, math.inf, "finite and >= 0; 0 is greedy")
+        _check_number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]; use 1.0 to turn it off")
+        _check_number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]; use 0 to turn it off")
+        _check_integer("top_k", self.top_k, -1, None, ">= 1, or 0 or -1 to turn it off")
+        _check_integer("min_tokens", self.min_tokens, 0, None, ">= 0")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidTypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.top_p == 0:
+            raise InvalidValueError("top_p must be in (0, 1], got 0; use temperature=0 for greedy, 1.0 to turn it off")
+        if self.max_tokens is not None:
+            _check_integer("max_tokens", self.max_tokens, 1, None, ">= 1, or None for the model's length")
+            if self.min_tokens > self.max_tokens:
+                raise InvalidValueError(
+                    f"min_tokens must not pass max_tokens, got min_tokens={self.min_tokens} and "
+                    f"max_tokens={self.max_tokens}; raise max_tokens or lower min_tokens"
+                )
+        if self.seed is not None:
+            _check_integer("seed", self.seed, -1, 2**64 - 1, "in 0 .. 2**64 - 1, or None or -1 to draw one")
+        # A frozen dataclass is normalised here once, so that every reader finds tuples and no "or" stands elsewhere.
+        object.__setattr__(self, "seed", None if self.seed == -1 else self.seed)
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.stop and not self.detokenize:
+            raise InvalidValueError(f"stop={self.stop!r} needs text, but detokenize=False; use stop_token_ids instead")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+# name -> the values that mean "off". A value that is not here would be ignored, so it is refused.
+_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "no_repeat_ngram_size": (0,),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "logprobs": (None,),
+    "prompt_logprobs": (None,),
+    "logits_processors": (None, []),
+}
+
+
+def _default(name: str) -> Any:
+    return next(field.default for field in fields(SamplingParams) if field.name == name)
+
+
+def _refuse(name: str, value: Any, allowed: str) -> InvalidValueError:
+    """The error's sentence: an allowed range may carry its way out behind a semicolon."""
+    allowed, _, way_out = allowed.partition("; ")
+    return InvalidValueError(f"{name} must be {allowed}, got {value!r}" + (f"; {way_out}" if way_out else ""))
+
+
+def _check_number(name: str, value: Any, low: float, high: float, allowed: str) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise InvalidTypeError(f"{name} must be a number, got {value!r}")
+    if not (low <= float(value) <= high and math.isfinite(value)):  # NaN fails every comparison
+        raise _refuse(name, value, allowed)
+
+
+def _check_integer(name: str, value: Any, low: int, high: int | None, allowed: str) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise InvalidTypeError(f"{name} must be an integer, got {value!r}")
+    if int(value) < low or (high is not None and int(value) > high):
+        raise _refuse(name, value, allowed)
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, Sequence) or not all(isinstance(text, str) for text in strings):
+        raise InvalidTypeError(f"stop must be a string or a list of strings, got {stop!r}")
+    if "" in strings:
+        raise InvalidValueError(f"stop must not hold an empty string, got {stop!r}; leave stop out to turn it off")
+    return tuple(strings)
+
+
+def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
+    ids = () if ids is None else ids
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+        raise InvalidTypeError(f"{name} must be a list of token ids, got {ids!r}")
+    for token_id in ids:
+        _check_integer(f"each of {name}", token_id, 0, None, ">= 0")
+    return tuple(int(token_id) for token_id in ids)

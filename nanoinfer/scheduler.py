@@ -1,0 +1,175 @@
+"""Which sequences run this step, and how many tokens of each. Pure bookkeeping: no tensors here.
+
+In: sequences, as they arrive. Out: a SchedulerPlan per step. The rules, in the order they are applied:
+
+1. First come, first served, by arrival; `_running` is always older than `_waiting`.
+2. A sequence with one new token (a decode step) always gets its row. `max_num_batched_tokens` limits the other tokens.
+3. A prompt is cut at absolute multiples of the chunk grid, never at whatever budget is left, so that other requests cannot
+   move a sequence's boundaries. A chunk runs whole or waits, and then no younger prompt passes it.
+4. When blocks run out, the youngest running sequence is preempted: its blocks are freed, it waits at the head of the queue, and
+   later recomputes what it had (less what the prefix cache still holds).
+5. A waiting sequence starts only when there are blocks for all of its tokens, and never in a step that preempted one.
+
+Why it always moves on: the oldest running sequence can preempt all others, and alone it fits, since max_model_len is no more
+than the pool holds; and with nothing running every block is free, so the head of the queue starts.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from nanoinfer.block_manager import BlockManager
+from nanoinfer.config import SchedulerConfig
+from nanoinfer.sequence import Sequence, SequenceStatus
+from nanoinfer.tracing import StepScheduled, Tracer
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """This step computes the next num_new_tokens of the sequence's tokens that are not in the cache yet."""
+
+    sequence: Sequence
+    num_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerPlan:
+    """One step.
+
+    scheduled: single-token rows first, then prompt chunks, each group oldest first. Packed index 0 is the first token of the
+    first of them. rows: the (sequence, packed index) pairs that meet the LM head; a chunk that does not end its prompt has
+    none. block_copies: (from, to) blocks the runner must copy before the forward pass.
+    """
+
+    scheduled: tuple[ScheduledSequence, ...]
+    rows: tuple[tuple[Sequence, int], ...]
+    block_copies: tuple[tuple[int, int], ...]
+    preempted: tuple[Sequence, ...]
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return sum(item.num_new_tokens == 1 for item in self.scheduled)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(item.num_new_tokens for item in self.scheduled) - self.num_decode_tokens
+
+
+class Scheduler:
+    """Owns the two queues and, with commit, every sequence's num_computed_tokens."""
+
+    def __init__(self, config: SchedulerConfig, block_manager: BlockManager, tracer: Tracer | None = None) -> None:
+        self.config = config
+        self.block_manager = block_manager
+        self.tracer = tracer
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence. The caller has checked that it can fit when it runs alone."""
+        assert seq.max_num_tokens <= self.block_manager.num_blocks * self.block_manager.block_size
+        self._waiting.append(seq)
+
+    def schedule(self) -> SchedulerPlan:
+        """Decide one step, and give every scheduled sequence its blocks."""
+        scheduled: list[ScheduledSequence] = []
+        copies: list[tuple[int, int]] = []
+        preempted: list[Sequence] = []
+        budget = self.config.max_num_batched_tokens
+
+        index = 0
+        while index < len(self._running):
+            seq = self._running[index]
+            num_new = self._next_chunk(seq)
+            if num_new > 1 and budget < num_new:
+                budget = 0  # it waits, and no younger prompt passes it
+            elif self._make_room(seq, num_new, preempted):
+                copies += self.block_manager.allocate(seq, num_new)
+                scheduled.append(ScheduledSequence(seq, num_new))
+                budget -= num_new if num_new > 1 else 0
+            index += 1
+
+        while self._waiting and not preempted and len(self._running) < self.config.max_num_seqs:
+            seq = self._waiting[0]
+            if not self.block_manager.can_start(seq.token_ids):
+                break
+            seq.num_computed_tokens = self.block_manager.start(seq)
+            if seq.num_preemptions == 0:
+                seq.num_cached_tokens = seq.num_computed_tokens
+            num_new = self._next_chunk(seq)
+            if num_new > 1 and budget < num_new:
+                self._forget(seq)  # its blocks stay findable; it asks again next step
+                break
+            self._waiting.popleft()
+            self._running.append(seq)
+            seq.status = SequenceStatus.RUNNING
+            copies += self.block_manager.allocate(seq, num_new)
+            scheduled.append(ScheduledSequence(seq, num_new))
+            budget -= num_new if num_new > 1 else 0
+
+        scheduled.sort(key=lambda item: item.num_new_tokens > 1)  # stable: each group stays in order of arrival
+        plan = SchedulerPlan(tuple(scheduled), _rows(scheduled), tuple(copies), tuple(preempted))
+        if self.tracer:
+            self.tracer.emit(
+                StepScheduled(
+                    request_ids=tuple(item.sequence.request_id for item in plan.scheduled),
+                    num_new_tokens=tuple(item.num_new_tokens for item in plan.scheduled),
+                    num_waiting=len(self._waiting),
+                    num_free_blocks=self.block_manager.num_free_blocks,
+                    preempted=tuple(seq.request_id for seq in preempted),
+                )
+            )
+        return plan
+
+    def commit(self, plan: SchedulerPlan) -> None:
+        """The forward pass is done: the plan's tokens are in the cache, and the blocks they filled can be found."""
+        for item in plan.scheduled:
+            item.sequence.num_computed_tokens += item.num_new_tokens
+            self.block_manager.cache_finished_blocks(item.sequence)
+
+    def finish(self, seq: Sequence) -> None:
+        """Take a sequence out, wherever it stands, and free its blocks. A second call does nothing."""
+        if seq.status is SequenceStatus.RUNNING:
+            self._running.remove(seq)
+        elif seq.status is SequenceStatus.WAITING:
+            self._waiting.remove(seq)
+        self._forget(seq)
+        seq.status = SequenceStatus.FINISHED
+
+    # ---- inside
+
+    def _next_chunk(self, seq: Sequence) -> int:
+        """How many tokens bring the sequence to the next multiple of the grid, or to its end."""
+        grid = self.config.chunk_grid
+        return min(seq.num_new_tokens, grid - seq.num_computed_tokens % grid)
+
+    def _make_room(self, seq: Sequence, num_new_tokens: int, preempted: list[Sequence]) -> bool:
+        """Preempt from the young end until the sequence's next tokens have blocks. False if it had to go itself."""
+        while not self.block_manager.can_allocate(seq, num_new_tokens):
+            youngest = self._running.pop()
+            self._forget(youngest)
+            youngest.status = SequenceStatus.WAITING
+            youngest.num_preemptions += 1
+            self._waiting.appendleft(youngest)
+            preempted.append(youngest)
+            if youngest is seq:
+                return False
+        return True
+
+    def _forget(self, seq: Sequence) -> None:
+        self.block_manager.free(seq)
+        seq.num_computed_tokens = 0
+
+
+def _rows(scheduled: list[ScheduledSequence]) -> tuple[tuple[Sequence, int], ...]:
+    """Each sequence whose last known token is computed in this step, with that token's packed index."""
+    rows = []
+    end = 0
+    for item in scheduled:
+        end += item.num_new_tokens
+        if item.num_new_tokens == item.sequence.num_new_tokens:
+            rows.append((item.sequence, end - 1))
+    return tuple(rows)

@@ -1,0 +1,63 @@
+"""One prompt's life in the engine: its ids, how many of them are in the cache, which blocks hold them, where it stands.
+
+Plain state; each field's comment names its one writer.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from nanoinfer.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"  # new, or preempted: holds no block
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)  # eq=False: a sequence is itself, whatever ids it holds
+class Sequence:
+    """There is no phase flag: a prompt, a chunk of it, a decode step and a recomputation after preemption are all
+    `num_new_tokens` tokens that are known and not yet in the cache. A decode step is the case where that is one.
+
+    >>> seq = Sequence("r0", [5, 6, 7], SamplingParams(), seed=0, max_num_tokens=19)
+    >>> seq.num_new_tokens, seq.num_output_tokens
+    (3, 0)
+    """
+
+    # set once by the engine, where the request enters
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_num_tokens: int  # prompt + output; reaching it ends with "length"
+    eos_token_ids: frozenset[int] = frozenset()
+
+    token_ids: list[int] = field(default_factory=list)  # prompt + output; Request.advance appends
+    num_computed_tokens: int = 0  # how many of token_ids are in the cache; the scheduler
+    status: SequenceStatus = SequenceStatus.WAITING  # the scheduler
+    num_preemptions: int = 0  # the scheduler
+    num_cached_tokens: int = 0  # found in the prefix cache when it first ran; the scheduler
+    block_table: list[int] = field(default_factory=list)  # the block manager
+    prefix_keys: list[int] = field(default_factory=list)  # the block manager: chain keys of its finished blocks
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_new_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def stop_ids(self) -> Iterable[int]:
+        """EOS and stop ids: what min_tokens keeps from being drawn."""
+        return self.eos_token_ids.union(self.params.stop_token_ids or ())

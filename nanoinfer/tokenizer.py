@@ -1,0 +1,84 @@
+"""Text -> token ids and back, and chat messages -> text, by the checkpoint's own tokenizer files.
+
+In: a checkpoint's folder. Out: a Tokenizer around transformers' fast tokenizer. transformers is imported inside `load`,
+so that the bookkeeping floors stay light.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoinfer.errors import CheckpointError, InvalidPromptError, UnsupportedError
+
+if TYPE_CHECKING:
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
+
+
+class Tokenizer:
+    """One checkpoint's tokenizer. `hf` is transformers' object, `backend` the tokenizers library's inside it."""
+
+    def __init__(self, hf: "PreTrainedTokenizerFast") -> None:
+        self.hf = hf
+        self.backend: tokenizers.Tokenizer = hf.backend_tokenizer
+
+    @classmethod
+    def load(cls, path: Path) -> "Tokenizer | None":
+        """The tokenizer in a folder, or None where there are no tokenizer files.
+
+        Raises: CheckpointError for files that cannot be read, UnsupportedError for a tokenizer without a fast backend.
+        """
+        if not any((path / name).exists() for name in _TOKENIZER_FILES):
+            return None
+        from transformers import AutoTokenizer
+
+        try:
+            hf = AutoTokenizer.from_pretrained(str(path))
+        except Exception as error:  # whatever a damaged file makes transformers raise
+            raise CheckpointError(f"the tokenizer files in {path} cannot be read: {error}") from error
+        if not getattr(hf, "is_fast", False):
+            raise UnsupportedError(
+                f"the tokenizer in {path} ({type(hf).__name__}) has no tokenizer.json form, which streaming needs; "
+                "convert it with transformers, or pass token ids and detokenize=False"
+            )
+        return cls(hf)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text, with the BOS that the tokenizer itself adds, if it adds one."""
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of some ids. Ids that the tokenizer lacks decode to nothing; half a character to U+FFFD."""
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> str:
+        """Chat messages as one text, ready for `encode(..., add_special_tokens=False)`: the template writes any BOS itself.
+
+        Raises: InvalidPromptError where there is no template, or where the template refuses the messages.
+        """
+        if chat_template is None and self.hf.chat_template is None:
+            raise InvalidPromptError(
+                "this checkpoint's tokenizer has no chat template; pass chat_template=..., or use generate() on text"
+            )
+        from jinja2 import TemplateError  # transformers needs it for templates, too, and only then
+
+        try:
+            text = self.hf.apply_chat_template(
+                messages,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **template_kwargs,
+            )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise InvalidPromptError(f"the chat template refused the messages: {error}") from error
+        assert isinstance(text, str)
+        return text

@@ -1,0 +1,28 @@
+"""What every test shares: no network, few threads, shape checks on, and tiny checkpoints to compare with transformers."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+from jaxtyping import install_import_hook
+
+# Every shape and type written in nanoinfer's annotations is checked at each call, in this process. (Compiled code cannot run
+# under it: those tests start a process of their own.)
+install_import_hook("nanoinfer", "beartype.beartype")
+
+import tiny_models
+
+torch.set_num_threads(1)  # pytest runs one process per core
+
+
+@pytest.fixture(scope="session")
+def gpt2_path(tmp_path_factory):
+    return tiny_models.save("gpt2", tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture(scope="session")
+def qwen3_path(tmp_path_factory):
+    return tiny_models.save("qwen3", tmp_path_factory.mktemp("qwen3"))

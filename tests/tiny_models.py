@@ -1,0 +1,65 @@
+"""Tiny random checkpoints, made by transformers' own classes: the oracle writes the files that nanoinfer reads.
+
+Weights have standard deviation 0.25: with transformers' 0.02 the two largest logits nearly tie, and a greedy token would be
+decided by rounding.
+"""
+
+from pathlib import Path
+
+import torch
+import transformers
+
+VOCAB_SIZE = 96
+_SHARED = {"vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
+_QWEN = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+# family -> (transformers' classes, config). One entry for every fact a family's file has to get right.
+FAMILIES = {
+    "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 512}),
+    "gpt2_untied": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 512, "tie_word_embeddings": False}),
+    "gpt2_n_inner": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 3, "n_positions": 512, "n_inner": 100}),
+    "qwen2": ("Qwen2", _QWEN),
+    "qwen2_tied": ("Qwen2", _QWEN | {"tie_word_embeddings": True}),
+    "qwen2_mha": ("Qwen2", _QWEN | {"num_key_value_heads": 4}),
+    "qwen2_yarn": ("Qwen2", _QWEN | {"rope_parameters": _YARN}),
+    "qwen3": ("Qwen3", _QWEN | {"head_dim": 16}),
+    "qwen3_tied": ("Qwen3", _QWEN | {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3_one_kv_head": ("Qwen3", _QWEN | {"head_dim": 32, "num_key_value_heads": 1}),
+    "qwen3_attention_bias": ("Qwen3", _QWEN | {"head_dim": 16, "attention_bias": True}),
+    "qwen3_yarn": ("Qwen3", _QWEN | {"head_dim": 16, "rope_parameters": _YARN | {"rope_theta": 1_000_000.0}}),
+}
+
+
+def build(family: str, seed: int = 0, **overrides) -> transformers.PreTrainedModel:
+    """transformers' model of a family with random weights, in fp32."""
+    name, config = FAMILIES[family]
+    config_class = getattr(transformers, f"{name}Config")
+    model_class = getattr(transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
+    model = model_class(config_class(**_SHARED | config | overrides)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.25, generator=generator)
+            if parameter.ndim == 1:  # norms and biases
+                parameter.add_(0.5)
+    return model
+
+
+def save(family: str, path: Path, *, seed: int = 0, **overrides) -> Path:
+    """A checkpoint folder without a tokenizer."""
+    build(family, seed, **overrides).save_pretrained(path)
+    return path
