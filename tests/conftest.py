@@ -9,9 +9,10 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
-# Every shape and type written in nanoinfer's annotations is checked at each call, in this process. (Compiled code cannot run
-# under it: those tests start a process of their own.)
-install_import_hook("nanoinfer", "beartype.beartype")
+# Every shape and type that the arithmetic's annotations state is checked at each call, in this process. (Compiled code cannot
+# run under it: those tests start a process of their own. The front doors check their arguments themselves, and are tested.)
+ARITHMETIC = ["kv_cache", "attention", "models", "sampling", "forward_batch", "model_runner"]
+install_import_hook([f"nanoinfer.{name}" for name in ARITHMETIC], "beartype.beartype")
 
 import tiny_models
 

@@ -104,7 +104,7 @@ def test_greedy_tokens_equal_transformers_over_a_ragged_batch(family, backend, t
                 torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=64
             )[0]
             top_two = oracle(ids[None]).logits[0, len(prompt) - 1 : -1].topk(2).values
-        assert (top_two[:, 0] - top_two[:, 1]).min() > 1e-4  # else a tie, and either token would be right
+        assert (top_two[:, 0] - top_two[:, 1]).min() > 1e-5  # else a tie, and either token would be right
         expected.append(ids[len(prompt) :].tolist())
     llm = LLM(path, attention_backend=backend, block_size=16, chunk_size=64, kv_cache_memory=2**24)
     params = SamplingParams(temperature=0, max_tokens=64, detokenize=False)

@@ -35,7 +35,7 @@ class SamplingBatch:
         params = [seq.params for seq in sequences]
         greedy = [p.is_greedy for p in params]
 
-        def column(values: list[float], off: float, dtype: torch.dtype) -> Tensor | None:
+        def column(values: list, off: float | int, dtype: torch.dtype) -> Tensor | None:
             values = [off if is_greedy else value for value, is_greedy in zip(values, greedy, strict=True)]
             return torch.tensor(values, dtype=dtype, device=device) if any(value != off for value in values) else None
 
