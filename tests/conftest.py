@@ -14,7 +14,7 @@ from jaxtyping import install_import_hook
 ARITHMETIC = ["kv_cache", "attention", "models", "sampling", "forward_batch", "model_runner"]
 install_import_hook([f"nanoinfer.{name}" for name in ARITHMETIC], "beartype.beartype")
 
-import tiny_models
+import tiny_models  # noqa: E402
 
 torch.set_num_threads(1)  # pytest runs one process per core
 

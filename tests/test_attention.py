@@ -1,0 +1,204 @@
+"""Every paged backend equals dense attention over each sequence alone, whatever the batch, the lengths and the blocks."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoinfer.attention.base import AttentionMetadata, select_backend
+from nanoinfer.attention.dense import DenseAttention, causal_attention
+from nanoinfer.errors import InvalidValueError, UnsupportedError
+from nanoinfer.kv_cache import KVCache, available_cpu_memory, memory_for_cache
+
+CPU = torch.device("cpu")
+
+
+def metadata_for(lengths, block_size, num_blocks, generator):
+    """lengths: (tokens in the cache before, new tokens) of each sequence, single-token ones first. Blocks are scattered."""
+    scattered = iter(torch.randperm(num_blocks, generator=generator).tolist())
+    tables = [[next(scattered) for _ in range(-(-(old + new) // block_size))] for old, new in lengths]
+    width = max(map(len, tables))
+    slots = [
+        table[i // block_size] * block_size + i % block_size
+        for table, (old, new) in zip(tables, lengths, strict=True)
+        for i in range(old, old + new)
+    ]
+    starts = [sum(new for _, new in lengths[:i]) for i in range(len(lengths) + 1)]
+    seq_lens = [old + new for old, new in lengths]
+    return AttentionMetadata(
+        query_start_loc=torch.tensor(starts),
+        seq_lens=torch.tensor(seq_lens),
+        block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables]),
+        slot_mapping=torch.tensor(slots),
+        max_query_len=max(new for _, new in lengths),
+        max_seq_len=max(seq_lens),
+        num_decodes=sum(new == 1 for _, new in lengths),
+        query_start_loc_cpu=starts,
+        seq_lens_cpu=seq_lens,
+    )
+
+
+def compare(backend_name, lengths, *, block_size, num_kv_heads, group, head_dim, dtype=torch.float32, spoil=None):
+    """The largest difference from dense attention. `spoil(metadata)` may plant a fault."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = sorted(lengths, key=lambda pair: pair[1] > 1)
+    num_blocks = sum(-(-(old + new) // block_size) for old, new in lengths) + 2
+    metadata = metadata_for(lengths, block_size, num_blocks, generator)
+    _, backend = select_backend(backend_name, CPU)
+    cache = KVCache(
+        num_layers=2,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        layout=backend.layout,
+    )
+    keys, values, queries, expected = [], [], [], []
+    for i, (old, new) in enumerate(lengths):
+        k, v = torch.randn(2, old + new, num_kv_heads, head_dim, generator=generator).to(dtype)
+        q = torch.randn(new, num_kv_heads * group, head_dim, generator=generator).to(dtype)
+        table = metadata.block_tables[i]
+        old_slots = [int(table[j // block_size]) * block_size + j % block_size for j in range(old)]
+        cache.write(1, torch.tensor(old_slots, dtype=torch.int64), k[:old], v[:old])
+        expected.append(causal_attention(q, k, v))
+        keys.append(k[old:])
+        values.append(v[old:])
+        queries.append(q)
+    attend = backend.begin_step(cache, spoil(metadata) if spoil else metadata)
+    out = attend(1, torch.cat(queries), torch.cat(keys), torch.cat(values))
+    assert cache.data[0].count_nonzero() == 0  # layer 0 was nobody's business
+    return (out.float() - torch.cat(expected).float()).abs().max().item()
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 90), st.sampled_from([1, 1, 2, 5, 40])), min_size=1, max_size=6),
+    block_size=st.sampled_from([1, 4, 16, 64]),
+    heads=st.sampled_from([(1, 1), (2, 2), (2, 7), (3, 1)]),
+    head_dim=st.sampled_from([8, 10]),
+)
+def test_paged_attention_equals_dense_attention(backend, lengths, block_size, heads, head_dim):
+    num_kv_heads, group = heads
+    error = compare(backend, lengths, block_size=block_size, num_kv_heads=num_kv_heads, group=group, head_dim=head_dim)
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_bf16_stays_within_its_rounding(backend):
+    lengths = [(100, 1), (3, 1), (0, 20), (64, 30)]
+    assert compare(backend, lengths, block_size=16, num_kv_heads=2, group=2, head_dim=16, dtype=torch.bfloat16) < 0.05
+
+
+def replaced(metadata, **changes):
+    return AttentionMetadata(**{name: changes.get(name, getattr(metadata, name)) for name in AttentionMetadata.__slots__})
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda m: replaced(m, block_tables=m.block_tables.flip(1)),
+        lambda m: replaced(m, seq_lens=m.seq_lens - 1, seq_lens_cpu=[n - 1 for n in m.seq_lens_cpu]),
+        lambda m: replaced(m, slot_mapping=m.slot_mapping.roll(1)),
+    ],
+    ids=["swapped blocks", "a length off by one", "swapped slots"],
+)
+def test_the_comparison_notices_a_planted_fault(backend, fault):
+    lengths = [(40, 1), (41, 1), (17, 5)]
+    assert compare(backend, lengths, block_size=16, num_kv_heads=2, group=2, head_dim=8, spoil=fault) > 1e-3
+
+
+def test_dense_attention_is_transformers_formula_by_hand():
+    """Two tokens, one head of size 1: the first sees itself, the second weighs both by exp(q k)."""
+    q, k, v = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0]), torch.tensor([10.0, 20.0])
+    out = DenseAttention()(0, *(x.view(2, 1, 1) for x in (q, k, v))).flatten()
+    weight = torch.tensor(2.0).exp() / (1 + torch.tensor(2.0).exp())
+    torch.testing.assert_close(out, torch.stack([torch.tensor(10.0), 10 + 10 * weight]))
+
+
+def test_the_compiled_decode_equals_the_plain_one_and_enforce_eager_never_compiles():
+    """In a process of its own: compiled code cannot run under the shape checks. The thresholds are lowered, not the path."""
+    code = """
+import torch, logging
+from nanoinfer.attention import cpu
+torch.manual_seed(0); torch.set_num_threads(1)
+cpu.COMPILE_AFTER_BYTES = 0
+pages = torch.randn(2, 9, 4, 16, 64)
+tables, lens, q = torch.randperm(9)[:6].view(3, 2), torch.tensor([5, 32, 17]), torch.randn(3, 8, 64)
+expected = cpu.paged_decode(q, *pages, tables, lens)
+eager = cpu.CPUBackend(enforce_eager=True); eager.decode(q, *pages, tables, lens)
+assert eager._decode is None
+backend = cpu.CPUBackend(); small = torch.randn(2, 9, 1, 16, 8)
+backend.decode(torch.randn(3, 1, 8), *small, tables, lens)
+assert backend._decode is None, "a small model is not worth compiling for"
+backend.decode(q, *pages, tables, lens)
+print("compiled", backend._decode is not None)
+for n in (1, 2, 3):
+    for blocks in (1, 2):
+        seq_lens = lens[:n].clamp(max=16 * blocks)
+        args = q[:n], *pages, tables[:n, :blocks], seq_lens
+        torch.testing.assert_close(backend.decode(*args), cpu.paged_decode(*args), atol=1e-5, rtol=0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    if "compiled False" in done.stdout:
+        pytest.skip("there is no C++ compiler here; the plain form was used")
+
+
+def test_without_a_compiler_the_plain_form_stays(monkeypatch, caplog):
+    from nanoinfer.attention import cpu
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: broken)
+    monkeypatch.setattr(cpu, "COMPILE_AFTER_BYTES", 0)
+    caplog.set_level("INFO")
+    backend = cpu.CPUBackend()
+    args = torch.randn(2, 4, 64), *torch.randn(2, 3, 4, 16, 64), torch.tensor([[0], [1]]), torch.tensor([5, 9])
+    for _ in range(2):
+        assert torch.equal(backend.decode(*args), cpu.paged_decode(*args))
+    assert caplog.text.count("could not be compiled (no C++ compiler)") == 1
+
+
+def test_an_unknown_backend_or_one_for_another_device_is_refused_by_name():
+    with pytest.raises(InvalidValueError, match="one of reference, cpu, got 'flashy'"):
+        select_backend("flashy", CPU)
+    with pytest.raises(UnsupportedError, match="runs on cpu only, got device 'meta'"):
+        select_backend("cpu", torch.device("meta"))
+    assert select_backend("auto", CPU)[0] == "cpu"
+
+
+def test_copied_blocks_hold_what_their_sources_held_before_any_copy():
+    cache = KVCache(num_layers=1, num_blocks=3, block_size=1, num_kv_heads=1, head_dim=1)
+    cache.write(0, torch.arange(3), *(torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1),) * 2)
+    cache.copy_blocks([(0, 1), (1, 2)])
+    assert cache.layer(0)[0].flatten().tolist() == [1, 1, 2]
+
+
+def test_the_cache_never_takes_more_than_is_free():
+    free = available_cpu_memory()
+    assert free > 0
+    assert memory_for_cache(CPU, None, 0.9) <= free
+    assert memory_for_cache(CPU, 1000, 0.9) == 1000
+    with pytest.raises(InvalidValueError, match=r"kv_cache_memory is .* bytes, but .* are free"):
+        memory_for_cache(CPU, 2**60, 0.9)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_unused_cache_takes_no_memory():
+    def anonymous():
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return int(status["RssAnon"].split()[0]) * 1024
+
+    before = anonymous()
+    cache = KVCache(num_layers=4, num_blocks=1024, block_size=64, num_kv_heads=4, head_dim=64)
+    assert cache.data.nbytes == 2**29
+    assert anonymous() - before < 2**24
+    assert cache.data[:, :, ::100].count_nonzero() == 0

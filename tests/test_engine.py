@@ -1,0 +1,249 @@
+"""Invariance and conservation: however a request is run, its tokens are those of a dense forward pass, and no block is lost."""
+
+import random
+
+import pytest
+import tiny_models
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoinfer import Recorder, SamplingParams, models
+from nanoinfer.attention.dense import DenseAttention
+from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.kv_cache import bytes_per_block
+from nanoinfer.tracing import RequestFinished, StepScheduled, StepTimed
+
+BLOCK_SIZE = 4
+
+
+@pytest.fixture(scope="module", params=["gpt2", "qwen3"])
+def model(request, tmp_path_factory):
+    return models.load(Checkpoint.open(str(tiny_models.save(request.param, tmp_path_factory.mktemp(request.param)))))
+
+
+def engine_for(model, *, num_blocks=64, chunk_size=1024, backend="cpu", tracer=None, prefix_caching=True, max_num_seqs=256):
+    one_block = bytes_per_block(
+        num_layers=model.config.num_hidden_layers,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=model.config.num_key_value_heads,
+        head_dim=model.config.head_dim,
+        dtype=torch.float32,
+    )
+    config = EngineConfig(
+        attention_backend=backend,
+        tracer=tracer,
+        cache=CacheConfig(block_size=BLOCK_SIZE, kv_cache_memory=num_blocks * one_block, enable_prefix_caching=prefix_caching),
+        scheduler=SchedulerConfig(chunk_size=chunk_size, max_num_batched_tokens=64, max_num_seqs=max_num_seqs),
+    )
+    return LLMEngine(model, None, config)
+
+
+def greedy(max_tokens, **params):
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False, **params)
+
+
+def run(engine, requests):
+    """Step until all have ended. Every step must end something or compute something: 10,000 steps are a hang."""
+    for _ in range(10_000):
+        if all(request.output for request in requests):
+            break
+        engine.step()
+    assert engine.num_unfinished == 0
+    assert engine.block_manager.num_free_blocks == engine.block_manager.num_blocks
+    assert set(engine.block_manager._ref_counts) == {0}
+    return [request.output.outputs[0] for request in requests]
+
+
+def dense_greedy(model, prompt, num_tokens):
+    """One token at a time, each from a whole forward pass without any cache."""
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            hidden = model(torch.tensor(ids), torch.arange(len(ids)), DenseAttention())
+            ids.append(int(model.compute_logits(hidden[-1]).argmax()))
+    return ids[len(prompt) :]
+
+
+def random_prompt(rng, length):
+    return [rng.randrange(tiny_models.VOCAB_SIZE) for _ in range(length)]
+
+
+WAYS = {
+    "alone": {},
+    "chunked": {"chunk_size": 8},
+    "chunks that are no multiple of a block": {"chunk_size": 7},
+    "without prefix caching": {"prefix_caching": False},
+    "few blocks, so that sequences are preempted": {"num_blocks": 22, "chunk_size": 16},
+    "the reference backend": {"backend": "reference", "chunk_size": 16},
+    "one at a time": {"max_num_seqs": 1},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_do_not_depend_on_how_the_requests_are_run(model, way):
+    rng = random.Random(1)
+    prompts = [random_prompt(rng, length) for length in (1, 5, 13, 40, 63)]
+    prompts.append(prompts[3][:24] + random_prompt(rng, 9))  # shares six blocks with another
+    expected = [dense_greedy(model, prompt, 20) for prompt in prompts]
+    engine = engine_for(model, **WAYS[way])
+    batches = [[prompt] for prompt in prompts] if way == "alone" else [prompts]
+    answers = []
+    for batch in batches:
+        answers += run(engine, [engine.add_request(prompt, greedy(20)) for prompt in batch])
+    assert [answer.token_ids for answer in answers] == expected
+
+
+def test_few_blocks_really_preempt_and_a_second_run_really_hits_the_prefix_cache(model):
+    rng = random.Random(1)
+    prompts = [random_prompt(rng, 30) for _ in range(4)]
+    recorder = Recorder()
+    engine = engine_for(model, num_blocks=22, tracer=recorder)
+    first = [engine.add_request(prompt, greedy(20)) for prompt in prompts]
+    run(engine, first)
+    assert sum(request.output.metrics.num_preemptions for request in first) > 0
+    assert any(event.preempted for event in recorder.events if isinstance(event, StepScheduled))
+    again = engine.add_request(prompts[-1], greedy(20))
+    run(engine, [again])
+    assert again.output.metrics.num_cached_tokens == 28
+    assert again.output.outputs[0].token_ids == first[-1].output.outputs[0].token_ids
+
+
+def test_logits_of_a_chunked_batched_step_equal_a_dense_forward_pass(model):
+    """Not only the greedy token: the rows themselves, where prompts, chunks and decodes share a step."""
+    rng = random.Random(2)
+    engine = engine_for(model, chunk_size=8)
+    seen = []
+    forward = engine.runner.forward
+    engine.runner.forward = lambda batch: seen.append(forward(batch)) or seen[-1]
+    compared = 0
+    requests = [engine.add_request(random_prompt(rng, 9 + 8 * i), greedy(6)) for i in range(4)]
+    plans = []
+    schedule = engine.scheduler.schedule
+    engine.scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]
+    while engine.num_unfinished:
+        engine.step()
+        for (seq, _), row in zip(plans[-1].rows, seen[-1], strict=True):
+            ids = torch.tensor(seq.token_ids[:-1])  # the newest was drawn from this row
+            with torch.inference_mode():
+                hidden = model(ids, torch.arange(len(ids)), DenseAttention())
+                torch.testing.assert_close(row, model.compute_logits(hidden[-1]), atol=1e-4, rtol=0)
+            compared += 1
+    assert compared == sum(len(request.output.outputs[0].token_ids) for request in requests) == 24
+    assert any(plan.num_decode_tokens and plan.num_prefill_tokens for plan in plans)  # they did share a step
+
+
+LENGTHS = st.integers(1, 300)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    chunk_size=st.integers(1, 64),
+    num_blocks=st.integers(4, 64),
+    backend=st.sampled_from(["cpu", "cpu", "reference"]),
+)
+def test_random_loads_give_the_tokens_of_one_by_one_greedy_generation(model, seed, chunk_size, num_blocks, backend):
+    """25 requests per example, 200 in all: lengths 1 to 300, shared prefixes, aborts; too-long ones get their own error."""
+    rng = random.Random(seed)
+    engine = engine_for(model, num_blocks=num_blocks, chunk_size=chunk_size, backend=backend, max_num_seqs=rng.choice([3, 16]))
+    alone = engine_for(model, num_blocks=num_blocks, prefix_caching=False)
+    shared = random_prompt(rng, 200)
+    requests, aborted = [], set()
+    for _ in range(25):
+        length = rng.choice([rng.randint(1, 20), rng.randint(1, 300)])
+        num_shared = rng.choice([0, rng.randint(0, 200)])
+        prompt = (shared[:num_shared] + random_prompt(rng, 300))[:length]
+        requests.append(engine.add_request(prompt, greedy(rng.randint(1, 12))))
+        for _ in range(rng.randint(0, 3)):
+            engine.step()
+        if rng.random() < 0.15:
+            victim = rng.choice(requests)
+            if not victim.output:
+                aborted.add(victim.request_id)
+                engine.abort(victim.request_id)
+    answers = run(engine, requests)
+    for request, answer in zip(requests, answers, strict=True):
+        prompt = request.sequence.prompt_token_ids
+        expected = alone.add_request(prompt, request.sequence.params)
+        run(alone, [expected])
+        reference = expected.output.outputs[0]
+        if request.request_id in aborted:
+            assert answer.finish_reason == "abort"
+            assert answer.token_ids == reference.token_ids[: len(answer.token_ids)]
+        else:
+            assert answer == reference  # token ids, reason, and for prompts that cannot fit the error's words
+        assert (answer.finish_reason == "error") == (len(prompt) >= num_blocks * BLOCK_SIZE)
+
+
+def test_a_prompt_that_cannot_fit_gets_an_error_result_that_says_what_to_do(model):
+    engine = engine_for(model, num_blocks=4)
+    fits, too_long = engine.add_request([1] * 15, greedy(5)), engine.add_request([1] * 16, greedy(5))
+    assert too_long.output.outputs[0].finish_reason == "error"
+    assert "16 tokens, but max_model_len is 16" in too_long.output.outputs[0].error
+    assert [answer.finish_reason for answer in run(engine, [fits])] == ["length"]
+    assert len(fits.output.outputs[0].token_ids) == 1
+
+
+def test_a_row_without_finite_logits_ends_with_an_error_and_the_others_finish(model):
+    engine = engine_for(model)
+    requests = [engine.add_request([i + 1], greedy(5)) for i in range(3)]
+    forward = engine.runner.forward
+
+    def broken(batch):
+        logits = forward(batch)
+        if len(logits) == 3:
+            logits[1] = float("nan")
+        return logits
+
+    engine.runner.forward = broken
+    reasons = [answer.finish_reason for answer in run(engine, requests)]
+    assert reasons == ["length", "error", "length"]
+    assert "not finite" in requests[1].output.outputs[0].error
+
+
+def test_a_step_that_raises_leaves_the_requests_as_they_were(model):
+    engine = engine_for(model)
+    request = engine.add_request([1, 2, 3], greedy(5))
+    engine.step()
+    forward = engine.runner.forward
+    engine.runner.forward = lambda batch: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine.runner.forward = forward
+    assert run(engine, [request])[0].token_ids == dense_greedy(model, [1, 2, 3], 5)
+
+
+def test_the_tracer_sees_every_step_and_changes_nothing(model):
+    recorder = Recorder()
+    traced, plain = engine_for(model, tracer=recorder), engine_for(model)
+    answers = [run(engine, [engine.add_request([1, 2, 3], greedy(5))]) for engine in (traced, plain)]
+    assert answers[0] == answers[1]
+    steps = [event for event in recorder.events if isinstance(event, StepScheduled)]
+    assert [event.num_new_tokens for event in steps] == [(3,), (1,), (1,), (1,), (1,)]
+    assert len([event for event in recorder.events if isinstance(event, StepTimed)]) == 5
+    assert recorder.events[-2] == RequestFinished("0", "length", 5)
+
+
+def test_a_fork_writes_into_a_block_of_its_own(model):
+    """What n > 1 and beams stand on: the owed copy is carried out before the forward pass, so both continue rightly."""
+    engine = engine_for(model)
+    parent = engine.add_request([1, 2, 3, 4, 5, 6], greedy(8))
+    engine.step()
+    child = engine.add_request([1, 2, 3, 4, 5, 6], greedy(8))
+    seq = child.sequence
+    engine.scheduler._waiting.remove(seq)  # as the scheduler will do it for n > 1: born running, with its parent's blocks
+    engine.block_manager.fork(parent.sequence, seq)
+    seq.num_computed_tokens = parent.sequence.num_computed_tokens
+    seq.token_ids.append(90)  # another token than its parent drew
+    seq.status = parent.sequence.status
+    engine.scheduler._running.append(seq)
+    copies = []
+    copy_blocks = engine.runner.cache.copy_blocks
+    engine.runner.cache.copy_blocks = lambda pairs: copies.extend(pairs) or copy_blocks(pairs)
+    answers = run(engine, [parent, child])
+    assert len(copies) == 1
+    assert answers[0].token_ids == dense_greedy(model, [1, 2, 3, 4, 5, 6], 8)
+    assert answers[1].token_ids == [90, *dense_greedy(model, [1, 2, 3, 4, 5, 6, 90], 7)]
