@@ -6,7 +6,7 @@ BIN := .venv/bin
 .PHONY: demo test lint clean
 
 demo: .venv/installed
-	$(BIN)/nanoinfer generate "Once upon a time" --seed 1
+	$(BIN)/nanoinfer generate "Once upon a time" --echo --seed 1
 
 test: lint
 	$(BIN)/python -m pytest -n auto

@@ -17,7 +17,8 @@ BUNDLED = Path(__file__).parent / "checkpoints"
 DEFAULT_MODEL = "tiny-qwen3"
 
 # Everything a checkpoint needs and no more: the hub also keeps .bin, .gguf, .onnx beside it, and whole folders of them.
-_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+_TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model"]
+_WEIGHT_FILES = ["*.safetensors"]
 
 _CONVERT = (
     "nanoinfer reads safetensors only, because a .bin file is a pickle and may run code. Convert it once with\n"
@@ -63,16 +64,17 @@ class Checkpoint:
         return frozenset([eos] if isinstance(eos, int) else eos or [])
 
 
-def locate(model: str, revision: str | None = None) -> Path:
-    """The folder that `model` names, downloaded from the hub where it must be."""
+def locate(model: str, revision: str | None = None, *, with_weights: bool = True) -> Path:
+    """The folder that `model` names, downloaded from the hub where it must be: whole, or without weights for a tokenizer."""
     if Path(model).expanduser().is_dir():
         return Path(model).expanduser()
     if (BUNDLED / model / "config.json").is_file():
         return BUNDLED / model
     if Path(model).is_absolute() or model.startswith((".", "~")):
         raise CheckpointNotFoundError(f"there is no folder {model!r}; give a checkpoint's folder or a hub name")
+    patterns = _TEXT_FILES + _WEIGHT_FILES if with_weights else _TEXT_FILES
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except HFValidationError as error:
         raise CheckpointNotFoundError(
             f"{model!r} is neither a folder nor a possible hub name (owner/name); in the box are {', '.join(bundled_models())}"

@@ -56,6 +56,7 @@ def generate(
     min_tokens: MinTokens = 0,
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
+    echo: Annotated[bool, typer.Option("--echo", help="Show the prompt, too.")] = False,
 ) -> None:
     """Continue a text, and show it as it comes."""
     with _errors_for_people():
@@ -72,7 +73,10 @@ def generate(
             stop=stop,
             ignore_eos=ignore_eos,
         )
-        _show(llm, sys.stdin.read() if prompt == "-" else prompt, params)
+        text = sys.stdin.read() if prompt == "-" else prompt
+        if echo:
+            print(text, end="", flush=True)
+        _show(llm, text, params)
 
 
 @app.command()

@@ -91,7 +91,7 @@ class LLMEngine:
         device = _resolve_device(config.device)
         checkpoint = Checkpoint.open(config.model, config.revision)
         model = models.load(checkpoint, DTYPES[config.dtype], device)
-        tokenizer_path = locate(config.tokenizer) if config.tokenizer else checkpoint.path
+        tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer else checkpoint.path
         tokenizer = Tokenizer.load(tokenizer_path)
         if config.tokenizer and tokenizer is None:
             raise CheckpointNotFoundError(f"{tokenizer_path} holds no tokenizer files, such as tokenizer.json")

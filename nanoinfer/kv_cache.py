@@ -115,8 +115,9 @@ def available_cpu_memory() -> int:
         with open("/proc/meminfo") as meminfo:
             fields = dict(line.split(":") for line in meminfo)
         available = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):  # not Linux
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (OSError, KeyError):  # not Linux: half of the machine's memory, or where not even that can be asked, 8 GiB
+        can_ask = hasattr(os, "sysconf")
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if can_ask else 2 * DEFAULT_CPU_MEMORY
     try:
         with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as current:
             available = min(available, int(limit.read()) - int(current.read()))

@@ -1,0 +1,28 @@
+"""What the README shows is what happens."""
+
+import doctest
+from pathlib import Path
+
+import nanoinfer
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_sessions_are_real_output():
+    text = README.read_text().replace("```", "")
+    test = doctest.DocTestParser().get_doctest(text, {}, "README.md", str(README), 0)
+    report: list[str] = []
+    result = doctest.DocTestRunner().run(test, out=report.append)
+    assert result.attempted > 10
+    assert result.failed == 0, "".join(report)
+
+
+def test_the_map_is_the_packages_own():
+    docstring = nanoinfer.__doc__ or ""
+    the_map = docstring[docstring.index("    floor 0") : docstring.index("\nBeside the floors")]
+    assert the_map.replace("\n    ", "\n").strip() in README.read_text()
+
+
+def test_the_two_commands_stand_in_the_readme():
+    assert "make demo" in README.read_text()
+    assert "make test" in README.read_text()
