@@ -1,4 +1,4 @@
-"""What the model families share: RMSNorm, rotary positions, the gated MLP, the weight matrices' common shapes.
+"""What the model families share: embeddings, RMSNorm, rotary positions, the gated MLP, the weight matrices' common shapes.
 
 Rows are packed tokens: every function here works on [num_tokens, ...] and on each token alone.
 """
@@ -13,6 +13,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from nanoinfer.errors import UnsupportedError
+
+
+class Embedding(nn.Embedding):
+    """One row of weights per id."""
+
+    def reset_parameters(self) -> None:
+        """Nothing: the checkpoint fills it. (On the meta device, the usual random init imports torch's compiler: a second.)"""
 
 
 class RMSNorm(nn.Module):

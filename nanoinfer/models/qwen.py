@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.models.layers import RMSNorm, RopeConfig, RotaryEmbedding, SwiGLU, apply_rotary
+from nanoinfer.models.layers import Embedding, RMSNorm, RopeConfig, RotaryEmbedding, SwiGLU, apply_rotary
 from nanoinfer.models.weights import WeightRules
 
 
@@ -136,7 +136,7 @@ class QwenForCausalLM(nn.Module):
     def __init__(self, config: QwenConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(QwenDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope)
