@@ -22,6 +22,7 @@ The map, in floors. A file imports only from the floors below its own, and from 
       stopping.py          EOS, stop ids and lengths on ids; stop strings on text
       detokenizer.py       ids -> text as it grows, never half a character
       request.py           one request from outside: its text, its stream, its output
+      prompts.py           prompts in the forms people have them -> token ids
     floor 2: arithmetic. torch; knows nothing of scheduling
       kv_cache.py          the tensors: write slots, read blocks, copy blocks, how many fit
       attention/base.py         what a model calls, what a backend is told, the table of backends

@@ -72,11 +72,12 @@ class BlockManager:
             key = found[0]
         return matched
 
-    def can_start(self, token_ids: list[int]) -> bool:
-        """Are there blocks for all of a waiting sequence's tokens, those it would share included?"""
+    def can_start(self, token_ids: list[int], *, num_kept_free: int = 0) -> bool:
+        """Are there blocks for all of a waiting sequence's tokens, those it would share included, and so many besides?"""
         matched = self.match_prefix(token_ids)
         num_revived = sum(block in self._free for _, block in matched)
-        return self.num_blocks_for(len(token_ids)) - len(matched) <= len(self._free) - num_revived
+        num_needed = self.num_blocks_for(len(token_ids)) - len(matched) + num_revived
+        return num_needed + num_kept_free <= len(self._free)
 
     def can_allocate(self, seq: Sequence, num_new_tokens: int) -> bool:
         return self._num_blocks_needed(seq, num_new_tokens) <= len(self._free)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError
 
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError
 
@@ -21,8 +21,10 @@ _TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model"]
 _WEIGHT_FILES = ["*.safetensors"]
 
 _CONVERT = (
-    "nanoinfer reads safetensors only, because a .bin file is a pickle and may run code. Convert it once with\n"
-    "  python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{path}').save_pretrained('{path}')\""
+    "nanoinfer reads safetensors only, because a .bin file is a pickle and may run code. Convert it once, load the result:\n"
+    '  python -c "from transformers import AutoModelForCausalLM, AutoTokenizer; '
+    "AutoModelForCausalLM.from_pretrained('{model}').save_pretrained('converted'); "
+    "AutoTokenizer.from_pretrained('{model}').save_pretrained('converted')\""
 )
 
 
@@ -49,11 +51,12 @@ class Checkpoint:
 
         Raises: CheckpointNotFoundError, CheckpointError.
         """
-        path = locate(model or DEFAULT_MODEL, revision)
+        model = DEFAULT_MODEL if model is None else model
+        path = locate(model, revision)
         config = _read_json(path / "config.json")
         generation_path = path / "generation_config.json"
         generation_config = _read_json(generation_path) if generation_path.exists() else {}
-        return cls(path, config, generation_config, _weight_files(path))
+        return cls(path, config, generation_config, _weight_files(path, model))
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -66,10 +69,13 @@ class Checkpoint:
 
 def locate(model: str, revision: str | None = None, *, with_weights: bool = True) -> Path:
     """The folder that `model` names, downloaded from the hub where it must be: whole, or without weights for a tokenizer."""
-    if Path(model).expanduser().is_dir():
-        return Path(model).expanduser()
-    if (BUNDLED / model / "config.json").is_file():
-        return BUNDLED / model
+    if not model:
+        raise CheckpointNotFoundError(f"the model's name is empty; in the box are {', '.join(bundled_models())}")
+    for folder in (Path(model).expanduser(), BUNDLED / model):
+        if folder.is_dir():
+            if revision is not None:
+                raise CheckpointError(f"{folder} is a folder and has no revision {revision!r}; leave revision out")
+            return folder
     if Path(model).is_absolute() or model.startswith((".", "~")):
         raise CheckpointNotFoundError(f"there is no folder {model!r}; give a checkpoint's folder or a hub name")
     patterns = _TEXT_FILES + _WEIGHT_FILES if with_weights else _TEXT_FILES
@@ -79,7 +85,7 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
         raise CheckpointNotFoundError(
             f"{model!r} is neither a folder nor a possible hub name (owner/name); in the box are {', '.join(bundled_models())}"
         ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except Exception as error:  # the hub's own errors, and whatever its HTTP library raises without a network
         raise CheckpointNotFoundError(
             f"{model!r} is no folder here, and the hub did not give it (revision {revision or 'main'}): {error}\n"
             f"Check the name, the network and HF_HUB_OFFLINE, or use a folder; in the box are {', '.join(bundled_models())}"
@@ -104,23 +110,20 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _weight_files(path: Path) -> list[Path]:
-    """The files of one set of weights: one file, or the shards an index names."""
+def _weight_files(path: Path, model: str) -> list[Path]:
+    """The files of one set of weights: one file, or the shards an index names. As in transformers, one file goes first."""
     index_path = path / "model.safetensors.index.json"
-    if index_path.exists():
+    if (path / "model.safetensors").exists():
+        files = [path / "model.safetensors"]
+    elif index_path.exists():
         weight_map = _read_json(index_path).get("weight_map")
         if not isinstance(weight_map, dict):
             raise CheckpointError(f"{index_path} has no weight_map; download it again")
         files = [path / name for name in dict.fromkeys(weight_map.values())]
-    elif (path / "model.safetensors").exists():
-        files = [path / "model.safetensors"]
     else:
         files = sorted(path.glob("*.safetensors"))
     if missing := [file.name for file in files if not file.exists()]:
         raise CheckpointNotFoundError(f"{index_path} names {', '.join(missing)}, not in the folder; download them too")
     if not files:
-        pickles = any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth"))
-        raise CheckpointNotFoundError(
-            f"{path} holds no *.safetensors file. " + (_CONVERT.format(path=path) if pickles else "Download it again.")
-        )
+        raise CheckpointNotFoundError(f"{path} holds no *.safetensors file. " + _CONVERT.format(model=model))
     return files

@@ -1,5 +1,6 @@
-"""`nanoinfer`: generate and chat from a terminal. A thin layer over LLM; every option is one of its arguments."""
+"""`nanoinfer`: generate and chat from a terminal. A thin layer over LLM and SamplingParams, whose names the options have."""
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ Model = Annotated[str | None, typer.Option(help="A folder, a hub name, tiny-qwen
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+AttentionBackend = Annotated[str, typer.Option(help="auto, cpu or reference.")]
+KVCacheMemory = Annotated[int | None, typer.Option(help="Bytes for the KV cache.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy. Default: the checkpoint's, or 1.")]
 TopK = Annotated[int | None, typer.Option(help="Keep the k most probable tokens; 0 is off.")]
@@ -29,14 +32,20 @@ Seed = Annotated[int | None, typer.Option(help="The same seed gives the same tex
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 MinTokens = Annotated[int, typer.Option(help="Tokens before the text may end.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
+StopTokenIds = Annotated[list[int] | None, typer.Option(help="End at this token id; may be given several times.")]
 IgnoreEos = Annotated[bool, typer.Option(help="Do not end at the end-of-text token.")]
 
 
 @app.callback(invoke_without_command=True)
-def main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def main(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Tell what the engine chooses.")] = False,
+) -> None:
     if version:
         typer.echo(f"nanoinfer {__version__}")
         raise typer.Exit
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("nanoinfer").setLevel(logging.INFO if verbose else logging.WARNING)
 
 
 @app.command()
@@ -46,6 +55,8 @@ def generate(
     revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    attention_backend: AttentionBackend = "auto",
+    kv_cache_memory: KVCacheMemory = None,
     max_model_len: MaxModelLen = None,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -55,12 +66,21 @@ def generate(
     max_tokens: MaxTokens = 256,
     min_tokens: MinTokens = 0,
     stop: Stop = None,
+    stop_token_ids: StopTokenIds = None,
     ignore_eos: IgnoreEos = False,
     echo: Annotated[bool, typer.Option("--echo", help="Show the prompt, too.")] = False,
 ) -> None:
     """Continue a text, and show it as it comes."""
     with _errors_for_people():
-        llm = _load(model=model, revision=revision, dtype=dtype, device=device, max_model_len=max_model_len)
+        llm = _load(
+            model=model,
+            revision=revision,
+            dtype=dtype,
+            device=device,
+            attention_backend=attention_backend,
+            kv_cache_memory=kv_cache_memory,
+            max_model_len=max_model_len,
+        )
         params = _params(
             llm,
             temperature=temperature,
@@ -71,6 +91,7 @@ def generate(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
             stop=stop,
+            stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
         )
         text = sys.stdin.read() if prompt == "-" else prompt
@@ -85,6 +106,8 @@ def chat(
     revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    attention_backend: AttentionBackend = "auto",
+    kv_cache_memory: KVCacheMemory = None,
     max_model_len: MaxModelLen = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     temperature: Temperature = None,
@@ -93,10 +116,19 @@ def chat(
     min_p: MinP = None,
     seed: Seed = None,
     max_tokens: MaxTokens = 1024,
+    stop: Stop = None,
 ) -> None:
     """Talk to a model that has a chat template. Ctrl-C stops an answer; /reset forgets, /exit or Ctrl-D leaves."""
     with _errors_for_people():
-        llm = _load(model=model, revision=revision, dtype=dtype, device=device, max_model_len=max_model_len)
+        llm = _load(
+            model=model,
+            revision=revision,
+            dtype=dtype,
+            device=device,
+            attention_backend=attention_backend,
+            kv_cache_memory=kv_cache_memory,
+            max_model_len=max_model_len,
+        )
         params = _params(llm, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens)
         beginning = [{"role": "system", "content": system}] if system else []
         messages = list(beginning)
@@ -104,14 +136,15 @@ def chat(
             if line == "/reset":
                 messages = list(beginning)
             elif line:
-                messages.append({"role": "user", "content": line})
+                question = {"role": "user", "content": line}
                 try:
-                    answer = _show(llm, llm.render_chat(messages), params)
-                except NanoinferError as error:  # too long, say: forget the line, keep the conversation
-                    messages.pop()
+                    answer = _show(llm, llm.render_chat([*messages, question]), params)
+                except NanoinferError as error:  # too long, say: the conversation stays as it was
                     _tell(error)
-                else:
-                    messages.append({"role": "assistant", "content": answer})
+                    continue
+                except KeyboardInterrupt:  # before the first token
+                    continue
+                messages += [question, {"role": "assistant", "content": answer}]
 
 
 def _ask() -> str | None:
@@ -126,7 +159,7 @@ def _ask() -> str | None:
 
 
 def _show(llm: Any, prompt: Any, params: Any) -> str:
-    """Stream an answer to the terminal. Ctrl-C stops it there; what has come is kept."""
+    """Stream an answer to the terminal. Ctrl-C stops it there; what has come is kept, if anything has."""
     shown = ""
     stream = llm.stream(prompt, params)
     try:
@@ -137,6 +170,8 @@ def _show(llm: Any, prompt: Any, params: Any) -> str:
                 raise NanoinferError(error)
     except KeyboardInterrupt:
         stream.close()
+        if not shown:
+            raise
     print()
     return shown
 

@@ -54,19 +54,16 @@ class SchedulerConfig:
     max_num_seqs: sequences that may run at once.
     max_num_batched_tokens: prompt tokens one step may compute; a running decode always gets its one token beside them.
     chunk_size: a prompt is cut at absolute multiples of this (and of max_num_batched_tokens, if that is smaller).
-    max_model_len: tokens of prompt + output; None takes the model's own, and no more than the cache holds.
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 4096
     chunk_size: int = 1024
-    max_model_len: int | None = None
 
     def __post_init__(self) -> None:
         _check_count("max_num_seqs", self.max_num_seqs)
         _check_count("max_num_batched_tokens", self.max_num_batched_tokens)
         _check_count("chunk_size", self.chunk_size)
-        _check_count("max_model_len", self.max_model_len, or_none=True)
 
     @property
     def chunk_grid(self) -> int:
@@ -83,6 +80,7 @@ class EngineConfig:
     revision: str | None = None
     dtype: str = "auto"
     device: str = "auto"
+    max_model_len: int | None = None  # tokens of prompt + output; None: the model's own
     attention_backend: str = "auto"
     enforce_eager: bool = False
     seed: int = 0
@@ -100,6 +98,7 @@ class EngineConfig:
                 raise InvalidTypeError(f"{name} must be a string, got {getattr(self, name)!r}")
         if self.dtype not in DTYPES:
             raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        _check_count("max_model_len", self.max_model_len, or_none=True)
         _check_flag("enforce_eager", self.enforce_eager)
         if not isinstance(self.seed, Integral) or isinstance(self.seed, bool):
             raise InvalidTypeError(f"seed must be an integer, got {self.seed!r}")

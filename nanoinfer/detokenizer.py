@@ -12,7 +12,8 @@ from nanoinfer.tokenizer import Tokenizer
 class Detokenizer:
     """One sequence's ids as text, on the tokenizers library's DecodeStream.
 
-    All that push and finish return, joined, is tokenizer.decode of all the ids.
+    All that push and finish return, joined, is tokenizer.decode of all the ids (of a byte-level tokenizer, as GPT-2's and
+    Qwen's are; others may rewrite bytes that they have shown, and what was shown stays).
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -27,6 +28,7 @@ class Detokenizer:
         try:
             text = self._stream.step(self._tokenizer.backend, token_id)
         except Exception:  # "Invalid prefix": an id changed the text before it. Start afresh behind what was given out.
+            # This ends: a fresh stream cannot raise before it has given text out, and then fewer ids are held.
             self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
             held, self._held = self._held, []
             return "".join(self.push(held_id) for held_id in held)

@@ -7,8 +7,9 @@ or progress bars: those are the front door's, llm.py.
 import hashlib
 import logging
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Ids
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from nanoinfer import models
 from nanoinfer.attention.base import select_backend
 from nanoinfer.block_manager import BlockManager
 from nanoinfer.checkpoint import Checkpoint, locate
-from nanoinfer.config import DTYPES, EngineConfig
-from nanoinfer.errors import CheckpointNotFoundError, InvalidPromptError, InvalidTypeError, InvalidValueError
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import CheckpointNotFoundError, InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError
 from nanoinfer.forward_batch import ForwardBatch
 from nanoinfer.kv_cache import KVCache, bytes_per_block, memory_for_cache
 from nanoinfer.model_runner import ModelRunner
@@ -52,17 +53,20 @@ class LLMEngine:
         weight = next(model.parameters())
         self.device, self.tokenizer, self.tracer = weight.device, tokenizer, config.tracer
         self.model_config: models.ModelConfig = model.config
-        self.eos_token_ids = eos_token_ids
+        # Some tokenizers have ids beyond the model's vocabulary: those can neither be drawn nor masked.
+        self.eos_token_ids = frozenset(i for i in eos_token_ids if i < self.model_config.vocab_size)
         self._seed = config.seed
         self._num_requests = 0
         self._requests: dict[str, Request] = {}  # the unfinished ones
+        self._is_stepping = False
+        self._aborts_owed: list[str] = []
 
         backend_name, backend = select_backend(config.attention_backend, self.device, enforce_eager=config.enforce_eager)
         block_size = config.cache.block_size or backend.default_block_size
-        asked_len = _checked_model_len(config.scheduler.max_model_len, self.model_config.max_position_embeddings)
+        asked_len = _checked_model_len(config.max_model_len, self.model_config.max_position_embeddings)
         num_blocks = _num_blocks(config, self.model_config, block_size, asked_len, weight.dtype, self.device)
         self.max_model_len = min(asked_len, num_blocks * block_size)
-        told = logger.info if config.scheduler.max_model_len in (None, self.max_model_len) else logger.warning
+        told = logger.info if config.max_model_len in (None, self.max_model_len) else logger.warning
         told(
             "%s on %s, attention %s, KV cache of %d blocks of %d tokens (%.0f MiB), max_model_len %d",
             str(weight.dtype).removeprefix("torch."), self.device, backend_name, num_blocks, block_size,
@@ -70,8 +74,7 @@ class LLMEngine:
         )  # fmt: skip
 
         self.block_manager = BlockManager(num_blocks, block_size, config.cache.enable_prefix_caching)
-        scheduler_config = replace(config.scheduler, max_model_len=self.max_model_len)
-        self.scheduler = Scheduler(scheduler_config, self.block_manager, config.tracer)
+        self.scheduler = Scheduler(config.scheduler, self.block_manager, config.tracer)
         cache = KVCache(
             num_layers=self.model_config.num_hidden_layers,
             num_blocks=num_blocks,
@@ -90,7 +93,7 @@ class LLMEngine:
         """An engine for a checkpoint, and the checkpoint, for its generation_config."""
         device = _resolve_device(config.device)
         checkpoint = Checkpoint.open(config.model, config.revision)
-        model = models.load(checkpoint, DTYPES[config.dtype], device)
+        model = models.load(checkpoint, config.dtype, device)
         tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer else checkpoint.path
         tokenizer = Tokenizer.load(tokenizer_path)
         if config.tokenizer and tokenizer is None:
@@ -153,8 +156,13 @@ class LLMEngine:
         return request
 
     def abort(self, request_id: str) -> None:
-        """End an unfinished request with finish_reason "abort" and free its blocks. A finished one is left as it is."""
-        if request := self._requests.get(request_id):
+        """End an unfinished request with finish_reason "abort" and free its blocks. A finished one is left as it is.
+
+        Called during a step (by a tracer, or by a stream that is collected just then), it takes effect when the step is over.
+        """
+        if self._is_stepping:
+            self._aborts_owed.append(request_id)
+        elif request := self._requests.get(request_id):
             self._end(request, Stop("abort"))
 
     @property
@@ -166,55 +174,79 @@ class LLMEngine:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Run one step for whoever is scheduled. Returns the requests that ended in it."""
-        start = time.perf_counter()
-        plan = self.scheduler.schedule()  # who runs, how many tokens of each
-        if not plan.scheduled:
-            return []
-        scheduled = time.perf_counter()
-        batch = ForwardBatch.build(plan, self.block_manager.block_size, self.device)  # sequences -> tensors
-        built = time.perf_counter()
-        logits = self.runner.forward(batch)  # the model, and the LM head on the wanted rows
-        forwarded = time.perf_counter()
-        sequences = [seq for seq, _ in plan.rows]
-        sampled = self.sampler(logits, SamplingBatch.build(sequences, self.model_config.vocab_size, self.device))
-        drawn = time.perf_counter()
-        self.scheduler.commit(plan)  # these tokens are now in the cache
-        ended = []
-        for row, (seq, token_id) in enumerate(zip(sequences, sampled.token_ids, strict=True)):
-            request = self._requests[seq.request_id]
-            if error := sampled.errors.get(row):
-                request.end(Stop("error", error=error))
-            else:
-                request.advance(token_id)  # stop ids -> detokenize -> stop strings -> output
-            if request.output:
-                self._retire(request)
-                ended.append(request)
-        if self.tracer:
-            self.tracer.emit(
-                StepTimed(
-                    schedule=scheduled - start,
-                    build=built - scheduled,
-                    forward=forwarded - built,
-                    sample=drawn - forwarded,
-                    advance=time.perf_counter() - drawn,
+        with self._undivided():
+            start = time.perf_counter()
+            plan = self.scheduler.schedule()  # who runs, how many tokens of each
+            if not plan.scheduled:
+                return []
+            scheduled = time.perf_counter()
+            batch = ForwardBatch.build(plan, self.block_manager.block_size, self.device)  # sequences -> tensors
+            built = time.perf_counter()
+            logits = self.runner.forward(batch)  # the model, and the LM head on the wanted rows
+            forwarded = time.perf_counter()
+            sequences = [seq for seq, _ in plan.rows]
+            sampled = self.sampler(logits, SamplingBatch.build(sequences, self.model_config.vocab_size, self.device))
+            drawn = time.perf_counter()
+            # From here to the last row no user's code runs: what is committed must also be advanced.
+            self.scheduler.commit(plan)  # these tokens are now in the cache
+            ended = []
+            for row, (seq, token_id) in enumerate(zip(sequences, sampled.token_ids, strict=True)):
+                request = self._requests[seq.request_id]
+                if error := sampled.errors.get(row):
+                    request.end(Stop("error", error=error))
+                else:
+                    request.advance(token_id)  # stop ids -> detokenize -> stop strings -> output
+                if request.output:
+                    self._retire(request)
+                    ended.append(request)
+            advanced = time.perf_counter()
+            if self.tracer is not None:
+                for request in ended:
+                    self._trace_end(request)
+                self.tracer.emit(
+                    StepTimed(
+                        schedule=scheduled - start,
+                        build=built - scheduled,
+                        forward=forwarded - built,
+                        sample=drawn - forwarded,
+                        advance=advanced - drawn,
+                    )
                 )
-            )
-        return ended
+            return ended
 
     # ---- inside
+
+    @contextmanager
+    def _undivided(self) -> Iterator[None]:
+        """Inside, no request can be taken away and no other step begun; aborts that were asked for follow at the end."""
+        if self._is_stepping:
+            raise NanoinferError("step() was called during a step, by a tracer, say; call it between two steps")
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+            owed, self._aborts_owed = self._aborts_owed, []
+            for request_id in owed:
+                self.abort(request_id)
 
     def _end(self, request: Request, stop: Stop) -> None:
         request.end(stop)
         self._retire(request)
+        if self.tracer is not None:
+            self._trace_end(request)
 
     def _retire(self, request: Request) -> None:
         """A request has its output: its blocks go back, and the engine forgets it."""
         if self._requests.pop(request.request_id, None):
             self.scheduler.finish(request.sequence)
-        if self.tracer and request.output:
-            completion = request.output.outputs[0]
-            reason = completion.finish_reason or "abort"
-            self.tracer.emit(RequestFinished(request.request_id, reason, len(completion.token_ids)))
+
+    def _trace_end(self, request: Request) -> None:
+        assert self.tracer is not None
+        assert request.output is not None
+        completion = request.output.outputs[0]
+        assert completion.finish_reason is not None
+        self.tracer.emit(RequestFinished(request.request_id, completion.finish_reason, len(completion.token_ids)))
 
 
 def _resolve_device(name: str) -> torch.device:

@@ -11,6 +11,8 @@ A slot is one token's place: slot = block * block_size + offset. The order of a 
 import math
 import mmap
 import os
+from itertools import chain
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -44,8 +46,11 @@ class KVCache:
         self.block_size = block_size
         self.layout: Layout = layout
         axes = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
-        self.data = _zeros((num_layers, 2, num_blocks, *axes, head_dim), dtype, torch.device(device))
-        self._layers = [(layer[0], layer[1]) for layer in self.data]
+        shape = (num_blocks, *axes, head_dim)
+        # A tensor for each: views of one large tensor would differ in their offset, for which torch.compile compiles anew.
+        self._layers = [
+            (_zeros(shape, dtype, torch.device(device)), _zeros(shape, dtype, torch.device(device))) for _ in range(num_layers)
+        ]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """The keys and the values of one layer, each in the cache's layout."""
@@ -76,8 +81,10 @@ class KVCache:
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, in every layer, all (from, to) pairs at once."""
-        sources, targets = (torch.tensor(column, device=self.data.device) for column in zip(*copies, strict=True))
-        self.data[:, :, targets] = self.data[:, :, sources]
+        device = self._layers[0][0].device
+        sources, targets = (torch.tensor(column, device=device) for column in zip(*copies, strict=True))
+        for pages in chain.from_iterable(self._layers):
+            pages[targets] = pages[sources]
 
 
 def bytes_per_block(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -112,16 +119,17 @@ def memory_for_cache(device: torch.device, kv_cache_memory: int | None, gpu_memo
 def available_cpu_memory() -> int:
     """Bytes that can be taken without swapping, within the limit of the container, where there is one (cgroup v2)."""
     try:
-        with open("/proc/meminfo") as meminfo:
-            fields = dict(line.split(":") for line in meminfo)
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):  # not Linux: half of the machine's memory, or where not even that can be asked, 8 GiB
         can_ask = hasattr(os, "sysconf")
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if can_ask else 2 * DEFAULT_CPU_MEMORY
     try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as current:
-            available = min(available, int(limit.read()) - int(current.read()))
-    except (OSError, ValueError):  # no container, or "max": no limit
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        file_cache = int(stat["inactive_file"]) + int(stat["active_file"])  # counted as used, and given up when needed
+        available = min(available, limit - used + file_cache)
+    except (OSError, ValueError, KeyError):  # no container, or "max": no limit
         pass
     return max(available, 0)
 
@@ -133,5 +141,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # forks share nothing
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, **private)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -1,7 +1,7 @@
-"""The front door: prompts in the forms people have them, answers in vLLM's shapes.
+"""The front door: LLM, with vLLM's names and shapes.
 
-In: strings, token ids, vLLM's dicts, chat messages. Out: RequestOutputs, or Deltas as they come. Everything malformed is
-refused here, with the index of the prompt, before any work is done.
+In: prompts, chat messages. Out: RequestOutputs, or Deltas as they come. Everything malformed is refused here, before any work
+is done.
 """
 
 import difflib
@@ -12,10 +12,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from numbers import Integral
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -23,6 +21,7 @@ from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.outputs import Delta, RequestOutput
+from nanoinfer.prompts import Prompt, as_list, naming_the_prompt, parse_prompt
 from nanoinfer.request import Request
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tracing import Tracer
@@ -92,6 +91,7 @@ class LLM:
             revision=revision,
             dtype=dtype,
             device=device,
+            max_model_len=max_model_len,
             attention_backend=attention_backend,
             enforce_eager=enforce_eager,
             seed=seed,
@@ -106,7 +106,6 @@ class LLM:
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 chunk_size=chunk_size,
-                max_model_len=max_model_len,
             ),
         )
         self.engine, checkpoint = LLMEngine.load(config)
@@ -128,16 +127,16 @@ class LLM:
 
         Raises: InvalidPromptError, InvalidTypeError, InvalidValueError, naming the prompt's index; nothing has run then.
         """
-        parsed = self._parse(_as_list(prompts), sampling_params)
+        parsed = self._parse(as_list(prompts), sampling_params)
         requests: list[Request] = []
         try:
             with _interrupt_deferred():
-                for prompt in parsed:
-                    requests.append(self._add(prompt))
+                for prompt, params in parsed:
+                    requests.append(self.engine.add_request(prompt.token_ids, params, prompt=prompt.text))
             self._run(requests, use_tqdm)
         finally:  # an error or Ctrl-C: nothing of this call is left behind
-            self._abort_unfinished(requests)
-        return [request.output for request in requests if request.output]
+            self._abort_all(requests)
+        return [cast(RequestOutput, request.output) for request in requests]
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """Answer one prompt, and yield a Delta for every token as it comes; the last carries the whole RequestOutput.
@@ -146,8 +145,7 @@ class LLM:
 
         Raises: as generate does, at once and not at the first token.
         """
-        parsed = self._parse([prompt], sampling_params)
-        return self._stream(parsed[0])
+        return self._stream(*self._parse([prompt], sampling_params)[0])
 
     def chat(
         self,
@@ -163,10 +161,11 @@ class LLM:
         chat_template: a Jinja template instead of the checkpoint's. chat_template_kwargs: passed to the template, such as
         {"enable_thinking": False} for Qwen3.
         """
-        conversations = messages if messages and isinstance(messages[0], list) else [messages]
+        is_batch = isinstance(messages, list) and messages and isinstance(messages[0], list)
+        conversations = messages if is_batch else [messages]
         prompts = []
         for index, conversation in enumerate(conversations):
-            with _naming_the_prompt(index):
+            with naming_the_prompt(index):
                 prompts.append(
                     self.render_chat(
                         conversation,
@@ -192,6 +191,10 @@ class LLM:
             )
         if self.engine.tokenizer is None:
             raise InvalidPromptError("this checkpoint has no tokenizer, so there is no chat template; use token ids")
+        if not isinstance(chat_template_kwargs, dict | None):
+            raise InvalidTypeError(f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r}")
+        if clash := {"chat_template", "add_generation_prompt", "tokenize"} & (chat_template_kwargs or {}).keys():
+            raise InvalidValueError(f"chat_template_kwargs must not hold {', '.join(clash)}: that is an argument of its own")
         text = self.engine.tokenizer.apply_chat_template(
             messages,
             chat_template=chat_template,
@@ -220,6 +223,9 @@ class LLM:
         names["max_new_tokens"] = "max_tokens"
         given: dict[str, Any] = {ours: self._generation_config.get(theirs) for theirs, ours in names.items()}
         given = {name: value for name, value in given.items() if value is not None}
+        # Qwen2.5's chat models ask for one. That must not keep everybody from using their other defaults.
+        if given.pop("repetition_penalty", 1.0) != 1.0:
+            logger.warning("generation_config.json has a repetition_penalty, which is not built yet: generating without it")
         try:
             params = SamplingParams(**given, detokenize=self.engine.tokenizer is not None)
         except NanoinferError as error:
@@ -232,14 +238,11 @@ class LLM:
 
     # ---- running
 
-    def _add(self, prompt: "_Prompt", *, streaming: bool = False) -> Request:
-        return self.engine.add_request(prompt.token_ids, prompt.params, prompt=prompt.text, streaming=streaming)
-
-    def _stream(self, prompt: "_Prompt") -> Iterator[Delta]:
+    def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Delta]:
         requests: list[Request] = []
         try:
             with _interrupt_deferred():
-                request = self._add(prompt, streaming=True)
+                request = self.engine.add_request(prompt.token_ids, params, prompt=prompt.text, streaming=True)
                 requests.append(request)
             while request.output is None or request.deltas:
                 if not request.deltas:
@@ -247,39 +250,40 @@ class LLM:
                 while request.deltas:
                     yield request.deltas.popleft()
         finally:
-            self._abort_unfinished(requests)
+            self._abort_all(requests)
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
         """Step until all of these have ended. Requests of others that are in the engine move on, too."""
         pending = [request for request in requests if request.output is None]
-        start = time.perf_counter()
-        num_input = num_output = 0
+        start = last_shown = time.perf_counter()
         with tqdm(total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
             bar.update(len(requests) - len(pending))
             while pending:
                 self._step()
-                for request in pending:
-                    if request.output:
-                        num_input += len(request.sequence.prompt_token_ids)
-                        num_output += request.sequence.num_output_tokens
-                        bar.update()
+                num_pending = len(pending)
                 pending = [request for request in pending if request.output is None]
-                seconds = time.perf_counter() - start
-                speed = f"input {num_input / seconds:.1f} tok/s, output {num_output / seconds:.1f} tok/s"
-                bar.set_postfix_str(speed, refresh=False)
+                now = time.perf_counter()
+                if use_tqdm and (not pending or now - last_shown > bar.mininterval):
+                    last_shown = now
+                    sequences = [request.sequence for request in requests]
+                    num_input = sum(len(seq.prompt_token_ids) for seq in sequences if seq.num_output_tokens)
+                    num_output = sum(seq.num_output_tokens for seq in sequences)
+                    seconds = now - start
+                    bar.set_postfix_str(f"input {num_input / seconds:.1f} tok/s, output {num_output / seconds:.1f} tok/s")
+                bar.update(num_pending - len(pending))
 
     def _step(self) -> list[Request]:
         with _interrupt_deferred():
             return self.engine.step()
 
-    def _abort_unfinished(self, requests: list[Request]) -> None:
-        for request in requests:
-            if request.output is None:
+    def _abort_all(self, requests: list[Request]) -> None:
+        """End what has not ended. A second Ctrl-C waits until it is done."""
+        with _interrupt_deferred():
+            for request in requests:
                 self.engine.abort(request.request_id)
 
-    # ---- parsing
-
-    def _parse(self, prompts: list[Any], sampling_params: Any) -> list["_Prompt"]:
+    def _parse(self, prompts: list[Any], sampling_params: Any) -> list[tuple[Prompt, SamplingParams]]:
+        """Every prompt with its params, all of them checked: after this nothing is refused."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if not isinstance(sampling_params, list | tuple):
@@ -290,40 +294,10 @@ class LLM:
             )
         parsed = []
         for index, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
-            with _naming_the_prompt(index):
-                text, token_ids = self._tokens_of(prompt)
-                self.engine.check_request(token_ids, params)
-                parsed.append(_Prompt(text, token_ids, params))
+            with naming_the_prompt(index):
+                parsed.append((parse_prompt(prompt, self.engine.tokenizer), params))
+                self.engine.check_request(parsed[-1][0].token_ids, params)
         return parsed
-
-    def _tokens_of(self, prompt: Any) -> tuple[str | None, list[int]]:
-        """The text (None if there is none) and the ids of one prompt in any of its forms."""
-        if isinstance(prompt, dict):
-            if extra := prompt.keys() - {"prompt", "prompt_token_ids"}:
-                raise InvalidPromptError(f"a prompt's dict holds prompt or prompt_token_ids, got {', '.join(map(repr, extra))}")
-            if prompt.get("prompt_token_ids") is not None:
-                return prompt.get("prompt"), self._tokens_of(prompt["prompt_token_ids"])[1]
-            if not isinstance(prompt.get("prompt"), str):
-                raise InvalidPromptError(f"a prompt's dict holds prompt or prompt_token_ids, got {prompt!r}")
-            prompt = prompt["prompt"]
-        if isinstance(prompt, str):
-            if self.engine.tokenizer is None:
-                raise InvalidPromptError("this checkpoint has no tokenizer; give token ids, or LLM(tokenizer=...)")
-            return prompt, self.engine.tokenizer.encode(prompt)
-        if isinstance(prompt, list | tuple) and all(type(i) is int for i in prompt):
-            return None, list(prompt)
-        if isinstance(prompt, list | tuple) and all(isinstance(i, Integral) and not isinstance(i, bool) for i in prompt):
-            return None, [int(i) for i in prompt]  # numpy's integers
-        raise InvalidTypeError(
-            f"a prompt must be a string, a list of token ids, or a dict with prompt or prompt_token_ids, got {prompt!r}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    text: str | None
-    token_ids: list[int]
-    params: SamplingParams
 
 
 # vLLM's arguments that change nothing here at one value; at any other, they ask for what nanoinfer does not do.
@@ -336,6 +310,7 @@ _ONLY_VALUE: dict[str, Any] = {
     "load_format": "auto",
     "tokenizer_mode": "auto",
     "skip_tokenizer_init": False,
+    "enable_chunked_prefill": True,
     "enable_lora": False,
     "speculative_config": None,
     "kv_cache_dtype": "auto",
@@ -361,25 +336,6 @@ def _path_string(name: str, value: Any) -> str:
     if not isinstance(value, str | os.PathLike):
         raise InvalidTypeError(f"{name} must be a string or a path, got {value!r}")
     return os.fspath(value)
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    """One prompt, or a list of them, as a list of them: a list of plain ints is one prompt."""
-    if isinstance(prompts, str | dict):
-        return [prompts]
-    if not isinstance(prompts, list | tuple):
-        raise InvalidTypeError(f"prompts must be a string, token ids, a dict or a list of these, got {prompts!r}")
-    if prompts and all(isinstance(item, Integral) for item in prompts):
-        return [prompts]
-    return list(prompts)
-
-
-@contextmanager
-def _naming_the_prompt(index: int) -> Iterator[None]:
-    try:
-        yield
-    except NanoinferError as error:
-        raise type(error)(f"prompt {index}: {error}") from error
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 In: a ForwardBatch. Out: logits [num_rows, vocab] in fp32. It knows tensors, and neither requests nor sampling.
 """
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -19,7 +18,6 @@ class ModelRunner:
         self.cache = cache
         self.backend = backend
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_rows vocab"]:
         if batch.block_copies:
             self.cache.copy_blocks(batch.block_copies)

@@ -53,6 +53,7 @@ class Request:
         if self._detokenizer and stop:
             text += self._detokenizer.finish()
 
+        # Neither the text of the first min_tokens tokens nor that of an id that ended the output is searched for stop strings.
         examine = not ended_by_id and seq.num_output_tokens > seq.params.min_tokens
         if matched := self._text.push(text, examine=examine):
             stop = Stop("stop", matched)
@@ -62,7 +63,9 @@ class Request:
             self.deltas.append(Delta(self._text.release(), [token_id], request_id=self.request_id))
 
     def end(self, stop: Stop) -> None:
-        """End it from outside: aborted, or failed. What was held of its text is kept."""
+        """End it from outside: aborted, or failed. What was held of its text is kept. One that has ended stays as it is."""
+        if self.output:
+            return
         if self._detokenizer:
             self._text.push(self._detokenizer.finish(), examine=False)
         self._finish(stop, [])

@@ -76,7 +76,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, off_values in _NOT_BUILT.items():
-            if getattr(self, name) not in off_values:
+            if not _is_off(getattr(self, name), off_values):
                 raise UnsupportedError(
                     f"{name}={getattr(self, name)!r} is not built yet; leave it at {_default(name)!r}, which is off"
                 )
@@ -88,8 +88,8 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidTypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.top_p == 0:
-            raise InvalidValueError("top_p must be in (0, 1], got 0; use temperature=0 for greedy, 1.0 to turn it off")
+        if self.top_p == 0:  # the range is open at 0
+            raise _refuse("top_p", self.top_p, "in (0, 1]; use temperature=0 for greedy, 1.0 to turn it off")
         if self.max_tokens is not None:
             _check_integer("max_tokens", self.max_tokens, 1, None, ">= 1, or None for the model's length")
             if self.min_tokens > self.max_tokens:
@@ -99,7 +99,11 @@ class SamplingParams:
                 )
         if self.seed is not None:
             _check_integer("seed", self.seed, -1, 2**64 - 1, "in 0 .. 2**64 - 1, or None or -1 to draw one")
-        # A frozen dataclass is normalised here once, so that every reader finds tuples and no "or" stands elsewhere.
+        # Normalised here once: plain numbers instead of numpy's, None and 0 for their other spellings, tuples.
+        for name in ("temperature", "top_p", "min_p"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        for name in ("top_k", "min_tokens", "max_tokens", "seed"):
+            object.__setattr__(self, name, None if getattr(self, name) is None else int(getattr(self, name)))
         object.__setattr__(self, "seed", None if self.seed == -1 else self.seed)
         object.__setattr__(self, "top_k", max(self.top_k, 0))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
@@ -128,6 +132,13 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 
 
+def _is_off(value: Any, off_values: tuple[Any, ...]) -> bool:
+    """Only plain values can be off: an array would not say whether it equals one."""
+    if isinstance(value, bool) or not isinstance(value, int | float | list | tuple | dict | None):
+        return False
+    return (list(value) if isinstance(value, tuple) else value) in off_values
+
+
 def _default(name: str) -> Any:
     return next(field.default for field in fields(SamplingParams) if field.name == name)
 
@@ -141,7 +152,11 @@ def _refuse(name: str, value: Any, allowed: str) -> InvalidValueError:
 def _check_number(name: str, value: Any, low: float, high: float, allowed: str) -> None:
     if not isinstance(value, Real) or isinstance(value, bool):
         raise InvalidTypeError(f"{name} must be a number, got {value!r}")
-    if not (low <= float(value) <= high and math.isfinite(value)):  # NaN fails every comparison
+    try:
+        in_range = low <= float(value) <= high and math.isfinite(value)  # NaN fails every comparison
+    except OverflowError:  # an int beyond every float
+        in_range = False
+    if not in_range:
         raise _refuse(name, value, allowed)
 
 

@@ -3,12 +3,14 @@
 In: sequences, as they arrive. Out: a SchedulerPlan per step. The rules, in the order they are applied:
 
 1. First come, first served, by arrival; `_running` is always older than `_waiting`.
-2. A sequence with one new token (a decode step) always gets its row. `max_num_batched_tokens` limits the other tokens.
+2. A sequence with one new token always gets its row: that is a decode step, or the rest of a prompt that is one token long.
+   `max_num_batched_tokens` limits the tokens of the others.
 3. A prompt is cut at absolute multiples of the chunk grid, never at whatever budget is left, so that other requests cannot
    move a sequence's boundaries. A chunk runs whole or waits, and then no younger prompt passes it.
 4. When blocks run out, the youngest running sequence is preempted: its blocks are freed, it waits at the head of the queue, and
    later recomputes what it had (less what the prefix cache still holds).
-5. A waiting sequence starts only when there are blocks for all of its tokens, and never in a step that preempted one.
+5. A waiting sequence starts only when there are blocks for all of its tokens and one more for each running sequence, which
+   will soon ask for it; and never in a step that preempted one.
 
 Why it always moves on: the oldest running sequence can preempt all others, and alone it fits, since max_model_len is no more
 than the pool holds; and with nothing running every block is free, so the head of the queue starts.
@@ -94,7 +96,7 @@ class Scheduler:
 
         while self._waiting and not preempted and len(self._running) < self.config.max_num_seqs:
             seq = self._waiting[0]
-            if not self.block_manager.can_start(seq.token_ids):
+            if not self.block_manager.can_start(seq.token_ids, num_kept_free=len(self._running)):
                 break
             seq.num_computed_tokens = self.block_manager.start(seq)
             if seq.num_preemptions == 0:
@@ -112,7 +114,7 @@ class Scheduler:
 
         scheduled.sort(key=lambda item: item.num_new_tokens > 1)  # stable: each group stays in order of arrival
         plan = SchedulerPlan(tuple(scheduled), _rows(scheduled), tuple(copies), tuple(preempted))
-        if self.tracer:
+        if self.tracer is not None:
             self.tracer.emit(
                 StepScheduled(
                     request_ids=tuple(item.sequence.request_id for item in plan.scheduled),

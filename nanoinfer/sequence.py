@@ -34,13 +34,13 @@ class Sequence:
     max_num_tokens: int  # prompt + output; reaching it ends with "length"
     eos_token_ids: frozenset[int] = frozenset()
 
-    token_ids: list[int] = field(default_factory=list)  # prompt + output; Request.advance appends
-    num_computed_tokens: int = 0  # how many of token_ids are in the cache; the scheduler
-    status: SequenceStatus = SequenceStatus.WAITING  # the scheduler
-    num_preemptions: int = 0  # the scheduler
-    num_cached_tokens: int = 0  # found in the prefix cache when it first ran; the scheduler
-    block_table: list[int] = field(default_factory=list)  # the block manager
-    prefix_keys: list[int] = field(default_factory=list)  # the block manager: chain keys of its finished blocks
+    token_ids: list[int] = field(init=False)  # prompt + output; Request.advance appends
+    num_computed_tokens: int = field(default=0, init=False)  # how many of token_ids are in the cache; the scheduler
+    status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)  # the scheduler
+    num_preemptions: int = field(default=0, init=False)  # the scheduler
+    num_cached_tokens: int = field(default=0, init=False)  # in the prefix cache when it first ran; the scheduler
+    block_table: list[int] = field(default_factory=list, init=False)  # the block manager
+    prefix_keys: list[int] = field(default_factory=list, init=False)  # the block manager: keys of its finished blocks
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

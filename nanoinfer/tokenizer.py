@@ -4,6 +4,7 @@ In: a checkpoint's folder. Out: a Tokenizer around transformers' fast tokenizer.
 so that the bookkeeping floors stay light.
 """
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,16 @@ _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.mode
 
 
 class Tokenizer:
-    """One checkpoint's tokenizer. `hf` is transformers' object, `backend` the tokenizers library's inside it."""
+    """One checkpoint's tokenizer. `hf` is transformers' object; `backend` is a copy of the tokenizers library's inside it.
+
+    A copy, because truncation and padding are state there: a user's call with truncation=True would shorten later prompts.
+    """
 
     def __init__(self, hf: "PreTrainedTokenizerFast") -> None:
         self.hf = hf
-        self.backend: tokenizers.Tokenizer = hf.backend_tokenizer
+        self.backend: tokenizers.Tokenizer = copy.deepcopy(hf.backend_tokenizer)
+        self.backend.no_truncation()
+        self.backend.no_padding()
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer | None":
@@ -40,13 +46,19 @@ class Tokenizer:
         if not getattr(hf, "is_fast", False):
             raise UnsupportedError(
                 f"the tokenizer in {path} ({type(hf).__name__}) has no tokenizer.json form, which streaming needs; "
-                "convert it with transformers, or pass token ids and detokenize=False"
+                "convert it with transformers, and pass LLM(tokenizer=...)"
             )
         return cls(hf)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text, with the BOS that the tokenizer itself adds, if it adds one."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """The ids of a text, with the BOS that the tokenizer itself adds, if it adds one.
+
+        Raises: InvalidPromptError for a lone surrogate, which no Unicode text has.
+        """
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise InvalidPromptError(f"the text is not valid Unicode, got {text!r}; decode its bytes with utf-8") from error
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """The text of some ids. Ids that the tokenizer lacks decode to nothing; half a character to U+FFFD."""

@@ -1,6 +1,6 @@
 """What the engine tells about itself: frozen events, the Tracer that takes them, and a Recorder that keeps them.
 
-Each station gets the tracer in its constructor and guards every event with `if tracer:`, so that no tracer costs nothing.
+Each station gets the tracer in its constructor and makes an event only if there is one, so that no tracer costs nothing.
 Events hold plain numbers and names, never a tensor and never a live object.
 """
 
@@ -22,6 +22,8 @@ class StepScheduled:
 @dataclass(frozen=True, slots=True)
 class StepTimed:
     """Where one step's time went, in seconds, in the order of LLMEngine.step.
+
+    A GPU works on after `forward` has returned: there, `sample` holds the wait for it.
 
     >>> round(StepTimed(schedule=1, build=2, forward=30, sample=4, advance=3).outside_model_and_sampler)
     6

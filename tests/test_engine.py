@@ -13,6 +13,7 @@ from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine import LLMEngine
+from nanoinfer.errors import NanoinferError
 from nanoinfer.kv_cache import bytes_per_block
 from nanoinfer.tracing import RequestFinished, StepScheduled, StepTimed
 
@@ -247,3 +248,61 @@ def test_a_fork_writes_into_a_block_of_its_own(model):
     assert len(copies) == 1
     assert answers[0].token_ids == dense_greedy(model, [1, 2, 3, 4, 5, 6], 8)
     assert answers[1].token_ids == [90, *dense_greedy(model, [1, 2, 3, 4, 5, 6, 90], 7)]
+
+
+def test_an_eos_id_beyond_the_vocabulary_harms_nobody(model):
+    engine = engine_for(model)
+    assert LLMEngine(model, None, EngineConfig(), eos_token_ids=frozenset([3, 10**6])).eos_token_ids == {3}
+    assert run(engine, [engine.add_request([1], greedy(5, min_tokens=3))])[0].finish_reason == "length"
+
+
+class Meddler(Recorder):
+    """A tracer that does something in the middle of a step."""
+
+    def __init__(self, when, what):
+        super().__init__()
+        self.when, self.what = when, what
+
+    def emit(self, event):
+        super().emit(event)
+        if isinstance(event, self.when):
+            self.when = ()  # once
+            self.what()
+
+
+def test_an_abort_during_a_step_takes_effect_when_the_step_is_over(model):
+    tracer = Meddler(StepScheduled, lambda: engine.abort(first.request_id))
+    engine = engine_for(model, tracer=tracer)
+    first, second = (engine.add_request([1, 2, 3], greedy(5)) for _ in range(2))
+    answers = run(engine, [first, second])
+    assert [answer.finish_reason for answer in answers] == ["abort", "length"]
+    assert answers[0].token_ids == dense_greedy(model, [1, 2, 3], 1)
+    assert answers[1].token_ids == dense_greedy(model, [1, 2, 3], 5)
+
+
+def test_a_step_inside_a_step_is_refused(model):
+    engine = engine_for(model, tracer=Meddler(StepScheduled, lambda: engine.step()))
+    request = engine.add_request([1, 2, 3], greedy(5))
+    with pytest.raises(NanoinferError, match="call it between two steps"):
+        engine.step()
+    assert run(engine, [request])[0].token_ids == dense_greedy(model, [1, 2, 3], 5)
+
+
+@pytest.mark.parametrize("event", [StepScheduled, RequestFinished, StepTimed])
+def test_a_tracer_that_raises_leaves_the_other_requests_right(model, event):
+    engine = engine_for(model, tracer=Meddler(event, lambda: 1 / 0))
+    requests = [engine.add_request([1, 2, 3], greedy(n)) for n in (1, 6)]
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012
+        while True:
+            engine.step()
+    answers = run(engine, requests)
+    assert [answer.token_ids for answer in answers] == [dense_greedy(model, [1, 2, 3], n) for n in (1, 6)]
+
+
+def test_few_blocks_do_not_make_sequences_start_only_to_be_preempted_again(model):
+    """A block is left for every running sequence, so each preemption is paid for by real progress of the others."""
+    rng = random.Random(3)
+    engine = engine_for(model, num_blocks=20)
+    requests = [engine.add_request(random_prompt(rng, 20), greedy(40)) for _ in range(6)]
+    run(engine, requests)
+    assert sum(request.output.metrics.num_preemptions for request in requests) <= 6

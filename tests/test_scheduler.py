@@ -66,19 +66,26 @@ def test_decodes_are_not_counted_against_the_prompt_budget():
 
 
 def test_when_blocks_run_out_the_youngest_waits_and_recomputes():
-    scheduler = make(num_blocks=4, block_size=2)
-    old, young = sequence("old", 3, 8), sequence("young", 3, 8, first=50)
+    scheduler = make(num_blocks=5, block_size=2)
+    old, young = sequence("old", 3, 10), sequence("young", 3, 10, first=50)
     scheduler.add(old)
     scheduler.add(young)
     assert step(scheduler) == {"old": 3, "young": 3}
     assert step(scheduler) == {"old": 1, "young": 1}
-    assert step(scheduler) == {"old": 1}  # its fifth token needs a third block
+    assert step(scheduler) == {"old": 1}  # it took the fifth block for its fifth token
     assert young.status is SequenceStatus.WAITING
     assert (young.num_preemptions, young.num_computed_tokens, young.block_table) == (1, 0, [])
     while old.status is not SequenceStatus.FINISHED:
         assert "young" not in step(scheduler)
     assert step(scheduler)["young"] > 1  # its output is part of what it computes again
     assert young.num_preemptions == 1
+
+
+def test_a_sequence_starts_only_if_a_block_is_left_for_every_running_one():
+    scheduler = make(num_blocks=4, block_size=2)
+    scheduler.add(sequence("old", 3, 8))
+    scheduler.add(sequence("young", 3, 8, first=50))
+    assert step(scheduler) == {"old": 3}  # two blocks are free: enough for young, but not for old's next one, too
 
 
 def test_a_plan_names_rows_only_for_sequences_whose_last_token_it_computes():

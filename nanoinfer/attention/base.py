@@ -63,7 +63,10 @@ class AttentionMetadata:
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """One way to attend over the paged cache. The layout of the cache's blocks is its choice."""
+    """One way to attend over the paged cache. The layout of the cache's blocks is its choice.
+
+    It is made as `TheBackend(enforce_eager=...)`; with enforce_eager it must not compile or capture anything.
+    """
 
     layout: Layout
     default_block_size: int

@@ -77,7 +77,12 @@ class CPUBackend:
     def decode(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor) -> Tensor:
         """paged_decode, in the form that pays: as it stands at first, compiled once that is worth the wait."""
         if self._decode is not None:
-            return self._decode(q, k_pages, v_pages, block_tables, seq_lens)
+            if block_tables.shape[1] == 1:  # a size of 1 would be compiled for by itself; a masked second block costs less
+                block_tables = F.pad(block_tables, (0, 1))
+            try:
+                return self._decode(q, k_pages, v_pages, block_tables, seq_lens)
+            except Exception as error:  # a shape that needs compiling again, and it failed
+                self._give_up(error)
         bytes_per_block = 2 * k_pages[0].nbytes
         self._bytes_read += block_tables.numel() * bytes_per_block
         is_small = bytes_per_block // k_pages.shape[2] < SMALL_MODEL_BYTES
@@ -91,16 +96,23 @@ class CPUBackend:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _compile(self, *example: Any) -> None:
-        """Compile for any shape, and try it on the arguments at hand; without a compiler the plain form stays."""
+        """Compile, and try it on the arguments at hand; without a compiler the plain form stays.
+
+        Shapes are dynamic, but one sequence is compiled for apart from several.
+        """
         self._may_compile = False
         logger.info("compiling the paged decode attention; this takes some seconds, enforce_eager=True leaves it out")
         compiled = torch.compile(paged_decode, dynamic=True)
         try:
             compiled(*example)
         except Exception as error:  # whatever a missing or broken compiler makes Inductor raise
-            logger.info("the attention could not be compiled (%s); the plain form stays", str(error).split("\n")[0])
+            self._give_up(error)
         else:
             self._decode = compiled
+
+    def _give_up(self, error: Exception) -> None:
+        self._decode = None
+        logger.warning("the attention could not be compiled (%s); the plain form is used", str(error).split("\n")[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +134,7 @@ class _Step:
         self._decode = decode
         self._num_decodes = n = metadata.num_decodes
         max_blocks = -(-max(metadata.seq_lens_cpu[:n], default=0) // cache.block_size)
-        self._block_tables = metadata.block_tables[:n, :max_blocks]
+        self._block_tables = metadata.block_tables[:n, :max_blocks].contiguous()
         self._seq_lens = metadata.seq_lens[:n]
         self._chunks = [self._chunk(metadata, i) for i in range(n, len(metadata.seq_lens_cpu))]
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.checkpoint import Checkpoint
-from nanoinfer.errors import CheckpointError, UnsupportedError
+from nanoinfer.config import DTYPES
+from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError
 from nanoinfer.models.weights import WeightFiles, WeightRules, dtype_of, head_is_tied, load_weights
 
 logger = logging.getLogger(__name__)
@@ -91,9 +92,11 @@ def find_model(config: dict[str, Any]) -> type[Any]:
 def load(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device | str = "cpu") -> Any:
     """Build the checkpoint's model with its weights, ready to run.
 
-    dtype: torch's name, or "auto" for the checkpoint's own (fp32 on a CPU that is slow at it). Returns a Model.
-    Raises: UnsupportedError, CheckpointError, WeightsError.
+    dtype: one of config.DTYPES; "auto" is the checkpoint's own (fp32 on a CPU that is slow at it). Returns a Model.
+    Raises: UnsupportedError, CheckpointError, WeightsError, InvalidValueError for another dtype.
     """
+    if dtype not in DTYPES:
+        raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     device = torch.device(device)
     model_class = find_model(checkpoint.config)
     try:
@@ -105,7 +108,7 @@ def load(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device | str
     config = dataclasses.replace(config, tie_word_embeddings=head_is_tied(config.tie_word_embeddings, files, rules))
     with torch.device("meta"):
         model = model_class(config)
-    load_weights(model, files, rules, _resolve_dtype(dtype, checkpoint, files, device), device)
+    load_weights(model, files, rules, _resolve_dtype(DTYPES[dtype], checkpoint, files, device), device)
     return model.to(device).eval()
 
 
@@ -113,7 +116,8 @@ def _resolve_dtype(dtype: str, checkpoint: Checkpoint, files: WeightFiles, devic
     if dtype != "auto":
         return getattr(torch, dtype)
     name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")  # newer and older transformers
-    resolved = getattr(torch, name, torch.float32) if name else dtype_of(files)
+    own = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    resolved = own.get(name, torch.float32) if name else dtype_of(files)
     if device.type == "cpu" and resolved != torch.float32:
         has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         fast = resolved is torch.bfloat16 and has_bf16

@@ -67,6 +67,11 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
 
+    @property
+    def max_position_embeddings(self) -> int:
+        """How far YaRN stretches the original context; 0 for plain RoPE."""
+        return int(self.original_max_position_embeddings * self.factor)
+
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "RopeConfig":
         """From config.json as older (rope_theta, rope_scaling) and newer (rope_parameters) transformers write it.

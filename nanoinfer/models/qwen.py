@@ -43,6 +43,7 @@ class QwenConfig:
         if config.get("hidden_act", "silu") != "silu":
             raise UnsupportedError(f"hidden_act must be silu, got {config['hidden_act']!r}; others are not covered")
         _refuse_sliding_window(config)
+        rope = RopeConfig.from_hf(config)
         attention_bias = is_qwen3 and config.get("attention_bias", False)
         num_heads = config["num_attention_heads"]
         return cls(
@@ -54,10 +55,11 @@ class QwenConfig:
             num_key_value_heads=config.get("num_key_value_heads") or num_heads,
             # Qwen3's default is 128 whatever the hidden size; Qwen2 has no such key.
             head_dim=config.get("head_dim") or (128 if is_qwen3 else config["hidden_size"] // num_heads),
-            max_position_embeddings=config["max_position_embeddings"],
+            # A checkpoint may ask for YaRN and leave its old length where it was.
+            max_position_embeddings=max(config["max_position_embeddings"], rope.max_position_embeddings),
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             tie_word_embeddings=config.get("tie_word_embeddings", False),
-            rope=RopeConfig.from_hf(config),
+            rope=rope,
             qkv_bias=not is_qwen3 or attention_bias,
             o_bias=attention_bias,
             qk_norm=is_qwen3,
@@ -70,7 +72,7 @@ def _refuse_sliding_window(config: dict[str, Any]) -> None:
         slides = any(layer_type != "full_attention" for layer_type in config["layer_types"])
     else:
         some_layers = config.get("max_window_layers", 28) < config["num_hidden_layers"]
-        slides = config.get("use_sliding_window", False) and config.get("sliding_window") is not None and some_layers
+        slides = config.get("use_sliding_window", False) and config.get("sliding_window", 4096) is not None and some_layers
     if slides:
         raise UnsupportedError(
             f"sliding-window attention (sliding_window={config.get('sliding_window')}) is not covered; "

@@ -1,7 +1,7 @@
 """What each row of a step asked of the sampler, as tensors: the stages read nothing else.
 
 In: the sequences of a plan's rows. Out: a SamplingBatch. A field is None where no row uses its parameter, so that a stage
-nobody asked for costs nothing.
+nobody asked for costs nothing; where some row does, the others carry the value that leaves their logits as they are.
 """
 
 from dataclasses import dataclass

@@ -4,9 +4,9 @@
     ruler     0   7              26  28      28  32
                           ^ floor(u * 32) = 15: the second token
 
-Integers, so that sums do not depend on the order of adding: the plain stages, any faster path and any device agree exactly, and
-a dropped token, of weight 0, can never be drawn. One number per token drawn, where the exponential race (argmax of p / Exp(1),
-as in nano-vllm and vLLM) needs one per vocabulary entry.
+Integers, so that sums do not depend on the order of adding: wherever the weights are the same, the plain stages, any faster
+path and any device agree exactly; and a dropped token, of weight 0, can never be drawn. One number per token drawn, where the
+exponential race (argmax of p / Exp(1), as in nano-vllm and vLLM) needs one per vocabulary entry.
 """
 
 import torch
@@ -31,7 +31,11 @@ def integer_weights(logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, "batch 
 
 
 def draw(logits: Float[Tensor, "batch vocab"], u: Float[Tensor, "batch"]) -> Int[Tensor, "batch"]:
-    """The first id whose running sum of weights exceeds min(floor(u * W), W - 1). u: float64 in [0, 1)."""
+    """The first id whose running sum of weights exceeds min(floor(u * W), W - 1). u: float64 in [0, 1).
+
+    The minimum says that the mark lies on the ruler even if u * W were rounded up to W. A row that is all zeros has no token
+    to find, and gets an id that the sampler replaces.
+    """
     running = integer_weights(logits).cumsum(dim=-1)
     total = running[:, -1]
     mark = torch.minimum((u * total).floor().to(torch.int64), total - 1)

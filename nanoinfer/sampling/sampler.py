@@ -48,7 +48,9 @@ class Sampler:
             token_ids = draw(masked, uniform(batch.seeds, batch.positions))
             if batch.greedy is not None:
                 token_ids = torch.where(batch.greedy, argmax, token_ids)
-        token_ids = torch.where(largest.isfinite(), token_ids, -1)  # one read-back for tokens and failures
+        # Stages may hide a NaN or an infinity of the model's, so its own logits are looked at, too.
+        drawable = largest.isfinite() & logits.amax(dim=-1).isfinite()
+        token_ids = torch.where(drawable, token_ids, -1)  # one read-back for tokens and failures
         sampled = token_ids.tolist()
         errors = {row: _what_left_nothing(logits, batch, row) for row, token_id in enumerate(sampled) if token_id < 0}
         return SamplerOutput(sampled, errors)

@@ -1,7 +1,8 @@
 """What is done to the logits before the draw: pure functions, in the order of sampler.STAGES.
 
 Each takes logits [batch, vocab] in fp32 and the batch, and returns logits; -inf is "cannot be drawn". A stage never lets a
-dropped token back in. Probabilities are written p = softmax(logits).
+dropped token back in, and treats every row as if it were alone. A row in which nothing is left may turn into NaNs on its way;
+the sampler notices at the end. Probabilities are written p = softmax(logits).
 """
 
 import torch
@@ -24,12 +25,14 @@ def mask_min_tokens(logits: Logits, batch: SamplingBatch) -> Logits:
 def apply_temperature(logits: Logits, batch: SamplingBatch) -> Logits:
     """Divide by the temperature: below 1 sharper, above 1 flatter.
 
-    The maximum is taken off first, so that a tiny temperature drives the others to -inf and not the largest to +inf.
+    The maximum is taken off first, so that a tiny temperature drives the others to -inf and not the largest to +inf. A row
+    at temperature 1 keeps its bits, whatever its neighbours ask for.
     Example: logits [2, 1, 0] at temperature 0.5 become [0, -2, -4].
     """
     if batch.temperature is None:
         return logits
-    return (logits - logits.amax(dim=-1, keepdim=True)) / batch.temperature.unsqueeze(-1)
+    shift = torch.where(batch.temperature == 1.0, 0.0, logits.amax(dim=-1))  # [batch]
+    return (logits - shift.unsqueeze(-1)) / batch.temperature.unsqueeze(-1)
 
 
 def keep_min_p(logits: Logits, batch: SamplingBatch) -> Logits:
@@ -52,9 +55,12 @@ def keep_top_k(logits: Logits, batch: SamplingBatch) -> Logits:
     """
     if batch.top_k is None:
         return logits
-    largest = logits.topk(int(batch.top_k.max()), dim=-1).values  # [batch, k], in falling order
-    kth = largest.gather(-1, batch.top_k.unsqueeze(-1) - 1)
-    return logits.masked_fill(logits < kth, float("-inf"))
+    is_on = batch.top_k < logits.shape[-1]
+    k = torch.where(is_on, batch.top_k, 1)  # rows without top_k must not make topk sort the whole vocabulary
+    largest = logits.topk(int(k.max()), dim=-1).values  # [batch, largest k], in falling order
+    kth = largest.gather(-1, k.unsqueeze(-1) - 1).squeeze(-1)  # [batch]
+    bar = torch.where(is_on, kth, float("-inf"))
+    return logits.masked_fill(logits < bar.unsqueeze(-1), float("-inf"))
 
 
 def keep_top_p(logits: Logits, batch: SamplingBatch) -> Logits:

@@ -1,0 +1,146 @@
+"""The ruler and its one number: Philox against its published vectors, weights and draws by hand, frequencies by chi-square."""
+
+import math
+
+import pytest
+import torch
+
+from nanoinfer.sampling.draw import draw, integer_weights, philox, uniform
+
+INF = math.inf
+# Random123's kat_vectors, philox4x32 10: counter, key, output. https://github.com/DEShawResearch/random123
+KNOWN_ANSWERS = [
+    ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
+]
+
+
+def uniforms(seeds, positions):
+    return uniform(torch.tensor(seeds), torch.tensor(positions))
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+def test_philox_gives_its_published_words(counter, key, expected):
+    words = philox(torch.tensor(counter)[:, None], torch.tensor(key)[:, None])
+    assert words[:, 0].tolist() == expected
+
+
+def test_philox_gives_each_column_what_it_gives_that_column_alone():
+    counters = torch.tensor([counter for counter, _, _ in KNOWN_ANSWERS]).T
+    keys = torch.tensor([key for _, key, _ in KNOWN_ANSWERS]).T
+    assert philox(counters, keys).T.tolist() == [expected for _, _, expected in KNOWN_ANSWERS]
+
+
+def test_uniform_is_the_first_two_words_as_53_bits():
+    """27 bits of the first, 26 of the second: (0x6627e8d5 >> 5) * 2^26 + (0xe169c58d >> 6), over 2^53."""
+    assert uniforms([0], [0]).item() == ((0x6627E8D5 >> 5) * 2**26 + (0xE169C58D >> 6)) / 2**53
+    assert uniforms([0], [0]).dtype == torch.float64
+
+
+def test_uniform_depends_on_seed_and_position_alone():
+    alone = [uniforms([seed], [position]).item() for seed, position in [(1, 5), (2, 5), (1, 6)]]
+    assert uniforms([1, 2, 1], [5, 5, 6]).tolist() == alone
+    assert uniforms([1, 1, 2], [6, 5, 5]).tolist() == [alone[2], alone[0], alone[1]]
+    torch.manual_seed(1)
+    assert uniforms([1], [5]).item() == alone[0]
+
+
+def test_every_bit_of_a_64_bit_seed_and_of_a_position_changes_the_number():
+    """Chance of two equal numbers among 128 of 53 bits, were they random: below 1e-12."""
+    seeds = [0, *(1 << bit for bit in range(63)), -(2**63)]  # the highest bit, as int64 holds it
+    positions = [1 << bit for bit in range(63)]
+    numbers = uniforms(seeds + [0] * len(positions), [0] * len(seeds) + positions)
+    assert len(set(numbers.tolist())) == len(seeds) + len(positions)
+
+
+@pytest.mark.parametrize("along", ["seeds", "positions"])
+def test_uniform_numbers_lie_in_0_to_1_with_a_uniforms_mean_and_variance(along):
+    """Each of three bounds is 5 standard errors: a false alarm in 1 of 580,000 truly random streams."""
+    n = 50_000
+    running, still = torch.arange(n), torch.full((n,), 7)
+    u = uniform(running, still) if along == "seeds" else uniform(still, running)
+    assert u.min() >= 0
+    assert u.max() < 1
+    centred = u - 0.5
+    assert abs(centred.mean()) < 5 * math.sqrt(1 / 12 / n)
+    assert abs(centred.square().mean() - 1 / 12) < 5 * math.sqrt(1 / 180 / n)
+    assert abs((centred[1:] * centred[:-1]).mean()) < 5 / 12 / math.sqrt(n - 1)  # neighbours do not know each other
+
+
+def test_integer_weights_are_shares_of_2_to_the_32():
+    logits = torch.tensor([[0.5, 0.25, 0.25, 0.125]]).log()
+    assert integer_weights(logits).tolist() == [[2**32, 2**31, 2**31, 2**30]]
+    assert integer_weights(logits + 80.0)[0, 0] == 2**32  # only differences count
+    assert integer_weights(torch.tensor([[3.0, -INF, 3.0, -40.0]])).tolist() == [[2**32, 0, 2**32, 0]]  # e^-43 < 2^-32
+    assert integer_weights(torch.full((1, 4), -INF)).tolist() == [[0, 0, 0, 0]]
+
+
+def test_draw_lays_u_on_the_ruler():
+    """p = [1/4, 0, 1/2, 1/4] makes the ruler 0 .. 1/4 .. 1/4 .. 3/4 .. 1; an edge belongs to the token on its right."""
+    logits = torch.tensor([0.25, 0.0, 0.5, 0.25]).log()
+    expected = {0.0: 0, 0.2: 0, 0.25 - 2**-53: 0, 0.25: 2, 0.5: 2, 0.75 - 2**-53: 2, 0.75: 3, 1 - 2**-53: 3}
+    u = torch.tensor(list(expected), dtype=torch.float64)
+    assert draw(logits.expand(len(u), 4), u).tolist() == list(expected.values())
+
+
+@pytest.mark.parametrize("kept", [{1}, {0, 3}, {2, 3}, {1, 2}])
+def test_a_masked_token_is_never_drawn_even_at_the_ends_of_u(kept):
+    logits = torch.tensor([[0.0 if token in kept else -INF for token in range(5)]])
+    u = torch.cat([torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64), uniform(torch.arange(500), torch.arange(500))])
+    assert set(draw(logits.expand(len(u), 5), u).tolist()) == kept
+
+
+def test_a_row_without_finite_logits_still_gets_an_id_and_disturbs_no_other_row():
+    logits = torch.tensor([[-INF] * 4, [-INF, -INF, 0.0, -INF], [math.nan] * 4])
+    for u in (0.0, 0.9, 1 - 2**-53):
+        drawn = draw(logits, torch.full((3,), u, dtype=torch.float64))
+        assert drawn[0] in range(4)  # the sampler looks the row's failure up elsewhere; an id past the end could crash it
+        assert drawn[1] == 2
+
+
+def test_u_just_below_1_draws_the_last_token_of_a_large_vocabulary():
+    logits = torch.zeros(1, 151_936)
+    assert draw(logits, torch.tensor([1 - 2**-53], dtype=torch.float64)).item() == 151_935
+    assert draw(logits, torch.tensor([0.0], dtype=torch.float64)).item() == 0
+
+
+# ---- frequencies
+
+PROBABILITIES = torch.tensor([0.3, 0.05, 0.2, 0.15, 0.02, 0.08, 0.1, 0.1], dtype=torch.float64)
+NUM_DRAWS = 50_000
+CRITICAL = 29.878  # chi-square with 7 degrees of freedom passes it with probability 1e-4
+
+
+def chi_square(draw_with, log_probabilities=None):
+    logits = (PROBABILITIES.log() if log_probabilities is None else log_probabilities).float().expand(NUM_DRAWS, -1)
+    counts = draw_with(logits, uniform(torch.full((NUM_DRAWS,), 11), torch.arange(NUM_DRAWS))).bincount(minlength=8)
+    expected = PROBABILITIES * NUM_DRAWS
+    return ((counts - expected) ** 2 / expected).sum().item()
+
+
+def test_draws_come_as_often_as_their_probabilities_say():
+    """Seed and positions are fixed: this passes or fails for good. Of random streams, 1 in 10,000 would fail."""
+    assert chi_square(draw) < CRITICAL
+
+
+def test_the_chi_square_notices_masked_tokens_that_get_a_small_chance_again():
+    """The trap masked_fill(mask, 0).clamp_min(...): here 1 in 100, for a token that is to be drawn 1 time in 50."""
+
+    def draw_clamped(logits, u):
+        p = logits.double().softmax(-1)
+        return draw(p.masked_fill(p < 0.03, 0).clamp_min(0.01).log().float(), u)
+
+    assert chi_square(draw_clamped) > CRITICAL
+
+
+def test_the_chi_square_notices_a_ruler_that_is_one_token_off():
+    assert chi_square(lambda logits, u: (draw(logits, u) + 1) % 8) > CRITICAL
+
+
+def test_the_chi_square_notices_one_probability_that_is_a_tenth_too_small():
+    assert chi_square(draw, (PROBABILITIES * torch.tensor([0.9] + [1.0] * 7)).log()) > CRITICAL
