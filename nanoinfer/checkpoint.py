@@ -64,7 +64,10 @@ class Checkpoint:
         eos = self.generation_config.get("eos_token_id")
         if eos is None:
             eos = self.config.get("eos_token_id")
-        return frozenset([eos] if isinstance(eos, int) else eos or [])
+        ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        if not all(type(token_id) is int for token_id in ids):
+            raise CheckpointError(f"eos_token_id in {self.path} must be an id or a list of ids, got {eos!r}")
+        return frozenset(ids)
 
 
 def locate(model: str, revision: str | None = None, *, with_weights: bool = True) -> Path:
@@ -76,6 +79,8 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
             if revision is not None:
                 raise CheckpointError(f"{folder} is a folder and has no revision {revision!r}; leave revision out")
             return folder
+    if Path(model).is_file():
+        raise CheckpointNotFoundError(f"{model!r} is a file; give the folder that it lies in, with its config.json")
     if Path(model).is_absolute() or model.startswith((".", "~")):
         raise CheckpointNotFoundError(f"there is no folder {model!r}; give a checkpoint's folder or a hub name")
     patterns = _TEXT_FILES + _WEIGHT_FILES if with_weights else _TEXT_FILES
@@ -87,7 +92,8 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
         ) from error
     except Exception as error:  # the hub's own errors, and whatever its HTTP library raises without a network
         raise CheckpointNotFoundError(
-            f"{model!r} is no folder here, and the hub did not give it (revision {revision or 'main'}): {error}\n"
+            f"{model!r} is no folder here, and the hub did not give it (revision {revision or 'main'}): "
+            f"{str(error).strip().partition(chr(10))[0] or type(error).__name__}\n"
             f"Check the name, the network and HF_HUB_OFFLINE, or use a folder; in the box are {', '.join(bundled_models())}"
         ) from error
 
@@ -103,6 +109,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointNotFoundError(
             f"{path} does not exist; a checkpoint is a folder with config.json and weights"
         ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from error
     if not isinstance(content, dict):
@@ -117,8 +125,8 @@ def _weight_files(path: Path, model: str) -> list[Path]:
         files = [path / "model.safetensors"]
     elif index_path.exists():
         weight_map = _read_json(index_path).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{index_path} has no weight_map; download it again")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise CheckpointError(f"{index_path} has no weight_map of file names; download it again")
         files = [path / name for name in dict.fromkeys(weight_map.values())]
     else:
         files = sorted(path.glob("*.safetensors"))

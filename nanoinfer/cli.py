@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from nanoinfer import __version__
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import InvalidPromptError, NanoinferError
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="A small LLM inference engine.", pretty_exceptions_enable=False
@@ -94,10 +94,12 @@ def generate(
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
         )
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = _standard_input() if prompt == "-" else prompt
         if echo:
             print(text, end="", flush=True)
-        _show(llm, text, params)
+        _, interrupted = _show(llm, text, params)
+        if interrupted:
+            raise typer.Exit(130)  # as a shell has it
 
 
 @app.command()
@@ -138,13 +140,12 @@ def chat(
             elif line:
                 question = {"role": "user", "content": line}
                 try:
-                    answer = _show(llm, llm.render_chat([*messages, question]), params)
+                    answer, _ = _show(llm, llm.render_chat([*messages, question]), params)
                 except NanoinferError as error:  # too long, say: the conversation stays as it was
                     _tell(error)
                     continue
-                except KeyboardInterrupt:  # before the first token
-                    continue
-                messages += [question, {"role": "assistant", "content": answer}]
+                if answer:
+                    messages += [question, {"role": "assistant", "content": answer}]
 
 
 def _ask() -> str | None:
@@ -158,9 +159,9 @@ def _ask() -> str | None:
             print()
 
 
-def _show(llm: Any, prompt: Any, params: Any) -> str:
-    """Stream an answer to the terminal. Ctrl-C stops it there; what has come is kept, if anything has."""
-    shown = ""
+def _show(llm: Any, prompt: Any, params: Any) -> tuple[str, bool]:
+    """Stream an answer to the terminal. Returns what came, and whether Ctrl-C cut it short."""
+    shown, interrupted = "", False
     stream = llm.stream(prompt, params)
     try:
         for delta in stream:
@@ -169,11 +170,18 @@ def _show(llm: Any, prompt: Any, params: Any) -> str:
             if delta.output and (error := delta.output.outputs[0].error):
                 raise NanoinferError(error)
     except KeyboardInterrupt:
+        interrupted = True
         stream.close()
-        if not shown:
-            raise
     print()
-    return shown
+    return shown, interrupted
+
+
+def _standard_input() -> str:
+    """All of it, less the newline that ends its last line."""
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InvalidPromptError(f"standard input is not valid text ({error})") from error
 
 
 def _load(**arguments: Any) -> Any:

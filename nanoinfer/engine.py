@@ -149,21 +149,21 @@ class LLMEngine:
                 f"shorten the prompt, or raise max_model_len (this model: up to {self.model_config.max_position_embeddings}) "
                 "and kv_cache_memory"
             )
-            self._end(request, Stop("error", error=error))
+            self._end([request], Stop("error", error=error))
         else:
             self._requests[request.request_id] = request
             self.scheduler.add(seq)
         return request
 
-    def abort(self, request_id: str) -> None:
-        """End an unfinished request with finish_reason "abort" and free its blocks. A finished one is left as it is.
+    def abort(self, *request_ids: str) -> None:
+        """End unfinished requests with finish_reason "abort" and free their blocks. Finished ones are left as they are.
 
         Called during a step (by a tracer, or by a stream that is collected just then), it takes effect when the step is over.
         """
         if self._is_stepping:
-            self._aborts_owed.append(request_id)
-        elif request := self._requests.get(request_id):
-            self._end(request, Stop("abort"))
+            self._aborts_owed += request_ids
+        else:
+            self._end([self._requests[i] for i in request_ids if i in self._requests], Stop("abort"))
 
     @property
     def num_unfinished(self) -> int:
@@ -200,9 +200,8 @@ class LLMEngine:
                     self._retire(request)
                     ended.append(request)
             advanced = time.perf_counter()
+            self._trace_ends(ended)
             if self.tracer is not None:
-                for request in ended:
-                    self._trace_end(request)
                 self.tracer.emit(
                     StepTimed(
                         schedule=scheduled - start,
@@ -227,26 +226,27 @@ class LLMEngine:
         finally:
             self._is_stepping = False
             owed, self._aborts_owed = self._aborts_owed, []
-            for request_id in owed:
-                self.abort(request_id)
+            self.abort(*owed)
 
-    def _end(self, request: Request, stop: Stop) -> None:
-        request.end(stop)
-        self._retire(request)
-        if self.tracer is not None:
-            self._trace_end(request)
+    def _end(self, requests: list[Request], stop: Stop) -> None:
+        for request in requests:
+            request.end(stop)
+            self._retire(request)
+        self._trace_ends(requests)  # last, because a tracer may raise
 
     def _retire(self, request: Request) -> None:
         """A request has its output: its blocks go back, and the engine forgets it."""
         if self._requests.pop(request.request_id, None):
             self.scheduler.finish(request.sequence)
 
-    def _trace_end(self, request: Request) -> None:
-        assert self.tracer is not None
-        assert request.output is not None
-        completion = request.output.outputs[0]
-        assert completion.finish_reason is not None
-        self.tracer.emit(RequestFinished(request.request_id, completion.finish_reason, len(completion.token_ids)))
+    def _trace_ends(self, requests: list[Request]) -> None:
+        if self.tracer is None:
+            return
+        for request in requests:
+            assert request.output is not None
+            completion = request.output.outputs[0]
+            assert completion.finish_reason is not None
+            self.tracer.emit(RequestFinished(request.request_id, completion.finish_reason, len(completion.token_ids)))
 
 
 def _resolve_device(name: str) -> torch.device:

@@ -145,7 +145,10 @@ class LLM:
 
         Raises: as generate does, at once and not at the first token.
         """
-        return self._stream(*self._parse([prompt], sampling_params)[0])
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        parsed = parse_prompt(prompt, self.engine.tokenizer)
+        self.engine.check_request(parsed.token_ids, params)
+        return self._stream(parsed, params)
 
     def chat(
         self,
@@ -279,15 +282,16 @@ class LLM:
     def _abort_all(self, requests: list[Request]) -> None:
         """End what has not ended. A second Ctrl-C waits until it is done."""
         with _interrupt_deferred():
-            for request in requests:
-                self.engine.abort(request.request_id)
+            self.engine.abort(*(request.request_id for request in requests))
 
     def _parse(self, prompts: list[Any], sampling_params: Any) -> list[tuple[Prompt, SamplingParams]]:
         """Every prompt with its params, all of them checked: after this nothing is refused."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        if not isinstance(sampling_params, list | tuple):
+        if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
+        if not isinstance(sampling_params, list | tuple):
+            raise InvalidTypeError(f"sampling_params must be SamplingParams, or a list of them, got {sampling_params!r}")
         if len(sampling_params) != len(prompts):
             raise InvalidValueError(
                 f"sampling_params must be one, or one per prompt: got {len(sampling_params)} for {len(prompts)} prompts"

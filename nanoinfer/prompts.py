@@ -71,5 +71,6 @@ def _token_ids(ids: Any) -> list[int]:
         if all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
             return [int(i) for i in ids]
     raise InvalidTypeError(
-        f"a prompt must be a string, a list of token ids, or a dict with prompt or prompt_token_ids, got {ids!r}"
+        f"a prompt must be a string, a list of token ids (of an array, its .tolist()), or a dict with prompt or "
+        f"prompt_token_ids, got {ids!r}"
     )

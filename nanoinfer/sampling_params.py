@@ -78,7 +78,7 @@ class SamplingParams:
         for name, off_values in _NOT_BUILT.items():
             if not _is_off(getattr(self, name), off_values):
                 raise UnsupportedError(
-                    f"{name}={getattr(self, name)!r} is not built yet; leave it at {_default(name)!r}, which is off"
+                    f"{name}={getattr(self, name)!r} is not built yet; leave it out (it acts as {_default(name)!r})"
                 )
         _check_number("temperature", self.temperature, 0.0, math.inf, "finite and >= 0; 0 is greedy")
         _check_number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]; use 1.0 to turn it off")

@@ -197,3 +197,25 @@ def test_eos_ids_are_generation_configs_or_else_configs(folder, generation_confi
         write_json(folder / "generation_config.json", generation_config)
     write_json(folder / "config.json", config)
     assert Checkpoint.open(str(folder)).eos_token_ids == eos_token_ids
+
+
+def test_an_index_of_wrong_types_is_refused(folder):
+    (folder / "model.safetensors").rename(folder / "shard-1.safetensors")
+    write_json(folder / "model.safetensors.index.json", {"weight_map": {"a": 5}})
+    with pytest.raises(CheckpointError, match="has no weight_map of file names"):
+        Checkpoint.open(str(folder))
+
+
+def test_an_eos_that_is_no_id_is_refused(folder):
+    write_json(folder / "generation_config.json", {"eos_token_id": "</s>"})
+    with pytest.raises(CheckpointError, match="must be an id or a list of ids, got '</s>'"):
+        _ = Checkpoint.open(str(folder)).eos_token_ids
+
+
+def test_a_file_instead_of_its_folder_and_a_folder_instead_of_config_json_are_refused(folder):
+    with pytest.raises(CheckpointNotFoundError, match="is a file; give the folder"):
+        Checkpoint.open(str(folder / "model.safetensors"))
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+        Checkpoint.open(str(folder))

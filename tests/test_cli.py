@@ -1,6 +1,9 @@
 """`nanoinfer`, run in this process: what it prints is what LLM gives, and mistakes are one sentence."""
 
+import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -214,3 +217,27 @@ def test_chat_with_a_model_without_a_template_is_one_sentence(gpt2_path):
     result = run("chat", "--model", str(gpt2_path), stdin="Hello\n")
     assert "no tokenizer, so there is no chat template" in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_standard_input_that_is_no_text_is_one_sentence():
+    command = [sys.executable, "-m", "nanoinfer", "generate", "-"]
+    done = subprocess.run(
+        command, input=b"abc \xff", capture_output=True, env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+    )
+    assert done.returncode == 1
+    assert b"standard input is not valid text" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_ctrl_c_ends_generate_as_a_shell_expects_and_keeps_what_has_come(monkeypatch):
+    forward, count = ModelRunner.forward, iter(range(1000))
+
+    def interrupted(self, batch):
+        if next(count) == 5:
+            signal.raise_signal(signal.SIGINT)
+        return forward(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "forward", interrupted)
+    result = run("generate", PROMPT, "--seed", "1")
+    assert result.exit_code == 130
+    assert result.stdout.strip()

@@ -151,7 +151,7 @@ def test_a_wrong_number_of_params_is_refused(llm, num_params):
         ({"text": "a"}, InvalidPromptError, "a prompt's dict holds prompt .* or prompt_token_ids .*, got .*'text'"),
         ({"prompt": "a", "image": "b"}, InvalidPromptError, "a prompt's dict holds .*, got .*'image'"),
         ({"prompt": 5, "prompt_token_ids": [3]}, InvalidPromptError, "a prompt's dict holds prompt .a string. or"),
-        ({"prompt_token_ids": "text"}, InvalidTypeError, "a prompt must be a string, a list of token ids, .*, got 'text'"),
+        ({"prompt_token_ids": "text"}, InvalidTypeError, "a prompt must be a string, a list of token ids .*, got 'text'"),
         ({"prompt": None}, InvalidPromptError, "a prompt's dict holds prompt .* or prompt_token_ids"),
     ],
 )
@@ -159,7 +159,7 @@ def test_a_malformed_prompt_is_refused_by_its_index_before_any_work(llm, monkeyp
     monkeypatch.setattr(llm.engine, "add_request", lambda *_, **__: pytest.fail("work was done"))
     with pytest.raises(error, match=f"^prompt 2: .*{sentence}"):
         generate(llm, ["good", [1, 2], prompt, "good"])
-    with pytest.raises(error, match=r"^prompt 0: "):
+    with pytest.raises(error, match=f"^(?!prompt).*{sentence}"):  # there is one prompt, and it needs no index
         llm.stream(prompt, GREEDY)
 
 
@@ -179,8 +179,17 @@ def test_a_stop_id_outside_the_vocabulary_is_refused(llm, token_id):
 
 @pytest.mark.parametrize("params", ["greedy", {"temperature": 0}, 5])
 def test_params_that_are_no_sampling_params_are_refused(llm, params):
-    with pytest.raises(InvalidTypeError, match="prompt 0: sampling_params must be SamplingParams"):
-        generate(llm, "a", params)
+    with pytest.raises(InvalidTypeError, match="sampling_params must be SamplingParams, or a list of them"):
+        generate(llm, [], params)
+    with pytest.raises(InvalidTypeError, match="prompt 1: sampling_params must be SamplingParams"):
+        generate(llm, ["a", "b"], [GREEDY, params])
+    with pytest.raises(InvalidTypeError, match="sampling_params must be SamplingParams"):
+        llm.stream("a", [GREEDY])
+
+
+def test_text_with_half_a_surrogate_pair_is_refused_by_its_index(llm):
+    with pytest.raises(InvalidPromptError, match="prompt 1: the text is not valid Unicode"):
+        generate(llm, ["a", "b\ud800"])
 
 
 def test_generate_shows_tokens_per_second_unless_told_not_to(llm, capsys):
@@ -759,3 +768,16 @@ def test_a_second_ctrl_c_waits_until_everything_is_freed(qwen3_path, monkeypatch
 def test_a_chat_that_is_malformed_is_refused_by_name(llm, messages, kwargs, sentence):
     with pytest.raises(NanoinferError, match=sentence):
         llm.chat(messages, IDS, use_tqdm=False, **kwargs)
+
+
+@pytest.mark.parametrize("events", [{"RequestFinished"}, {"StepTimed", "RequestFinished"}, {"StepScheduled"}])
+def test_a_tracer_that_raises_again_and_again_leaves_nothing_behind(events):
+    class Failing(Recorder):
+        def emit(self, event):
+            if type(event).__name__ in events:
+                raise RuntimeError("the tracer's own fault")
+
+    llm = LLM(kv_cache_memory=MEMORY, tracer=Failing())
+    with pytest.raises(RuntimeError, match="own fault"):
+        generate(llm, ["a", "b", "c"])
+    assert_nothing_is_left(llm)

@@ -111,7 +111,7 @@ def test_a_parameter_that_is_not_built_is_refused_when_it_is_on(name, value):
     assert isinstance(caught.value, NanoinferError)
     assert isinstance(caught.value, ValueError)
     assert f"{name}={value!r}" in str(caught.value)
-    assert f"leave it at {getattr(SamplingParams(), name)!r}" in str(caught.value)
+    assert f"leave it out (it acts as {getattr(SamplingParams(), name)!r})" in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "value"), CASES_OFF + CASES_BUILT, ids=ids(CASES_OFF + CASES_BUILT))

@@ -396,3 +396,39 @@ def test_memory_bar_loading_320_mb_takes_at_most_a_quarter_more_than_the_file(gp
     assert size > 0.99 * file_size  # all of it was loaded
     assert taken > 0.9 * file_size  # and the measure sees it
     assert taken <= 1.25 * file_size
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        ({"architectures": "Qwen3ForCausalLM"}, CheckpointError, "names no architecture"),
+        ({"dtype": 5}, UnsupportedError, "the checkpoint's dtype is 5; .* Pass dtype="),
+        ({"dtype": "float8_e4m3fn"}, UnsupportedError, "the checkpoint's dtype is 'float8_e4m3fn'"),
+        ({"num_hidden_layers": None}, CheckpointError, "number >= 1, got None|holds a value of the wrong type"),
+        ({"num_attention_heads": 0}, CheckpointError, "num_attention_heads in .* must be a number >= 1, got 0"),
+        ({"hidden_size": "48"}, CheckpointError, "number >= 1, got '48'|holds a value of the wrong type"),
+        ({"num_key_value_heads": 3}, CheckpointError, "must be a multiple of num_key_value_heads, got 4 and 3"),
+        ({"rope_parameters": {"rope_theta": None}}, CheckpointError, "holds a value of the wrong type"),
+    ],
+)
+def test_a_config_with_a_nonsense_value_is_refused_by_name(tmp_path, changes, error, sentence):
+    path = tiny_models.save("qwen3", tmp_path)
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(error, match=sentence):
+        models.load(Checkpoint.open(str(path)))
+
+
+def test_gpt2_heads_that_do_not_divide_the_width_are_refused(tmp_path):
+    path = tiny_models.save("gpt2", tmp_path)
+    config = json.loads((path / "config.json").read_text()) | {"n_head": 5}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="n_embd must be a multiple of n_head, got 48 and 5"):
+        models.load(Checkpoint.open(str(path)))
+
+
+def test_a_quantization_config_of_null_is_none(tmp_path):
+    path = tiny_models.save("gpt2", tmp_path)
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": None, "dtype": "torch.float32"}
+    (path / "config.json").write_text(json.dumps(config))
+    assert models.load(Checkpoint.open(str(path))).config.num_hidden_layers == 2

@@ -71,11 +71,11 @@ def find_model(config: dict[str, Any]) -> type[Any]:
 
     Raises: UnsupportedError for an architecture that is not covered or a quantised checkpoint; CheckpointError for none.
     """
-    architectures = config.get("architectures") or []
-    if not architectures:
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
         raise CheckpointError(f'config.json names no architecture; add "architectures": [one of {", ".join(_MODELS)}]')
-    if "quantization_config" in config:
-        method = (config["quantization_config"] or {}).get("quant_method", "unknown")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
         raise UnsupportedError(f"quantised checkpoints ({method}) are not covered; take the unquantised one")
     for architecture in architectures:
         if architecture in _registered:
@@ -99,10 +99,7 @@ def load(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device | str
         raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     device = torch.device(device)
     model_class = find_model(checkpoint.config)
-    try:
-        config = model_class.Config.from_hf(checkpoint.config)
-    except KeyError as error:
-        raise CheckpointError(f"{checkpoint.path / 'config.json'} has no {error}, which this architecture needs") from error
+    config = _read_config(model_class.Config, checkpoint)
     files = WeightFiles(checkpoint.weight_files)
     rules = model_class.weight_rules
     config = dataclasses.replace(config, tie_word_embeddings=head_is_tied(config.tie_word_embeddings, files, rules))
@@ -112,12 +109,35 @@ def load(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device | str
     return model.to(device).eval()
 
 
+def _read_config(config_class: Any, checkpoint: Checkpoint) -> Any:
+    """The family's config, with every size a positive number and the heads fitting each other."""
+    path = checkpoint.path / "config.json"
+    try:
+        config = config_class.from_hf(checkpoint.config)
+    except KeyError as error:
+        raise CheckpointError(f"{path} has no {error}, which this architecture needs") from error
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{path} holds a value of the wrong type ({error}); download it again") from error
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type is int and (type(value) is not int or value < 1):
+            raise CheckpointError(f"{field.name} in {path} must be a number >= 1, got {value!r}; download it again")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise CheckpointError(
+            f"num_attention_heads in {path} must be a multiple of num_key_value_heads, got {config.num_attention_heads} "
+            f"and {config.num_key_value_heads}"
+        )
+    return config
+
+
 def _resolve_dtype(dtype: str, checkpoint: Checkpoint, files: WeightFiles, device: torch.device) -> torch.dtype:
     if dtype != "auto":
         return getattr(torch, dtype)
     name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")  # newer and older transformers
-    own = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    resolved = own.get(name, torch.float32) if name else dtype_of(files)
+    own = {"float64": torch.float32, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    if name and str(name).removeprefix("torch.") not in own:
+        raise UnsupportedError(f"the checkpoint's dtype is {name!r}; {', '.join(own)} are covered. Pass dtype= to choose one")
+    resolved = own[str(name).removeprefix("torch.")] if name else dtype_of(files)
     if device.type == "cpu" and resolved != torch.float32:
         has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         fast = resolved is torch.bfloat16 and has_bf16

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
-from nanoinfer.errors import UnsupportedError
+from nanoinfer.errors import CheckpointError, UnsupportedError
 from nanoinfer.models.layers import Embedding
 from nanoinfer.models.weights import WeightRules
 
@@ -31,13 +31,15 @@ class GPT2Config:
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "GPT2Config":
-        """Raises: UnsupportedError, KeyError (a key that every GPT-2 config has)."""
+        """Raises: UnsupportedError, CheckpointError, KeyError (a key that every GPT-2 config has)."""
         activation = config.get("activation_function", "gelu_new")
         if activation not in ("gelu_new", "gelu_pytorch_tanh"):  # two names of one function
             raise UnsupportedError(f"activation_function must be gelu_new, got {activation!r}; others are not covered")
         for key, value in _COVERED.items():
             if config.get(key, value) != value:
                 raise UnsupportedError(f"{key} must be {value}, got {config[key]!r}; the other way is not covered")
+        if config["n_embd"] % config["n_head"]:
+            raise CheckpointError(f"n_embd must be a multiple of n_head, got {config['n_embd']} and {config['n_head']}")
         return cls(
             vocab_size=config["vocab_size"],
             hidden_size=config["n_embd"],

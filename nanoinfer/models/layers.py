@@ -79,7 +79,7 @@ class RopeConfig:
         Raises: UnsupportedError for a rope type other than default and yarn.
         """
         rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
+        theta = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in ("default", "yarn"):
             raise UnsupportedError(f"rope_type must be default or yarn, got {rope_type!r}; others are not covered")
@@ -88,14 +88,14 @@ class RopeConfig:
         if rope_type == "default":
             return cls(theta=theta)
         original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
-        factor = rope.get("factor") or config["max_position_embeddings"] / original
+        factor = float(rope.get("factor") or config["max_position_embeddings"] / original)
         return cls(
             theta=theta,
             factor=factor,
             original_max_position_embeddings=original,
             attention_factor=_yarn_attention_factor(rope, factor),
-            beta_fast=rope.get("beta_fast") or 32.0,
-            beta_slow=rope.get("beta_slow") or 1.0,
+            beta_fast=float(rope.get("beta_fast") or 32.0),
+            beta_slow=float(rope.get("beta_slow") or 1.0),
             truncate=rope.get("truncate", True),
         )
 
@@ -103,7 +103,7 @@ class RopeConfig:
 def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float:
     """0.1 ln(factor) + 1 (section 3.4 of the paper), unless the checkpoint gives it, whole or as a ratio of two mscales."""
     if rope.get("attention_factor") is not None:
-        return rope["attention_factor"]
+        return float(rope["attention_factor"])
 
     def scale(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
