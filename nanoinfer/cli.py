@@ -1,9 +1,11 @@
 """`nanoinfer`: generate and chat from a terminal. A thin layer over LLM and SamplingParams, whose names the options have."""
 
+import io
 import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -44,6 +46,8 @@ def main(
     if version:
         typer.echo(f"nanoinfer {__version__}")
         raise typer.Exit
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no emoji shows "?" instead of ending the program
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("nanoinfer").setLevel(logging.INFO if verbose else logging.WARNING)
 
@@ -131,12 +135,15 @@ def chat(
             kv_cache_memory=kv_cache_memory,
             max_model_len=max_model_len,
         )
-        params = _params(llm, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens)
+        params = _params(
+            llm, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens, stop=stop
+        )
         beginning = [{"role": "system", "content": system}] if system else []
         messages = list(beginning)
         while (line := _ask()) is not None and line != "/exit":
             if line == "/reset":
                 messages = list(beginning)
+                print("(forgotten)")
             elif line:
                 question = {"role": "user", "content": line}
                 try:
@@ -192,8 +199,6 @@ def _load(**arguments: Any) -> Any:
 
 def _params(llm: Any, **given: Any) -> Any:
     """The checkpoint's own defaults, with what was given on the command line in their place."""
-    from dataclasses import replace
-
     return replace(llm.get_default_sampling_params(), **{name: value for name, value in given.items() if value is not None})
 
 

@@ -6,6 +6,7 @@ or progress bars: those are the front door's, llm.py.
 
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Ids
@@ -58,6 +59,7 @@ class LLMEngine:
         self._seed = config.seed
         self._num_requests = 0
         self._requests: dict[str, Request] = {}  # the unfinished ones
+        self._pid = os.getpid()
         self._is_stepping = False
         self._aborts_owed: list[str] = []
 
@@ -66,12 +68,16 @@ class LLMEngine:
         asked_len = _checked_model_len(config.max_model_len, self.model_config.max_position_embeddings)
         num_blocks = _num_blocks(config, self.model_config, block_size, asked_len, weight.dtype, self.device)
         self.max_model_len = min(asked_len, num_blocks * block_size)
-        told = logger.info if config.max_model_len in (None, self.max_model_len) else logger.warning
-        told(
+        logger.info(
             "%s on %s, attention %s, KV cache of %d blocks of %d tokens (%.0f MiB), max_model_len %d",
             str(weight.dtype).removeprefix("torch."), self.device, backend_name, num_blocks, block_size,
             num_blocks * _block_bytes(self.model_config, block_size, weight.dtype) / 2**20, self.max_model_len,
         )  # fmt: skip
+        if config.max_model_len is not None and self.max_model_len < config.max_model_len:
+            logger.warning(
+                "max_model_len is %d, not %d: the KV cache holds no more; raise kv_cache_memory",
+                self.max_model_len, config.max_model_len,
+            )  # fmt: skip
 
         self.block_manager = BlockManager(num_blocks, block_size, config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(config.scheduler, self.block_manager, config.tracer)
@@ -94,9 +100,9 @@ class LLMEngine:
         device = _resolve_device(config.device)
         checkpoint = Checkpoint.open(config.model, config.revision)
         model = models.load(checkpoint, config.dtype, device)
-        tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer else checkpoint.path
+        tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
         tokenizer = Tokenizer.load(tokenizer_path)
-        if config.tokenizer and tokenizer is None:
+        if config.tokenizer is not None and tokenizer is None:
             raise CheckpointNotFoundError(f"{tokenizer_path} holds no tokenizer files, such as tokenizer.json")
         eos_token_ids = checkpoint.eos_token_ids
         if not eos_token_ids and tokenizer is not None and tokenizer.hf.eos_token_id is not None:
@@ -144,11 +150,11 @@ class LLMEngine:
         self._num_requests += 1
         request = Request(seq, prompt, self.tokenizer, arrival_time=arrival_time, streaming=streaming)
         if num_prompt_tokens >= self.max_model_len:
-            error = (
-                f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {self.max_model_len}, answer included; "
-                f"shorten the prompt, or raise max_model_len (this model: up to {self.model_config.max_position_embeddings}) "
-                "and kv_cache_memory"
-            )
+            error = f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {self.max_model_len}, answer included; "
+            error += "shorten the prompt"
+            if self.max_model_len < self.model_config.max_position_embeddings:
+                most = self.model_config.max_position_embeddings
+                error += f", or raise max_model_len (this model: up to {most}) and kv_cache_memory"
             self._end([request], Stop("error", error=error))
         else:
             self._requests[request.request_id] = request
@@ -218,8 +224,16 @@ class LLMEngine:
     @contextmanager
     def _undivided(self) -> Iterator[None]:
         """Inside, no request can be taken away and no other step begun; aborts that were asked for follow at the end."""
+        if os.getpid() != self._pid:
+            raise NanoinferError(
+                "this LLM was made in another process, and torch's threads do not survive a fork; make it in the child, or "
+                "start the child with multiprocessing's 'spawn'"
+            )
         if self._is_stepping:
-            raise NanoinferError("step() was called during a step, by a tracer, say; call it between two steps")
+            raise NanoinferError(
+                "step() was called during a step: one thread at a time may use an LLM, and a tracer may not step it. "
+                "Use a lock, or give all prompts to one generate()"
+            )
         self._is_stepping = True
         try:
             yield
@@ -289,7 +303,7 @@ def _num_blocks(
     if num_blocks < 1:
         raise InvalidValueError(
             f"the KV cache may take {memory} bytes, less than one block of {block_size} tokens ({block_bytes} bytes); "
-            "raise kv_cache_memory or gpu_memory_utilization, or lower block_size"
+            f"raise kv_cache_memory{' or gpu_memory_utilization' if device.type == 'cuda' else ''}, or lower block_size"
         )
     return num_blocks
 

@@ -13,6 +13,8 @@ A prompt that is merely too long for the engine is no exception: it ends as a re
 other prompts of the call are answered.
 """
 
+import difflib
+
 
 class NanoinferError(Exception):
     """The root: `except NanoinferError` catches everything this package raises on purpose."""
@@ -44,3 +46,10 @@ class WeightsError(CheckpointError):
 
 class InvalidTypeError(NanoinferError, TypeError):
     pass
+
+
+def unknown_argument(owner: str, name: str, known: list[str]) -> InvalidTypeError:
+    """The error for an argument that does not exist, with the one that was probably meant."""
+    close = difflib.get_close_matches(name, known, n=1)
+    way_out = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+    return InvalidTypeError(f"{owner} has no argument {name!r}; {way_out}")

@@ -4,9 +4,9 @@ In: prompts, chat messages. Out: RequestOutputs, or Deltas as they come. Everyth
 is done.
 """
 
-import difflib
 import logging
 import os
+import reprlib
 import signal
 import threading
 import time
@@ -15,11 +15,19 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, cast
 
+import torch
 from tqdm import tqdm
 
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine import LLMEngine
-from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError, UnsupportedError
+from nanoinfer.errors import (
+    InvalidPromptError,
+    InvalidTypeError,
+    InvalidValueError,
+    NanoinferError,
+    UnsupportedError,
+    unknown_argument,
+)
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.prompts import Prompt, as_list, naming_the_prompt, parse_prompt
 from nanoinfer.request import Request
@@ -34,7 +42,7 @@ Message = dict[str, Any]  # {"role": "user", "content": "..."}
 class LLM:
     """An LLM, loaded and ready: `LLM("Qwen/Qwen3-0.6B").generate(["Hello"], SamplingParams(max_tokens=20))`.
 
-    One thread at a time may use it; generate() inside a stream() loop works.
+    One thread at a time may use it, in the process that made it; generate() inside a stream() loop works.
     """
 
     def __init__(
@@ -43,7 +51,7 @@ class LLM:
         *,
         tokenizer: str | os.PathLike[str] | None = None,
         revision: str | None = None,
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         device: str = "auto",
         block_size: int | None = None,
         max_num_seqs: int = SchedulerConfig.max_num_seqs,
@@ -66,7 +74,7 @@ class LLM:
         tokenizer: folder or hub name of another tokenizer. A model without one takes token ids and detokenize=False.
         revision: branch, tag or commit of a hub model.
         dtype: "auto" (the checkpoint's own; float32 on a CPU that is slow at it), "float32"/"float", "bfloat16",
-            "float16"/"half".
+            "float16"/"half", or torch's own.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
         block_size: tokens per cache block; None takes the attention backend's own.
         max_num_seqs: sequences that run at once.
@@ -89,7 +97,7 @@ class LLM:
             model=None if model is None else _path_string("model", model),
             tokenizer=None if tokenizer is None else _path_string("tokenizer", tokenizer),
             revision=revision,
-            dtype=dtype,
+            dtype=str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype,
             device=device,
             max_model_len=max_model_len,
             attention_backend=attention_backend,
@@ -190,7 +198,7 @@ class LLM:
         """One conversation as a prompt for generate() or stream(): {"prompt": text, "prompt_token_ids": ids}."""
         if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
             raise InvalidTypeError(
-                f'messages must be a list of dicts like {{"role": "user", "content": "Hello"}}, got {messages!r}'
+                f'messages must be a list of dicts like {{"role": "user", "content": "Hello"}}, got {reprlib.repr(messages)}'
             )
         if self.engine.tokenizer is None:
             raise InvalidPromptError("this checkpoint has no tokenizer, so there is no chat template; use token ids")
@@ -235,7 +243,7 @@ class LLM:
             raise type(error)(f"in the checkpoint's generation_config.json: {error}; or pass SamplingParams(...)") from error
         if given and not self._told_defaults:
             told = ", ".join(f"{name}={value}" for name, value in given.items())
-            logger.info("no sampling_params given: using the checkpoint's generation_config.json (%s)", told)
+            logger.info("sampling defaults from the checkpoint's generation_config.json: %s", told)
             self._told_defaults = True
         return params
 
@@ -272,7 +280,8 @@ class LLM:
                     num_input = sum(len(seq.prompt_token_ids) for seq in sequences if seq.num_output_tokens)
                     num_output = sum(seq.num_output_tokens for seq in sequences)
                     seconds = now - start
-                    bar.set_postfix_str(f"input {num_input / seconds:.1f} tok/s, output {num_output / seconds:.1f} tok/s")
+                    speed = f"input {num_input / seconds:.1f} tok/s, output {num_output / seconds:.1f} tok/s"
+                    bar.set_postfix_str(speed, refresh=num_pending == len(pending))
                 bar.update(num_pending - len(pending))
 
     def _step(self) -> list[Request]:
@@ -304,36 +313,34 @@ class LLM:
         return parsed
 
 
-# vLLM's arguments that change nothing here at one value; at any other, they ask for what nanoinfer does not do.
-_ONLY_VALUE: dict[str, Any] = {
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "data_parallel_size": 1,
-    "quantization": None,
-    "trust_remote_code": False,
-    "load_format": "auto",
-    "tokenizer_mode": "auto",
-    "skip_tokenizer_init": False,
-    "enable_chunked_prefill": True,
-    "enable_lora": False,
-    "speculative_config": None,
-    "kv_cache_dtype": "auto",
-    "cpu_offload_gb": 0,
-    "swap_space": 0,
-    "disable_log_stats": True,
+# vLLM's arguments that nanoinfer has no use for, with the values that change nothing here: the first is how it acts. Any other
+# value asks for what it does not do.
+_COVERED_VALUES: dict[str, tuple[Any, ...]] = {
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "quantization": (None,),
+    "trust_remote_code": (False, True),  # a permission: there is no remote code to run
+    "disable_log_stats": (True, False),
+    "load_format": ("auto", "safetensors"),
+    "tokenizer_mode": ("auto",),
+    "skip_tokenizer_init": (False,),
+    "enable_chunked_prefill": (True, None),
+    "enable_lora": (False, None),
+    "speculative_config": (None,),
+    "kv_cache_dtype": ("auto",),
+    "cpu_offload_gb": (0,),
+    "swap_space": (0, 4),  # the most it may swap; 4 was vLLM's default
 }
 
 
 def _refuse_unknown(unknown: dict[str, Any]) -> None:
     known = [name for name in LLM.__init__.__annotations__ if name not in ("unknown", "return")]
     for name, value in unknown.items():
-        if name in _ONLY_VALUE:
-            if value != _ONLY_VALUE[name]:
-                raise UnsupportedError(f"{name}={value!r} is not covered; leave it out (it acts as {_ONLY_VALUE[name]!r})")
-            continue
-        close = difflib.get_close_matches(name, known, n=1)
-        way_out = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
-        raise InvalidTypeError(f"LLM() has no argument {name!r}; {way_out}")
+        if name not in _COVERED_VALUES:
+            raise unknown_argument("LLM()", name, known)
+        if value not in _COVERED_VALUES[name]:
+            raise UnsupportedError(f"{name}={value!r} is not covered; leave it out (it acts as {_COVERED_VALUES[name][0]!r})")
 
 
 def _path_string(name: str, value: Any) -> str:

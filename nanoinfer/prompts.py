@@ -3,6 +3,7 @@
 In: strings, lists of token ids, vLLM's dicts, or a list of these. Out: Prompts. What is malformed is refused with its index.
 """
 
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ def as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | dict):
         return [prompts]
     if not isinstance(prompts, list | tuple):
-        raise InvalidTypeError(f"prompts must be a string, token ids, a dict or a list of these, got {prompts!r}")
+        raise InvalidTypeError(f"prompts must be a string, token ids, a dict or a list of these, got {reprlib.repr(prompts)}")
     if prompts and all(isinstance(item, Integral) for item in prompts):
         return [prompts]
     return list(prompts)
@@ -45,7 +46,9 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer | None) -> Prompt:
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
         if unknown or not isinstance(text, str | None) or (text is None and token_ids is None):
-            raise InvalidPromptError(f"a prompt's dict holds prompt (a string) or prompt_token_ids (ids), got {prompt!r}")
+            raise InvalidPromptError(
+                f"a prompt's dict holds prompt (a string) or prompt_token_ids (ids), got {reprlib.repr(prompt)}"
+            )
         return Prompt(text, _token_ids(token_ids)) if token_ids is not None else parse_prompt(text, tokenizer)
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -72,5 +75,5 @@ def _token_ids(ids: Any) -> list[int]:
             return [int(i) for i in ids]
     raise InvalidTypeError(
         f"a prompt must be a string, a list of token ids (of an array, its .tolist()), or a dict with prompt or "
-        f"prompt_token_ids, got {ids!r}"
+        f"prompt_token_ids, got {reprlib.repr(ids)}"
     )

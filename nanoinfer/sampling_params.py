@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
-from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, unknown_argument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,15 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logits_processors: Any = None
+
+    def __new__(cls, *args: Any, **given: Any) -> "SamplingParams":
+        """Before Python's own bare TypeError: an argument that does not exist is named, with the one that was meant."""
+        if args:
+            raise InvalidTypeError(f"SamplingParams takes keyword arguments only, got {args!r}; write temperature={args[0]!r}")
+        known = [field.name for field in fields(cls)]
+        for name in given.keys() - set(known):
+            raise unknown_argument("SamplingParams", name, known)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, off_values in _NOT_BUILT.items():

@@ -5,6 +5,7 @@ so that the bookkeeping floors stay light.
 """
 
 import copy
+import reprlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ class Tokenizer:
         try:
             hf = AutoTokenizer.from_pretrained(str(path))
         except Exception as error:  # whatever a damaged file makes transformers raise
-            raise CheckpointError(f"the tokenizer files in {path} cannot be read: {error}") from error
+            raise CheckpointError(f"transformers cannot load the tokenizer in {path}: {error}") from error
         if not getattr(hf, "is_fast", False):
             raise UnsupportedError(
                 f"the tokenizer in {path} ({type(hf).__name__}) has no tokenizer.json form, which streaming needs; "
@@ -58,7 +59,9 @@ class Tokenizer:
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
-            raise InvalidPromptError(f"the text is not valid Unicode, got {text!r}; decode its bytes with utf-8") from error
+            raise InvalidPromptError(
+                f"the text is not valid Unicode, got {reprlib.repr(text)}; decode its bytes with utf-8"
+            ) from error
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """The text of some ids. Ids that the tokenizer lacks decode to nothing; half a character to U+FFFD."""

@@ -166,7 +166,7 @@ def test_chat_remembers_what_was_said_until_reset(llm, prompts):
     script = f"{LILY}\n{TOM}\n/reset\n{TOM}\n\n/exit\n{LILY}\n"
     lily, tom_after_lily, *_, tom, _, _ = turns = answers(script)
     assert (lily, tom_after_lily, tom) == (ask(llm, LILY), ask(llm, LILY, TOM), ask(llm, TOM))
-    assert turns[2:3] + turns[4:] == ["", "", ""]  # a command, an empty line and the end show nothing
+    assert turns[2:3] + turns[4:] == ["(forgotten)\n", "", ""]  # an empty line and the end show nothing
     user = {"role": "user", "content": TOM}
     said = [{"role": "user", "content": LILY}, {"role": "assistant", "content": lily.removesuffix("\n")}]
     assert prompts == [llm.render_chat(turns)["prompt"] for turns in (said[:1], [*said, user], [user])]
@@ -241,3 +241,19 @@ def test_ctrl_c_ends_generate_as_a_shell_expects_and_keeps_what_has_come(monkeyp
     result = run("generate", PROMPT, "--seed", "1")
     assert result.exit_code == 130
     assert result.stdout.strip()
+
+
+def test_chat_honours_its_sampling_options(monkeypatch):
+    seen = []
+    monkeypatch.setattr(LLM, "stream", lambda self, prompt, params: seen.append(params) or iter(()))
+    options = "--temperature 0.5 --top-k 7 --top-p 0.8 --min-p 0.1 --seed 3 --max-tokens 9 --stop a --stop b"
+    run("chat", *options.split(), stdin=f"{LILY}\n")
+    assert seen == [
+        SamplingParams(temperature=0.5, top_k=7, top_p=0.8, min_p=0.1, seed=3, max_tokens=9, stop=["a", "b"]),
+    ]
+
+
+def test_a_terminal_without_the_characters_shows_question_marks():
+    command = [sys.executable, "-m", "nanoinfer", "generate", "一", "--echo", "--max-tokens", "1"]
+    done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stdout[:1], done.stderr) == (0, b"?", b"")

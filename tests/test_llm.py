@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import re
 import shutil
 import signal
@@ -236,10 +237,10 @@ def test_the_model_length_is_lowered_to_what_the_cache_holds(qwen3_path, caplog)
     with caplog.at_level(logging.INFO, "nanoinfer.engine"):
         llm = LLM(qwen3_path, kv_cache_memory=5 * block_bytes, block_size=4, max_model_len=64)
     assert llm.engine.max_model_len == 20
-    [record] = caplog.records
-    assert record.levelno == logging.WARNING  # the user had asked for 64
-    assert "KV cache of 5 blocks of 4 tokens" in record.message
-    assert "max_model_len 20" in record.message
+    told, warned = caplog.records
+    assert "KV cache of 5 blocks of 4 tokens" in told.message
+    assert warned.levelno == logging.WARNING
+    assert "max_model_len is 20, not 64: the KV cache holds no more; raise kv_cache_memory" in warned.message
     assert len(answer(llm, [1] * 5, SamplingParams(max_tokens=None, detokenize=False)).token_ids) == 15
     assert answer(llm, [1] * 20, IDS).finish_reason == "error"
 
@@ -594,7 +595,7 @@ def test_default_params_are_the_checkpoints_and_told_once(tmp_path, caplog):
         outputs = [llm.generate("Once upon a time", use_tqdm=False)[0] for _ in range(3)]
     assert max(len(output.outputs[0].token_ids) for output in outputs) == 9
     [record] = [record for record in caplog.records if record.name == "nanoinfer.llm"]
-    assert "generation_config.json (temperature=0.5, top_k=7, top_p=0.8, min_p=0.1, max_tokens=9)" in record.message
+    assert "generation_config.json: temperature=0.5, top_k=7, top_p=0.8, min_p=0.1, max_tokens=9" in record.message
 
 
 def test_default_params_without_a_generation_config_are_ours_and_nothing_is_told(tmp_path, caplog):
@@ -623,7 +624,7 @@ def test_a_generation_config_that_is_wrong_is_refused_as_such(tmp_path):
 
 @pytest.mark.parametrize(
     "argument",
-    [{"tensor_parallel_size": 2}, {"quantization": "awq"}, {"trust_remote_code": True}, {"kv_cache_dtype": "fp8"}],
+    [{"tensor_parallel_size": 2}, {"quantization": "awq"}, {"enable_lora": True}, {"kv_cache_dtype": "fp8"}],
 )
 def test_vllms_arguments_that_we_do_not_have_are_refused_by_name(argument):
     [name] = argument
@@ -781,3 +782,40 @@ def test_a_tracer_that_raises_again_and_again_leaves_nothing_behind(events):
     with pytest.raises(RuntimeError, match="own fault"):
         generate(llm, ["a", "b", "c"])
     assert_nothing_is_left(llm)
+
+
+def test_a_permission_that_nothing_here_needs_is_accepted_and_torchs_own_dtype_too(qwen3_path):
+    llm = LLM(qwen3_path, trust_remote_code=True, dtype=torch.bfloat16, kv_cache_memory=MEMORY)
+    assert llm.engine.runner.cache.layer(0)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_an_llm_used_in_a_forked_child_is_refused_instead_of_hanging(ids_llm, monkeypatch):
+    monkeypatch.setattr(os, "getpid", lambda: -1)  # what a child would see; a real fork with torch's threads may hang
+    with pytest.raises(NanoinferError, match="made in another process"):
+        generate(ids_llm, [[1, 2]], IDS)
+
+
+def test_several_threads_are_told_that_one_at_a_time_may_use_it(ids_llm, monkeypatch):
+    forward, told = ids_llm.engine.runner.forward, []
+
+    def meanwhile(batch):
+        def use_it():
+            with pytest.raises(NanoinferError, match="one thread at a time"):
+                ids_llm.engine.step()
+            told.append(True)
+
+        thread = threading.Thread(target=use_it)
+        thread.start()
+        thread.join()
+        return forward(batch)
+
+    monkeypatch.setattr(ids_llm.engine.runner, "forward", meanwhile)
+    assert answer(ids_llm, [1, 2], IDS).finish_reason == "length"
+    assert told
+
+
+def test_an_error_shows_the_beginning_of_a_long_prompt_and_not_all_of_it(llm):
+    with pytest.raises(InvalidTypeError) as caught:
+        generate(llm, [[1] * 100_000 + [None]])
+    assert len(str(caught.value)) < 300

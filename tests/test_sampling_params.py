@@ -1,6 +1,8 @@
 """Every parameter is checked when it is given: what is out of range, of a wrong type, contradictory or not built is refused."""
 
+import copy
 import math
+import pickle
 from dataclasses import FrozenInstanceError, fields, replace
 
 import numpy
@@ -197,3 +199,17 @@ def test_numpys_numbers_become_plain_ones():
         int,
         int,
     ]
+
+
+def test_an_unknown_argument_is_named_with_the_one_that_was_meant():
+    with pytest.raises(InvalidTypeError, match="SamplingParams has no argument 'temprature'; did you mean temperature"):
+        SamplingParams(temprature=0.5)
+    with pytest.raises(InvalidTypeError, match="no argument 'best_of'; known are temperature, top_k"):
+        SamplingParams(best_of=2)
+    with pytest.raises(InvalidTypeError, match=r"keyword arguments only, got \(0.5,\); write temperature=0.5"):
+        SamplingParams(0.5)
+
+
+def test_params_can_be_copied_and_pickled():
+    params = SamplingParams(temperature=0.5, stop=["a"], seed=3)
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == replace(params) == params

@@ -409,6 +409,11 @@ def test_memory_bar_loading_320_mb_takes_at_most_a_quarter_more_than_the_file(gp
         ({"hidden_size": "48"}, CheckpointError, "number >= 1, got '48'|holds a value of the wrong type"),
         ({"num_key_value_heads": 3}, CheckpointError, "must be a multiple of num_key_value_heads, got 4 and 3"),
         ({"rope_parameters": {"rope_theta": None}}, CheckpointError, "holds a value of the wrong type"),
+        ({"rope_parameters": {"rope_theta": -5}}, CheckpointError, "rope_theta must be > 0, got -5.0"),
+        ({"rope_parameters": "x"}, CheckpointError, "holds a value of the wrong type"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 0.5}}, CheckpointError, "factor must be >= 1, got 0.5"),
+        ({"architectures": [None]}, UnsupportedError, "architecture None is not covered"),
+        ({"quantization_config": "awq"}, UnsupportedError, "quantised checkpoints .awq. are not covered"),
     ],
 )
 def test_a_config_with_a_nonsense_value_is_refused_by_name(tmp_path, changes, error, sentence):

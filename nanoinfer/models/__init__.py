@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nanoinfer.attention.base import Attend
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import DTYPES
-from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError
+from nanoinfer.errors import CheckpointError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.models.weights import WeightFiles, WeightRules, dtype_of, head_is_tied, load_weights
 
 logger = logging.getLogger(__name__)
@@ -74,8 +74,8 @@ def find_model(config: dict[str, Any]) -> type[Any]:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise CheckpointError(f'config.json names no architecture; add "architectures": [one of {", ".join(_MODELS)}]')
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise UnsupportedError(f"quantised checkpoints ({method}) are not covered; take the unquantised one")
     for architecture in architectures:
         if architecture in _registered:
@@ -84,7 +84,7 @@ def find_model(config: dict[str, Any]) -> type[Any]:
             module, _, class_name = _MODELS[architecture].partition(":")
             return getattr(import_module(module), class_name)
     raise UnsupportedError(
-        f"architecture {', '.join(architectures)} is not covered; {', '.join([*_MODELS, *_registered])} are. "
+        f"architecture {', '.join(map(str, architectures))} is not covered; {', '.join([*_MODELS, *_registered])} are. "
         "register_model adds one of your own"
     )
 
@@ -116,7 +116,9 @@ def _read_config(config_class: Any, checkpoint: Checkpoint) -> Any:
         config = config_class.from_hf(checkpoint.config)
     except KeyError as error:
         raise CheckpointError(f"{path} has no {error}, which this architecture needs") from error
-    except (TypeError, AttributeError, ZeroDivisionError) as error:
+    except NanoinferError:
+        raise
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise CheckpointError(f"{path} holds a value of the wrong type ({error}); download it again") from error
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

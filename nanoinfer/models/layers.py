@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from nanoinfer.errors import UnsupportedError
+from nanoinfer.errors import CheckpointError, UnsupportedError
 
 
 class Embedding(nn.Embedding):
@@ -76,7 +76,7 @@ class RopeConfig:
     def from_hf(cls, config: dict[str, Any]) -> "RopeConfig":
         """From config.json as older (rope_theta, rope_scaling) and newer (rope_parameters) transformers write it.
 
-        Raises: UnsupportedError for a rope type other than default and yarn.
+        Raises: UnsupportedError for a rope type other than default and yarn, CheckpointError for a value out of its range.
         """
         rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         theta = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
@@ -85,10 +85,14 @@ class RopeConfig:
             raise UnsupportedError(f"rope_type must be default or yarn, got {rope_type!r}; others are not covered")
         if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
             raise UnsupportedError("partial_rotary_factor must be 1.0: rotating a part of a head is not covered")
+        if theta <= 0:
+            raise CheckpointError(f"rope_theta must be > 0, got {theta}; download config.json again")
         if rope_type == "default":
             return cls(theta=theta)
         original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
         factor = float(rope.get("factor") or config["max_position_embeddings"] / original)
+        if factor < 1:
+            raise CheckpointError(f"YaRN's factor must be >= 1, got {factor}; it stretches the context")
         return cls(
             theta=theta,
             factor=factor,

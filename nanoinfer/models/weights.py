@@ -99,7 +99,10 @@ def load_weights(model: nn.Module, files: WeightFiles, rules: WeightRules, dtype
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}  # a shared parameter counts once
     sources, problems = _match(shapes, files, rules)
     if problems:
-        raise WeightsError("the checkpoint does not fit the model:\n  " + "\n  ".join(problems))
+        raise WeightsError(
+            "the weights do not fit config.json; are both of the same model? Download them again, or correct config.json:\n  "
+            + "\n  ".join(problems)
+        )
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix=module_name, recurse=False):
             source = sources.get(name)
