@@ -7,6 +7,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
 # Every shape and type that the arithmetic's annotations state is checked at each call, in this process. (Compiled code cannot
@@ -15,6 +16,10 @@ ARITHMETIC = ["kv_cache", "attention", "models", "sampling", "forward_batch", "m
 install_import_hook([f"nanoinfer.{name}" for name in ARITHMETIC], "beartype.beartype")
 
 import tiny_models  # noqa: E402
+
+# A busy machine is no failure.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 torch.set_num_threads(1)  # pytest runs one process per core
 

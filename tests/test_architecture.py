@@ -87,11 +87,11 @@ def test_the_floors_of_words_and_bookkeeping_import_no_torch():
     assert run_python(f"import sys, {', '.join(modules)}; print('torch' in sys.modules)").strip() == "False"
 
 
-def test_importing_the_package_is_quick_and_imports_no_torch():
-    code = "import time; t = time.perf_counter(); import nanoinfer, sys; print(time.perf_counter() - t, 'torch' in sys.modules)"
-    seconds, torch_is_there = run_python(code).split()
-    assert torch_is_there == "False"
-    assert float(seconds) < 0.3  # measured: 0.01
+def test_importing_the_package_imports_nothing_else_that_takes_time():
+    """Which is why it takes milliseconds: BENCHMARKS.md."""
+    imported = {name.split(".")[0] for name in run_python("import sys, nanoinfer; print(*sys.modules)").split()}
+    assert "nanoinfer" in imported
+    assert not imported & {"torch", "transformers", "tokenizers", "huggingface_hub", "numpy", "jaxtyping", "tqdm", "typer"}
 
 
 def test_running_a_model_imports_no_modelling_code_of_transformers_and_no_cuda_library():

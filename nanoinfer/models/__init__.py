@@ -32,12 +32,14 @@ _registered: dict[str, type[nn.Module]] = {}
 
 @runtime_checkable
 class ModelConfig(Protocol):
-    """What the engine reads of any family's config; the families' dataclasses have more."""
+    """What is read of any family's config; the families' dataclasses have more."""
 
     @property
     def vocab_size(self) -> int: ...
     @property
     def num_hidden_layers(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
     @property
     def num_key_value_heads(self) -> int: ...
     @property
