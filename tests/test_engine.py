@@ -149,8 +149,8 @@ LENGTHS = st.integers(1, 300)
 def test_random_loads_give_the_tokens_of_one_by_one_greedy_generation(model, seed, chunk_size, num_blocks, backend):
     """25 requests per example, 200 in all: lengths 1 to 300, shared prefixes, aborts; too-long ones get their own error.
 
-    Always the same examples: fresh ones would meet two logits within rounding of each other once in a hundred runs or so (an
-    estimate from the gaps seen).
+    Always the same examples: fresh ones would meet two logits within rounding of each other once in a hundred runs or so (a
+    rough estimate).
     """
     rng = random.Random(seed)
     engine = engine_for(model, num_blocks=num_blocks, chunk_size=chunk_size, backend=backend, max_num_seqs=rng.choice([3, 16]))
