@@ -72,11 +72,10 @@ class BlockManager:
             key = found[0]
         return matched
 
-    def can_start(self, token_ids: list[int], *, num_kept_free: int = 0) -> bool:
-        """Are there blocks for all of a waiting sequence's tokens, those it would share included, and so many besides?"""
-        matched = self.match_prefix(token_ids)
-        num_revived = sum(block in self._free for _, block in matched)
-        num_needed = self.num_blocks_for(len(token_ids)) - len(matched) + num_revived
+    def can_start(self, num_tokens: int, prefix: list[tuple[int, int]], *, num_kept_free: int = 0) -> bool:
+        """Are there blocks for all tokens of a waiting sequence whose match_prefix this is, and so many besides?"""
+        num_revived = sum(block in self._free for _, block in prefix)
+        num_needed = self.num_blocks_for(num_tokens) - len(prefix) + num_revived
         return num_needed + num_kept_free <= len(self._free)
 
     def can_allocate(self, seq: Sequence, num_new_tokens: int) -> bool:
@@ -84,15 +83,14 @@ class BlockManager:
 
     # ---- changing
 
-    def start(self, seq: Sequence) -> int:
-        """Give a waiting sequence the cached blocks of its prefix. Returns how many of its tokens they hold."""
+    def start(self, seq: Sequence, prefix: list[tuple[int, int]]) -> None:
+        """Give a waiting sequence the cached blocks of its prefix, as match_prefix has just found them."""
         assert not seq.block_table, "a sequence starts with an empty block table"
-        for key, block in self.match_prefix(seq.token_ids):
+        for key, block in prefix:
             self._free.pop(block, None)
             self._ref_counts[block] += 1
             seq.block_table.append(block)
             seq.prefix_keys.append(key)
-        return len(seq.block_table) * self.block_size
 
     def allocate(self, seq: Sequence, num_new_tokens: int) -> list[tuple[int, int]]:
         """Make room for the sequence's next tokens. Returns the copies owed before they are written, as (from, to) blocks.

@@ -66,12 +66,19 @@ class LLMEngine:
         backend_name, backend = select_backend(config.attention_backend, self.device, enforce_eager=config.enforce_eager)
         block_size = config.cache.block_size or backend.default_block_size
         asked_len = _checked_model_len(config.max_model_len, self.model_config.max_position_embeddings)
-        num_blocks = _num_blocks(config, self.model_config, block_size, asked_len, weight.dtype, self.device)
+        block_bytes = bytes_per_block(
+            num_layers=self.model_config.num_hidden_layers,
+            block_size=block_size,
+            num_kv_heads=self.model_config.num_key_value_heads,
+            head_dim=self.model_config.head_dim,
+            dtype=weight.dtype,
+        )
+        num_blocks = _num_blocks(config, block_bytes, block_size, asked_len, self.device)
         self.max_model_len = min(asked_len, num_blocks * block_size)
         logger.info(
             "%s on %s, attention %s, KV cache of %d blocks of %d tokens (%.0f MiB), max_model_len %d",
             str(weight.dtype).removeprefix("torch."), self.device, backend_name, num_blocks, block_size,
-            num_blocks * _block_bytes(self.model_config, block_size, weight.dtype) / 2**20, self.max_model_len,
+            num_blocks * block_bytes / 2**20, self.max_model_len,
         )  # fmt: skip
         if config.max_model_len is not None and self.max_model_len < config.max_model_len:
             logger.warning(
@@ -283,21 +290,8 @@ def _checked_model_len(asked: int | None, model_len: int) -> int:
     return asked or model_len
 
 
-def _block_bytes(model: models.ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    return bytes_per_block(
-        num_layers=model.num_hidden_layers,
-        block_size=block_size,
-        num_kv_heads=model.num_key_value_heads,
-        head_dim=model.head_dim,
-        dtype=dtype,
-    )
-
-
-def _num_blocks(
-    config: EngineConfig, model: models.ModelConfig, block_size: int, max_len: int, dtype: torch.dtype, device: torch.device
-) -> int:
+def _num_blocks(config: EngineConfig, block_bytes: int, block_size: int, max_len: int, device: torch.device) -> int:
     """As many blocks as the memory holds, and no more than max_num_seqs sequences of max_len could use."""
-    block_bytes = _block_bytes(model, block_size, dtype)
     memory = memory_for_cache(device, config.cache.kv_cache_memory, config.cache.gpu_memory_utilization)
     num_blocks = min(memory // block_bytes, config.scheduler.max_num_seqs * -(-max_len // block_size))
     if num_blocks < 1:

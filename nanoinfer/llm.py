@@ -154,9 +154,7 @@ class LLM:
         Raises: as generate does, at once and not at the first token.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        parsed = parse_prompt(prompt, self.engine.tokenizer)
-        self.engine.check_request(parsed.token_ids, params)
-        return self._stream(parsed, params)
+        return self._stream(self._checked(prompt, params), params)
 
     def chat(
         self,
@@ -308,8 +306,12 @@ class LLM:
         parsed = []
         for index, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
             with naming_the_prompt(index):
-                parsed.append((parse_prompt(prompt, self.engine.tokenizer), params))
-                self.engine.check_request(parsed[-1][0].token_ids, params)
+                parsed.append((self._checked(prompt, params), params))
+        return parsed
+
+    def _checked(self, prompt: Any, params: Any) -> Prompt:
+        parsed = parse_prompt(prompt, self.engine.tokenizer)
+        self.engine.check_request(parsed.token_ids, params)
         return parsed
 
 

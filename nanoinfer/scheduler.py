@@ -85,7 +85,7 @@ class Scheduler:
         index = 0
         while index < len(self._running):
             seq = self._running[index]
-            num_new = self._next_chunk(seq)
+            num_new = self._next_chunk(seq, seq.num_computed_tokens)
             if num_new > 1 and budget < num_new:
                 budget = 0  # it waits, and no younger prompt passes it
             elif self._make_room(seq, num_new, preempted):
@@ -96,18 +96,20 @@ class Scheduler:
 
         while self._waiting and not preempted and len(self._running) < self.config.max_num_seqs:
             seq = self._waiting[0]
-            if not self.block_manager.can_start(seq.token_ids, num_kept_free=len(self._running)):
+            prefix = self.block_manager.match_prefix(seq.token_ids)
+            if not self.block_manager.can_start(len(seq.token_ids), prefix, num_kept_free=len(self._running)):
                 break
-            seq.num_computed_tokens = self.block_manager.start(seq)
-            if seq.num_preemptions == 0:
-                seq.num_cached_tokens = seq.num_computed_tokens
-            num_new = self._next_chunk(seq)
+            num_cached = len(prefix) * self.block_manager.block_size
+            num_new = self._next_chunk(seq, num_cached)
             if num_new > 1 and budget < num_new:
-                self._forget(seq)  # its blocks stay findable; it asks again next step
                 break
+            self.block_manager.start(seq, prefix)
             self._waiting.popleft()
             self._running.append(seq)
             seq.status = SequenceStatus.RUNNING
+            seq.num_computed_tokens = num_cached
+            if seq.num_preemptions == 0:
+                seq.num_cached_tokens = num_cached
             copies += self.block_manager.allocate(seq, num_new)
             scheduled.append(ScheduledSequence(seq, num_new))
             budget -= num_new if num_new > 1 else 0
@@ -143,10 +145,10 @@ class Scheduler:
 
     # ---- inside
 
-    def _next_chunk(self, seq: Sequence) -> int:
-        """How many tokens bring the sequence to the next multiple of the grid, or to its end."""
+    def _next_chunk(self, seq: Sequence, num_computed_tokens: int) -> int:
+        """How many tokens bring the sequence from there to the next multiple of the grid, or to its end."""
         grid = self.config.chunk_grid
-        return min(seq.num_new_tokens, grid - seq.num_computed_tokens % grid)
+        return min(len(seq.token_ids) - num_computed_tokens, grid - num_computed_tokens % grid)
 
     def _make_room(self, seq: Sequence, num_new_tokens: int, preempted: list[Sequence]) -> bool:
         """Preempt from the young end until the sequence's next tokens have blocks. False if it had to go itself."""

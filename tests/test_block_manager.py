@@ -22,8 +22,14 @@ def run(manager, seq, num_tokens=None):
     return copies
 
 
+def take_prefix(manager, seq):
+    """Start a sequence on the blocks of its prefix. Returns how many of its tokens they hold."""
+    manager.start(seq, manager.match_prefix(seq.token_ids))
+    return len(seq.block_table) * manager.block_size
+
+
 def start(manager, seq):
-    seq.num_computed_tokens = manager.start(seq)
+    seq.num_computed_tokens = take_prefix(manager, seq)
     run(manager, seq)
     return seq
 
@@ -46,18 +52,18 @@ def test_a_prompt_shares_the_finished_blocks_of_one_that_begins_alike():
     manager = BlockManager(num_blocks=8, block_size=2)
     first = start(manager, sequence([5, 6, 7, 8, 9]))
     second = sequence([5, 6, 7, 8, 1, 1])
-    assert manager.start(second) == 4
+    assert take_prefix(manager, second) == 4
     assert second.block_table == first.block_table[:2]
     third = sequence([5, 6, 1, 8, 9])
-    assert manager.start(third) == 2
+    assert take_prefix(manager, third) == 2
     fourth = sequence([6, 6, 7, 8, 9])  # the same second block behind another first one
-    assert manager.start(fourth) == 0
+    assert take_prefix(manager, fourth) == 0
 
 
 def test_the_last_token_is_always_computed_even_if_all_of_the_prompt_is_cached():
     manager = BlockManager(num_blocks=8, block_size=2)
     start(manager, sequence([5, 6, 7, 8]))
-    assert manager.start(sequence([5, 6, 7, 8])) == 2
+    assert take_prefix(manager, sequence([5, 6, 7, 8])) == 2
 
 
 def test_a_freed_block_is_found_until_it_is_taken_and_the_least_recently_used_is_taken_first():
@@ -65,7 +71,7 @@ def test_a_freed_block_is_found_until_it_is_taken_and_the_least_recently_used_is
     for prompt in ([1, 1], [2, 2]):
         manager.free(start(manager, sequence(prompt)))
     seq = sequence([1, 1, 9])
-    assert manager.start(seq) == 2
+    assert take_prefix(manager, seq) == 2
     manager.free(seq)  # [1, 1] is now the more recently used
     manager.free(start(manager, sequence([3, 3])))
     assert len(manager.match_prefix([1, 1, 9])) == 1
@@ -117,7 +123,7 @@ def test_a_fork_shares_everything_and_copies_the_block_it_writes_into():
 def test_without_prefix_caching_nothing_is_found():
     manager = BlockManager(num_blocks=4, block_size=2, enable_prefix_caching=False)
     manager.free(start(manager, sequence([5, 6, 7])))
-    assert manager.start(sequence([5, 6, 7])) == 0
+    assert take_prefix(manager, sequence([5, 6, 7])) == 0
 
 
 class Blocks(RuleBasedStateMachine):
@@ -145,8 +151,8 @@ class Blocks(RuleBasedStateMachine):
     @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=7))
     def add(self, token_ids):
         seq = sequence(token_ids)
-        if self.manager.can_start(seq.token_ids):
-            seq.num_computed_tokens = self.manager.start(seq)
+        if self.manager.can_start(len(seq.token_ids), self.manager.match_prefix(seq.token_ids)):
+            seq.num_computed_tokens = take_prefix(self.manager, seq)
             self.compute(seq)
             self.alive.append(seq)
 
