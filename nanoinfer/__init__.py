@@ -9,6 +9,7 @@ The map, in floors. A file imports only from the floors below its own, and from 
 
     floor 0: words. Pure Python
       errors.py            the error tree
+      checks.py            is a user's value of the right type, and in its range?
       tracing.py           frozen events, the Tracer protocol, Recorder
       sampling_params.py   what one prompt may ask for
       outputs.py           RequestOutput, CompletionOutput, Delta, RequestMetrics

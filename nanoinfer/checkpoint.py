@@ -73,7 +73,7 @@ class Checkpoint:
 def locate(model: str, revision: str | None = None, *, with_weights: bool = True) -> Path:
     """The folder that `model` names, downloaded from the hub where it must be: whole, or without weights for a tokenizer."""
     if not model:
-        raise CheckpointNotFoundError(f"the model's name is empty; in the box are {', '.join(bundled_models())}")
+        raise CheckpointNotFoundError(f"the model's name is empty; {_in_the_box()}")
     for folder in (Path(model).expanduser(), BUNDLED / model):
         if folder.is_dir():
             if revision is not None:
@@ -88,18 +88,22 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except HFValidationError as error:
         raise CheckpointNotFoundError(
-            f"{model!r} is neither a folder nor a possible hub name (owner/name); in the box are {', '.join(bundled_models())}"
+            f"{model!r} is neither a folder nor a possible hub name (owner/name); {_in_the_box()}"
         ) from error
     except Exception as error:  # the hub's own errors, and whatever its HTTP library raises without a network
         raise CheckpointNotFoundError(
             f"{model!r} is no folder here, and the hub did not give it (revision {revision or 'main'}): "
             f"{str(error).strip().partition(chr(10))[0] or type(error).__name__}\n"
-            f"Check the name, the network and HF_HUB_OFFLINE, or use a folder; in the box are {', '.join(bundled_models())}"
+            f"Check the name, the network and HF_HUB_OFFLINE, or use a folder; {_in_the_box()}"
         ) from error
 
 
 def bundled_models() -> list[str]:
     return sorted(path.parent.name for path in BUNDLED.glob("*/config.json"))
+
+
+def _in_the_box() -> str:
+    return f"in the box are {', '.join(bundled_models())}"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

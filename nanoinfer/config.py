@@ -6,8 +6,8 @@ In: the arguments of LLM. Out: values that cannot be wrong by themselves; what d
 
 import math
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 
+from nanoinfer.checks import check_flag, check_integer, check_number
 from nanoinfer.errors import InvalidTypeError, InvalidValueError
 from nanoinfer.tracing import Tracer
 
@@ -37,14 +37,11 @@ class CacheConfig:
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        _check_count("block_size", self.block_size, or_none=True)
-        _check_count("kv_cache_memory", self.kv_cache_memory, or_none=True)
-        utilization = self.gpu_memory_utilization
-        if not isinstance(utilization, Real) or isinstance(utilization, bool):
-            raise InvalidTypeError(f"gpu_memory_utilization must be a number, got {utilization!r}")
-        if not (0 < utilization <= 1 and math.isfinite(utilization)):
-            raise InvalidValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization!r}")
-        _check_flag("enable_prefix_caching", self.enable_prefix_caching)
+        check_integer("block_size", self.block_size, 1, None, ">= 1", or_none=True)
+        check_integer("kv_cache_memory", self.kv_cache_memory, 1, None, ">= 1", or_none=True)
+        # The range is open at 0: the smallest number above it.
+        check_number("gpu_memory_utilization", self.gpu_memory_utilization, math.ulp(0.0), 1.0, "in (0, 1]")
+        check_flag("enable_prefix_caching", self.enable_prefix_caching)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +58,9 @@ class SchedulerConfig:
     chunk_size: int = 1024
 
     def __post_init__(self) -> None:
-        _check_count("max_num_seqs", self.max_num_seqs)
-        _check_count("max_num_batched_tokens", self.max_num_batched_tokens)
-        _check_count("chunk_size", self.chunk_size)
+        check_integer("max_num_seqs", self.max_num_seqs, 1, None, ">= 1")
+        check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, None, ">= 1")
+        check_integer("chunk_size", self.chunk_size, 1, None, ">= 1")
 
     @property
     def chunk_grid(self) -> int:
@@ -98,25 +95,8 @@ class EngineConfig:
                 raise InvalidTypeError(f"{name} must be a string, got {getattr(self, name)!r}")
         if self.dtype not in DTYPES:
             raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        _check_count("max_model_len", self.max_model_len, or_none=True)
-        _check_flag("enforce_eager", self.enforce_eager)
-        if not isinstance(self.seed, Integral) or isinstance(self.seed, bool):
-            raise InvalidTypeError(f"seed must be an integer, got {self.seed!r}")
-        if not 0 <= self.seed < 2**64:
-            raise InvalidValueError(f"seed must be in 0 .. 2**64 - 1, got {self.seed!r}")
+        check_integer("max_model_len", self.max_model_len, 1, None, ">= 1", or_none=True)
+        check_flag("enforce_eager", self.enforce_eager)
+        check_integer("seed", self.seed, 0, 2**64 - 1, "in 0 .. 2**64 - 1")
         if self.tracer is not None and not callable(getattr(self.tracer, "emit", None)):
             raise InvalidTypeError(f"tracer must have a method emit(event), got {self.tracer!r}; see nanoinfer.Recorder")
-
-
-def _check_count(name: str, value: object, *, or_none: bool = False) -> None:
-    if value is None and or_none:
-        return
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise InvalidTypeError(f"{name} must be an integer{' or None' if or_none else ''}, got {value!r}")
-    if value < 1:
-        raise InvalidValueError(f"{name} must be >= 1, got {value!r}")
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise InvalidTypeError(f"{name} must be True or False, got {value!r}")

@@ -6,10 +6,10 @@ model: what needs the vocabulary (stop_token_ids) is checked where a request ent
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from numbers import Integral, Real
+from dataclasses import dataclass
 from typing import Any
 
+from nanoinfer.checks import check_flag, check_integer, check_number, out_of_range
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, unknown_argument
 
 
@@ -78,36 +78,34 @@ class SamplingParams:
         """Before Python's own bare TypeError: an argument that does not exist is named, with the one that was meant."""
         if args:
             raise InvalidTypeError(f"SamplingParams takes keyword arguments only, got {args!r}; write temperature={args[0]!r}")
-        known = [field.name for field in fields(cls)]
-        for name in given.keys() - set(known):
-            raise unknown_argument("SamplingParams", name, known)
+        for name in given:
+            if name not in cls.__dataclass_fields__:
+                raise unknown_argument("SamplingParams", name, list(cls.__dataclass_fields__))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, off_values in _NOT_BUILT.items():
-            if not _is_off(getattr(self, name), off_values):
-                raise UnsupportedError(
-                    f"{name}={getattr(self, name)!r} is not built yet; leave it out (it acts as {_default(name)!r})"
-                )
-        _check_number("temperature", self.temperature, 0.0, math.inf, "finite and >= 0; 0 is greedy")
-        _check_number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]; use 1.0 to turn it off")
-        _check_number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]; use 0 to turn it off")
-        _check_integer("top_k", self.top_k, -1, None, ">= 1, or 0 or -1 to turn it off")
-        _check_integer("min_tokens", self.min_tokens, 0, None, ">= 0")
+            value, off = getattr(self, name), getattr(SamplingParams, name)
+            if not _is_off(value, off_values):
+                raise UnsupportedError(f"{name}={value!r} is not built yet; leave it out (it acts as {off!r})")
+        check_number("temperature", self.temperature, 0.0, math.inf, "finite and >= 0; 0 is greedy")
+        check_number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]; use 1.0 to turn it off")
+        check_number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]; use 0 to turn it off")
+        check_integer("top_k", self.top_k, -1, None, ">= 1, or 0 or -1 to turn it off")
+        check_integer("min_tokens", self.min_tokens, 0, None, ">= 0")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidTypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            check_flag(name, getattr(self, name))
         if self.top_p == 0:  # the range is open at 0
-            raise _refuse("top_p", self.top_p, "in (0, 1]; use temperature=0 for greedy, 1.0 to turn it off")
+            raise out_of_range("top_p", self.top_p, "in (0, 1]; use temperature=0 for greedy, 1.0 to turn it off")
         if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1, None, ">= 1, or None for the model's length")
+            check_integer("max_tokens", self.max_tokens, 1, None, ">= 1, or None for the model's length")
             if self.min_tokens > self.max_tokens:
                 raise InvalidValueError(
                     f"min_tokens must not pass max_tokens, got min_tokens={self.min_tokens} and "
                     f"max_tokens={self.max_tokens}; raise max_tokens or lower min_tokens"
                 )
         if self.seed is not None:
-            _check_integer("seed", self.seed, -1, 2**64 - 1, "in 0 .. 2**64 - 1, or None or -1 to draw one")
+            check_integer("seed", self.seed, -1, 2**64 - 1, "in 0 .. 2**64 - 1, or None or -1 to draw one")
         # Normalised here once: plain numbers instead of numpy's, None and 0 for their other spellings, tuples.
         for name in ("temperature", "top_p", "min_p"):
             object.__setattr__(self, name, float(getattr(self, name)))
@@ -148,34 +146,6 @@ def _is_off(value: Any, off_values: tuple[Any, ...]) -> bool:
     return (list(value) if isinstance(value, tuple) else value) in off_values
 
 
-def _default(name: str) -> Any:
-    return next(field.default for field in fields(SamplingParams) if field.name == name)
-
-
-def _refuse(name: str, value: Any, allowed: str) -> InvalidValueError:
-    """The error's sentence: an allowed range may carry its way out behind a semicolon."""
-    allowed, _, way_out = allowed.partition("; ")
-    return InvalidValueError(f"{name} must be {allowed}, got {value!r}" + (f"; {way_out}" if way_out else ""))
-
-
-def _check_number(name: str, value: Any, low: float, high: float, allowed: str) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise InvalidTypeError(f"{name} must be a number, got {value!r}")
-    try:
-        in_range = low <= float(value) <= high and math.isfinite(value)  # NaN fails every comparison
-    except OverflowError:  # an int beyond every float
-        in_range = False
-    if not in_range:
-        raise _refuse(name, value, allowed)
-
-
-def _check_integer(name: str, value: Any, low: int, high: int | None, allowed: str) -> None:
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise InvalidTypeError(f"{name} must be an integer, got {value!r}")
-    if int(value) < low or (high is not None and int(value) > high):
-        raise _refuse(name, value, allowed)
-
-
 def _stop_strings(stop: Any) -> tuple[str, ...]:
     strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(text, str) for text in strings):
@@ -190,5 +160,5 @@ def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
         raise InvalidTypeError(f"{name} must be a list of token ids, got {ids!r}")
     for token_id in ids:
-        _check_integer(f"each of {name}", token_id, 0, None, ">= 0")
+        check_integer(f"each of {name}", token_id, 0, None, ">= 0")
     return tuple(int(token_id) for token_id in ids)

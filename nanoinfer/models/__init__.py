@@ -139,9 +139,9 @@ def _resolve_dtype(dtype: str, checkpoint: Checkpoint, files: WeightFiles, devic
         return getattr(torch, dtype)
     name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")  # newer and older transformers
     own = {"float64": torch.float32, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    if name and str(name).removeprefix("torch.") not in own:
+    resolved = own.get(str(name).removeprefix("torch.")) if name else dtype_of(files)
+    if resolved is None:
         raise UnsupportedError(f"the checkpoint's dtype is {name!r}; {', '.join(own)} are covered. Pass dtype= to choose one")
-    resolved = own[str(name).removeprefix("torch.")] if name else dtype_of(files)
     if device.type == "cpu" and resolved != torch.float32:
         has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         fast = resolved is torch.bfloat16 and has_bf16
