@@ -1,152 +1,187 @@
-"""Short children's stories, made up sentence by sentence from a seed: the text the models in the box learn from.
+"""The stories that the models in the box learned from: their words, their sentences, and the shapes a story can have.
 
-A random generator goes in, a story or a one-turn chat comes out. Every sentence is ours; no foreign text is used.
-A story is an opening, then a plot. A plot is a row of beats, and a beat is a choice of sentences that all fit there.
+A story is an opening, something about the hero, a day, a plot, and an ending. The grammar (grammar.py says how to read its
+slots) is the whole truth about them, so the models can be measured against it. Every sentence is ours; there is no foreign
+text. What only a model that looks back can get right:
+
+- The first sentence names the hero. Then come pronouns only, for 60 tokens or more, until the name returns; a story's last
+  name is the hero's again.
+- Hero and friend never share a pronoun, so "she" and "he" always say who is meant.
+- Something given away is found with its new owner; what is lost, counted or promised keeps its colour and its number.
 """
 
 import random
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-# name -> what the hero is, and the pronoun. A name always means the same hero, so a small model can learn who is who.
-HEROES = {
-    "Lily": ("girl", "she"), "Tom": ("boy", "he"), "Anna": ("girl", "she"), "Sam": ("boy", "he"),
-    "Mia": ("cat", "she"), "Max": ("dog", "he"), "Ruby": ("rabbit", "she"), "Oscar": ("owl", "he"),
-    "Daisy": ("duck", "she"), "Finn": ("fox", "he"), "Bella": ("bear", "she"), "Pip": ("mouse", "he"),
-}  # fmt: skip
-OBJECT_FORM = {"she": "her", "he": "him"}
-POSSESSIVE = {"she": "her", "he": "his"}
+from nanoinfer.checkpoints.grammar import Cast, Grammar, Memory, Reading
+from nanoinfer.checkpoints.sentences import RULES
 
-# place -> the word before it ("in the park", "on the beach"), and spots where something can be hidden there.
-PLACES = {
-    "the park": ("in", ("under a bench", "behind the fountain", "next to the slide")),
-    "the garden": ("in", ("behind the roses", "under a flower pot", "beside the gate")),
-    "the forest": ("in", ("inside a hollow log", "under the leaves", "behind an old oak tree")),
-    "the beach": ("on", ("behind a rock", "under a small boat", "next to a sand castle")),
-    "the farm": ("on", ("under the hay", "behind the barn", "beside the pond")),
-    "the river": ("by", ("under the bridge", "between two stones", "in the tall grass")),
+
+@dataclass(frozen=True)
+class Character:
+    """Somebody with a name, and the pronouns that go with it."""
+
+    name: str
+    he: str  # "she" or "he"
+
+    @property
+    def him(self) -> str:
+        return {"she": "her", "he": "him"}[self.he]
+
+    @property
+    def his(self) -> str:
+        return {"she": "her", "he": "his"}[self.he]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Gift:
+    """Something that was given away, and who has it now."""
+
+    toy: str
+    owner: Character
+
+
+@dataclass(frozen=True)
+class Place:
+    """Somewhere to go, the word before it when one is there ("on the beach"), and spots for hiding and finding."""
+
+    name: str
+    preposition: str
+    spots: tuple[str, ...]
+
+    @property
+    def inside(self) -> str:
+        return f"{self.preposition} {self.name}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+SHE = [Character(name, "she") for name in "Lily Anna Mia Ruby Daisy Bella Rosie Zoe Emma Nora Ivy Clara".split()]
+HE = [Character(name, "he") for name in "Tom Sam Max Oscar Finn Pip Leo Ben Jack Milo Hugo Felix".split()]
+HEROES = {character.name: character for character in SHE + HE}
+
+PLACES = (
+    Place("the park", "in", ("under a bench", "behind the fountain", "next to the slide")),
+    Place("the garden", "in", ("behind the roses", "under a flower pot", "beside the gate")),
+    Place("the forest", "in", ("inside a hollow log", "under the ferns", "behind an old oak")),
+    Place("the beach", "on", ("behind a rock", "under a small boat", "next to a sand castle")),
+    Place("the farm", "on", ("under the hay", "behind the barn", "beside the tractor")),
+    Place("the river", "by", ("under the bridge", "between two stones", "in the tall grass")),
+    Place("the market", "at", ("under a table", "between two baskets", "behind the cheese")),
+    Place("the playground", "on", ("below the swing", "beside the sandbox", "behind the ladder")),
+    Place("the meadow", "in", ("among the daisies", "near a beehive", "under a clover leaf")),
+    Place("the library", "in", ("behind a shelf", "under the carpet", "next to the window")),
+    Place("the lake", "by", ("near the dock", "among the reeds", "behind a canoe")),
+    Place("the castle", "in", ("behind the throne", "under the stairs", "inside a trunk")),
+    Place("the harbor", "at", ("inside a barrel", "under a fishing net", "behind an anchor")),
+    Place("the station", "at", ("behind a suitcase", "under the clock", "next to the tracks")),
+    Place("the bakery", "in", ("behind the oven", "beside the flour", "under an apron")),
+    Place("the mountain", "on", ("inside a cave", "below a cliff", "behind a pine tree")),
+)
+KINDS = "child rabbit fox bear mouse cat dog duck owl squirrel hedgehog frog pony lamb penguin goat".split()
+COLORS = "red blue green yellow orange purple pink white black golden silver brown gray striped".split()
+TOYS = """ball kite drum scarf bell book boat doll whistle lantern bucket puzzle balloon ribbon marble mitten crown flute
+robot wagon trumpet umbrella mask button hat""".split()
+FRUIT = "apples pears plums cherries berries nuts peaches grapes cookies carrots".split()
+SKILLS = "whistle dance sing juggle skip paint swim read skate climb knit count".split()
+FAMILY = "mother father grandmother grandfather aunt uncle".split()
+CLOTHING = "coat dress sweater shirt cape jacket vest belt".split()
+ANIMALS = "crow turtle sheep pigeon cow donkey beaver toad bee goose".split()
+FLOWERS = "rose tulip daisy sunflower lily violet poppy".split()
+NUMBERS = "one two three four five six seven eight nine ten".split()
+
+
+def but(candidates: Iterable[object], *taken: object) -> list[object]:
+    """The candidates that are still free."""
+    return [candidate for candidate in candidates if candidate not in taken]
+
+
+def value(number: object) -> int:
+    return NUMBERS.index(str(number)) + 1
+
+
+# Each part of a story -> who or what can take it, given the parts already taken.
+CAST: Cast = {
+    "hero": lambda m: SHE + HE,
+    "kind": lambda m: KINDS,
+    "friend": lambda m: HE if m["hero"] in SHE else SHE,
+    "friend_kind": lambda m: but(KINDS, m["kind"]),
+    "other": lambda m: but(SHE + HE, m["hero"], m["friend"]),
+    "place": lambda m: PLACES,
+    "spot": lambda m: but(m["place"].spots, m.get("other_spot")),
+    "other_spot": lambda m: but(m["place"].spots, m.get("spot")),
+    "color": lambda m: COLORS,
+    "toy": lambda m: TOYS,
+    "other_color": lambda m: but(COLORS, m["color"]),
+    "other_toy": lambda m: but(TOYS, m["toy"]),
+    "owner": lambda m: (m["friend"], m["other"]),
+    "other_owner": lambda m: but((m["friend"], m["other"]), m["owner"]),
+    "asked": lambda m: (Gift(m["toy"], m["owner"]), Gift(m["other_toy"], m["other_owner"])),
+    "fruit": lambda m: FRUIT,
+    "skill": lambda m: SKILLS,
+    "family": lambda m: FAMILY,
+    "flower": lambda m: FLOWERS,
+    "clothing": lambda m: CLOTHING,
+    "daytime": lambda m: ("day", "morning", "afternoon", "evening"),
+    "stones": lambda m: ("stones", "sticks", "boxes", "bricks", "boards", "logs"),
+    "bridge": lambda m: ("bridge", "wall", "tower", "house", "castle", "raft"),
+    "animal": lambda m: ANIMALS,
+    "n": lambda m: NUMBERS[2:8],
+    "given": lambda m: NUMBERS[: value(m["n"]) - 1],
+    "left": lambda m: [NUMBERS[value(m["n"]) - value(m["given"]) - 1]],
+    "counting": lambda m: [", ".join(NUMBERS[: value(m["n"])])],
 }
-TRAITS = ("little", "kind", "brave", "curious", "happy", "clever", "shy", "honest")
-WEATHER = ("sunny", "windy", "cloudy", "warm", "cool", "bright")
-COLORS = ("red", "blue", "green", "yellow", "orange", "purple")
-TOYS = ("ball", "kite", "hat", "scarf", "drum", "bell", "book")
-FRUIT = ("apples", "pears", "plums", "cherries", "berries", "nuts")
-SKILLS = ("whistle", "dance", "sing", "juggle", "skip", "paint")
-FAMILY = ("mother", "father", "grandmother", "grandfather")
-TRAPS = ("in the mud", "in a deep hole", "in a thorny bush", "under a heavy branch")
-LIGHTS = ("lamp", "candle", "lantern")
-NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
-OPENINGS = (
-    "Once upon a time, there was {a_trait} {kind} named {hero}. One {weather} day, {he} went to {place}.",
-    "Once upon a time, {a_trait} {kind} named {hero} was playing {in_place}.",
-    "One {weather} morning, {a_trait} {kind} named {hero} went to {place}.",
-    "{hero} was {a_trait} {kind}. One {weather} day, {he} was walking {in_place}.",
-)
-LOST = (
-    ("{he} wanted to play with {his} {thing}, but it was gone.", "There {he} lost {his} favorite {thing}."),
-    ('"Oh no, where is my {thing}?" {he} cried.', "{he} looked everywhere, and then {he} began to cry."),
-    ('{friend_intro} came by and said, "I will help you."', "Then {his} friend {friend_intro} came to help."),
-    ("First they looked {other_spot}, but it was not there.", "They looked for a long, long time.", ""),
-    ("At last, they found the {thing} {spot}.", '"Look!" said {friend}, and there was the {thing} {spot}.'),
-    ('"Thank you!" said {hero}, and the two friends played until dinner.', "{hero} gave {friend} a big hug."),
-)
-FOUND = (
-    ("There {he} found {a_thing} {spot}.", "{he} looked down and saw {a_thing} {spot}."),
-    ('"Whose {thing} is this?" {he} asked.', "{he} wanted to keep it, but that was not right."),
-    ('Soon {he} met {friend_intro}, who said, "I lost my {thing}."', "Then {friend_intro} came to look for it."),
-    ('"Here it is," said {hero} with a smile.', "{hero} gave it back right away."),
-    ("{friend} was so happy that {fhe} danced.", '"Thank you so much!" said {friend}.', ""),
-    ("From that day on, {hero} and {friend} were best friends.", "{hero} was happy and proud all day."),
-)
-HELP = (
-    ('Suddenly {he} heard a small voice call, "Help!"', "Then {he} heard someone crying."),
-    ("It was {friend_intro}, who was stuck {trap}.",),
-    ('"Do not worry, I will help you," said {hero}.', '"Hold on, I am coming!" said {hero}.'),
-    ("{he} took a long rope and pulled {n} times.", "{he} held out a long stick and pulled very hard."),
-    ("Pop, {friend} was free!", "Soon {friend} was safe again.", '"You saved me," said {friend}, and {fhe} laughed.'),
-    ("Then {hero} and {friend} walked home together.", "{friend} never forgot how brave {hero} was."),
-)
-SHARE = (
-    ("{he} had {n} sweet {fruit} for lunch.", "{he} carried a basket with {n} {fruit}."),
-    ("Then {he} met {friend_intro}, who was very hungry.", "{friend_intro} came by and sat down."),
-    ('"May I have some {fruit}, please?" asked {friend}.', '"Those {fruit} look good," said {friend}.'),
-    ("{hero} gave {friend} {given}, so {he} had {left} left.",),
-    ("They ate slowly and watched the clouds.", '"You are very kind," said {friend}.', ""),
-    ("{hero} learned that it is good to share.", "The {fruit} were sweet, and {hero} was glad to have a friend."),
-)
-DARK = (
-    ("{he} played until the sun went down, and it grew dark.", "Then the sky grew dark, and a big storm came."),
-    ("{he} was so afraid that {he} hid {spot}.", '"I am scared," {he} whispered.'),
-    ("{his} {family} came with a {light} and sat down beside {him}.",),
-    ('"I am here with you," said {his} {family}.', '"Close your eyes and count to {n}," said {his} {family}.'),
-    ("Soon the moon came out, and they saw {n} stars.", "They sang a quiet song together.", ""),
-    ("After that, {hero} was not afraid of the dark.", "{hero} smiled and fell asleep."),
-)
-LEARN = (
-    ("{he} wanted to learn to {skill}.", "{his} friends could all {skill}, but {he} could not."),
-    ("{he} tried {n} times, but it was too hard.", '"I will never learn to {skill}," {he} said.'),
-    ('"Try again, and I will show you how," said {friend_intro}.', '"Do not give up," said {friend_intro}.'),
-    ("{hero} took a deep breath and tried once more.", "So {hero} tried again and again, all day long."),
-    ("This time it worked!", "At last, {he} could do it."),
-    ("{friend} clapped, and {hero} was very proud.", "Now {hero} loves to {skill} with {friend}."),
-)
-PLOTS = (LOST, FOUND, HELP, SHARE, DARK, LEARN)
-
-QUESTIONS = (
-    "Tell me a story about {hero}",
-    "Please tell me a story about {hero}.",
-    "Can you tell me a story about {hero}?",
-)
+GRAMMAR = Grammar(RULES, CAST)
+NAME = re.compile("|".join(rf"\b{name}\b" for name in HEROES))
 
 
-def story(rng: random.Random, hero: str | None = None) -> str:
-    """Make one story of six to eight sentences. Its hero is one of HEROES, drawn if not given.
+def write(rng: random.Random, hero: str | None = None) -> str:
+    """Write one story. Its hero is one of HEROES, drawn if not given.
 
-    The first sentence names the hero, and so does the last.
-    Example: story(Random(7), "Lily") begins "Once upon a time, a little girl named Lily was playing ..."
+    Example: write(Random(1), "Lily") begins TODO
     """
-    words = cast(rng, hero or rng.choice(list(HEROES)))
-    beats = (OPENINGS, *rng.choice(PLOTS))
-    sentences = [rng.choice(beat).format(**words) for beat in beats]
-    return " ".join(capitalized(sentence) for sentence in sentences if sentence)
+    return GRAMMAR.write(rng, "story", settled(hero))
 
 
-def chat(rng: random.Random) -> list[dict[str, str]]:
-    """Make one question and its answer, as the messages a chat template takes.
+def read(text: str, hero: str | None = None) -> Reading:
+    """Say how likely a text is as a story, and where it stops being one. hero: the story was asked to be about this one.
 
-    Example: [{"role": "user", "content": "Tell me a story about Tom"}, {"role": "assistant", "content": "..."}]
+    Example: read("Once upon a time, there was a kind fish").expected are the kinds that start with f: TODO
     """
-    hero = rng.choice(list(HEROES))
-    question = rng.choice(QUESTIONS).format(hero=hero)
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": story(rng, hero)}]
+    return GRAMMAR.read(text, "story", settled(hero))
 
 
-def cast(rng: random.Random, hero: str) -> dict[str, str]:
-    """Draw everything a story about this hero may mention, once, so that all its sentences agree."""
-    kind, he = HEROES[hero]
-    friend = rng.choice([name for name in HEROES if name != hero])
-    friend_kind, friend_he = HEROES[friend]
-    is_person = friend_kind in ("girl", "boy")
-    place, (preposition, spots) = rng.choice(list(PLACES.items()))
-    spot, other_spot = rng.sample(spots, 2)
-    thing = f"{rng.choice(COLORS)} {rng.choice(TOYS)}"
-    n = rng.randint(3, 10)
-    given = rng.randint(1, n - 1)
-    return {
-        "hero": hero, "kind": kind, "he": he, "him": OBJECT_FORM[he], "his": POSSESSIVE[he],
-        "friend": friend, "friend_intro": friend if is_person else f"{friend} the {friend_kind}", "fhe": friend_he,
-        "place": place, "in_place": f"{preposition} {place}", "spot": spot, "other_spot": other_spot,
-        "thing": thing, "a_thing": with_article(thing), "a_trait": with_article(rng.choice(TRAITS)),
-        "n": NUMBERS[n], "given": NUMBERS[given], "left": NUMBERS[n - given],
-        "weather": rng.choice(WEATHER), "fruit": rng.choice(FRUIT), "skill": rng.choice(SKILLS),
-        "family": rng.choice(FAMILY), "trap": rng.choice(TRAPS), "light": rng.choice(LIGHTS),
-    }  # fmt: skip
+def write_question(rng: random.Random) -> str:
+    """Ask for a story. Example: "Tell me a story about Lily"."""
+    return GRAMMAR.write(rng, "question")
 
 
-def with_article(words: str) -> str:
-    """Put "a" or "an" in front, by sound. Example: "orange kite" gives "an orange kite", "honest" gives "an honest"."""
-    return f"an {words}" if words[0] in "aeiou" or words.startswith("honest") else f"a {words}"
+def read_question(text: str) -> Reading:
+    """Say how likely a text is as a question; its memory["hero"] is who the story has to be about."""
+    return GRAMMAR.read(text, "question")
 
 
-def capitalized(sentence: str) -> str:
-    """Raise the first letter and leave the rest, unlike str.capitalize. Example: "she saw Tom" gives "She saw Tom"."""
-    return sentence[0].upper() + sentence[1:]
+def write_tale(rng: random.Random) -> str:
+    """Write a tale, a story cut down to a sentence or two in which a name, a thing or a number comes back soon."""
+    return GRAMMAR.write(rng, "tale")
+
+
+def settled(hero: str | None) -> Memory:
+    """What a grammar has to remember from the start, if the hero is known."""
+    return {} if hero is None else {"hero": HEROES[hero]}
+
+
+def hero_is_right(text: str, hero: str | None = None) -> bool:
+    """Say whether the hero's name came back right: the last name is the first, and the grammar is not left at a wrong one.
+
+    The text need not be a story otherwise; a model may lose its way elsewhere. hero: who had to be first, if that was asked.
+    """
+    names = NAME.findall(text)
+    return len(names) > 1 and names[0] == names[-1] == (hero or names[0]) and names[0] not in read(text).expected

@@ -1,110 +1,112 @@
 """Makes the checkpoints in this folder: stories in, two model folders in the hub's own format out.
 
-Run as `python -m nanoinfer.checkpoints.train [--model tiny-qwen3|tiny-gpt2] [--steps N] [--out DIR]`; a CPU is enough.
-The models are transformers' own classes and the loop is plain PyTorch. Nothing here knows how nanoinfer runs a model.
+    python -m nanoinfer.checkpoints.train                      # both, to ./tiny-models; a CPU is enough
+    python -m nanoinfer.checkpoints.train --model tiny-gpt2 --out nanoinfer/checkpoints
+
+An interrupted run goes on where it was when the same command is given again. The models are transformers' own classes and
+the loop is plain PyTorch; nothing here knows how nanoinfer runs a model.
 """
 
 import argparse
-import itertools
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from nanoinfer.checkpoints import stories
+from nanoinfer.checkpoints.documents import END_OF_TEXT, MESSAGE_END, SEQUENCE_LENGTH, Document, train_tokenizer, write_document
+from nanoinfer.checkpoints.measure import measure, model_card
 
-SEED, HELD_OUT_SEED = 1234, 4321
-VOCAB_SIZE = 1024  # at most: learning ends sooner if every word of the stories has become one token
-SEQUENCE_LENGTH = 512  # all the models can see, as GPT-2 learns a vector for each position and so must meet them all
-SHORT_LENGTH = 128  # the first half trains on rows this short, see train()
-TOKENS_PER_STEP = 4096
-LEARNING_RATE = 3e-3
-CHAT_SHARE = 0.2
+SEED = 1234
+STEPS = 12_000
+TOKENS_PER_STEP = 1024  # many small steps: with four times as many tokens a step, nearly as many steps were needed
+STEPS_BETWEEN_SAVES = 100
+MUON_LEARNING_RATE = 0.006
+ADAMW_LEARNING_RATE = 1e-3
+INIT_STD = 0.08  # about 1 / sqrt(128); with the usual 0.02 the models learned to look up names much later
 
-END_OF_TEXT, MESSAGE_START, MESSAGE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+
+@dataclass(frozen=True)
+class Course:
+    """A part of the training. Looking back is hard to learn, so the models meet it in easy steps.
+
+    until: it ends at this share of the steps. row_length: in tokens. write: makes its texts.
+    cast_weight: how many times a word of the cast counts in the loss. They are one word in twenty, what can be learned about
+    them is most of what can be learned, and the others are mostly chance.
+    """
+
+    until: float
+    row_length: int
+    write: Callable[[random.Random], Document]
+    cast_weight: float
+
+
+COURSES = (
+    Course(until=1 / 8, row_length=64, write=lambda rng: Document(stories.write_tale(rng)), cast_weight=5),
+    Course(until=5 / 8, row_length=128, write=write_document, cast_weight=5),
+    Course(until=1, row_length=SEQUENCE_LENGTH, write=write_document, cast_weight=1),  # GPT-2 must meet every position
 )
+CAST_WORDS = [
+    *stories.HEROES, *stories.COLORS, *stories.TOYS, *stories.FRUIT, *stories.NUMBERS, *stories.SKILLS, *stories.FLOWERS
+]  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=list(BUILDERS), help="default: both")
-    parser.add_argument("--steps", type=int, default=1400)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where the model folders go")
+    parser.add_argument("--steps", type=int, default=STEPS, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("tiny-models"), help="where the model folders go")
     args = parser.parse_args()
-    torch.set_num_threads(2)
     for name in [args.model] if args.model else BUILDERS:
         make_checkpoint(name, args.steps, args.out / name)
 
 
 def make_checkpoint(name: str, steps: int, folder: Path) -> None:
-    """Train one model from its seed, measure it, and write its folder."""
+    """Train one model from its seed, write its folder, measure it, and write what was found on its card."""
     torch.manual_seed(SEED)
-    tokenizer = train_tokenizer()
-    model = BUILDERS[name](len(tokenizer), tokenizer.eos_token_id)
-    started = time.perf_counter()
-    train_loss = train(model, tokenizer, steps)
-    minutes = (time.perf_counter() - started) / 60
-    loss = held_out_loss(model, tokenizer)
-    print(f"{name}: train loss {train_loss:.4f}, held-out loss {loss:.4f}, {minutes:.1f} minutes")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = train_tokenizer(SEED)
+    model = BUILDERS[name](len(tokenizer), tokenizer.eos_token_id).to(device)
+    folder.mkdir(parents=True, exist_ok=True)
+    minutes = train(model, tokenizer, steps, folder / "training.pt")
     model.generation_config = generation_config(tokenizer)
     model.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # written for its owner alone, but a package is read by everyone
     tokenizer.save_pretrained(folder)
-    (folder / "README.md").write_text(model_card(name, model, steps, minutes, loss))
-
-
-def train_tokenizer() -> PreTrainedTokenizerFast:
-    """Learn a byte-level BPE vocabulary. It starts from all 256 bytes, so it can spell any text, emoji included."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    every_byte, special_tokens = pre_tokenizers.ByteLevel.alphabet(), [END_OF_TEXT, MESSAGE_START, MESSAGE_END]
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=special_tokens, initial_alphabet=every_byte, show_progress=False
-    )
-    rng = random.Random(SEED)
-    # Without the chat markers: they are special tokens, and no merge should be spent on spelling them.
-    messages = (message for _ in range(10_000) for message in stories.chat(rng))
-    bpe.train_from_iterator((message["role"] + "\n" + message["content"] for message in messages), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        additional_special_tokens=[MESSAGE_START, MESSAGE_END],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=SEQUENCE_LENGTH,
-    )
+    figures = measure(model.eval(), tokenizer)
+    machine = torch.cuda.get_device_name() if device.type == "cuda" else f"a CPU with {torch.get_num_threads()} threads"
+    training = f"{steps} steps of {TOKENS_PER_STEP} tokens, {minutes:.0f} minutes on {machine}"
+    (folder / "README.md").write_text(model_card(name, model, training, figures))
+    (folder / "training.pt").unlink(missing_ok=True)
 
 
 def build_gpt2(vocab_size: int, eos: int) -> PreTrainedModel:
     """GPT-2, smaller: learned positions, LayerNorm, the head tied to the embedding."""
-    size = {"vocab_size": vocab_size, "n_positions": SEQUENCE_LENGTH, "n_embd": 96, "n_layer": 3, "n_head": 4}
+    size = {"vocab_size": vocab_size, "n_positions": SEQUENCE_LENGTH, "n_embd": 128, "n_layer": 3, "n_head": 4}
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fresh text at every step: no overfitting
     ids = {"bos_token_id": eos, "eos_token_id": eos}  # left alone, GPT2Config would say 50256
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **no_dropout, **ids))
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **no_dropout, **ids, initializer_range=INIT_STD))
+    with torch.no_grad():
+        model.transformer.wpe.weight.mul_(0.25)  # soft at first, since a name must be found wherever it stands
+    return model
 
 
 def build_qwen3(vocab_size: int, eos: int) -> PreTrainedModel:
     """Qwen3, smaller: rotary positions, RMSNorm, normalized q and k, two query heads per KV head, a head of its own.
 
-    The query heads together are 4 * 32 = 128 wide and hidden_size is 96, so code that mixes the two up fails on it.
+    The query heads together are 6 * 32 = 192 wide and hidden_size is 128, so code that mixes the two up fails on it.
     """
-    size = {"vocab_size": vocab_size, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    rest = {"max_position_embeddings": SEQUENCE_LENGTH, "tie_word_embeddings": False}
+    size = {"vocab_size": vocab_size, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32}
+    rest = {"max_position_embeddings": SEQUENCE_LENGTH, "tie_word_embeddings": False, "initializer_range": INIT_STD}
     # No pad_token_id: padding is <|endoftext|>, and an embedding told its padding id never trains that row.
     ids = {"bos_token_id": eos, "eos_token_id": eos}
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**size, **heads, **rest, **ids))
@@ -121,88 +123,80 @@ def generation_config(tokenizer: PreTrainedTokenizerFast) -> transformers.Genera
     )
 
 
-def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int) -> float:
-    """Run AdamW for this many steps, warming up and then following a cosine down to zero; return the last loss.
+def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int, state_file: Path) -> float:
+    """Train for this many steps, warming up and then following a cosine down to zero; return the minutes it took.
 
-    Half of the steps see short rows. With hardly more than one story in sight a model soon learns to look up the hero's
-    name; among five stories tiny-gpt2 did not learn it in the same time, and its heroes changed names halfway.
+    Muon makes every update of a block's matrix orthogonal (Jordan 2024, https://kellerjordan.github.io/posts/muon/); with it
+    tiny-gpt2 learns to look up names much sooner. Vectors, embeddings and the head are AdamW's.
+
+    Each hundred steps the state goes to state_file; if that is there, the run goes on from it. A step's text depends on
+    the step alone, so an interrupted run ends with the weights of one that was not.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
-    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, steps // 12, steps)
-    rng = random.Random(SEED)
-    short_rows = itertools.islice(batches(tokenizer, rng, SHORT_LENGTH), steps // 2)
-    full_rows = itertools.islice(batches(tokenizer, rng, SEQUENCE_LENGTH), steps - steps // 2)
+    in_blocks = [p for name, p in model.named_parameters() if p.ndim == 2 and (".h." in name or ".layers." in name)]
+    others = [p for p in model.parameters() if all(p is not other for other in in_blocks)]
+    optimizers = [
+        torch.optim.Muon(in_blocks, lr=MUON_LEARNING_RATE, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=ADAMW_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    schedules = [transformers.get_cosine_schedule_with_warmup(optimizer, steps // 20, steps) for optimizer in optimizers]
+    parts = {"model": model, **{f"optimizer {i}": o for i, o in enumerate(optimizers)}}
+    parts |= {f"schedule {i}": s for i, s in enumerate(schedules)}
+    first_step, seconds = 0, 0.0
+    if state_file.exists():
+        state = torch.load(state_file, map_location=model.device)
+        if state["steps"] != steps:
+            raise SystemExit(f"{state_file} is of a run with --steps {state['steps']}: give the same again, or delete it")
+        first_step, seconds = state["step"], state["seconds"]
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
     model.train()
-    for input_ids in (progress := tqdm(itertools.chain(short_rows, full_rows), total=steps)):
-        loss = next_token_loss(model, input_ids)
-        optimizer.zero_grad()
+    started = time.perf_counter() - seconds
+    in_cast = cast_tokens(tokenizer).to(model.device)
+    for step in (progress := tqdm(range(first_step, steps), initial=first_step, total=steps, desc=state_file.parent.name)):
+        course = next(course for course in COURSES if step < course.until * steps)
+        input_ids = make_batch(tokenizer, course, step).to(model.device)
+        loss = next_token_loss(model, input_ids, torch.where(in_cast, course.cast_weight, 1.0))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        for part in (*optimizers, *schedules):
+            part.step()
         progress.set_postfix(loss=f"{loss.item():.3f}")
-    return loss.item()
+        if (step + 1) % STEPS_BETWEEN_SAVES == 0:
+            state = {name: part.state_dict() for name, part in parts.items()}
+            half_written = state_file.with_suffix(".new")  # an interruption while saving leaves the old one whole
+            torch.save({**state, "steps": steps, "step": step + 1, "seconds": time.perf_counter() - started}, half_written)
+            half_written.replace(state_file)
+    return (time.perf_counter() - started) / 60
 
 
-@torch.no_grad()
-def held_out_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> float:
-    """Mean loss per token, in nats, over 32 batches from another seed than the training text."""
-    model.eval()
-    data = itertools.islice(batches(tokenizer, random.Random(HELD_OUT_SEED), SEQUENCE_LENGTH), 32)
-    return torch.stack([next_token_loss(model, input_ids) for input_ids in data]).mean().item()
-
-
-def next_token_loss(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """Mean cross-entropy of every token but the first, given the ones before it."""
+def next_token_loss(model: PreTrainedModel, input_ids: Tensor, weights: Tensor) -> Tensor:
+    """Mean cross-entropy of every token but the first, given the ones before it. weights: [vocab_size], what each counts."""
     logits = model(input_ids).logits  # [num_rows, length, vocab_size]
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten(), weights)
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, rng: random.Random, length: int) -> Iterator[Tensor]:
-    """Yield token ids [TOKENS_PER_STEP / length, length] without end: documents packed into rows, the last one cut.
+def cast_tokens(tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    """Say of each token [vocab_size] whether it is a word of the cast, with or without a space before it or a capital."""
+    spelled = [space + word for name in CAST_WORDS for word in {name, name.capitalize()} for space in ("", " ")]
+    ids = [ids[0] for ids in tokenizer(spelled).input_ids if len(ids) == 1]
+    return torch.isin(torch.arange(len(tokenizer)), torch.tensor(ids))
 
-    Each row starts where a document starts, as a prompt does. Rows cut from one long stream would start anywhere, and
-    the models would hardly meet a beginning at position 0.
+
+def make_batch(tokenizer: PreTrainedTokenizerFast, course: Course, step: int) -> Tensor:
+    """Make the token ids [num_rows, row_length] of one step: documents packed into rows, the last one cut.
+
+    Each row starts where a document starts, as a prompt does, with <|endoftext|> before it or without.
     """
-    while True:
-        rows = []
-        for _ in range(TOKENS_PER_STEP // length):
-            row: list[int] = []
-            while len(row) < length:
-                row += tokenizer.encode(document(tokenizer, rng))
-            rows.append(row[:length])
-        yield torch.tensor(rows)
-
-
-def document(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> str:
-    """Make one story, or now and then a chat as the chat template writes it, and end it with <|endoftext|>."""
-    if rng.random() < CHAT_SHARE:
-        return tokenizer.apply_chat_template(stories.chat(rng), tokenize=False) + END_OF_TEXT
-    return stories.story(rng) + END_OF_TEXT
-
-
-def model_card(name: str, model: PreTrainedModel, steps: int, minutes: float, loss: float) -> str:
-    """Write the README.md of a checkpoint from what this run measured."""
-    return f"""---
-license: mit
-language: en
-pipeline_tag: text-generation
----
-
-# {name}
-
-A {type(model).__name__} of {model.num_parameters():,} fp32 weights that tells short children's stories. It comes with
-nanoinfer, to run and test an inference engine on a model that loads at once and still writes sentences.
-
-- **Text:** nanoinfer's own story generator, no foreign text; {CHAT_SHARE:.0%} are chats: "Tell me a story about Lily".
-- **Tokenizer:** byte-level BPE, {model.config.vocab_size} tokens with all 256 bytes.
-- **Training:** `python -m nanoinfer.checkpoints.train --model {name} --steps {steps}`, {steps} steps of
-  {TOKENS_PER_STEP} tokens, {minutes:.1f} minutes on 2 CPU cores.
-- **Held-out loss:** {loss:.3f} nats per token, measured by that run on stories from another seed.
-- **Limits:** about 300 words, six plots and these heroes: {", ".join(stories.HEROES)}. It has met no other question, no
-  system message and nothing longer than {SEQUENCE_LENGTH} tokens. It knows no facts and sometimes loses count.
-- **Licence:** MIT.
-"""
+    rng = random.Random(f"{SEED} {step}")
+    rows = []
+    for i in range(TOKENS_PER_STEP // course.row_length):
+        row = [tokenizer.eos_token_id] * (i % 2)
+        while len(row) < course.row_length:
+            row += course.write(rng).encode(tokenizer)
+        rows.append(row[: course.row_length])
+    return torch.tensor(rows)
 
 
 if __name__ == "__main__":

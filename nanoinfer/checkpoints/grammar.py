@@ -1,0 +1,197 @@
+"""A grammar with a memory: it writes texts, says how likely any text is, and finds the place where a text leaves it.
+
+Rules and a cast go in (stories.py has ours). What a text may say is all here, so its probability is known exactly: no real
+corpus has that. This file knows nothing of what the texts are about.
+
+A rule is a list of alternatives, and every mention of it draws one afresh. A member of the cast is drawn once a text, at
+its first mention, and stays: whoever is hero in the first sentence is hero in the last. A slot in an alternative is
+
+    {trait}      a rule or a member of the cast         {hero.his}    one form of it: an attribute of what was drawn
+    {a trait}    with "a" or "an" in front, by sound    {Hero.he}     with its first letter raised; so does {A trait}
+
+Of the alternatives of a rule the k-th is drawn with weight 1 / sqrt(k), so what stands earlier is likelier, as some words
+are in any language. The candidates for a part in the cast are all equally likely.
+
+Writing and reading take the same steps. `Grammar._options` lists everything one slot can become, each with its
+probability: `write` draws one, `read` tries them all and keeps those that agree with the text.
+"""
+
+import math
+import random
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Memory = dict[str, Any]  # member of the cast -> who or what was drawn for it
+Cast = dict[str, Callable[[Memory], Iterable[Any]]]  # member of the cast -> the candidates, given what is drawn so far
+
+SLOT = re.compile(r"\{(?:([aA]) )?(\w+)(?:\.(\w+))?\}")
+
+
+class Slot(NamedTuple):
+    """Something still to be filled in. The modifiers go to the first word of whatever it becomes."""
+
+    name: str
+    form: str | None = None
+    capital: bool = False
+    article: bool = False
+
+
+Symbols = tuple[str | Slot, ...]  # text and slots, in order
+
+
+class Option(NamedTuple):
+    """One thing that a slot can become: with this probability, these symbols, and this memory from there on."""
+
+    probability: float
+    symbols: Symbols
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What `Grammar.read` finds.
+
+    log_prob: log of the probability of exactly this text, in nats; -inf if the grammar cannot write it.
+    log_prob_of_beginning: log of the probability that a text begins with this one; the difference over one more word is the
+        true probability of that word.
+    num_chars: how many characters of it could begin a text. It leaves the grammar there, unless that is all of it.
+    expected: the words that could stand there, sorted; () if the whole text can be written.
+    memory: the cast as far as num_chars, in one of the derivations that get there.
+    """
+
+    log_prob: float
+    log_prob_of_beginning: float
+    num_chars: int
+    expected: tuple[str, ...]
+    memory: Memory
+
+    @property
+    def is_complete(self) -> bool:
+        """The grammar can write exactly this text."""
+        return self.log_prob > -math.inf
+
+
+class Grammar:
+    """Rules and a cast, to write with and to read with.
+
+    rules: name -> the alternatives, parted by line breaks or "|". Spaces at their ends do not count; "-" stands for nothing.
+    """
+
+    def __init__(self, rules: dict[str, str], cast: Cast) -> None:
+        self.rules = {name: _weigh(alternatives) for name, alternatives in rules.items()}
+        self.cast = cast
+        mentioned = {symbol.name for rule in self.rules.values() for _, s in rule for symbol in s if isinstance(symbol, Slot)}
+        if unknown := mentioned - self.rules.keys() - cast.keys():
+            raise ValueError(f"slots that are neither a rule nor in the cast: {', '.join(sorted(unknown))}")
+
+    def write(self, rng: random.Random, start: str, memory: Memory | None = None) -> str:
+        """Draw one text from the rule `start`. memory: members of the cast that are settled beforehand."""
+        memory, written = memory or {}, ""
+        todo: list[str | Slot] = [Slot(start)]
+        while todo:
+            symbol = todo.pop()
+            if isinstance(symbol, str):
+                written += symbol
+            else:
+                options = self._options(symbol, memory)
+                (option,) = rng.choices(options, [option.probability for option in options])
+                memory = option.memory
+                todo += reversed(option.symbols)
+        return written
+
+    def read(self, text: str, start: str, memory: Memory | None = None) -> Reading:
+        """Follow every derivation of the text from the rule `start`, as far as each agrees with it. memory: as in `write`."""
+        whole, beginning = [], []  # log probabilities of derivations
+        num_chars, furthest = 0, memory or {}
+        rests: set[str] = set()  # of the words that could have stood at num_chars
+        live: list[tuple[Symbols, int, Memory, float]] = [((Slot(start),), 0, memory or {}, 0.0)]
+        while live:
+            symbols, position, memory, log_prob = live.pop()
+            if not symbols:
+                if position == len(text):
+                    whole.append(log_prob)
+                    beginning.append(log_prob)
+                    continue
+                word = ""  # the text goes on where a text ends
+            elif isinstance(symbols[0], Slot):
+                for option in self._options(symbols[0], memory):
+                    further = log_prob + math.log(option.probability)
+                    live.append(((*option.symbols, *symbols[1:]), position, option.memory, further))
+                continue
+            else:
+                word = symbols[0]
+            agreed = position + _common_length(word, text, position)
+            if agreed == position + len(word) and symbols:
+                live.append((symbols[1:], agreed, memory, log_prob))
+            elif agreed == len(text):
+                beginning.append(log_prob)  # the text ends within this word
+            if agreed > num_chars:
+                num_chars, rests, furthest = agreed, set(), memory
+            if agreed == num_chars and (agreed < position + len(word) or not symbols):
+                rests.add(word[agreed - position :])
+        begun = text[:num_chars].rpartition(" ")[2]  # "Mi", where "Mia" was read and "Milo" expected
+        expected = () if whole else tuple(sorted({(begun + rest).partition(" ")[0] for rest in rests}))
+        return Reading(_log_sum(whole), _log_sum(beginning), num_chars, expected, furthest)
+
+    def _options(self, slot: Slot, memory: Memory) -> list[Option]:
+        """Everything the slot can become. The probabilities sum to one."""
+        if slot.name in self.rules:
+            return [Option(p, _modified(symbols, slot), memory) for p, symbols in self.rules[slot.name]]
+        if slot.name in memory:
+            return [Option(1.0, _modified((_form(memory[slot.name], slot),), slot), memory)]
+        candidates = list(self.cast[slot.name](memory))
+        return [
+            Option(1 / len(candidates), _modified((_form(who, slot),), slot), {**memory, slot.name: who}) for who in candidates
+        ]
+
+
+def _weigh(alternatives: str) -> list[tuple[float, Symbols]]:
+    """The alternatives of a rule as symbols, with their probabilities."""
+    texts = [text.strip() for text in re.split(r"[|\n]", alternatives) if text.strip()]
+    weights = [1 / math.sqrt(k) for k in range(1, len(texts) + 1)]
+    return [(weight / sum(weights), _symbols("" if text == "-" else text)) for weight, text in zip(weights, texts, strict=True)]
+
+
+def _symbols(template: str) -> Symbols:
+    """Cut a template at its slots."""
+    symbols: list[str | Slot] = []
+    position = 0
+    for match in SLOT.finditer(template):
+        article, name, form = match.groups()
+        capital = (article or name)[0].isupper()
+        symbols += [template[position : match.start()], Slot(name.lower(), form, capital, article is not None)]
+        position = match.end()
+    return tuple(symbol for symbol in (*symbols, template[position:]) if symbol)
+
+
+def _modified(symbols: Symbols, slot: Slot) -> Symbols:
+    """Hand the slot's modifiers to the first of the symbols that it became."""
+    if not symbols or not (slot.capital or slot.article):
+        return symbols
+    first, *rest = symbols
+    if isinstance(first, Slot):
+        return (first._replace(capital=first.capital or slot.capital, article=first.article or slot.article), *rest)
+    if slot.article:
+        # By sound, not by letter: "honest" begins with a vowel that is not written.
+        first = f"an {first}" if first[0] in "aeiou" or first.startswith("honest") else f"a {first}"
+    return (first[0].upper() + first[1:] if slot.capital else first, *rest)
+
+
+def _form(who: object, slot: Slot) -> str:
+    return str(getattr(who, slot.form) if slot.form else who)
+
+
+def _common_length(word: str, text: str, position: int) -> int:
+    if text.startswith(word, position):
+        return len(word)
+    return next((i for i, letter in enumerate(word) if not text.startswith(letter, position + i)))
+
+
+def _log_sum(log_probs: list[float]) -> float:
+    """log of the sum of exp, safe from underflow: a story's probability is far below the smallest float."""
+    if not log_probs:
+        return -math.inf
+    largest = max(log_probs)
+    return largest + math.log(sum(math.exp(log_prob - largest) for log_prob in log_probs))

@@ -1,0 +1,488 @@
+"""The sentences of the stories: every rule of their grammar, in the order in which a story meets them.
+
+grammar.py says how a slot is read, stories.py who is in the cast (hero, kind, friend, place, color, toy, n, ...). What is not
+in the cast is a rule below, and drawn afresh each time. Earlier alternatives are likelier.
+
+Whoever adds a sentence keeps three promises, which tests hold: for 60 tokens or more after the
+opening the hero is called by pronouns only, the last name in a story is the hero's, and a story stays under 200 tokens.
+"""
+
+RULES = {
+    "story": "{opening} {about} {day} {plot} {ending}",
+    # Tales are for training alone: the least of stories, and scenes in which a thing, a colour or a number comes back.
+    "tale": """
+        {opening} {ending}
+        {opening} {day} {scene} {ending}
+    """,
+    "scene": """
+        {lost_it} {look_then}
+        {found_it} {keep_it} {tell_color}
+        {two_things} {meet_two} {give} {ask} {answer}
+        {how_old} {candles} {a_present}
+        {have} {meet} {give_some}
+        {wanted} {worked}
+    """,
+    "question": """
+        Tell me a story about {hero}
+        Please tell me a story about {hero}.
+        Can you tell me a story about {hero}?
+    """,
+    # The hero. From here to the middle of the plot there are only pronouns.
+    "opening": """
+        Once upon a time, there was {a trait} {kind} named {hero}.
+        {Hero} was {a trait} {kind} with {feature}.
+        Once there lived {a look} {kind} called {hero}.
+        Long ago, {a trait} {kind} named {hero} lived {home}.
+        This is the story of {hero}, {a look}, {trait} {kind}.
+        Far away, {home}, there lived {a trait} {kind} named {hero}.
+    """,
+    "he": "{hero.he}",
+    "him": "{hero.him}",
+    "his": "{hero.his}",
+    "trait": "kind|brave|clever|curious|cheerful|shy|gentle|honest|funny|lively|patient|polite|silly|quiet|friendly|helpful",
+    "look": "little|tiny|big|young|round|tall|fluffy|small|skinny|plump",
+    "feature": """
+        a warm heart | big eyes | a loud laugh | a lovely smile | a good memory | messy hair | long ears | quick feet
+        a soft voice | a wild imagination
+    """,
+    "home": "in {a house_look} {house} {nearby}",
+    "house_look": "cozy|wooden|crooked|narrow|simple|dusty|pretty",
+    "house": "cottage|house|cabin|hut|tower|tent|windmill",
+    "nearby": "by the sea|near the woods|on a hill|beside a waterfall|at the edge of town|in the valley|under a rainbow",
+    "about": """
+        {He} loved to {hobby}, and {he} liked {meal} best of all.
+        Every morning, {he} ate {number} {snack} for breakfast.
+        {He} had {number} brothers and {number} sisters, and they were all {mood}.
+        {He} always wore {a shade} {clothing}, even in bed.
+        More than anything, {he} wanted to see {wonder}.
+        Everyone liked {him}, because {he} was so {trait}.
+        {He} could {hobby} better than anyone else.
+    """,
+    "hobby": """
+        climb trees|sing songs|draw pictures|tell jokes|bake bread|collect shells|watch birds|build towers|ride a bicycle
+        jump rope|read books|catch butterflies
+    """,
+    "meal": "soup|pie|rice|pancakes|honey|noodles|salad|toast|porridge|pudding",
+    "snack": "pancakes|muffins|carrots|eggs|waffles|bananas|crackers|biscuits",
+    "number": "two|three|four|five|six|seven|eight|nine|ten",
+    "mood": "happy|hungry|noisy|sleepy|proud|merry|busy|tired|grumpy",
+    "shade": "red|blue|green|yellow|purple|pink|white|brown|gray|warm|soft|woolen",
+    "wonder": "a whale|the snow|a real dragon|the moon up close|a pirate ship|a circus|the ocean|a shooting star",
+    "day": """
+        One {weather} {daytime}, {he} went to {place}.
+        On a {weather} {daytime} in {season}, {he} walked to {place} {alone}.
+        One {weekday}, {he} put on {his} {clothing} and ran to {place}.
+        It was a {weather} {daytime}, so {he} {hurried} to {place}.
+    """,
+    "weather": "sunny|windy|cloudy|warm|cool|bright|rainy|foggy|snowy|frosty|mild|stormy",
+    "season": "spring|summer|autumn|winter",
+    "alone": "alone|all by {hero.him}self|with a basket|before lunch|after school",
+    "weekday": "Monday|Tuesday|Wednesday|Thursday|Friday|Saturday|Sunday",
+    "hurried": "hurried|skipped|raced|wandered|hopped|marched",
+    "plot": "{lost}|{gift}|{found}|{share}|{help}|{hide}|{dark}|{learn}|{birthday}|{treasure}|{seed}|{build}",
+    # Meeting the friend.
+    "meet": """
+        Just then, {friend} the {friend_kind} {came} by.
+        Soon {he} met {a trait} {friend_kind} named {friend}.
+        Behind {him} stood {friend}, {a look} {friend_kind}.
+        After a while, {a trait} {friend_kind} called {friend} {came} along.
+    """,
+    "came": "came|walked|wandered|skipped|strolled|hopped",
+    "said": "said|called|answered|whispered|shouted",
+    "laughed": "laughed|sang|cheered|giggled",
+    "sighed": "sighed|cried|sobbed|whispered",
+    "asked_it": "asked|wondered",
+    "softly": "softly|happily|quickly|slowly|quietly|gladly|kindly|bravely|loudly",
+    # Lost: the colour of the toy comes back when it is found.
+    "lost": "{lost_it} {sad} {meet} {whats_wrong} {look_first} {look_then} {thanks}",
+    "lost_it": """
+        {He} wanted to play with {his} {color} {toy}, but it was gone.
+        There {he} lost {a color} {toy}, a present from {his} {family}.
+        {He} reached into {his} bag, but the {color} {toy} was not there.
+        A strong wind blew {his} {color} {toy} away.
+    """,
+    "sad": """
+        {He} sat down and cried {bitterly}.
+        "Oh no, where can it be?" {he} {sighed}.
+        {He} looked left and right, but {he} could not see it.
+        It made {him} very {sad_mood}.
+    """,
+    "bitterly": "for a while|bitterly|quietly|without a sound",
+    "sad_mood": "sad|lonely|worried|unhappy|upset|angry",
+    "whats_wrong": """
+        "Why are you so {sad_mood}?" asked {friend}.
+        "What is the matter?" {friend.he} {asked_it} {softly}.
+        "I lost my {color} {toy}," {he} {sighed}, and {friend} promised to help.
+        "Do not be {sad_mood}," {friend.he} {said}, "I will help you."
+    """,
+    "look_first": """
+        First they looked {other_spot}, but there was only {a thing}.
+        They searched for {number} {long_time}.
+        They asked {a look} {animal}, but the answer was no.
+        {Other_spot} they found {a thing}, but nothing else.
+    """,
+    "thing": "broken cup|shoe|feather|snail|spoon|leaf|spider|bottle|sock|worm|key|beetle",
+    "long_time": "minutes|hours",
+    "look_then": """
+        At last, {friend} found the {color} {toy} {spot}.
+        Then {friend.he} looked {spot}, and there was the {color} {toy}!
+        "Look, here is your {color} {toy}!" {friend.he} {laughed}.
+        Suddenly {he} saw something {color} {spot}, and it was the {toy}.
+    """,
+    "thanks": """
+        "Thank you, {friend}," said {hero} {softly}.
+        {Hero} jumped for joy and gave {friend} a big hug.
+        "You are the best {friend_kind} I know," said {hero}.
+        {Hero} was so {good_mood} that {he} began to dance.
+        "How can I ever thank you?" {hero} {asked_it}.
+    """,
+    "good_mood": "happy|glad|proud|excited|pleased|cheerful|thankful|relieved",
+    # Gift: two things go to two owners, and later one of them is found where it went.
+    "gift": "{two_things} {meet_two} {give} {play} {ask} {answer}",
+    "two_things": """
+        {He} carried {a color} {toy} and {a other_color} {other_toy} with {him}.
+        In {his} bag, {he} had {a color} {toy} and {a other_color} {other_toy}.
+        {His} {family} had made {him} {a color} {toy} and {a other_color} {other_toy}.
+    """,
+    "meet_two": """
+        There {he} met {friend} the {friend_kind} and {other}, who had no toys.
+        {Friend} the {friend_kind} and {other} were sitting {spot}, and they looked {sad_mood}.
+        {Spot} {he} saw {friend} the {friend_kind} with {other}, who were both very bored.
+    """,
+    "give": """
+        {He} gave the {toy} to {owner} and the {other_toy} to {other_owner}.
+        "You can have them," {he} {said}, so {owner} got the {toy} and {other_owner} got the {other_toy}.
+        {Owner} took the {toy} {softly}, and {other_owner} was glad to have the {other_toy}.
+    """,
+    "play": """
+        All three of them played until {evening}.
+        They sat in the {sun} and ate {snack}.
+        They told stories about {wonder} for {number} {long_time}.
+        Then {he} went home {softly}, and they waved goodbye.
+    """,
+    "evening": "dinner|the sun went down|it began to rain|the stars came out|they were tired|a bell rang",
+    "sun": "sun|shade|grass|sand|wind",
+    "ask": """
+        "Where is your {asked.toy}?" asked {his} {family} that night.
+        The next {weekday}, {his} {family} looked for the {asked.toy}.
+        "Did you lose the {asked.toy}?" {his} {family} {asked_it}.
+    """,
+    "answer": """
+        "Now it belongs to {asked.owner}," said {hero} {softly}.
+        "I gave it to {asked.owner}," {hero} {said}.
+        But {asked.owner} still had the {asked.toy}, and that made {hero} {good_mood}.
+        They found it with {asked.owner}, who thanked {hero} again.
+    """,
+    # Found: the friend can tell the colour, so the toy is the friend's.
+    "found": "{found_it} {keep_it} {meet} {whose} {tell_color} {give_back}",
+    "found_it": """
+        There, {spot}, {he} found {a toy}.
+        {He} looked down and saw {a toy} {spot}.
+        {Spot} lay {a toy}, and nobody was near.
+        {He} almost stepped on {a toy} that lay {spot}.
+    """,
+    "keep_it": """
+        It was {color}, and it was the prettiest {toy} in the world.
+        "What a pretty {color} {toy}!" {he} {laughed}.
+        The {toy} was {color}, and {he} wanted to keep it.
+    """,
+    "whose": """
+        "I lost my {toy}," {friend} {sighed}, "and I miss it."
+        "Have you seen my {toy}?" {asked_it} {friend}.
+        {Friend} was looking for a lost {toy}.
+    """,
+    "tell_color": """
+        "What color is it?" {he} {asked_it}, and {friend.he} said, "It is {color}."
+        "Is it {color}?" {he} {asked_it}, and {friend.he} nodded {softly}.
+        {Friend.he} knew that it was {color}, so it had to be the right one.
+    """,
+    "give_back": """
+        "Then it is yours," said {hero}, and gave it back.
+        So {hero} gave {friend} the {toy}, and {friend.he} was {good_mood}.
+        "Here you are," said {hero} with a smile.
+        "Thank you, {hero}!" {friend} {laughed}, and {friend.he} danced with the {color} {toy}.
+    """,
+    # Share: what is left is a matter of counting.
+    "share": "{have} {meet} {may_i} {give_some} {eat} {glad}",
+    "have": """
+        {He} had a basket with {n} {fruit}.
+        {His} {family} had given {him} {n} sweet {fruit}.
+        {He} picked {n} ripe {fruit} and washed them.
+    """,
+    "may_i": """
+        "May I have some {fruit}, please?" {asked_it} {friend}.
+        "I am so hungry," {friend} {sighed}, "and those {fruit} look good."
+        {Friend} had not eaten since {weekday}.
+        "I have no lunch today," {said} {friend} {softly}.
+    """,
+    "give_some": """
+        {He} gave away {given} of the {n}, so {left} of them stayed in the basket.
+        Of the {n} {fruit}, {he} gave {friend.him} {given} and kept {left}.
+    """,
+    "eat": """
+        They ate {softly} and watched the clouds.
+        The {fruit} tasted like {meal}.
+        Then they sat in the {sun} and talked about {wonder}.
+        "You are very {trait}," {friend} {said}.
+    """,
+    "glad": """
+        {Hero} was glad to have company.
+        "Come again on {weekday}," said {hero}.
+        {Friend} sang a song for {hero}.
+        "Half is enough for me," {said} {hero}.
+    """,
+    # Help: somebody is stuck.
+    "help": "{call} {it_was} {coming} {pull} {free} {home_again}",
+    "call": """
+        Suddenly {he} heard a small voice call, "Help!"
+        Then somebody cried for help {spot}.
+        {He} heard {a animal} and then a cry for help.
+    """,
+    "it_was": """
+        It was {friend} the {friend_kind}, who was stuck {trap}.
+        {He} ran there and saw {friend} the {friend_kind} {trap}.
+        {Friend}, {a trait} {friend_kind}, had fallen down and sat {trap}.
+    """,
+    "trap": "in the mud|in a deep hole|in a thorny bush|under a heavy branch|in an old net|between two rocks|on thin ice",
+    "coming": """
+        "Do not worry, I am coming!" {he} {said}.
+        "Hold on!" {he} {said}, and {he} was not afraid.
+        "Please help me," {friend.he} {sighed} {softly}.
+    """,
+    "pull": """
+        {He} took a long {rope} and pulled {number} times.
+        {He} held out a {rope} and pulled very hard.
+        It took {him} {number} {long_time} and a strong {rope}.
+    """,
+    "rope": "rope|stick|vine|ladder|pole|branch|string",
+    "free": """
+        Pop, {friend} was free!
+        At last, {friend} was safe, but {friend.he} had lost {a thing}.
+        Soon {friend.he} could laugh again.
+    """,
+    "home_again": """
+        "You saved me, {hero}," {friend} {laughed}.
+        Then {hero} helped {friend} wash off the dirt.
+        "I would do it again," {said} {hero}.
+        {Hero} was not a bit {sad_mood} after that.
+    """,
+    # Hide: somebody counts, and the spot that is found was not the first one searched.
+    "hide": "{meet} {a_game} {count} {search_first} {search_then} {winner}",
+    "a_game": """
+        "Let us play hide and seek," {friend.he} {said}, "and you count to {n}."
+        "Can you count to {n}?" {friend.he} {asked_it}. "Then I will hide."
+        {Friend} wanted to hide, so {he} had to count to {n}.
+    """,
+    "count": """
+        "{Counting}, here I come!" {he} {said}.
+        {He} closed {his} eyes and counted: {counting}.
+    """,
+    "search_first": """
+        {He} looked {other_spot}, but there was only {a thing}.
+        {He} peeked {other_spot} and saw nothing but {a animal}.
+        Was {friend.he} {other_spot}? No, there was just {a thing}.
+    """,
+    "search_then": """
+        Then {he} heard a giggle {spot}.
+        A {tail} stuck out {spot}, and that was {friend}.
+        At last, {he} found {friend.him} {spot}.
+    """,
+    "tail": "tail|nose|foot|hand|knee|toe",
+    "winner": """
+        "Found you!" {laughed} {hero}.
+        "You are too clever, {hero}," {friend} {laughed}.
+        Then it was time for {hero} to hide.
+        {Hero} laughed until it hurt.
+    """,
+    # Dark: a storm, and a light in a colour that comes back.
+    "dark": "{meet} {storm} {afraid} {a_light} {comfort} {not_afraid}",
+    "storm": """
+        Suddenly the sky grew dark, and a big storm came.
+        Soon thunder rolled over {place}, and it began to rain.
+        But then it grew dark, and they could not find the way home.
+    """,
+    "afraid": """
+        They were both very {sad_mood}, so they hid {spot}.
+        "I am scared," {friend.he} {sighed}, and {he} was scared too.
+        {He} held {friend.him} tight, and they waited {spot}.
+    """,
+    "a_light": """
+        {He} had {a color} {lamp}, and {he} lit it {softly}.
+        Far away they saw {a color} {lamp}.
+        Then {his} {family} came with {a color} {lamp}.
+    """,
+    "lamp": "lamp|candle|torch|light",
+    "comfort": """
+        "Look at the {color} light and count to {n}," {he} {said}.
+        They sang {number} songs, and the storm went by.
+        The {color} light shone until the morning.
+    """,
+    "not_afraid": """
+        After that, {hero} was not afraid of the dark.
+        "With you I am not afraid," {friend} {said} to {hero}.
+        "See, it was only rain," {said} {hero}.
+        {Hero} counted {number} stars in the sky.
+    """,
+    # Learn: a skill that comes back.
+    "learn": "{wanted} {tried} {meet} {show} {again} {worked}",
+    "wanted": """
+        {He} wanted to learn to {skill}.
+        Everyone there could {skill}, but {he} could not.
+        "Today I will learn to {skill}," {he} {said}.
+    """,
+    "tried": """
+        {He} tried {number} times, but it was too hard.
+        {He} fell down, and {he} hurt {his} {tail}.
+        "I will never learn it," {he} {sighed} {softly}.
+        It did not work, and that made {him} {sad_mood}.
+    """,
+    "show": """
+        "Try again, and I will show you how," {friend.he} {said}.
+        "To {skill}, you must be {trait}," {friend.he} {said}.
+        "I learned to {skill} last {season}," {friend.he} {said}, "and you can, too."
+    """,
+    "again": """
+        {He} took a deep breath and tried once more.
+        So they trained until {evening}.
+        {He} tried to {skill} again and again for {number} {long_time}.
+    """,
+    "worked": """
+        This time it worked, and {hero} could {skill}!
+        "I can {skill}!" {laughed} {hero}.
+        "Look at {hero}!" {said} {friend}.
+        Soon {hero} could {skill} better than {friend.him}.
+    """,
+    # Birthday: as many candles as years.
+    "birthday": "{meet} {how_old} {bake} {candles} {a_present} {wish}",
+    "how_old": """
+        "Today is my birthday," {friend.he} {said}, "and I am {n}."
+        {Friend} was {n} years old that day.
+        It was the day when {friend} turned {n}, but {friend.he} had no cake.
+    """,
+    "bake": """
+        {He} took {number} eggs, some {sugar} and {sugar}, and baked a cake.
+        {His} {family} brought a cake with {fruit} on top.
+        They made a cake of {sugar} and {fruit}.
+    """,
+    "sugar": "flour|sugar|butter|milk|cream|cinnamon|chocolate|jam",
+    "candles": """
+        They put {n} candles on it.
+        With {n} candles, the cake looked wonderful.
+        {Friend} blew out all {n} candles.
+    """,
+    "a_present": """
+        {He} also gave {friend.him} {a color} {toy}.
+        The present was {a color} {toy}, and {friend.he} loved it.
+        "This {color} {toy} is for you," {he} {said}.
+    """,
+    "wish": """
+        "This is my best birthday, {hero}," {friend} {laughed}.
+        {Hero} sang a song, and {friend} danced with the {toy}.
+        "Happy birthday!" {laughed} {hero} {softly}.
+        "I wish for {wonder}," {said} {friend}, and {hero} laughed.
+    """,
+    # Treasure: the map says how many steps.
+    "treasure": "{a_map} {meet} {read_map} {dig} {inside_it} {halves}",
+    "a_map": """
+        There {he} found an old map with {a color} cross on it.
+        An old {animal} gave {him} a map with {a color} cross.
+        A map with {a color} cross lay {spot}.
+    """,
+    "read_map": """
+        "The treasure is {n} steps from here," {friend.he} {said}.
+        "We must walk {n} steps," {he} {said}, "and then dig."
+        "Go {n} steps to the {north}," {friend.he} read.
+    """,
+    "north": "north|south|east|west|left|right",
+    "dig": """
+        They counted {n} steps, and there was the {color} cross.
+        After {n} steps they began to dig with a {shovel}.
+        So they walked the {n} steps and dug a hole {softly}.
+    """,
+    "shovel": "shovel|spoon|stick|bucket|stone",
+    "inside_it": """
+        Under the {color} cross was a chest full of {gold}.
+        Soon they found a box, and in it were {gold} and {a thing}.
+        They found {gold} there, and even {a color} ring.
+    """,
+    "gold": "gold|pearls|coins|jewels|candy|diamonds|letters|buttons",
+    "halves": """
+        "Half of it is yours," {said} {hero}.
+        {Hero} gave half of it to {friend}.
+        "We are rich!" {laughed} {hero}.
+        {Friend} and {hero} shared it with the whole town.
+    """,
+    # Seed: the flower comes up in the end.
+    "seed": "{plant} {water} {meet} {what_is_it} {grow} {bloom}",
+    "plant": """
+        {He} planted the seed of {a flower} {spot}.
+        {His} {family} gave {him} the seed of {a flower}.
+        {He} found a seed in {his} pocket and planted it, and it was {a flower}.
+    """,
+    "water": """
+        {He} gave it water for {number} days.
+        Every {weekday}, {he} sang to it {softly}.
+        {He} built a fence, so that no {animal} could eat it.
+    """,
+    "what_is_it": """
+        "What will it be?" {friend.he} {asked_it}, and {he} {said}, "A {flower}."
+        "I would love to have a {flower}," {friend.he} {said}.
+        "Is it a {flower}?" {friend.he} {asked_it}, and {he} nodded.
+    """,
+    "grow": """
+        Then the sun came out, and the seed began to grow.
+        It rained for {number} {long_time}, and the plant grew taller.
+        They waited {softly} until {season} came.
+    """,
+    "bloom": """
+        One {daytime}, {hero} saw a {color} {flower}.
+        "Look, a {color} {flower}!" {said} {hero}.
+        {Hero} gave the first {flower} to {friend}.
+        The {flower} smelled so sweet that {hero} smiled.
+    """,
+    # Build: as many stones as it takes, twice.
+    "build": "{meet} {collect} {stack} {fall} {stack_again} {stands}",
+    "collect": """
+        Together they collected {n} {stones}.
+        "With {n} {stones} we can build a {bridge}," {friend.he} {said}.
+        {He} had {n} {stones}, and {friend.he} had an idea.
+    """,
+    "stack": """
+        With all {n} of them, they built a {bridge}.
+        {Softly} they put one on top of the other.
+        They worked until {evening}.
+    """,
+    "fall": """
+        But {a animal} ran into it, and everything fell down.
+        Then the wind came, and all the {stones} fell down.
+        "Oh no, it is broken," {friend.he} {sighed}.
+    """,
+    "stack_again": """
+        "We still have {n} {stones}," {he} {said}, "so let us try again."
+        They picked up the {n} {stones} and started again.
+        {He} was {sad_mood} for a while, but {friend.he} did not give up.
+    """,
+    "stands": """
+        This time it was strong, and {hero} stood on top.
+        "It stands!" {laughed} {hero}.
+        {Friend} made a {color} flag for {hero}.
+        "We did it, {hero}!" {laughed} {friend}.
+    """,
+    # The last name of a story is its hero's.
+    "ending": """
+        From then on, {friend} and {hero} were best friends.
+        That night, {hero} dreamed of {wonder}.
+        "What a {lovely} {daytime}!" said {hero}.
+        And so {hero} learned {moral}.
+        {His} {family} was very proud of {hero}.
+        At home, there was warm {meal} for {hero}.
+        {Friend} waved for a long time, and so did {hero}.
+        {Hero} went home with {a lovely} smile and told {his} {family} about it.
+        Everyone in town still tells this story about {hero}.
+    """,
+    "lovely": "lovely|wonderful|great|perfect|beautiful|special|magical|sweet",
+    "moral": """
+        that it is good to share|to be patient|that kind words help|never to give up|that a friend is a treasure
+        how to say sorry|to ask for help|that small things matter|to tell the truth
+    """,
+}
