@@ -103,6 +103,27 @@ def test_the_words_are_many_and_every_rule_is_used(some_stories):
     ] == []
 
 
+def test_an_article_fits_the_word_after_it(some_stories):
+    for story in some_stories:
+        wrong = re.search(
+            r"\b[Aa] [aeiou]\w+|\b[Aa]n [^aeiou]\w+", story.replace("an honest", "a kind").replace("An honest", "A kind")
+        )
+        assert wrong is None, wrong
+
+
+def test_a_hero_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="no story is about 'Bob'; the heroes are Lily, Anna"):
+        stories.write(random.Random(1), "Bob")
+
+
+def test_a_question_names_the_hero_and_what_is_none_is_not_read_as_one():
+    question = stories.write_question(random.Random(1))
+    reading = stories.read_question(question)
+    assert reading.is_complete
+    assert reading.memory["hero"].name in question
+    assert not stories.read_question("Tell me a story about Bob").is_complete
+
+
 def test_counting_comes_out_right():
     rng = random.Random(5)
     seen = set()

@@ -35,6 +35,8 @@ class Document:
         if self.question is None:
             return math.log(1 - CHAT_SHARE) + stories.read(self.story).log_prob
         question = stories.read_question(self.question)
+        if not question.is_complete:
+            return -math.inf
         hero = question.memory["hero"]
         return math.log(CHAT_SHARE) + question.log_prob + stories.read(self.story, hero.name).log_prob
 
@@ -52,7 +54,7 @@ def write_document(rng: random.Random) -> Document:
     """Write a story or, now and then, a chat."""
     if rng.random() >= CHAT_SHARE:
         return Document(stories.write(rng))
-    question = stories.write_question(rng)
+    question = stories.write_question(rng)  # it draws the hero, so the story has to be told whom
     hero = stories.read_question(question).memory["hero"]
     return Document(stories.write(rng, hero.name), question)
 
@@ -69,7 +71,8 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     rng = random.Random(seed)
     # Without the chat markers: they are special tokens, and no merge should be spent on spelling them.
     documents = (write_document(rng) for _ in range(20_000))
-    bpe.train_from_iterator((f"user\n{document.question}assistant\n{document.story}" for document in documents), trainer)
+    texts = (f"user\n{d.question}\nassistant\n{d.story}" if d.question else d.story for d in documents)
+    bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=END_OF_TEXT,

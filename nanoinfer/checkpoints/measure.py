@@ -102,7 +102,7 @@ def shares(told: list[Told]) -> Shares:
 
 
 def model_card(name: str, model: PreTrainedModel, training: str, figures: Figures) -> str:
-    """Write the README.md of a checkpoint. training: its steps, its time, its machine."""
+    """Write the README.md of a checkpoint. training: its command, its steps, its time, its machine."""
     table = "\n".join(
         f"| {temperature} | {found.are_stories:.1%} | {found.hero_is_right:.1%} |"
         for temperature, found in figures.by_temperature.items()
@@ -122,7 +122,7 @@ nanoinfer, to run, watch and test an inference engine on a model that loads at o
   {CHAT_SHARE:.0%} are chats of one turn: "Tell me a story about Lily".
 - **Tokenizer:** byte-level BPE, {model.config.vocab_size:,} tokens with all 256 bytes. A story ends with `<|endoftext|>`, an
   answer in a chat with `<|im_end|>`; both are EOS ids.
-- **Training:** `python -m nanoinfer.checkpoints.train --model {name}`: {training}.
+- **Training:** {training}.
 - **Held-out loss:** {figures.loss:.4f} nats per token over {NUM_DOCUMENTS} unseen documents. Their entropy, which the grammar
   knows and no model can go below, is {figures.entropy:.4f}; the loss is {figures.loss / figures.entropy - 1:.1%} above it.
 - **Limits:** twelve plots and {len(HERO_NAMES)} heroes ({", ".join(HERO_NAMES[:12])},
@@ -130,8 +130,9 @@ nanoinfer, to run, watch and test an inference engine on a model that loads at o
   message, no second turn, nothing longer than {SEQUENCE_LENGTH} tokens. It knows no facts.
 - **Licence:** MIT, as nanoinfer.
 
-What temperature does, over {NUM_STORIES} stories each, sampled by transformers from all tokens: how many could the grammar have
-written, every word in its place, and how many bring their own hero's name back after the pronouns?
+What temperature does, over {NUM_STORIES} stories each, sampled by transformers from all tokens, half of them asked for in a
+chat and half going on from the word "Once": how many could the grammar have written, every word in its place, and how many
+bring their own hero's name back after the pronouns?
 
 | temperature | stories of the grammar | hero's name right |
 |---|---|---|

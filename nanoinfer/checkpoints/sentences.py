@@ -66,17 +66,18 @@ RULES = {
     "snack": "pancakes|muffins|carrots|eggs|waffles|bananas|crackers|biscuits",
     "number": "two|three|four|five|six|seven|eight|nine|ten",
     "mood": "happy|hungry|noisy|sleepy|proud|merry|busy|tired|grumpy",
+    "clothing": "coat|dress|sweater|shirt|cape|jacket|vest|belt",
     "shade": "red|blue|green|yellow|purple|pink|white|brown|gray|warm|soft|woolen",
     "wonder": "a whale|the snow|a real dragon|the moon up close|a pirate ship|a circus|the ocean|a shooting star",
     "day": """
         One {weather} {daytime}, {he} went to {place}.
-        On a {weather} {daytime} in {season}, {he} walked to {place} {alone}.
-        One {weekday}, {he} put on {his} {clothing} and ran to {place}.
+        On a {weather} {daytime}, {he} walked to {place} {alone}.
+        One {weekday}, {he} put on {his} boots and ran to {place}.
         It was a {weather} {daytime}, so {he} {hurried} to {place}.
     """,
     "weather": "sunny|windy|cloudy|warm|cool|bright|rainy|foggy|snowy|frosty|mild|stormy",
     "season": "spring|summer|autumn|winter",
-    "alone": "alone|all by {hero.him}self|with a basket|before lunch|after school",
+    "alone": "alone|all by {hero.him}self|with a basket|in a good mood|with a song",
     "weekday": "Monday|Tuesday|Wednesday|Thursday|Friday|Saturday|Sunday",
     "hurried": "hurried|skipped|raced|wandered|hopped|marched",
     "plot": "{lost}|{gift}|{found}|{share}|{help}|{hide}|{dark}|{learn}|{birthday}|{treasure}|{seed}|{build}",
@@ -88,7 +89,7 @@ RULES = {
         After a while, {a trait} {friend_kind} called {friend} {came} along.
     """,
     "came": "came|walked|wandered|skipped|strolled|hopped",
-    "said": "said|called|answered|whispered|shouted",
+    "said": "said|called|whispered|shouted",
     "laughed": "laughed|sang|cheered|giggled",
     "sighed": "sighed|cried|sobbed|whispered",
     "asked_it": "asked|wondered",
@@ -207,8 +208,9 @@ RULES = {
     "have": """
         {He} had a basket with {n} {fruit}.
         {His} {family} had given {him} {n} sweet {fruit}.
-        {He} picked {n} ripe {fruit} and washed them.
+        {He} had bought {n} {fruit} from an old {animal}.
     """,
+    "slowly": "slowly|quickly|quietly|happily|together",
     "may_i": """
         "May I have some {fruit}, please?" {asked_it} {friend}.
         "I am so hungry," {friend} {sighed}, "and those {fruit} look good."
@@ -220,7 +222,7 @@ RULES = {
         Of the {n} {fruit}, {he} gave {friend.him} {given} and kept {left}.
     """,
     "eat": """
-        They ate {softly} and watched the clouds.
+        They ate {slowly} and watched the clouds.
         The {fruit} tasted like {meal}.
         Then they sat in the {sun} and talked about {wonder}.
         "You are very {trait}," {friend} {said}.
@@ -229,13 +231,13 @@ RULES = {
         {Hero} was glad to have company.
         "Come again on {weekday}," said {hero}.
         {Friend} sang a song for {hero}.
-        "Half is enough for me," {said} {hero}.
+        "There is enough for both of us," {said} {hero}.
     """,
     # Help: somebody is stuck.
     "help": "{call} {it_was} {coming} {pull} {free} {home_again}",
     "call": """
         Suddenly {he} heard a small voice call, "Help!"
-        Then somebody cried for help {spot}.
+        Then somebody cried for help not far away.
         {He} heard {a animal} and then a cry for help.
     """,
     "it_was": """
@@ -247,7 +249,7 @@ RULES = {
     "coming": """
         "Do not worry, I am coming!" {he} {said}.
         "Hold on!" {he} {said}, and {he} was not afraid.
-        "Please help me," {friend.he} {sighed} {softly}.
+        "Please help me," {friend.he} {sighed} again.
     """,
     "pull": """
         {He} took a long {rope} and pulled {number} times.
@@ -257,9 +259,10 @@ RULES = {
     "rope": "rope|stick|vine|ladder|pole|branch|string",
     "free": """
         Pop, {friend} was free!
-        At last, {friend} was safe, but {friend.he} had lost {a thing}.
+        At last, {friend} was safe, but {friend.he} had lost a {shoe}.
         Soon {friend.he} could laugh again.
     """,
+    "shoe": "shoe|sock|glove|tooth|sandal|boot",
     "home_again": """
         "You saved me, {hero}," {friend} {laughed}.
         Then {hero} helped {friend} wash off the dirt.
@@ -333,7 +336,7 @@ RULES = {
     "tried": """
         {He} tried {number} times, but it was too hard.
         {He} fell down, and {he} hurt {his} {tail}.
-        "I will never learn it," {he} {sighed} {softly}.
+        "I will never learn it," {he} {sighed}.
         It did not work, and that made {him} {sad_mood}.
     """,
     "show": """
@@ -360,11 +363,11 @@ RULES = {
         It was the day when {friend} turned {n}, but {friend.he} had no cake.
     """,
     "bake": """
-        {He} took {number} eggs, some {sugar} and {sugar}, and baked a cake.
+        {He} took {number} eggs, milk and {sugar}, and baked a cake.
         {His} {family} brought a cake with {fruit} on top.
         They made a cake of {sugar} and {fruit}.
     """,
-    "sugar": "flour|sugar|butter|milk|cream|cinnamon|chocolate|jam",
+    "sugar": "flour|sugar|butter|honey|cream|cinnamon|chocolate|jam",
     "candles": """
         They put {n} candles on it.
         With {n} candles, the cake looked wonderful.
@@ -415,7 +418,7 @@ RULES = {
     # Seed: the flower comes up in the end.
     "seed": "{plant} {water} {meet} {what_is_it} {grow} {bloom}",
     "plant": """
-        {He} planted the seed of {a flower} {spot}.
+        {He} planted the seed of {a flower} in a pot.
         {His} {family} gave {him} the seed of {a flower}.
         {He} found a seed in {his} pocket and planted it, and it was {a flower}.
     """,
@@ -435,8 +438,8 @@ RULES = {
         They waited {softly} until {season} came.
     """,
     "bloom": """
-        One {daytime}, {hero} saw a {color} {flower}.
-        "Look, a {color} {flower}!" {said} {hero}.
+        One {daytime}, {hero} saw {a color} {flower}.
+        "Look, {a color} {flower}!" {said} {hero}.
         {Hero} gave the first {flower} to {friend}.
         The {flower} smelled so sweet that {hero} smiled.
     """,
@@ -465,7 +468,7 @@ RULES = {
     "stands": """
         This time it was strong, and {hero} stood on top.
         "It stands!" {laughed} {hero}.
-        {Friend} made a {color} flag for {hero}.
+        {Friend} made {a color} flag for {hero}.
         "We did it, {hero}!" {laughed} {friend}.
     """,
     # The last name of a story is its hero's.
@@ -475,7 +478,7 @@ RULES = {
         "What a {lovely} {daytime}!" said {hero}.
         And so {hero} learned {moral}.
         {His} {family} was very proud of {hero}.
-        At home, there was warm {meal} for {hero}.
+        At home, a plate of {meal} was waiting for {hero}.
         {Friend} waved for a long time, and so did {hero}.
         {Hero} went home with {a lovely} smile and told {his} {family} about it.
         Everyone in town still tells this story about {hero}.

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,22 +40,22 @@ class Course:
     """A part of the training. Looking back is hard to learn, so the models meet it in easy steps.
 
     until: it ends at this share of the steps. row_length: in tokens. write: makes its texts.
-    cast_weight: how many times a word of the cast counts in the loss. They are one word in twenty, what can be learned about
-    them is most of what can be learned, and the others are mostly chance.
+    recall_weight: how many times one of RECALLED_WORDS counts in the loss. They are few, and most other words are chance,
+    which teaches nothing. It makes these words too likely, so it is 1 in the end.
     """
 
     until: float
     row_length: int
     write: Callable[[random.Random], Document]
-    cast_weight: float
+    recall_weight: float
 
 
 COURSES = (
-    Course(until=1 / 8, row_length=64, write=lambda rng: Document(stories.write_tale(rng)), cast_weight=5),
-    Course(until=5 / 8, row_length=128, write=write_document, cast_weight=5),
-    Course(until=1, row_length=SEQUENCE_LENGTH, write=write_document, cast_weight=1),  # GPT-2 must meet every position
+    Course(until=1 / 8, row_length=64, write=lambda rng: Document(stories.write_tale(rng)), recall_weight=5),
+    Course(until=5 / 8, row_length=128, write=write_document, recall_weight=5),
+    Course(until=1, row_length=SEQUENCE_LENGTH, write=write_document, recall_weight=1),  # GPT-2 must meet every position
 )
-CAST_WORDS = [
+RECALLED_WORDS = [  # what a story names and later names again
     *stories.HEROES, *stories.COLORS, *stories.TOYS, *stories.FRUIT, *stories.NUMBERS, *stories.SKILLS, *stories.FLOWERS
 ]  # fmt: skip
 
@@ -62,15 +63,20 @@ CAST_WORDS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=list(BUILDERS), help="default: both")
-    parser.add_argument("--steps", type=int, default=STEPS, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=STEPS, help="1 or more; default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("tiny-models"), help="where the model folders go")
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps must be >= 1, got {args.steps}")
     for name in [args.model] if args.model else BUILDERS:
         make_checkpoint(name, args.steps, args.out / name)
 
 
 def make_checkpoint(name: str, steps: int, folder: Path) -> None:
-    """Train one model from its seed, write its folder, measure it, and write what was found on its card."""
+    """Train one model from its seed, write its folder, measure it, and write what was found on its card, which comes last."""
+    if (folder / "README.md").exists():
+        print(f"{folder} is finished; delete it to train it anew")
+        return
     torch.manual_seed(SEED)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = train_tokenizer(SEED)
@@ -83,7 +89,8 @@ def make_checkpoint(name: str, steps: int, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     figures = measure(model.eval(), tokenizer)
     machine = torch.cuda.get_device_name() if device.type == "cuda" else f"a CPU with {torch.get_num_threads()} threads"
-    training = f"{steps} steps of {TOKENS_PER_STEP} tokens, {minutes:.0f} minutes on {machine}"
+    command = f"python -m nanoinfer.checkpoints.train --model {name}" + (f" --steps {steps}" if steps != STEPS else "")
+    training = f"`{command}`: {steps} steps of {TOKENS_PER_STEP} tokens, {minutes:.0f} minutes on {machine}"
     (folder / "README.md").write_text(model_card(name, model, training, figures))
     (folder / "training.pt").unlink(missing_ok=True)
 
@@ -130,7 +137,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int
     tiny-gpt2 learns to look up names much sooner. Vectors, embeddings and the head are AdamW's.
 
     Each hundred steps the state goes to state_file; if that is there, the run goes on from it. A step's text depends on
-    the step alone, so an interrupted run ends with the weights of one that was not.
+    the step alone, so on a CPU an interrupted run ends with the weights of one that was not.
     """
     in_blocks = [p for name, p in model.named_parameters() if p.ndim == 2 and (".h." in name or ".layers." in name)]
     others = [p for p in model.parameters() if all(p is not other for other in in_blocks)]
@@ -139,36 +146,48 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int
         torch.optim.AdamW(others, lr=ADAMW_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     schedules = [transformers.get_cosine_schedule_with_warmup(optimizer, steps // 20, steps) for optimizer in optimizers]
-    parts = {"model": model, **{f"optimizer {i}": o for i, o in enumerate(optimizers)}}
-    parts |= {f"schedule {i}": s for i, s in enumerate(schedules)}
-    first_step, seconds = 0, 0.0
-    if state_file.exists():
-        state = torch.load(state_file, map_location=model.device)
-        if state["steps"] != steps:
-            raise SystemExit(f"{state_file} is of a run with --steps {state['steps']}: give the same again, or delete it")
-        first_step, seconds = state["step"], state["seconds"]
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
+    parts = [model, *optimizers, *schedules]
+    run = {"steps": steps, "tokenizer": tokenizer.backend_tokenizer.to_str()}  # what must be the same to go on
+    first_step, seconds = load_state(state_file, run, parts) if state_file.exists() else (0, 0.0)
     model.train()
     started = time.perf_counter() - seconds
-    in_cast = cast_tokens(tokenizer).to(model.device)
+    is_recalled = recalled_tokens(tokenizer).to(model.device)
     for step in (progress := tqdm(range(first_step, steps), initial=first_step, total=steps, desc=state_file.parent.name)):
         course = next(course for course in COURSES if step < course.until * steps)
         input_ids = make_batch(tokenizer, course, step).to(model.device)
-        loss = next_token_loss(model, input_ids, torch.where(in_cast, course.cast_weight, 1.0))
+        loss = next_token_loss(model, input_ids, torch.where(is_recalled, course.recall_weight, 1.0))
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for part in (*optimizers, *schedules):
-            part.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         progress.set_postfix(loss=f"{loss.item():.3f}")
         if (step + 1) % STEPS_BETWEEN_SAVES == 0:
-            state = {name: part.state_dict() for name, part in parts.items()}
-            half_written = state_file.with_suffix(".new")  # an interruption while saving leaves the old one whole
-            torch.save({**state, "steps": steps, "step": step + 1, "seconds": time.perf_counter() - started}, half_written)
-            half_written.replace(state_file)
+            save_state(state_file, run, parts, step + 1, time.perf_counter() - started)
     return (time.perf_counter() - started) / 60
+
+
+def save_state(state_file: Path, run: dict[str, Any], parts: list[Any], step: int, seconds: float) -> None:
+    """Write all that a run needs to go on. An interruption while it is written leaves the state before it whole."""
+    half_written = state_file.with_suffix(".new")
+    states = [part.state_dict() for part in parts]
+    torch.save({"run": run, "parts": states, "step": step, "seconds": seconds}, half_written)
+    half_written.replace(state_file)
+
+
+def load_state(state_file: Path, run: dict[str, Any], parts: list[Any]) -> tuple[int, float]:
+    """Put the parts back into the state that was saved, and return its step and the seconds it took to get there."""
+    state = torch.load(state_file, map_location="cpu")
+    if state["run"] != run:
+        raise SystemExit(
+            f"{state_file} is of a run with --steps {state['run']['steps']}, or from before the stories were changed; "
+            f"give the same --steps again, or delete it"
+        )
+    for part, saved in zip(parts, state["parts"], strict=True):
+        part.load_state_dict(saved)
+    return state["step"], state["seconds"]
 
 
 def next_token_loss(model: PreTrainedModel, input_ids: Tensor, weights: Tensor) -> Tensor:
@@ -177,9 +196,9 @@ def next_token_loss(model: PreTrainedModel, input_ids: Tensor, weights: Tensor) 
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten(), weights)
 
 
-def cast_tokens(tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """Say of each token [vocab_size] whether it is a word of the cast, with or without a space before it or a capital."""
-    spelled = [space + word for name in CAST_WORDS for word in {name, name.capitalize()} for space in ("", " ")]
+def recalled_tokens(tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    """Say of each token [vocab_size] whether it is one of RECALLED_WORDS, with or without a space before it or a capital."""
+    spelled = [space + word for name in RECALLED_WORDS for word in {name, name.capitalize()} for space in ("", " ")]
     ids = [ids[0] for ids in tokenizer(spelled).input_ids if len(ids) == 1]
     return torch.isin(torch.arange(len(tokenizer)), torch.tensor(ids))
 
