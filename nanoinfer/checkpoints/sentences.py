@@ -11,8 +11,8 @@ RULES = {
     "story": "{opening} {about} {day} {plot} {ending}",
     # Tales are for training alone: the least of stories, and scenes in which a thing, a colour or a number comes back.
     "tale": """
-        {opening} {ending}
         {opening} {day} {scene} {ending}
+        {opening} {ending}
     """,
     "scene": """
         {lost_it} {look_then}
@@ -67,7 +67,7 @@ RULES = {
     "number": "two|three|four|five|six|seven|eight|nine|ten",
     "mood": "happy|hungry|noisy|sleepy|proud|merry|busy|tired|grumpy",
     "clothing": "coat|dress|sweater|shirt|cape|jacket|vest|belt",
-    "shade": "red|blue|green|yellow|purple|pink|white|brown|gray|warm|soft|woolen",
+    "shade": "red|blue|green|yellow|purple|pink|white|brown|gray|black|orange|silver",
     "wonder": "a whale|the snow|a real dragon|the moon up close|a pirate ship|a circus|the ocean|a shooting star",
     "day": """
         One {weather} {daytime}, {he} went to {place}.
@@ -76,6 +76,7 @@ RULES = {
         It was a {weather} {daytime}, so {he} {hurried} to {place}.
     """,
     "weather": "sunny|windy|cloudy|warm|cool|bright|rainy|foggy|snowy|frosty|mild|stormy",
+    "daytime": "day|morning|afternoon|evening",
     "season": "spring|summer|autumn|winter",
     "alone": "alone|all by {hero.him}self|with a basket|in a good mood|with a song",
     "weekday": "Monday|Tuesday|Wednesday|Thursday|Friday|Saturday|Sunday",
@@ -117,11 +118,12 @@ RULES = {
         "Do not be {sad_mood}," {friend.he} {said}, "I will help you."
     """,
     "look_first": """
-        First they looked {other_spot}, but there was only {a thing}.
+        First they looked {elsewhere}, but there was only {a thing}.
         They searched for {number} {long_time}.
         They asked {a look} {animal}, but the answer was no.
-        {Other_spot} they found {a thing}, but nothing else.
+        {Elsewhere} they found {a thing}, but nothing else.
     """,
+    "elsewhere": "in every corner|behind a box|under a bag|behind the door|on the ground|around the corner|in the dark",
     "thing": "broken cup|shoe|feather|snail|spoon|leaf|spider|bottle|sock|worm|key|beetle",
     "long_time": "minutes|hours",
     "look_then": """
@@ -141,9 +143,9 @@ RULES = {
     # Gift: two things go to two owners, and later one of them is found where it went.
     "gift": "{two_things} {meet_two} {give} {play} {ask} {answer}",
     "two_things": """
-        {He} carried {a color} {toy} and {a other_color} {other_toy} with {him}.
-        In {his} bag, {he} had {a color} {toy} and {a other_color} {other_toy}.
-        {His} {family} had made {him} {a color} {toy} and {a other_color} {other_toy}.
+        {He} carried {a color} {toy} and {a shade} {other_toy} with {him}.
+        In {his} bag, {he} had {a color} {toy} and {a shade} {other_toy}.
+        {His} {family} had made {him} {a color} {toy} and {a shade} {other_toy}.
     """,
     "meet_two": """
         There {he} met {friend} the {friend_kind} and {other}, who had no toys.
@@ -281,9 +283,9 @@ RULES = {
         {He} closed {his} eyes and counted: {counting}.
     """,
     "search_first": """
-        {He} looked {other_spot}, but there was only {a thing}.
-        {He} peeked {other_spot} and saw nothing but {a animal}.
-        Was {friend.he} {other_spot}? No, there was just {a thing}.
+        {He} looked {elsewhere}, but there was only {a thing}.
+        {He} peeked {elsewhere} and saw nothing but {a animal}.
+        Was {friend.he} {elsewhere}? No, there was just {a thing}.
     """,
     "search_then": """
         Then {he} heard a giggle {spot}.
@@ -475,7 +477,7 @@ RULES = {
     "ending": """
         From then on, {friend} and {hero} were best friends.
         That night, {hero} dreamed of {wonder}.
-        "What a {lovely} {daytime}!" said {hero}.
+        "What a {lovely} day!" said {hero}.
         And so {hero} learned {moral}.
         {His} {family} was very proud of {hero}.
         At home, a plate of {meal} was waiting for {hero}.

@@ -55,8 +55,10 @@ COURSES = (
     Course(until=5 / 8, row_length=128, write=write_document, recall_weight=5),
     Course(until=1, row_length=SEQUENCE_LENGTH, write=write_document, recall_weight=1),  # GPT-2 must meet every position
 )
-RECALLED_WORDS = [  # what a story names and later names again
-    *stories.HEROES, *stories.COLORS, *stories.TOYS, *stories.FRUIT, *stories.NUMBERS, *stories.SKILLS, *stories.FLOWERS
+RECALLED_WORDS = [  # what a story names and later names again, and how a spot begins that only its place has
+    *stories.HEROES, *stories.KINDS, *stories.FAMILY, *stories.COLORS, *stories.TOYS, *stories.FRUIT, *stories.FLOWERS,
+    *stories.NUMBERS, *stories.SKILLS, *stories.STONES, *stories.BRIDGES, *(place.name.split()[-1] for place in stories.PLACES),
+    *sorted({spot.split()[0] for place in stories.PLACES for spot in place.spots}),
 ]  # fmt: skip
 
 
