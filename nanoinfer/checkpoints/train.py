@@ -90,7 +90,7 @@ def make_checkpoint(name: str, steps: int, folder: Path) -> None:
     (folder / "model.safetensors").chmod(0o644)  # written for its owner alone, but a package is read by everyone
     tokenizer.save_pretrained(folder)
     figures = measure(model.eval(), tokenizer)
-    machine = torch.cuda.get_device_name() if device.type == "cuda" else f"a CPU with {torch.get_num_threads()} threads"
+    machine = torch.cuda.get_device_name() if device.type == "cuda" else f"a CPU (threads: {torch.get_num_threads()})"
     command = f"python -m nanoinfer.checkpoints.train --model {name}" + (f" --steps {steps}" if steps != STEPS else "")
     training = f"`{command}`: {steps} steps of {TOKENS_PER_STEP} tokens, {minutes:.0f} minutes on {machine}"
     (folder / "README.md").write_text(model_card(name, model, training, figures))
