@@ -7,7 +7,7 @@ truth is known: the stories come from a grammar that can say how likely any text
 Read in this order:
 
     grammar.py       rules and a cast -> a text; a text -> its probability, and the place where it leaves the grammar
-    sentences.py     the rules: every sentence that a story can have
+    sentences.py     the rules: openings, days, endings, and the words that all share; plots.py has the twelve plots
     stories.py       the cast: heroes, places, things; write(), read(), hero_is_right()
     documents.py     stories and chats as token ids: the tokenizer, the chat template
     train.py         python -m nanoinfer.checkpoints.train: the two models, the courses, the loop
