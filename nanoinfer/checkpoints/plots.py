@@ -44,27 +44,27 @@ PLOTS = {
     "thanks": """
         "Thank you, {friend}," said {hero} {softly}.
         {Hero} jumped for joy and gave {friend} a big hug.
-        "You are the best {friend_kind} I know," said {hero}.
+        "You are a true friend," said {hero}.
         {Hero} was so {good_mood} that {he} began to dance.
         "How can I ever thank you?" {hero} {asked_it}.
     """,
     "good_mood": "happy|glad|proud|excited|pleased|cheerful|thankful|relieved",
-    # Gift: two things go to two owners, and later one of them is found where it went.
-    "gift": "{two_things} {meet_two} {give} {play} {ask} {answer}",
-    "two_things": """
-        {He} carried {a color} {toy} and {a shade} {other_toy} with {him}.
-        In {his} bag, {he} had {a color} {toy} and {a shade} {other_toy}.
-        {His} {family} had made {him} {a color} {toy} and {a shade} {other_toy}.
+    # Gift: a thing goes to one of two, and later it is found where it went.
+    "gift": "{a_gift} {meet_two} {give} {play} {ask} {answer}",
+    "a_gift": """
+        {He} carried {a color} {toy} with {him}.
+        In {his} bag, {he} had {a color} {toy}.
+        {His} {family} had made {him} {a color} {toy}.
     """,
     "meet_two": """
         There {he} met {friend} the {friend_kind} and {other}, who had no toys.
-        {Friend} the {friend_kind} and {other} were sitting {spot}, and they looked {sad_mood}.
-        {Spot} {he} saw {friend} the {friend_kind} with {other}, who were both very bored.
+        Then {friend} the {friend_kind} and {other} {came} by, and they looked {sad_mood}.
+        Soon {he} saw {friend} the {friend_kind} with {other}, who were both very bored.
     """,
     "give": """
-        {He} gave the {toy} to {owner} and the {other_toy} to {other_owner}.
-        "You can have them," {he} {said}, so {owner} got the {toy} and {other_owner} got the {other_toy}.
-        {Owner} took the {toy} {softly}, and {other_owner} was glad to have the {other_toy}.
+        {He} gave the {toy} to {owner}.
+        "You can have my {toy}," {he} {said} to {owner}.
+        {He} saw that {owner} loved the {toy} and gave it away {softly}.
     """,
     "play": """
         All three of them played until {evening}.
@@ -75,22 +75,22 @@ PLOTS = {
     "evening": "dinner|the sun went down|it began to rain|the stars came out|they were tired|a bell rang",
     "sun": "sun|shade|grass|sand|wind",
     "ask": """
-        "Where is your {asked.toy}?" asked {his} {family} that night.
-        The next {weekday}, {his} {family} looked for the {asked.toy}.
-        "Did you lose the {asked.toy}?" {his} {family} {asked_it}.
+        "Where is your {toy}?" asked {his} {family} that night.
+        The next {weekday}, {his} {family} looked for the {toy}.
+        "Did you lose the {toy}?" {his} {family} {asked_it}.
     """,
     "answer": """
-        "Now it belongs to {asked.owner}," said {hero} {softly}.
-        "I gave it to {asked.owner}," {hero} {said}.
-        But {asked.owner} still had the {asked.toy}, and that made {hero} {good_mood}.
-        They found it with {asked.owner}, who thanked {hero} again.
+        "Now it belongs to {owner}," said {hero} {softly}.
+        "I gave it to {owner}," {hero} {said}.
+        But {owner} still had the {toy}, and that made {hero} {good_mood}.
+        They found it with {owner}, who thanked {hero} again.
     """,
     # Found: the friend can tell the colour, so the toy is the friend's.
     "found": "{found_it} {keep_it} {meet} {whose} {tell_color} {give_back}",
     "found_it": """
         There, {spot}, {he} found {a toy}.
         {He} looked down and saw {a toy} {spot}.
-        {Spot} lay {a toy}, and nobody was near.
+        There lay {a toy} {spot}, and nobody was near.
         {He} almost stepped on {a toy} that lay {spot}.
     """,
     "keep_it": """
@@ -141,7 +141,7 @@ PLOTS = {
     "glad": """
         {Hero} was glad to have company.
         "Come again on {weekday}," said {hero}.
-        {Friend} sang a song for {hero}.
+        So {friend} sang a song for {hero}.
         "There is enough for both of us," {said} {hero}.
     """,
     # Help: somebody is stuck.
@@ -317,14 +317,14 @@ PLOTS = {
     "inside_it": """
         Under the {color} cross was a chest full of {gold}.
         Soon they found a box, and in it were {gold} and {a thing}.
-        They found {gold} there, and even {a color} ring.
+        They found {gold} there, and even a ring.
     """,
     "gold": "gold|pearls|coins|jewels|candy|diamonds|letters|buttons",
     "halves": """
         "Half of it is yours," {said} {hero}.
         {Hero} gave half of it to {friend}.
         "We are rich!" {laughed} {hero}.
-        {Friend} and {hero} shared it with the whole town.
+        So {friend} and {hero} shared it with the whole town.
     """,
     # Seed: the flower comes up in the end.
     "seed": "{plant} {water} {meet} {what_is_it} {grow} {bloom}",
@@ -358,7 +358,7 @@ PLOTS = {
     "build": "{meet} {collect} {stack} {fall} {stack_again} {stands}",
     "collect": """
         Together they collected {n} {stones}.
-        "With {n} {stones} we can build a {bridge}," {friend.he} {said}.
+        "With {n} {stones} we can build something big," {friend.he} {said}.
         {He} had {n} {stones}, and {friend.he} had an idea.
     """,
     "stack": """
@@ -366,6 +366,7 @@ PLOTS = {
         {Softly} they put one on top of the other.
         They worked until {evening}.
     """,
+    "bridge": "bridge|wall|tower|house|castle|raft",
     "fall": """
         But {a animal} ran into it, and everything fell down.
         Then the wind came, and all the {stones} fell down.
@@ -379,7 +380,7 @@ PLOTS = {
     "stands": """
         This time it was strong, and {hero} stood on top.
         "It stands!" {laughed} {hero}.
-        {Friend} made {a color} flag for {hero}.
+        So {friend} made {a color} flag for {hero}.
         "We did it, {hero}!" {laughed} {friend}.
     """,
 }

@@ -19,10 +19,11 @@ RULES = {
     "scene": """
         {lost_it} {look_then}
         {found_it} {keep_it} {tell_color}
-        {two_things} {meet_two} {give} {ask} {answer}
+        {a_gift} {meet_two} {give} {ask} {answer}
         {how_old} {candles} {a_present}
         {have} {meet} {give_some}
         {wanted} {worked}
+        {a_map} {read_map} {dig}
     """,
     "question": """
         Tell me a story about {hero}
@@ -67,6 +68,7 @@ RULES = {
     "meal": "soup|pie|rice|pancakes|honey|noodles|salad|toast|porridge|pudding",
     "snack": "pancakes|muffins|carrots|eggs|waffles|bananas|crackers|biscuits",
     "number": "two|three|four|five|six|seven|eight|nine|ten",
+    "family": "mother|father|grandmother|grandfather|aunt|uncle",
     "mood": "happy|hungry|noisy|sleepy|proud|merry|busy|tired|grumpy",
     "clothing": "coat|dress|sweater|shirt|cape|jacket|vest|belt",
     "shade": "red|blue|green|yellow|purple|pink|white|brown|gray|black|orange|silver",
@@ -103,9 +105,9 @@ RULES = {
         That night, {hero} dreamed of {wonder}.
         "What a {lovely} day!" said {hero}.
         And so {hero} learned {moral}.
-        {His} {family} was very proud of {hero}.
+        Everyone there was very proud of {hero}.
         At home, a plate of {meal} was waiting for {hero}.
-        {Friend} waved for a long time, and so did {hero}.
+        Then {friend} waved for a long time, and so did {hero}.
         {Hero} went home with {a lovely} smile and told {his} {family} about it.
         Everyone in town still tells this story about {hero}.
     """,
