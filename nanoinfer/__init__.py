@@ -30,22 +30,28 @@ The map, in floors. A file imports only from the floors below its own, and from 
       attention/dense.py        no cache: the lesson and the oracle
       attention/reference.py    paged, in plain torch, on any device
       attention/cpu.py          paged, fast on a CPU
+      linear.py            linear layers packed for a CPU
       models/layers.py          RMSNorm, RoPE and YaRN, SwiGLU
       models/weights.py         safetensors -> parameters
       models/gpt2.py            GPT-2
       models/qwen.py            Qwen2, Qwen2.5, Qwen3
       models/__init__.py        architecture -> model, load
     floor 3: execution
+      sampling/state.py         ids and counts that grow with the output
       sampling/batch.py         what each row asked for, as tensors
       sampling/draw.py          integer weights, one uniform number, the token
-      sampling/stages.py        the pure functions from logits to logits
+      sampling/stages.py        the functions from logits to logits
+      sampling/fast.py          the same tokens from fewer logits
+      sampling/logprobs.py      log-probabilities and ranks
       sampling/sampler.py       the list of stages, then the draw
       forward_batch.py     scheduled sequences -> the tensors of one step
       model_runner.py      tensors -> logits
     floor 4
       engine.py            LLMEngine.step(): the whole story in a few lines
     floor 5: front doors
-      llm.py               LLM.generate, stream, chat
+      beam_search.py       the likeliest answers, over forked sequences
+      llm.py               LLM.generate, stream, chat, beam_search
+      bench/sampler.py     the sampler beside transformers' warpers
       cli.py               the `nanoinfer` command
 
 Beside the floors: checkpoints/, the models in the box and the script that trains them.
@@ -61,9 +67,11 @@ if TYPE_CHECKING:
     from nanoinfer.errors import NanoinferError as NanoinferError
     from nanoinfer.llm import LLM as LLM
     from nanoinfer.models import register_model as register_model
+    from nanoinfer.outputs import BeamSearchOutput as BeamSearchOutput
     from nanoinfer.outputs import CompletionOutput as CompletionOutput
     from nanoinfer.outputs import Delta as Delta
     from nanoinfer.outputs import RequestOutput as RequestOutput
+    from nanoinfer.sampling_params import BeamSearchParams as BeamSearchParams
     from nanoinfer.sampling_params import SamplingParams as SamplingParams
     from nanoinfer.tracing import Recorder as Recorder
 
@@ -73,8 +81,10 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "LLM": "nanoinfer.llm",
     "SamplingParams": "nanoinfer.sampling_params",
+    "BeamSearchParams": "nanoinfer.sampling_params",
     "RequestOutput": "nanoinfer.outputs",
     "CompletionOutput": "nanoinfer.outputs",
+    "BeamSearchOutput": "nanoinfer.outputs",
     "Delta": "nanoinfer.outputs",
     "NanoinferError": "nanoinfer.errors",
     "Recorder": "nanoinfer.tracing",

@@ -107,11 +107,11 @@ class BlockManager:
             seq.block_table.append(self._take())
         return copies
 
-    def cache_finished_blocks(self, seq: Sequence) -> None:
-        """Make the blocks that the sequence has filled findable. Call it once their tokens are in the cache."""
+    def cache_finished_blocks(self, seq: Sequence, num_tokens: int) -> None:
+        """Make the blocks that the sequence's first num_tokens fill findable. Call it once those tokens are in the cache."""
         if not self.enable_prefix_caching:
             return
-        for index in range(len(seq.prefix_keys), seq.num_computed_tokens // self.block_size):
+        for index in range(len(seq.prefix_keys), num_tokens // self.block_size):
             parent = seq.prefix_keys[-1] if seq.prefix_keys else _ROOT
             start = index * self.block_size
             content = (parent, tuple(seq.token_ids[start : start + self.block_size]))

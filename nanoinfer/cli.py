@@ -1,22 +1,26 @@
-"""`nanoinfer`: generate and chat from a terminal. A thin layer over LLM and SamplingParams, whose names the options have."""
+"""`nanoinfer`: generate, chat and measure from a terminal. A thin layer over LLM, with SamplingParams' names for the options."""
 
 import io
+import json
 import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from nanoinfer import __version__
 from nanoinfer.errors import InvalidPromptError, NanoinferError
 
+bench_app = typer.Typer(no_args_is_help=True, help="What nanoinfer costs, beside what others cost.")
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="A small LLM inference engine.", pretty_exceptions_enable=False
 )
+app.add_typer(bench_app, name="bench")
 errors = Console(stderr=True)
 
 Model = Annotated[str | None, typer.Option(help="A folder, a hub name, tiny-qwen3 or tiny-gpt2. Default: tiny-qwen3.")]
@@ -189,6 +193,26 @@ def _standard_input() -> str:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise InvalidPromptError(f"standard input is not valid text ({error})") from error
+
+
+@bench_app.command("sampler")
+def bench_sampler(
+    repeats: Annotated[int, typer.Option(min=1, help="How many times each side of a case runs.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Drawing the tokens of 64 rows, beside transformers' warpers and multinomial; a minute or two."""
+    from nanoinfer.bench import sampler  # takes a second: only who measures waits for it
+
+    results = sampler.run(repeats)
+    if as_json:
+        print(json.dumps([asdict(result) | {"ratio": result.ratio} for result in results], indent=1))
+        return
+    table = Table("case", "vocabulary", "nanoinfer ms", "other ms", "ratio", "bar", title=f"{sampler.NUM_ROWS} rows")
+    for result in results:
+        bar = f"{result.bar}: {'reached' if result.is_reached else 'missed'}" if result.bar else ""
+        numbers = (f"{result.ours_ms:.2f}", f"{result.theirs_ms:.2f}", f"{result.ratio:.1f}")
+        table.add_row(result.name, str(result.vocab_size), *numbers, bar)
+    Console().print(table)
 
 
 def _load(**arguments: Any) -> Any:

@@ -6,6 +6,7 @@ In: the arguments of LLM. Out: values that cannot be wrong by themselves; what d
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from nanoinfer.checks import check_flag, check_integer, check_number
 from nanoinfer.errors import InvalidTypeError, InvalidValueError
@@ -51,16 +52,19 @@ class SchedulerConfig:
     max_num_seqs: sequences that may run at once.
     max_num_batched_tokens: prompt tokens one step may compute; a running decode always gets its one token beside them.
     chunk_size: a prompt is cut at absolute multiples of this (and of max_num_batched_tokens, if that is smaller).
+    batch_invariant: let neither the prefix cache nor a preemption change how a sequence is computed (scheduler.py says how).
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 4096
     chunk_size: int = 1024
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_integer("max_num_seqs", self.max_num_seqs, 1, None, ">= 1")
         check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, None, ">= 1")
         check_integer("chunk_size", self.chunk_size, 1, None, ">= 1")
+        check_flag("batch_invariant", self.batch_invariant)
 
     @property
     def chunk_grid(self) -> int:
@@ -82,6 +86,8 @@ class EngineConfig:
     enforce_eager: bool = False
     seed: int = 0
     tracer: Tracer | None = None
+    stages: tuple[Any, ...] | None = None  # the sampler's; None: sampling.sampler.STAGES
+    logprobs_mode: str = "raw"  # or "processed": after all stages
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
@@ -98,5 +104,9 @@ class EngineConfig:
         check_integer("max_model_len", self.max_model_len, 1, None, ">= 1", or_none=True)
         check_flag("enforce_eager", self.enforce_eager)
         check_integer("seed", self.seed, 0, 2**64 - 1, "in 0 .. 2**64 - 1")
+        if self.logprobs_mode not in ("raw", "processed"):
+            raise InvalidValueError(f"logprobs_mode must be 'raw' or 'processed', got {self.logprobs_mode!r}")
+        if self.stages is not None and not all(callable(stage) for stage in self.stages):
+            raise InvalidTypeError(f"stages must be functions (logits, SamplingBatch) -> logits, got {self.stages!r}")
         if self.tracer is not None and not callable(getattr(self.tracer, "emit", None)):
             raise InvalidTypeError(f"tracer must have a method emit(event), got {self.tracer!r}; see nanoinfer.Recorder")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nanoinfer import models
+from nanoinfer import linear, models
 from nanoinfer.attention.base import select_backend
 from nanoinfer.block_manager import BlockManager
 from nanoinfer.checkpoint import Checkpoint, locate
@@ -24,17 +24,21 @@ from nanoinfer.errors import CheckpointNotFoundError, InvalidPromptError, Invali
 from nanoinfer.forward_batch import ForwardBatch
 from nanoinfer.kv_cache import KVCache, bytes_per_block, memory_for_cache
 from nanoinfer.model_runner import ModelRunner
-from nanoinfer.request import Request
+from nanoinfer.outputs import TokenLogprobs
+from nanoinfer.request import Request, named_logprobs
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.sampler import Sampler
+from nanoinfer.sampling.logprobs import token_logprobs
+from nanoinfer.sampling.sampler import STAGES, Sampler
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduler import Scheduler
+from nanoinfer.scheduler import PromptRows, Scheduler, SchedulerPlan
 from nanoinfer.sequence import Sequence
 from nanoinfer.stopping import Stop
 from nanoinfer.tokenizer import Tokenizer
 from nanoinfer.tracing import RequestFinished, StepTimed
 
 logger = logging.getLogger(__name__)
+
+_PROMPT_LOGITS = 2**22  # logits of a prompt computed at a time, for prompt_logprobs: 16 MB
 
 
 class LLMEngine:
@@ -99,7 +103,9 @@ class LLMEngine:
             layout=backend.layout,
         )
         self.runner = ModelRunner(model, cache, backend)
-        self.sampler = Sampler()
+        self.sampler = Sampler(
+            STAGES if config.stages is None else config.stages, processed_logprobs=config.logprobs_mode == "processed"
+        )
 
     @classmethod
     def load(cls, config: EngineConfig) -> tuple["LLMEngine", Checkpoint]:
@@ -107,6 +113,8 @@ class LLMEngine:
         device = _resolve_device(config.device)
         checkpoint = Checkpoint.open(config.model, config.revision)
         model = models.load(checkpoint, config.dtype, device)
+        if device.type == "cpu":
+            linear.pack(model)
         tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
         tokenizer = Tokenizer.load(tokenizer_path)
         if config.tokenizer is not None and tokenizer is None:
@@ -128,11 +136,26 @@ class LLMEngine:
         if not prompt_token_ids:
             raise InvalidPromptError("the prompt has no tokens; give at least one, such as the model's BOS")
         vocab_size = self.model_config.vocab_size
-        for name, ids in (("the prompt", prompt_token_ids), ("stop_token_ids", params.stop_token_ids or ())):
+        for name, ids in (
+            ("the prompt", prompt_token_ids),
+            ("stop_token_ids", params.stop_token_ids or ()),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logit_bias", tuple(params.logit_bias or ())),
+            *(("bad_words", word) for word in params.bad_words or () if not isinstance(word, str)),
+        ):
             # max and min in C: a loop over a prompt of 100,000 ids would be felt
             if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
                 bad = next(i for i in ids if not 0 <= i < vocab_size)
                 raise InvalidPromptError(f"{name} has the token id {bad}; this model's ids are 0 .. {vocab_size - 1}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > vocab_size:
+                raise InvalidValueError(
+                    f"{name} must be at most the vocabulary's {vocab_size}, got {getattr(params, name)}; use -1 for all"
+                )
+        if self.tokenizer is None and any(isinstance(word, str) for word in params.bad_words or ()):
+            raise InvalidValueError(
+                f"bad_words={params.bad_words!r} has strings, but this checkpoint has no tokenizer; give lists of token ids"
+            )
         if params.detokenize and self.tokenizer is None:
             raise InvalidValueError(
                 "this checkpoint has no tokenizer, so there can be no text; pass SamplingParams(detokenize=False), "
@@ -146,26 +169,29 @@ class LLMEngine:
         arrival_time = time.perf_counter()
         self.check_request(prompt_token_ids, params)
         num_prompt_tokens = len(prompt_token_ids)
-        seq = Sequence(
-            request_id=str(self._num_requests),
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            seed=params.seed if params.seed is not None else _distinct_seed(self._seed, self._num_requests),
-            max_num_tokens=min(num_prompt_tokens + (params.max_tokens or self.max_model_len), self.max_model_len),
-            eos_token_ids=self.eos_token_ids,
+        seed = params.seed if params.seed is not None else _distinct_seed(self._seed, self._num_requests)
+        bad_words = tuple(self._bad_word_ids(params))
+        first, *others = (
+            Sequence(
+                request_id=str(self._num_requests),
+                prompt_token_ids=prompt_token_ids,
+                params=params,
+                seed=(seed + index) % 2**64,
+                max_num_tokens=min(num_prompt_tokens + (params.max_tokens or self.max_model_len), self.max_model_len),
+                eos_token_ids=self.eos_token_ids,
+                bad_words=bad_words,
+                index=index,
+            )
+            for index in range(params.n)
         )
+        first.forks = others
         self._num_requests += 1
-        request = Request(seq, prompt, self.tokenizer, arrival_time=arrival_time, streaming=streaming)
+        request = Request([first, *others], prompt, self.tokenizer, arrival_time=arrival_time, streaming=streaming)
         if num_prompt_tokens >= self.max_model_len:
-            error = f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {self.max_model_len}, answer included; "
-            error += "shorten the prompt"
-            if self.max_model_len < self.model_config.max_position_embeddings:
-                most = self.model_config.max_position_embeddings
-                error += f", or raise max_model_len (this model: up to {most}) and kv_cache_memory"
-            self._end([request], Stop("error", error=error))
+            self._end([request], Stop("error", error=self.too_long(num_prompt_tokens)))
         else:
             self._requests[request.request_id] = request
-            self.scheduler.add(seq)
+            self.scheduler.add(first)
         return request
 
     def abort(self, *request_ids: str) -> None:
@@ -195,20 +221,28 @@ class LLMEngine:
             scheduled = time.perf_counter()
             batch = ForwardBatch.build(plan, self.block_manager.block_size, self.device)  # sequences -> tensors
             built = time.perf_counter()
-            logits = self.runner.forward(batch)  # the model, and the LM head on the wanted rows
+            hidden = self.runner.forward(batch)  # the model
+            logits = self.runner.compute_logits(hidden[batch.logits_indices])  # the LM head, on the wanted rows
             forwarded = time.perf_counter()
             sequences = [seq for seq, _ in plan.rows]
             sampled = self.sampler(logits, SamplingBatch.build(sequences, self.model_config.vocab_size, self.device))
+            told = {i: self._named(seq, sampled.logprobs[i]) for i, seq in enumerate(sequences) if i in sampled.logprobs}
+            prompts_told = [(part, self._prompt_logprobs(part, hidden)) for part in plan.prompt_rows]
             drawn = time.perf_counter()
             # From here to the last row no user's code runs: what is committed must also be advanced.
             self.scheduler.commit(plan)  # these tokens are now in the cache
+            for part, logprobs in prompts_told:
+                self._requests[part.sequence.request_id].add_prompt_logprobs(part.position + 1, logprobs)
             ended = []
             for row, (seq, token_id) in enumerate(zip(sequences, sampled.token_ids, strict=True)):
                 request = self._requests[seq.request_id]
+                stop: Stop | None
                 if error := sampled.errors.get(row):
-                    request.end(Stop("error", error=error))
+                    request.end(stop := Stop("error", error=error), seq)
                 else:
-                    request.advance(token_id)  # stop ids -> detokenize -> stop strings -> output
+                    stop = request.advance(seq, token_id, told.get(row))  # stop ids -> detokenize -> stop strings -> output
+                if stop:
+                    self.scheduler.finish(seq)
                 if request.output:
                     self._retire(request)
                     ended.append(request)
@@ -225,6 +259,22 @@ class LLMEngine:
                     )
                 )
             return ended
+
+    @torch.inference_mode()
+    def compute(self, plan: SchedulerPlan) -> torch.Tensor:
+        """Logits [num_rows, vocab] of a plan that is not the scheduler's: beam search makes its own."""
+        with self._undivided():
+            batch = ForwardBatch.build(plan, self.block_manager.block_size, self.device)
+            return self.runner.compute_logits(self.runner.forward(batch)[batch.logits_indices])
+
+    def too_long(self, num_prompt_tokens: int) -> str:
+        """What to say about a prompt that leaves no room for an answer."""
+        error = f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {self.max_model_len}, answer included; "
+        error += "shorten the prompt"
+        if self.max_model_len < self.model_config.max_position_embeddings:
+            most = self.model_config.max_position_embeddings
+            error += f", or raise max_model_len (this model: up to {most}) and kv_cache_memory"
+        return error
 
     # ---- inside
 
@@ -249,6 +299,38 @@ class LLMEngine:
             owed, self._aborts_owed = self._aborts_owed, []
             self.abort(*owed)
 
+    def _bad_word_ids(self, params: SamplingParams) -> Iterator[tuple[int, ...]]:
+        """params.bad_words as ids. A string stands for its ids at the start of a text, and for those after a space.
+
+        The second form counts only if it is as long and begins otherwise; else it is more than the word, or the same.
+        """
+        for word in params.bad_words or ():
+            if not isinstance(word, str):
+                yield tuple(word)
+                continue
+            assert self.tokenizer is not None
+            bare = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
+            spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+            forms = [bare, spaced] if len(spaced) == len(bare) and spaced[0] != bare[0] else [bare]
+            # Some tokenizers have ids that the model lacks: what needs one cannot come out anyway.
+            yield from (tuple(ids) for ids in forms if max(ids) < self.model_config.vocab_size)
+
+    def _named(self, seq: Sequence, told: Any) -> TokenLogprobs:
+        return named_logprobs(told.ids, told.values, told.ranks, self.tokenizer if seq.params.detokenize else None)
+
+    def _prompt_logprobs(self, part: PromptRows, hidden: torch.Tensor) -> list[TokenLogprobs]:
+        """Head the prompt's rows, some at a time, and look up the tokens that follow them."""
+        num_at_a_time = max(_PROMPT_LOGITS // self.model_config.vocab_size, 1)
+        seq, told = part.sequence, []
+        asked = seq.params.prompt_logprobs
+        num_top = self.model_config.vocab_size if asked is None or asked == -1 else asked
+        for start in range(part.start, part.stop, num_at_a_time):
+            logits = self.runner.compute_logits(hidden[start : min(start + num_at_a_time, part.stop)])
+            first = part.position + 1 + start - part.start
+            token_ids = seq.prompt_token_ids[first : first + len(logits)]
+            told += [self._named(seq, one) for one in token_logprobs(logits, token_ids, [num_top] * len(logits))]
+        return told
+
     def _end(self, requests: list[Request], stop: Stop) -> None:
         for request in requests:
             request.end(stop)
@@ -258,16 +340,17 @@ class LLMEngine:
     def _retire(self, request: Request) -> None:
         """A request has its output: its blocks go back, and the engine forgets it."""
         if self._requests.pop(request.request_id, None):
-            self.scheduler.finish(request.sequence)
+            for seq in request.sequences:
+                self.scheduler.finish(seq)
 
     def _trace_ends(self, requests: list[Request]) -> None:
         if self.tracer is None:
             return
         for request in requests:
             assert request.output is not None
-            completion = request.output.outputs[0]
-            assert completion.finish_reason is not None
-            self.tracer.emit(RequestFinished(request.request_id, completion.finish_reason, len(completion.token_ids)))
+            finish_reason = request.output.outputs[0].finish_reason
+            assert finish_reason is not None
+            self.tracer.emit(RequestFinished(request.request_id, finish_reason, request.output.metrics.num_output_tokens))
 
 
 def _resolve_device(name: str) -> torch.device:

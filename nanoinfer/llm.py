@@ -10,7 +10,7 @@ import reprlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, cast
@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from tqdm import tqdm
 
+from nanoinfer.beam_search import BeamSearch
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.errors import (
@@ -28,10 +29,11 @@ from nanoinfer.errors import (
     UnsupportedError,
     unknown_argument,
 )
-from nanoinfer.outputs import Delta, RequestOutput
+from nanoinfer.outputs import BeamSearchOutput, Delta, RequestOutput
 from nanoinfer.prompts import Prompt, as_list, naming_the_prompt, parse_prompt
 from nanoinfer.request import Request
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling.sampler import Stage
+from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.tracing import Tracer
 
 logger = logging.getLogger(__name__)
@@ -61,9 +63,12 @@ class LLM:
         kv_cache_memory: int | None = None,
         gpu_memory_utilization: float = CacheConfig.gpu_memory_utilization,
         enable_prefix_caching: bool = True,
+        batch_invariant: bool = SchedulerConfig.batch_invariant,
         attention_backend: str = "auto",
         enforce_eager: bool = False,
         seed: int = 0,
+        stages: Iterable[Stage] | None = None,
+        logprobs_mode: str = "raw",
         tracer: Tracer | None = None,
         **unknown: Any,
     ) -> None:
@@ -85,9 +90,14 @@ class LLM:
             4 GiB or half of what is free, whichever is less; and never more than max_num_seqs sequences can use.
         gpu_memory_utilization: share of the GPU's memory for weights and cache, in (0, 1]. Without effect on a CPU.
         enable_prefix_caching: compute what prompts have in common once.
+        batch_invariant: a prompt's logits have the same bits whatever else is in the batch (on a CPU); with this, also after a
+            prefix hit and a preemption. Then only whole chunks of prompts are reused, and a preempted answer is computed again
+            token by token. On CUDA neither is promised.
         attention_backend: "auto", "cpu" or "reference".
         enforce_eager: compile nothing.
         seed: of requests without a seed of their own, 0 .. 2**64 - 1.
+        stages: the sampler's, in their order: `[*STAGES, mine]`, from nanoinfer.sampling.sampler, adds one of yours.
+        logprobs_mode: "raw" tells the model's own log-probabilities, "processed" those after all stages.
         tracer: takes the engine's events; see nanoinfer.Recorder.
 
         Raises: InvalidValueError, InvalidTypeError, UnsupportedError, CheckpointNotFoundError, CheckpointError, WeightsError.
@@ -103,6 +113,8 @@ class LLM:
             attention_backend=attention_backend,
             enforce_eager=enforce_eager,
             seed=seed,
+            stages=None if stages is None else tuple(stages) if isinstance(stages, Iterable) else (stages,),
+            logprobs_mode=logprobs_mode,
             tracer=tracer,
             cache=CacheConfig(
                 block_size=block_size,
@@ -114,6 +126,7 @@ class LLM:
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 chunk_size=chunk_size,
+                batch_invariant=batch_invariant,
             ),
         )
         self.engine, checkpoint = LLMEngine.load(config)
@@ -154,6 +167,8 @@ class LLM:
         Raises: as generate does, at once and not at the first token.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        if isinstance(params, SamplingParams) and params.n > 1:
+            raise UnsupportedError(f"stream() shows one answer, got n={params.n}; use generate(), or a stream() for each seed")
         return self._stream(self._checked(prompt, params), params)
 
     def chat(
@@ -213,6 +228,29 @@ class LLM:
         # The template has written every special token itself: adding BOS here would write it twice.
         return {"prompt": text, "prompt_token_ids": self.engine.tokenizer.encode(text, add_special_tokens=False)}
 
+    def beam_search(self, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Find the likeliest answers to each prompt, and return them with their scores, in the order of the prompts.
+
+        prompts: as for generate. The prompts run together as far as the KV cache allows; the beams of one share their blocks.
+
+        Raises: as generate does; NanoinferError for beams that cannot fit together.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidTypeError(f"params must be BeamSearchParams, got {params!r}")
+        parsed = []
+        for index, prompt in enumerate(as_list(prompts)):
+            with naming_the_prompt(index):
+                parsed.append(parse_prompt(prompt, self.engine.tokenizer))
+        search = BeamSearch(self.engine, parsed, params)
+        try:
+            while search.num_unfinished:
+                with _interrupt_deferred():
+                    search.step()
+        finally:
+            with _interrupt_deferred():
+                search.close()
+        return search.outputs
+
     def abort(self, request_id: str) -> None:
         """End a request that is running; its stream ends with finish_reason "abort". Unknown and finished ids do nothing."""
         self.engine.abort(request_id)
@@ -232,9 +270,6 @@ class LLM:
         names["max_new_tokens"] = "max_tokens"
         given: dict[str, Any] = {ours: self._generation_config.get(theirs) for theirs, ours in names.items()}
         given = {name: value for name, value in given.items() if value is not None}
-        # Qwen2.5's chat models ask for one. That must not keep everybody from using their other defaults.
-        if given.pop("repetition_penalty", 1.0) != 1.0:
-            logger.warning("generation_config.json has a repetition_penalty, which is not built yet: generating without it")
         try:
             params = SamplingParams(**given, detokenize=self.engine.tokenizer is not None)
         except NanoinferError as error:
@@ -274,7 +309,7 @@ class LLM:
                 now = time.perf_counter()
                 if use_tqdm and (not pending or now - last_shown > bar.mininterval):
                     last_shown = now
-                    sequences = [request.sequence for request in requests]
+                    sequences = [seq for request in requests for seq in request.sequences]
                     num_input = sum(len(seq.prompt_token_ids) for seq in sequences if seq.num_output_tokens)
                     num_output = sum(seq.num_output_tokens for seq in sequences)
                     seconds = now - start

@@ -9,6 +9,22 @@ from typing import Literal
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One id's log-probability at one place.
+
+    rank: how many ids are as likely there or likelier; 1 is the likeliest. decoded_token: the id's own text, if there is a
+    tokenizer (a part of a character is U+FFFD).
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+TokenLogprobs = dict[int, Logprob]  # the token itself comes first, then the likeliest, in falling order
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One answer to one prompt.
@@ -18,14 +34,15 @@ class CompletionOutput:
     finish_reason: "stop" (EOS, a stop id or a stop string), "length" (max_tokens, or the model's length), "abort", "error".
     stop_reason: the stop string or stop id that ended it; None for EOS and for the other reasons.
     error: with finish_reason "error", what went wrong and what to do.
-    cumulative_logprob, logprobs: None, since they have to be asked for and cannot be asked for yet.
+    logprobs: with SamplingParams(logprobs=...), a dict for every id of token_ids. cumulative_logprob: what those of token_ids
+        sum to; None without logprobs.
     """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: None = None
+    logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -57,7 +74,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One prompt with its answers, in vLLM's shape. prompt is None where the prompt was given as token ids."""
+    """One prompt with its n answers, in vLLM's shape. prompt is None where the prompt was given as token ids."""
 
     request_id: str
     prompt: str | None
@@ -65,6 +82,32 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # one for every prompt token; the first is None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """One answer that beam search found.
+
+    token_ids: the generated ids, EOS included. cumulative_logprob: the sum of their log-probabilities; score: that over
+    len(token_ids) ** length_penalty. finish_reason: "stop" (EOS) or "length".
+    """
+
+    text: str
+    token_ids: list[int]
+    score: float
+    cumulative_logprob: float
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """One prompt with the beam_width best answers, the best first. error: why there are none, for a prompt that is too long."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sequences: list[BeamSearchSequence]
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +121,4 @@ class Delta:
     token_ids: list[int]
     output: RequestOutput | None = None
     request_id: str = ""  # for LLM.abort
+    logprobs: list[TokenLogprobs] | None = None  # of token_ids, where they were asked for

@@ -1,4 +1,4 @@
-"""One request seen from outside: its text as it grows, what a stream of it shows, and its RequestOutput at the end.
+"""One request seen from outside: its answers as they grow, what a stream of it shows, and its RequestOutput at the end.
 
 In: one sampled id at a time. Out: Deltas and a RequestOutput. The sampled id passes the last stations of its journey here:
 stop ids -> detokenizer -> stop strings -> output.
@@ -8,7 +8,7 @@ import time
 from collections import deque
 
 from nanoinfer.detokenizer import Detokenizer
-from nanoinfer.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
+from nanoinfer.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from nanoinfer.sequence import Sequence
 from nanoinfer.stopping import Stop, StopStrings, check_token_ids
 from nanoinfer.tokenizer import Tokenizer
@@ -17,33 +17,89 @@ from nanoinfer.tokenizer import Tokenizer
 class Request:
     """Owns its outputs, so that several callers may drive one engine, each reading its own.
 
-    output: None until the request has ended. deltas: what a stream has still to show; filled only if `streaming`.
+    output: None until every answer has ended. deltas: what a stream has still to show; filled only if `streaming`, which is
+    for a single answer.
     """
 
     def __init__(
-        self, seq: Sequence, prompt: str | None, tokenizer: Tokenizer | None, *, arrival_time: float, streaming: bool = False
+        self,
+        sequences: list[Sequence],
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        *,
+        arrival_time: float,
+        streaming: bool = False,
     ) -> None:
-        self.sequence = seq
+        self.sequences = sequences
+        self.request_id = sequences[0].request_id
         self.output: RequestOutput | None = None
         self.deltas: deque[Delta] = deque()
         self._prompt = prompt
         self._streaming = streaming
         self._metrics = RequestMetrics(arrival_time)
-        self._text = StopStrings(seq.params.stop or (), include_in_output=seq.params.include_stop_str_in_output)
+        self._answers = [_Answer(seq, tokenizer) for seq in sequences]
+        wants_prompt = sequences[0].params.prompt_logprobs is not None
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = [None] if wants_prompt else None
+
+    def advance(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None = None) -> Stop | None:
+        """Take one sampled id of one of the sequences. Returns a Stop if it was that sequence's last."""
+        if self._metrics.first_token_time is None:
+            self._metrics.first_token_time = time.perf_counter()
+        answer = self._answers[seq.index]
+        answer.advance(token_id, logprobs)
+        self._show([token_id], answer, None if logprobs is None else [logprobs])
+        return answer.stop
+
+    def add_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
+        """Take those of the prompt's tokens from this position on, less what is known: a preempted prompt comes twice."""
+        assert self._prompt_logprobs is not None
+        self._prompt_logprobs += logprobs[len(self._prompt_logprobs) - position :]
+
+    def end(self, stop: Stop, seq: Sequence | None = None) -> None:
+        """End one sequence, or all, from outside: aborted, or failed. What was held of the text is kept, what has ended too."""
+        for answer in self._answers if seq is None else [self._answers[seq.index]]:
+            if answer.stop is None:
+                answer.end(stop)
+                self._show([], answer, None)
+
+    def _show(self, new_token_ids: list[int], answer: "_Answer", logprobs: list[TokenLogprobs] | None) -> None:
+        """Make the output if that was the last, and a stream's next Delta."""
+        if all(answer.stop for answer in self._answers):
+            self._metrics.finished_time = time.perf_counter()
+            self._metrics.num_output_tokens = sum(seq.num_output_tokens for seq in self.sequences)
+            self._metrics.num_cached_tokens = self.sequences[0].num_cached_tokens
+            self._metrics.num_preemptions = sum(seq.num_preemptions for seq in self.sequences)
+            self.output = RequestOutput(
+                self.request_id,
+                self._prompt,
+                self.sequences[0].prompt_token_ids,
+                [answer.output() for answer in self._answers],
+                finished=True,
+                metrics=self._metrics,
+                prompt_logprobs=self._prompt_logprobs,
+            )
+        if self._streaming:
+            text = answer.text.release(everything=answer.stop is not None)
+            self.deltas.append(Delta(text, new_token_ids, self.output, self.request_id, logprobs))
+
+
+class _Answer:
+    """One of a request's sequences as text. stop: None while it runs."""
+
+    def __init__(self, seq: Sequence, tokenizer: Tokenizer | None) -> None:
+        self.seq = seq
+        self.stop: Stop | None = None
+        self.text = StopStrings(seq.params.stop or (), include_in_output=seq.params.include_stop_str_in_output)
         self._detokenizer: Detokenizer | None = None
         if seq.params.detokenize and tokenizer is not None:
             self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=seq.params.skip_special_tokens)
+        self._logprobs: list[TokenLogprobs] | None = None if seq.params.logprobs is None else []
 
-    @property
-    def request_id(self) -> str:
-        return self.sequence.request_id
-
-    def advance(self, token_id: int) -> None:
-        """Take one sampled id. Afterwards `output` is set if it was the last."""
-        seq = self.sequence
+    def advance(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        seq = self.seq
         seq.token_ids.append(token_id)
-        if self._metrics.first_token_time is None:
-            self._metrics.first_token_time = time.perf_counter()
+        if self._logprobs is not None and logprobs is not None:
+            self._logprobs.append(logprobs)
 
         stop = check_token_ids(seq)
         ended_by_id = stop is not None and stop.finish_reason == "stop"
@@ -55,38 +111,33 @@ class Request:
 
         # Neither the text of the first min_tokens tokens nor that of an id that ended the output is searched for stop strings.
         examine = not ended_by_id and seq.num_output_tokens > seq.params.min_tokens
-        if matched := self._text.push(text, examine=examine):
+        if matched := self.text.push(text, examine=examine):
             stop = Stop("stop", matched)
-        if stop:
-            self._finish(stop, [token_id])
-        elif self._streaming:
-            self.deltas.append(Delta(self._text.release(), [token_id], request_id=self.request_id))
+        self.stop = stop
 
     def end(self, stop: Stop) -> None:
-        """End it from outside: aborted, or failed. What was held of its text is kept. One that has ended stays as it is."""
-        if self.output:
-            return
         if self._detokenizer:
-            self._text.push(self._detokenizer.finish(), examine=False)
-        self._finish(stop, [])
+            self.text.push(self._detokenizer.finish(), examine=False)
+        self.stop = stop
 
-    def _finish(self, stop: Stop, new_token_ids: list[int]) -> None:
-        seq = self.sequence
-        self._metrics.finished_time = time.perf_counter()
-        self._metrics.num_output_tokens = seq.num_output_tokens
-        self._metrics.num_cached_tokens = seq.num_cached_tokens
-        self._metrics.num_preemptions = seq.num_preemptions
-        completion = CompletionOutput(
-            index=0,
-            text=self._text.text,
-            token_ids=seq.output_token_ids,
-            finish_reason=stop.finish_reason,
-            stop_reason=stop.stop_reason,
-            error=stop.error,
+    def output(self) -> CompletionOutput:
+        assert self.stop is not None
+        told, token_ids = self._logprobs, self.seq.output_token_ids
+        return CompletionOutput(
+            index=self.seq.index,
+            text=self.text.text,
+            token_ids=token_ids,
+            cumulative_logprob=None if told is None else sum(row[i].logprob for row, i in zip(told, token_ids, strict=True)),
+            logprobs=told,
+            finish_reason=self.stop.finish_reason,
+            stop_reason=self.stop.stop_reason,
+            error=self.stop.error,
         )
-        self.output = RequestOutput(
-            seq.request_id, self._prompt, seq.prompt_token_ids, [completion], finished=True, metrics=self._metrics
-        )
-        if self._streaming:
-            text = self._text.release(everything=True)
-            self.deltas.append(Delta(text, new_token_ids, self.output, self.request_id))
+
+
+def named_logprobs(ids: list[int], values: list[float], ranks: list[int], tokenizer: Tokenizer | None) -> TokenLogprobs:
+    """The sampler's numbers, in the shape that users get."""
+    return {
+        token_id: Logprob(value, rank, tokenizer.decode([token_id], skip_special_tokens=False) if tokenizer else None)
+        for token_id, value, rank in zip(ids, values, ranks, strict=True)
+    }

@@ -1,31 +1,41 @@
 """What one prompt may ask for. A frozen value, checked when it is made, before any work is done for it.
 
 In: keyword arguments with vLLM's names. Out: a SamplingParams that every later station can trust. It knows nothing of any
-model: what needs the vocabulary (stop_token_ids) is checked where a request enters the engine.
+model: what needs the vocabulary (lists of token ids) is checked where a request enters the engine.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from nanoinfer.checks import check_flag, check_integer, check_number, out_of_range
-from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, unknown_argument
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, unknown_argument
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose each next token of one prompt, and when to stop.
 
-    Choosing (applied in this order; greedy rows skip all but min_tokens):
+    Choosing. The logits pass these in this order; greedy rows skip the last four:
 
+    - allowed_token_ids (at least one): nothing else can be drawn.
+    - bad_words: strings, or lists of token ids, that cannot come out. The last token is masked once those before it stand at
+      the end of the output. A string is meant with and without a space before it.
     - min_tokens (>= 0): EOS and stop_token_ids cannot be drawn until so many tokens are out, and a stop string must complete
       in text after them.
+    - logit_bias ({token id: -100 .. 100}): added to the logits.
+    - repetition_penalty (> 0, 1 is off): logits of ids in prompt or output are divided by it if positive, else multiplied.
+    - frequency_penalty (-2 .. 2, 0 is off): taken off once for each time an id is in the output.
+    - presence_penalty (-2 .. 2, 0 is off): taken off once for every id that is in the output.
+    - no_repeat_ngram_size (>= 1, 0 is off): no run of so many tokens comes twice in prompt + output.
+    - logits_processors: your own functions (prompt_ids, output_ids, logits [vocab]) -> logits, in order.
     - temperature (finite, >= 0): divides the logits. 0 is greedy: the largest logit, ties to the lowest id.
     - min_p ([0, 1], 0 is off): drop tokens less probable than min_p times the most probable one.
     - top_k (>= 1; 0 or -1 is off): keep the k largest; ties with the k-th stay.
     - top_p ((0, 1], 1 is off): keep the smallest set whose probabilities reach top_p; the token that crosses it stays.
     - seed (0 to 2**64 - 1; None or -1 draws one): the same seed and the same logits give the same tokens, in any batch.
+    - n (>= 1): so many answers to the prompt, the i-th drawn with seed + i.
 
     Stopping:
 
@@ -36,9 +46,10 @@ class SamplingParams:
       include_stop_str_in_output.
     - ignore_eos: EOS does not stop; stop and stop_token_ids still do.
 
-    Text: skip_special_tokens leaves special tokens out of the text; detokenize=False gives token ids only.
+    Told beside the tokens: logprobs (k >= 0, -1 is all, None is off): log-probabilities of the k likeliest ids and of the one
+    drawn, per output token. prompt_logprobs: the same for the prompt's tokens.
 
-    The remaining fields are known names that are refused, unless they are off, until they are built: see `_NOT_BUILT`.
+    Text: skip_special_tokens leaves special tokens out of the text; detokenize=False gives token ids only.
 
     >>> SamplingParams(temperature=0.0, max_tokens=3).is_greedy
     True
@@ -67,12 +78,12 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     no_repeat_ngram_size: int = 0
-    logit_bias: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
+    logit_bias: Mapping[int, float] | None = None  # kept as a dict
+    allowed_token_ids: Sequence[int] | None = None  # kept as a tuple of ids
+    bad_words: Sequence[str | Sequence[int]] | None = None  # kept as a tuple of strings and tuples of ids
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    logits_processors: Any = None
+    logits_processors: Sequence[Callable[..., Any]] | None = None  # kept as a tuple
 
     def __new__(cls, *args: Any, **given: Any) -> "SamplingParams":
         """Before Python's own bare TypeError: an argument that does not exist is named, with the one that was meant."""
@@ -84,19 +95,28 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, off_values in _NOT_BUILT.items():
-            value, off = getattr(self, name), getattr(SamplingParams, name)
-            if not _is_off(value, off_values):
-                raise UnsupportedError(f"{name}={value!r} is not built yet; leave it out (it acts as {off!r})")
         check_number("temperature", self.temperature, 0.0, math.inf, "finite and >= 0; 0 is greedy")
         check_number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]; use 1.0 to turn it off")
         check_number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]; use 0 to turn it off")
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "finite and > 0; use 1.0 to turn it off")
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, "in [-2, 2]; use 0 to turn it off")
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "in [-2, 2]; use 0 to turn it off")
         check_integer("top_k", self.top_k, -1, None, ">= 1, or 0 or -1 to turn it off")
         check_integer("min_tokens", self.min_tokens, 0, None, ">= 0")
+        check_integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, None, ">= 1, or 0 to turn it off")
+        check_integer("n", self.n, 1, None, ">= 1")
+        for name in ("logprobs", "prompt_logprobs"):
+            check_integer(name, getattr(self, name), -1, None, ">= 0, -1 for all, or None to turn it off", or_none=True)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             check_flag(name, getattr(self, name))
         if self.top_p == 0:  # the range is open at 0
             raise out_of_range("top_p", self.top_p, "in (0, 1]; use temperature=0 for greedy, 1.0 to turn it off")
+        if self.repetition_penalty == 0:
+            raise out_of_range("repetition_penalty", self.repetition_penalty, "finite and > 0; use 1.0 to turn it off")
+        if self.n > 1 and self.temperature == 0:
+            raise InvalidValueError(
+                f"n must be 1 at temperature 0, got {self.n}: all answers would be the same; raise temperature"
+            )
         if self.max_tokens is not None:
             check_integer("max_tokens", self.max_tokens, 1, None, ">= 1, or None for the model's length")
             if self.min_tokens > self.max_tokens:
@@ -107,14 +127,23 @@ class SamplingParams:
         if self.seed is not None:
             check_integer("seed", self.seed, -1, 2**64 - 1, "in 0 .. 2**64 - 1, or None or -1 to draw one")
         # Normalised here once: plain numbers instead of numpy's, None and 0 for their other spellings, tuples.
-        for name in ("temperature", "top_p", "min_p"):
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             object.__setattr__(self, name, float(getattr(self, name)))
-        for name in ("top_k", "min_tokens", "max_tokens", "seed"):
+        for name in (
+            "top_k", "min_tokens", "max_tokens", "seed", "n", "no_repeat_ngram_size", "logprobs", "prompt_logprobs"
+        ):  # fmt: skip
             object.__setattr__(self, name, None if getattr(self, name) is None else int(getattr(self, name)))
         object.__setattr__(self, "seed", None if self.seed == -1 else self.seed)
         object.__setattr__(self, "top_k", max(self.top_k, 0))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise InvalidValueError("allowed_token_ids must hold at least one id, got []; leave it out to allow all")
+        object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
+        object.__setattr__(self, "logits_processors", _logits_processors(self.logits_processors))
         if self.stop and not self.detokenize:
             raise InvalidValueError(f"stop={self.stop!r} needs text, but detokenize=False; use stop_token_ids instead")
 
@@ -122,28 +151,43 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0
 
-
-# name -> the values that mean "off". A value that is not here would be ignored, so it is refused.
-_NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "repetition_penalty": (1.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "no_repeat_ngram_size": (0,),
-    "logit_bias": (None, {}),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
-    "logprobs": (None,),
-    "prompt_logprobs": (None,),
-    "logits_processors": (None, []),
-}
+    @property
+    def needs_state(self) -> bool:
+        """Does a stage look at this sequence's history, or at a list of ids?"""
+        has_penalty = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        has_list = self.allowed_token_ids is not None or self.logit_bias is not None
+        return has_penalty or has_list or self.no_repeat_ngram_size > 0
 
 
-def _is_off(value: Any, off_values: tuple[Any, ...]) -> bool:
-    """Only plain values can be off: an array would not say whether it equals one."""
-    if isinstance(value, bool) or not isinstance(value, int | float | list | tuple | dict | None):
-        return False
-    return (list(value) if isinstance(value, tuple) else value) in off_values
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """How llm.beam_search looks for the likeliest answers to a prompt.
+
+    - beam_width (>= 1): beams kept at each step, and returned.
+    - max_tokens (>= 1): the longest answer, in tokens.
+    - length_penalty (finite): a beam's score is its summed log-probability / number of generated tokens ** length_penalty,
+      EOS counted. Above 0 it favours long answers, since the sums are negative.
+    - early_stopping: when a prompt is done. True: as soon as beam_width answers have ended. False: when no running beam would
+      end with a better score at its present length. "never": when none could at any length up to max_tokens.
+    - ignore_eos: no answer ends before max_tokens.
+
+    Source: transformers' generate(num_beams=...), whose results these are.
+    Raises: InvalidValueError, InvalidTypeError.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        check_integer("beam_width", self.beam_width, 1, None, ">= 1")
+        check_integer("max_tokens", self.max_tokens, 1, None, ">= 1")
+        check_number("length_penalty", self.length_penalty, -math.inf, math.inf, "finite; 0 compares plain sums")
+        check_flag("ignore_eos", self.ignore_eos)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InvalidValueError(f"early_stopping must be True, False or 'never', got {self.early_stopping!r}")
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
@@ -162,3 +206,35 @@ def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
     for token_id in ids:
         check_integer(f"each of {name}", token_id, 0, None, ">= 0")
     return tuple(int(token_id) for token_id in ids)
+
+
+def _logit_bias(bias: Any) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        raise InvalidTypeError(f"logit_bias must be a dict of token ids and numbers, got {bias!r}")
+    for token_id, value in bias.items():
+        check_integer("each id of logit_bias", token_id, 0, None, ">= 0")
+        allowed = "in [-100, 100]; allowed_token_ids and bad_words can forbid a token"
+        check_number(f"logit_bias[{token_id}]", value, -100.0, 100.0, allowed)
+    return {int(token_id): float(value) for token_id, value in bias.items()} or None
+
+
+def _bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
+    words = () if words is None else words
+    if not isinstance(words, Sequence) or isinstance(words, str | bytes):
+        raise InvalidTypeError(f"bad_words must be a list of strings and lists of token ids, got {words!r}")
+    checked = tuple(word if isinstance(word, str) else _token_ids("bad_words", word) for word in words)
+    for word in checked:
+        if not (word.strip() if isinstance(word, str) else word):
+            raise InvalidValueError(f"bad_words must not hold an empty word, got {word!r}; leave it out")
+    return checked
+
+
+def _logits_processors(processors: Any) -> tuple[Callable[..., Any], ...]:
+    processors = () if processors is None else processors
+    if not isinstance(processors, Sequence) or not all(callable(processor) for processor in processors):
+        raise InvalidTypeError(
+            f"logits_processors must be a list of functions (prompt_ids, output_ids, logits) -> logits, got {processors!r}"
+        )
+    return tuple(processors)

@@ -9,13 +9,21 @@ In: sequences, as they arrive. Out: a SchedulerPlan per step. The rules, in the 
    move a sequence's boundaries. A chunk runs whole or waits, and then no younger prompt passes it.
 4. When blocks run out, the youngest running sequence is preempted: its blocks are freed, it waits at the head of the queue, and
    later recomputes what it had (less what the prefix cache still holds).
-5. A waiting sequence starts only when there are blocks for all of its tokens and one more for each running sequence, which
+5. When a prompt of several answers (n > 1) is computed, the others fork: each draws its first token from the prompt's last row
+   and shares its blocks. Those that max_num_seqs leaves no room for wait like others, at the head of the queue.
+6. A waiting sequence starts only when there are blocks for all of its tokens and one more for each running sequence, which
    will soon ask for it; and never in a step that preempted one.
+
+How a sequence's tokens are cut into steps shows in the last bits of its numbers. Rule 3 keeps other requests from moving the
+cuts, but two things still do: a prefix hit starts behind the first cuts, and a preempted sequence computes its output as if
+it were prompt. With batch_invariant neither does: only whole chunks of prompts are put into the prefix cache and taken from it,
+and a sequence that starts again replays its prompt by chunks and its output token by token, as it was made.
 
 Why it always moves on: the oldest running sequence can preempt all others, and alone it fits, since max_model_len is no more
 than the pool holds; and with nothing running every block is free, so the head of the queue starts.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -34,16 +42,28 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Packed tokens start .. stop - 1 are the tokens of the sequence's prompt from `position` on."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerPlan:
     """One step.
 
     scheduled: single-token rows first, then prompt chunks, each group oldest first. Packed index 0 is the first token of the
-    first of them. rows: the (sequence, packed index) pairs that meet the LM head; a chunk that does not end its prompt has
-    none. block_copies: (from, to) blocks the runner must copy before the forward pass.
+    first of them. rows: the (sequence, packed index) pairs that meet the LM head to draw a token; a chunk that does not end its
+    prompt has none, and forks have the index of the sequence they come from. prompt_rows: the tokens of prompts whose
+    log-probabilities were asked for. block_copies: (from, to) blocks the runner must copy before the forward pass.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
     rows: tuple[tuple[Sequence, int], ...]
+    prompt_rows: tuple[PromptRows, ...]
     block_copies: tuple[tuple[int, int], ...]
     preempted: tuple[Sequence, ...]
 
@@ -74,6 +94,8 @@ class Scheduler:
         """Queue a new sequence. The caller has checked that it can fit when it runs alone."""
         assert seq.max_num_tokens <= self.block_manager.num_blocks * self.block_manager.block_size
         self._waiting.append(seq)
+        for fork in seq.forks:
+            fork.status = SequenceStatus.PENDING
 
     def schedule(self) -> SchedulerPlan:
         """Decide one step, and give every scheduled sequence its blocks."""
@@ -85,7 +107,7 @@ class Scheduler:
         index = 0
         while index < len(self._running):
             seq = self._running[index]
-            num_new = self._next_chunk(seq, seq.num_computed_tokens)
+            num_new = self.next_chunk(seq)
             if num_new > 1 and budget < num_new:
                 budget = 0  # it waits, and no younger prompt passes it
             elif self._make_room(seq, num_new, preempted):
@@ -96,11 +118,12 @@ class Scheduler:
 
         while self._waiting and not preempted and len(self._running) < self.config.max_num_seqs:
             seq = self._waiting[0]
-            prefix = self.block_manager.match_prefix(seq.token_ids)
+            # A prompt whose log-probabilities were asked for has to be computed as a whole.
+            prefix = [] if seq.params.prompt_logprobs is not None else self.match_prefix(seq)
             if not self.block_manager.can_start(len(seq.token_ids), prefix, num_kept_free=len(self._running)):
                 break
             num_cached = len(prefix) * self.block_manager.block_size
-            num_new = self._next_chunk(seq, num_cached)
+            num_new = self.next_chunk(seq, num_cached)
             if num_new > 1 and budget < num_new:
                 break
             self.block_manager.start(seq, prefix)
@@ -115,7 +138,7 @@ class Scheduler:
             budget -= num_new if num_new > 1 else 0
 
         scheduled.sort(key=lambda item: item.num_new_tokens > 1)  # stable: each group stays in order of arrival
-        plan = SchedulerPlan(tuple(scheduled), _rows(scheduled), tuple(copies), tuple(preempted))
+        plan = SchedulerPlan(tuple(scheduled), _rows(scheduled), _prompt_rows(scheduled), tuple(copies), tuple(preempted))
         if self.tracer is not None:
             self.tracer.emit(
                 StepScheduled(
@@ -132,7 +155,9 @@ class Scheduler:
         """The forward pass is done: the plan's tokens are in the cache, and the blocks they filled can be found."""
         for item in plan.scheduled:
             item.sequence.num_computed_tokens += item.num_new_tokens
-            self.block_manager.cache_finished_blocks(item.sequence)
+            self.block_manager.cache_finished_blocks(item.sequence, self.num_cacheable(item.sequence))
+            if item.sequence.forks and item.sequence.num_new_tokens == 0:
+                self._fork(item.sequence)
 
     def finish(self, seq: Sequence) -> None:
         """Take a sequence out, wherever it stands, and free its blocks. A second call does nothing."""
@@ -143,12 +168,32 @@ class Scheduler:
         self._forget(seq)
         seq.status = SequenceStatus.FINISHED
 
-    # ---- inside
+    def next_chunk(self, seq: Sequence, num_computed_tokens: int | None = None) -> int:
+        """How many tokens bring the sequence from where it is (or from there) to the next multiple of the grid, or its end."""
+        start = seq.num_computed_tokens if num_computed_tokens is None else num_computed_tokens
+        grid, end = self.config.chunk_grid, len(seq.token_ids)
+        if self.config.batch_invariant:
+            num_prompt = len(seq.prompt_token_ids)
+            end = num_prompt if start < num_prompt else start + 1
+        return min(end - start, grid - start % grid)
 
-    def _next_chunk(self, seq: Sequence, num_computed_tokens: int) -> int:
-        """How many tokens bring the sequence from there to the next multiple of the grid, or to its end."""
-        grid = self.config.chunk_grid
-        return min(len(seq.token_ids) - num_computed_tokens, grid - num_computed_tokens % grid)
+    def match_prefix(self, seq: Sequence) -> list[tuple[int, int]]:
+        """The blocks that the cache holds of the sequence's start; with batch_invariant, of whole chunks of its prompt."""
+        prefix = self.block_manager.match_prefix(seq.token_ids)
+        if self.config.batch_invariant:
+            block_size = self.block_manager.block_size
+            unit = math.lcm(self.config.chunk_grid, block_size)
+            prefix = prefix[: min(len(prefix) * block_size, len(seq.prompt_token_ids)) // unit * unit // block_size]
+        return prefix
+
+    def num_cacheable(self, seq: Sequence) -> int:
+        """How many of its computed tokens others may find; with batch_invariant, those of whole chunks of its prompt."""
+        if not self.config.batch_invariant:
+            return seq.num_computed_tokens
+        num_tokens = min(seq.num_computed_tokens, len(seq.prompt_token_ids))
+        return num_tokens // self.config.chunk_grid * self.config.chunk_grid
+
+    # ---- inside
 
     def _make_room(self, seq: Sequence, num_new_tokens: int, preempted: list[Sequence]) -> bool:
         """Preempt from the young end until the sequence's next tokens have blocks. False if it had to go itself."""
@@ -163,17 +208,44 @@ class Scheduler:
                 return False
         return True
 
+    def _fork(self, parent: Sequence) -> None:
+        """Start the other answers of a prompt that has been computed: right behind the first, since they are as old."""
+        forks, parent.forks = parent.forks, []
+        num_running = min(len(forks), self.config.max_num_seqs - len(self._running))
+        place = self._running.index(parent) + 1
+        self._running[place:place] = forks[:num_running]
+        self._waiting.extendleft(reversed(forks[num_running:]))
+        for fork in forks[:num_running]:
+            self.block_manager.fork(parent, fork)
+            fork.num_computed_tokens = parent.num_computed_tokens
+            fork.status = SequenceStatus.RUNNING
+        for fork in forks[num_running:]:
+            fork.status = SequenceStatus.WAITING
+
     def _forget(self, seq: Sequence) -> None:
         self.block_manager.free(seq)
         seq.num_computed_tokens = 0
 
 
 def _rows(scheduled: list[ScheduledSequence]) -> tuple[tuple[Sequence, int], ...]:
-    """Each sequence whose last known token is computed in this step, with that token's packed index."""
+    """Each sequence whose last known token is computed in this step, and its forks, with that token's packed index."""
     rows = []
     end = 0
     for item in scheduled:
         end += item.num_new_tokens
         if item.num_new_tokens == item.sequence.num_new_tokens:
-            rows.append((item.sequence, end - 1))
+            rows += [(seq, end - 1) for seq in (item.sequence, *item.sequence.forks)]
+    return tuple(rows)
+
+
+def _prompt_rows(scheduled: list[ScheduledSequence]) -> tuple[PromptRows, ...]:
+    """The prompt tokens of this step that are followed by another prompt token, where their log-probabilities are wanted."""
+    rows = []
+    start = 0
+    for item in scheduled:
+        seq = item.sequence
+        num = min(item.num_new_tokens, len(seq.prompt_token_ids) - 1 - seq.num_computed_tokens)
+        if seq.params.prompt_logprobs is not None and num > 0:
+            rows.append(PromptRows(seq, start, start + num, seq.num_computed_tokens))
+        start += item.num_new_tokens
     return tuple(rows)

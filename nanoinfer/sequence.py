@@ -6,11 +6,13 @@ Plain state; each field's comment names its one writer.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from nanoinfer.sampling_params import SamplingParams
 
 
 class SequenceStatus(Enum):
+    PENDING = "pending"  # a further answer to a prompt (n > 1), until the prompt has been computed
     WAITING = "waiting"  # new, or preempted: holds no block
     RUNNING = "running"
     FINISHED = "finished"
@@ -33,6 +35,8 @@ class Sequence:
     seed: int
     max_num_tokens: int  # prompt + output; reaching it ends with "length"
     eos_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
+    index: int = 0  # which of the prompt's n answers it is
 
     token_ids: list[int] = field(init=False)  # prompt + output; Request.advance appends
     num_computed_tokens: int = field(default=0, init=False)  # how many of token_ids are in the cache; the scheduler
@@ -41,6 +45,8 @@ class Sequence:
     num_cached_tokens: int = field(default=0, init=False)  # in the prefix cache when it first ran; the scheduler
     block_table: list[int] = field(default_factory=list, init=False)  # the block manager
     prefix_keys: list[int] = field(default_factory=list, init=False)  # the block manager: keys of its finished blocks
+    forks: list["Sequence"] = field(default_factory=list, init=False)  # PENDING ones; the engine adds, the scheduler takes
+    sampling_state: Any = field(default=None, init=False)  # sampling/state.py
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

@@ -123,12 +123,11 @@ def test_dense_attention_is_transformers_formula_by_hand():
 
 
 def test_the_compiled_decode_equals_the_plain_one_and_enforce_eager_never_compiles():
-    """In a process of its own: compiled code cannot run under the shape checks. The thresholds are lowered, not the path."""
+    """In a process of its own: compiled code cannot run under the shape checks. A row's bits do not depend on the others."""
     code = """
 import torch, logging
 from nanoinfer.attention import cpu
 torch.manual_seed(0); torch.set_num_threads(1)
-cpu.COMPILE_AFTER_BYTES = 0
 pages = torch.randn(2, 9, 4, 16, 64)
 tables, lens, q = torch.randperm(9)[:6].view(3, 2), torch.tensor([5, 32, 17]), torch.randn(3, 8, 64)
 expected = cpu.paged_decode(q, *pages, tables, lens)
@@ -144,6 +143,13 @@ for n in (1, 2, 3):
         seq_lens = lens[:n].clamp(max=16 * blocks)
         args = q[:n], *pages, tables[:n, :blocks], seq_lens
         torch.testing.assert_close(backend.decode(*args), cpu.paged_decode(*args), atol=1e-5, rtol=0)
+lens = torch.tensor([5, 16, 17])
+together = backend.decode(q, *pages, tables, lens)
+for i in range(3):
+    for blocks in (1, 2):
+        if lens[i] <= 16 * blocks:
+            alone = backend.decode(q[i : i + 1], *pages, tables[i : i + 1, :blocks], lens[i : i + 1])
+            assert torch.equal(alone, together[i : i + 1]), (i, blocks)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -158,7 +164,6 @@ def test_without_a_compiler_the_plain_form_stays(monkeypatch, caplog):
         raise RuntimeError("no C++ compiler")
 
     monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: broken)
-    monkeypatch.setattr(cpu, "COMPILE_AFTER_BYTES", 0)
     caplog.set_level("INFO")
     backend = cpu.CPUBackend()
     args = torch.randn(2, 4, 64), *torch.randn(2, 3, 4, 16, 64), torch.tensor([[0], [1]]), torch.tensor([5, 9])

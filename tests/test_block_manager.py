@@ -18,7 +18,7 @@ def run(manager, seq, num_tokens=None):
     num_tokens = seq.num_new_tokens if num_tokens is None else num_tokens
     copies = manager.allocate(seq, num_tokens)
     seq.num_computed_tokens += num_tokens
-    manager.cache_finished_blocks(seq)
+    manager.cache_finished_blocks(seq, seq.num_computed_tokens)
     return copies
 
 

@@ -154,7 +154,7 @@ def test_a_block_table_that_points_to_another_story_brings_back_the_hero_of_that
         requests = [engine.add_request(tokenizer.encode(prompt), GREEDY, prompt=prompt) for prompt in prompts]
         engine.step()
         if exchange:
-            first, second = (request.sequence.block_table for request in requests)
+            first, second = (request.sequences[0].block_table for request in requests)
             first[0], second[0] = second[0], first[0]
         while engine.num_unfinished:
             engine.step()

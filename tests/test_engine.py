@@ -117,8 +117,8 @@ def test_logits_of_a_chunked_batched_step_equal_a_dense_forward_pass(model):
     rng = random.Random(2)
     engine = engine_for(model, chunk_size=8)
     seen = []
-    forward = engine.runner.forward
-    engine.runner.forward = lambda batch: seen.append(forward(batch)) or seen[-1]
+    compute_logits = engine.runner.compute_logits
+    engine.runner.compute_logits = lambda hidden: seen.append(compute_logits(hidden)) or seen[-1]
     compared = 0
     requests = [engine.add_request(random_prompt(rng, 9 + 8 * i), greedy(6)) for i in range(4)]
     plans = []
@@ -171,8 +171,8 @@ def test_random_loads_give_the_tokens_of_one_by_one_greedy_generation(model, see
                 engine.abort(victim.request_id)
     answers = run(engine, requests)
     for request, answer in zip(requests, answers, strict=True):
-        prompt = request.sequence.prompt_token_ids
-        expected = alone.add_request(prompt, request.sequence.params)
+        prompt = request.sequences[0].prompt_token_ids
+        expected = alone.add_request(prompt, request.sequences[0].params)
         run(alone, [expected])
         reference = expected.output.outputs[0]
         if request.request_id in aborted:
@@ -195,15 +195,15 @@ def test_a_prompt_that_cannot_fit_gets_an_error_result_that_says_what_to_do(mode
 def test_a_row_without_finite_logits_ends_with_an_error_and_the_others_finish(model):
     engine = engine_for(model)
     requests = [engine.add_request([i + 1], greedy(5)) for i in range(3)]
-    forward = engine.runner.forward
+    compute_logits = engine.runner.compute_logits
 
-    def broken(batch):
-        logits = forward(batch)
+    def broken(hidden):
+        logits = compute_logits(hidden)
         if len(logits) == 3:
             logits[1] = float("nan")
         return logits
 
-    engine.runner.forward = broken
+    engine.runner.compute_logits = broken
     reasons = [answer.finish_reason for answer in run(engine, requests)]
     assert reasons == ["length", "error", "length"]
     assert "not finite" in requests[1].output.outputs[0].error
@@ -238,12 +238,12 @@ def test_a_fork_writes_into_a_block_of_its_own(model):
     parent = engine.add_request([1, 2, 3, 4, 5, 6], greedy(8))
     engine.step()
     child = engine.add_request([1, 2, 3, 4, 5, 6], greedy(8))
-    seq = child.sequence
+    seq = child.sequences[0]
     engine.scheduler._waiting.remove(seq)  # as the scheduler will do it for n > 1: born running, with its parent's blocks
-    engine.block_manager.fork(parent.sequence, seq)
-    seq.num_computed_tokens = parent.sequence.num_computed_tokens
+    engine.block_manager.fork(parent.sequences[0], seq)
+    seq.num_computed_tokens = parent.sequences[0].num_computed_tokens
     seq.token_ids.append(90)  # another token than its parent drew
-    seq.status = parent.sequence.status
+    seq.status = parent.sequences[0].status
     engine.scheduler._running.append(seq)
     copies = []
     copy_blocks = engine.runner.cache.copy_blocks

@@ -605,11 +605,11 @@ def test_default_params_without_a_generation_config_are_ours_and_nothing_is_told
     assert not [record for record in caplog.records if record.name == "nanoinfer.llm"]
 
 
-def test_a_generation_config_that_asks_for_a_repetition_penalty_is_used_without_it_and_says_so(tmp_path, caplog):
+def test_a_generation_config_that_asks_for_a_repetition_penalty_gets_it(tmp_path):
     path = copy_of_tiny_qwen3(tmp_path)
     (path / "generation_config.json").write_text('{"repetition_penalty": 1.05, "temperature": 0.5}')
-    assert LLM(path, kv_cache_memory=MEMORY).get_default_sampling_params() == SamplingParams(temperature=0.5)
-    assert "repetition_penalty, which is not built yet" in caplog.text
+    expected = SamplingParams(temperature=0.5, repetition_penalty=1.05)
+    assert LLM(path, kv_cache_memory=MEMORY).get_default_sampling_params() == expected
 
 
 def test_a_generation_config_that_is_wrong_is_refused_as_such(tmp_path):

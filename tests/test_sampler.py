@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from nanoinfer import SamplingParams
-from nanoinfer.sampling import sampler as sampler_module
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import draw, uniform
-from nanoinfer.sampling.sampler import Sampler
+from nanoinfer.sampling.sampler import STAGES, Sampler
 from nanoinfer.sequence import Sequence
 
 INF, NAN = math.inf, math.nan
@@ -126,12 +125,13 @@ def test_a_row_with_no_token_left_gets_an_error_that_names_the_stage_and_harms_n
     assert "mask_min_tokens" in sampled.errors[1]
 
 
-def test_the_stage_that_took_the_last_token_is_named_and_not_one_before_it(monkeypatch):
+def test_the_stage_that_took_the_last_token_is_named_and_not_one_before_it():
     def take_everything(logits, batch):
         return torch.full_like(logits, -INF)
 
-    monkeypatch.setattr(sampler_module, "STAGES", (*sampler_module.STAGES[:2], take_everything, *sampler_module.STAGES[2:]))
-    sampled = sample(torch.randn(2, 4), sequence(temperature=0), sequence(temperature=0.7, min_tokens=1, top_p=0.5))
+    sampler = Sampler((*STAGES[:2], take_everything, *STAGES[2:]))
+    sequences = [sequence(temperature=0), sequence(temperature=0.7, min_tokens=1, top_p=0.5)]
+    sampled = sampler(torch.randn(2, 4), SamplingBatch.build(sequences, 4, torch.device("cpu")))
     assert sampled.token_ids == [-1, -1]
     assert all("no token is left to draw after take_everything" in error for error in sampled.errors.values())
 

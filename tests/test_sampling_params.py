@@ -1,4 +1,4 @@
-"""Every parameter is checked when it is given: what is out of range, of a wrong type, contradictory or not built is refused."""
+"""Every parameter is checked when it is given: what is out of range, of a wrong type or contradictory is refused by name."""
 
 import copy
 import math
@@ -9,54 +9,65 @@ import numpy
 import pytest
 
 from nanoinfer import NanoinferError, SamplingParams
-from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from nanoinfer.errors import InvalidTypeError, InvalidValueError
+from nanoinfer.sampling_params import BeamSearchParams
 
 NAN, INF = math.nan, math.inf
 
-# name, value, what the message must say is allowed
+
+def each(name, values, allowed):
+    """Rows of the tables below: name, value, what the message says it got, what it says is allowed."""
+    return [(name, value, value, allowed) for value in values]
+
+
 OUT_OF_RANGE = [
-    *[("temperature", value, "finite and >= 0") for value in (-0.1, -1, NAN, INF, -INF)],
-    *[("top_p", value, "in (0, 1]") for value in (0, -0.5, 1.0001, 2, NAN, INF, -INF)],
-    *[("min_p", value, "in [0, 1]") for value in (-0.01, 1.01, NAN, INF, -INF)],
-    *[("top_k", value, ">= 1, or 0 or -1") for value in (-2, -100)],
-    *[("seed", value, "in 0 .. 2**64 - 1") for value in (-2, 2**64, -(2**63))],
-    *[("max_tokens", value, ">= 1, or None") for value in (0, -1)],
-    *[("min_tokens", value, ">= 0") for value in (-1, -16)],
-    *[("stop", value, "not hold an empty string") for value in ("", ["a", ""], [""])],
-    *[("stop_token_ids", value, ">= 0") for value in ([-1], [3, -7])],
+    *each("temperature", (-0.1, -1, -5e-324, NAN, INF, -INF), "finite and >= 0; 0 is greedy"),
+    *each("top_p", (0, -0.5, 1.0001, 2, NAN, INF, -INF), "in (0, 1]"),
+    *each("min_p", (-0.01, 1.01, NAN, INF, -INF), "in [0, 1]; use 0"),
+    *each("top_k", (-2, -100), ">= 1, or 0 or -1 to turn it off"),
+    *each("seed", (-2, 2**64, -(2**63)), "in 0 .. 2**64 - 1, or None or -1 to draw one"),
+    *each("max_tokens", (0, -1), ">= 1, or None for the model's length"),
+    *each("min_tokens", (-1, -16), ">= 0"),
+    *each("stop", ("", ["a", ""], [""]), "not hold an empty string"),
+    *[("stop_token_ids", value, value[-1], ">= 0") for value in ([-1], [3, -7])],
+    *each("n", (0, -1), ">= 1"),
+    *each("repetition_penalty", (0, 0.0, -0.5, NAN, INF, -INF), "finite and > 0; use 1.0"),
+    *each("presence_penalty", (-2.0001, 2.0001, 100, NAN, INF, -INF), "in [-2, 2]; use 0"),
+    *each("frequency_penalty", (-2.0001, 2.0001, -100, NAN, INF, -INF), "in [-2, 2]; use 0"),
+    *each("no_repeat_ngram_size", (-1, -3), ">= 1, or 0 to turn it off"),
+    *each("logprobs", (-2, -100), ">= 0, -1 for all, or None to turn it off"),
+    *each("prompt_logprobs", (-2, -100), ">= 0, -1 for all, or None to turn it off"),
+    *[("logit_bias", {5: value}, value, "in [-100, 100]") for value in (-100.5, 101, 10**400, NAN, INF, -INF)],
+    *[("logit_bias", {1: 100, value: 1}, value, ">= 0") for value in (-1, -(2**63))],
+    *each("allowed_token_ids", ([],), "hold at least one id"),
+    *[("allowed_token_ids", value, value[-1], ">= 0") for value in ([-1], [3, -7])],
+    *[("bad_words", value, value[-1], "not hold an empty word") for value in ([""], ["a", ""], ["a", " "], ["\n\t"])],
+    *[("bad_words", value, (), "not hold an empty word") for value in ([[]], ["a", ()], [[1], []])],
+    *[("bad_words", value, -1, ">= 0") for value in ([[-1]], ["a", [2, -1]])],
 ]
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+INTEGERS = ("top_k", "min_tokens", "n", "no_repeat_ngram_size")
+INTEGERS_OR_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
+ID_LISTS = ("stop_token_ids", "allowed_token_ids")
+NO_IDS = ([1.0], ["a"], [3, True], [None], [1, NAN])
 WRONG_TYPE = [
-    *[
-        (name, value, "a number")
-        for name in ("temperature", "top_p", "min_p")
-        for value in ("0.5", None, True, False, [1.0], 1j)
-    ],
-    *[(name, value, "an integer") for name in ("top_k", "min_tokens") for value in (1.0, 2.5, "3", None, True, NAN, INF)],
-    *[(name, value, "an integer") for name in ("seed", "max_tokens") for value in (1.0, "3", True, False, NAN, INF)],
-    *[("stop", value, "a string or a list of strings") for value in (5, b"end", [1], {"a"}, ["a", None], True)],
-    *[("stop_token_ids", value, "a list of token ids") for value in (5, "ab", b"ab", {1, 2}, True)],
-    *[("stop_token_ids", value, "an integer") for value in ([1.0], ["a"], [True], [None], [1, NAN])],
-    *[
-        (name, value, "True or False")
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
-        for value in (1, 0, "yes", None, NAN)
-    ],
+    *[row for name in NUMBERS for row in each(name, ("0.5", None, True, False, [1.0], {}, 1j), "a number")],
+    *[row for name in INTEGERS for row in each(name, (1.0, 2.5, "3", None, True, False, [1], NAN, INF), "an integer")],
+    *[row for name in INTEGERS_OR_NONE for row in each(name, (1.0, "3", True, False, [1], NAN, INF), "an integer")],
+    *[row for name in FLAGS for row in each(name, (1, 0, "yes", None, [True], NAN), "True or False")],
+    *each("stop", (5, b"end", [1], {"a"}, ["a", None], True, NAN), "a string or a list of strings"),
+    *[row for name in ID_LISTS for row in each(name, (5, "ab", b"ab", {1, 2}, True, NAN, INF), "a list of token ids")],
+    *[(name, value, value[-1], "an integer") for name in ID_LISTS for value in NO_IDS],
+    *each("logit_bias", ([1], [(1, 2.0)], "x", 5, {1, 2}, True, NAN), "a dict of token ids and numbers"),
+    *[("logit_bias", {key: 1.0}, key, "an integer") for key in ("5", 1.0, True, None, (1,), INF)],
+    *[("logit_bias", {5: value}, value, "a number") for value in ("1", None, True, [1.0], 1j)],
+    *each("bad_words", ("a", b"a", 5, {"a"}, True, NAN), "a list of strings and lists of token ids"),
+    *[("bad_words", ["a", value], value, "a list of token ids") for value in (5, 5.0, b"a", True, {1}, None)],
+    *[("bad_words", [value], value[-1], "an integer") for value in NO_IDS],
+    *each("logits_processors", (print, "ab", 5, [5], [print, None], {print}, True, NAN), "a list of functions"),
 ]
-# name -> (values that ask for something, values that are off)
-NOT_BUILT = {
-    "n": ((2, 0, -1, NAN, "1", None), (1,)),
-    "repetition_penalty": ((1.1, 0.9, 0, NAN, INF, None), (1.0, 1)),
-    "presence_penalty": ((0.5, -0.5, NAN, INF, None), (0.0, 0)),
-    "frequency_penalty": ((0.5, -0.5, NAN, INF, None), (0.0, 0)),
-    "no_repeat_ngram_size": ((1, 3, -1, NAN, None), (0,)),
-    "logit_bias": (({1: 2.0}, [1], "x"), (None, {})),
-    "allowed_token_ids": (([1], []), (None,)),
-    "bad_words": ((["a"], [[1, 2]], "a"), (None, [])),
-    "logprobs": ((0, 1, -1, False), (None,)),
-    "prompt_logprobs": ((0, 1, -1, False), (None,)),
-    "logits_processors": (([print], print), (None, [])),
-}
-BUILT = {
+ACCEPTED = {
     "temperature": (0, 0.0, 1e-300, 1, 2.5, 1e300, numpy.float32(0.5)),
     "top_p": (5e-324, 0.5, 1, 1.0),
     "min_p": (0, 0.0, 0.5, 1, 1.0),
@@ -70,64 +81,116 @@ BUILT = {
     "ignore_eos": (True, False),
     "skip_special_tokens": (True, False),
     "detokenize": (True, False),
+    "n": (1, 2, 1000, numpy.int32(2)),
+    "repetition_penalty": (1, 1.0, 1.3, 0.5, 5e-324, 1e300),
+    "presence_penalty": (0, -2, 2, 0.5),
+    "frequency_penalty": (0, -2, 2, -0.5),
+    "no_repeat_ngram_size": (0, 1, 3, 10**9),
+    "logit_bias": (None, {}, {1: 2}, {0: -100, 5: 100.0}, {numpy.int64(3): numpy.float32(0.5)}),
+    "allowed_token_ids": (None, [0], (3, 4), range(2), [1, 1]),
+    "bad_words": (None, [], ["a"], [[1, 2]], ("a", (1, 2), [3]), [" a"]),
+    "logprobs": (None, -1, 0, 1, 20),
+    "prompt_logprobs": (None, -1, 0, 1, 20),
+    "logits_processors": (None, [], [print], (print, max)),
+}
+
+# The same for beams, where beam_width has no default.
+BEAM_OUT_OF_RANGE = [
+    *each("beam_width", (0, -1), ">= 1"),
+    *each("max_tokens", (0, -1), ">= 1"),
+    *each("length_penalty", (NAN, INF, -INF, 10**400), "finite; 0 compares plain sums"),
+    *each("early_stopping", ("always", "Never", "", "true"), "True, False or 'never'"),
+]
+BEAM_WRONG_TYPE = [
+    *[row for name in ("beam_width", "max_tokens") for row in each(name, (1.0, "3", None, True, [4], NAN, INF), "an integer")],
+    *each("length_penalty", ("1", None, True, False, [1.0], 1j), "a number"),
+    *each("ignore_eos", (1, 0, "yes", None, NAN), "True or False"),
+]
+BEAM_ACCEPTED = {
+    "beam_width": (1, 4, numpy.int64(3)),
+    "max_tokens": (1, 10**9),
+    "length_penalty": (0, -1, 1, 2.5, -0.5),
+    "early_stopping": (True, False, "never"),
+    "ignore_eos": (True, False),
 }
 
 
-def ids(cases):
-    return [f"{name}={value!r}" for name, value, *_ in cases]
+def rows_of(tables):
+    return [pytest.param(kind, *row, id=f"{row[0]}={row[1]!r}"[:40]) for kind, table in tables for row in table]
 
 
-@pytest.mark.parametrize(("name", "value", "allowed"), OUT_OF_RANGE, ids=ids(OUT_OF_RANGE))
-def test_a_value_out_of_range_is_refused_by_name_value_and_range(name, value, allowed):
-    with pytest.raises(InvalidValueError) as caught:
-        SamplingParams(**{name: value})
+def make(kind, **given):
+    return kind(**({"beam_width": 4} if kind is BeamSearchParams else {}) | given)
+
+
+def message(error, kind, name, value):
+    with pytest.raises(error) as caught:
+        make(kind, **{name: value})
     assert isinstance(caught.value, NanoinferError)
-    assert isinstance(caught.value, ValueError)
-    bad = next(token_id for token_id in value if token_id < 0) if name == "stop_token_ids" else value
-    assert name in str(caught.value)
-    assert f"got {bad!r}" in str(caught.value)
-    assert allowed in str(caught.value)
+    return str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "value", "allowed"), WRONG_TYPE, ids=ids(WRONG_TYPE))
-def test_a_value_of_the_wrong_type_is_refused_by_name_value_and_type(name, value, allowed):
-    with pytest.raises(InvalidTypeError) as caught:
-        SamplingParams(**{name: value})
-    assert isinstance(caught.value, NanoinferError)
-    assert isinstance(caught.value, TypeError)
-    bad = value[-1] if allowed == "an integer" and isinstance(value, list) else value
-    assert name in str(caught.value)
-    assert f"got {bad!r}" in str(caught.value)
-    assert allowed in str(caught.value)
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "got", "allowed"),
+    rows_of([(SamplingParams, OUT_OF_RANGE), (BeamSearchParams, BEAM_OUT_OF_RANGE)]),
+)
+def test_a_value_out_of_range_is_refused_by_name_value_and_range(kind, name, value, got, allowed):
+    told = message(InvalidValueError, kind, name, value)
+    allowed, _, way_out = allowed.partition("; ")
+    assert told.startswith((f"{name} must ", f"each of {name} must ", f"each id of {name} ", f"{name}["))
+    assert f"{allowed}, got {got!r}" in told
+    assert told.partition("; ")[2].startswith(way_out)
 
 
-CASES_ON = [(name, value) for name, (on, _) in NOT_BUILT.items() for value in on]
-CASES_OFF = [(name, value) for name, (_, off) in NOT_BUILT.items() for value in off]
-CASES_BUILT = [(name, value) for name, values in BUILT.items() for value in values]
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "got", "allowed"), rows_of([(SamplingParams, WRONG_TYPE), (BeamSearchParams, BEAM_WRONG_TYPE)])
+)
+def test_a_value_of_the_wrong_type_is_refused_by_name_value_and_type(kind, name, value, got, allowed):
+    told = message(InvalidTypeError, kind, name, value)
+    assert told.startswith((f"{name} must be ", f"each of {name} must ", f"each id of {name} ", f"{name}["))
+    assert f"must be {allowed}" in told
+    assert told.endswith(f", got {got!r}")
 
 
-@pytest.mark.parametrize(("name", "value"), CASES_ON, ids=ids(CASES_ON))
-def test_a_parameter_that_is_not_built_is_refused_when_it_is_on(name, value):
-    with pytest.raises(UnsupportedError) as caught:
-        SamplingParams(**{name: value})
-    assert isinstance(caught.value, NanoinferError)
-    assert isinstance(caught.value, ValueError)
-    assert f"{name}={value!r}" in str(caught.value)
-    assert f"leave it out (it acts as {getattr(SamplingParams(), name)!r})" in str(caught.value)
+def test_the_kinds_of_error_are_pythons_own_too():
+    with pytest.raises(ValueError, match="top_p must be"):
+        SamplingParams(top_p=2)
+    with pytest.raises(TypeError, match="top_p must be"):
+        SamplingParams(top_p="2")
 
 
-@pytest.mark.parametrize(("name", "value"), CASES_OFF + CASES_BUILT, ids=ids(CASES_OFF + CASES_BUILT))
-def test_a_value_in_range_is_accepted(name, value):
-    SamplingParams(**{name: value})
+@pytest.mark.parametrize("value", [0, 1, None, ["never"], NAN])
+def test_early_stopping_that_is_neither_a_flag_nor_never_is_refused(value):
+    with pytest.raises(NanoinferError, match="early_stopping must be True, False or 'never', got "):
+        BeamSearchParams(beam_width=4, early_stopping=value)
 
 
-def test_the_tables_above_know_every_parameter():
-    assert {field.name for field in fields(SamplingParams)} == {*BUILT, *NOT_BUILT}
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        pytest.param(kind, name, value, id=f"{name}={value!r}"[:40])
+        for kind, table in ((SamplingParams, ACCEPTED), (BeamSearchParams, BEAM_ACCEPTED))
+        for name, values in table.items()
+        for value in values
+    ],
+)
+def test_a_value_in_range_is_accepted(kind, name, value):
+    make(kind, **{name: value})
 
 
-def test_an_unknown_name_is_refused():
-    with pytest.raises(TypeError, match="best_of"):
-        SamplingParams(best_of=2)
+@pytest.mark.parametrize(
+    ("kind", "tables"),
+    [
+        (SamplingParams, (OUT_OF_RANGE, WRONG_TYPE, ACCEPTED)),
+        (BeamSearchParams, (BEAM_OUT_OF_RANGE, BEAM_WRONG_TYPE, BEAM_ACCEPTED)),
+    ],
+)
+def test_the_tables_above_know_every_parameter(kind, tables):
+    out_of_range, wrong_type, accepted = tables
+    names = {field.name for field in fields(kind)}
+    assert set(accepted) == names
+    refused = {row[0] for row in out_of_range + wrong_type}
+    assert refused == names
 
 
 def test_min_tokens_beyond_max_tokens_is_refused_and_equality_is_not():
@@ -144,6 +207,13 @@ def test_stop_strings_without_text_are_refused_and_no_stop_strings_are_not():
     SamplingParams(stop_token_ids=[1], detokenize=False)
 
 
+def test_several_answers_at_temperature_zero_are_refused_and_one_is_not():
+    with pytest.raises(InvalidValueError, match="n must be 1 at temperature 0, got 2: all answers would be the same; raise"):
+        SamplingParams(n=2, temperature=0.0)
+    SamplingParams(n=1, temperature=0.0)
+    SamplingParams(n=2, temperature=1e-300)
+
+
 def test_a_params_object_cannot_be_changed_after_its_check():
     params = SamplingParams()
     with pytest.raises(FrozenInstanceError):
@@ -154,11 +224,19 @@ def test_a_params_object_cannot_be_changed_after_its_check():
 
 
 def test_a_list_given_can_be_changed_later_without_changing_the_params():
-    stop, stop_token_ids = ["a"], [1]
-    params = SamplingParams(stop=stop, stop_token_ids=stop_token_ids)
-    stop.append("b")
-    stop_token_ids.append(2)
-    assert (params.stop, params.stop_token_ids) == (("a",), (1,))
+    stop, stop_token_ids, allowed, bias, word, processors = ["a"], [1], [2], {3: 4.0}, [5, 6], [print]
+    params = SamplingParams(
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        allowed_token_ids=allowed,
+        logit_bias=bias,
+        bad_words=[word],
+        logits_processors=processors,
+    )
+    for given in (stop, stop_token_ids, allowed, bias, word, processors):
+        given.clear()
+    assert (params.stop, params.stop_token_ids, params.allowed_token_ids) == (("a",), (1,), (2,))
+    assert (params.logit_bias, params.bad_words, params.logits_processors) == ({3: 4.0}, ((5, 6),), (print,))
 
 
 def test_every_way_to_say_the_same_gives_equal_params():
@@ -168,6 +246,11 @@ def test_every_way_to_say_the_same_gives_equal_params():
     assert SamplingParams(stop="ab").stop == SamplingParams(stop=["ab"]).stop == ("ab",)
     assert SamplingParams(stop=None).stop == SamplingParams(stop=[]).stop == ()
     assert SamplingParams(stop_token_ids=None).stop_token_ids == SamplingParams(stop_token_ids=[]).stop_token_ids == ()
+    assert SamplingParams(logit_bias={}).logit_bias is SamplingParams().logit_bias is None
+    assert SamplingParams(bad_words=["a", [1, 2]]).bad_words == SamplingParams(bad_words=("a", (1, 2))).bad_words
+    assert SamplingParams(bad_words=None).bad_words == SamplingParams(bad_words=[]).bad_words == ()
+    assert SamplingParams(logits_processors=None).logits_processors == SamplingParams(logits_processors=[]).logits_processors
+    assert SamplingParams(allowed_token_ids=[1, 2]) == SamplingParams(allowed_token_ids=(1, 2)) != SamplingParams()
     assert SamplingParams(stop="ab", seed=-1, top_k=-1) == SamplingParams(stop=("ab",))
     assert SamplingParams(seed=1) != SamplingParams(seed=2)
 
@@ -177,39 +260,74 @@ def test_only_temperature_zero_is_greedy(temperature, greedy):
     assert SamplingParams(temperature=temperature).is_greedy is greedy
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+@pytest.mark.parametrize("name", NUMBERS)
 def test_an_integer_too_large_for_a_float_is_refused_as_out_of_range(name):
     with pytest.raises(InvalidValueError, match=f"{name} must be"):
         SamplingParams(**{name: 10**400})
 
 
-@pytest.mark.parametrize("name", ["logit_bias", "n", "bad_words"])
-def test_an_array_for_a_parameter_that_is_not_built_is_refused_by_name(name):
-    with pytest.raises(UnsupportedError, match=f"{name}=.* is not built yet"):
-        SamplingParams(**{name: numpy.array([1, 2])})
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [pytest.param(kind, field.name, id=field.name) for kind in (SamplingParams, BeamSearchParams) for field in fields(kind)],
+)
+def test_an_array_is_refused_by_name(kind, name):
+    with pytest.raises(NanoinferError, match=f"{name} must be .*, got array"):
+        make(kind, **{name: numpy.array([1, 2])})
 
 
 def test_numpys_numbers_become_plain_ones():
     params = SamplingParams(
-        seed=numpy.uint64(2**63), temperature=numpy.float32(0.5), top_k=numpy.int64(3), max_tokens=numpy.int32(4)
+        seed=numpy.uint64(2**63),
+        temperature=numpy.float32(0.5),
+        top_k=numpy.int64(3),
+        max_tokens=numpy.int32(4),
+        n=numpy.int64(2),
+        logprobs=numpy.int64(3),
+        presence_penalty=numpy.float64(0.5),
+        stop_token_ids=[numpy.int64(3)],
+        allowed_token_ids=[numpy.int64(3)],
+        logit_bias={numpy.int64(3): numpy.float32(0.5)},
+        bad_words=[[numpy.int64(3)]],
     )
-    assert [type(value) for value in (params.seed, params.temperature, params.top_k, params.max_tokens)] == [
-        int,
-        float,
-        int,
-        int,
-    ]
+    [(biased, bias)] = params.logit_bias.items()
+    numbers = [params.seed, params.top_k, params.max_tokens, params.n, params.logprobs, biased]
+    numbers += [params.stop_token_ids[0], params.allowed_token_ids[0], params.bad_words[0][0]]
+    assert {type(number) for number in numbers} == {int}
+    assert {type(number) for number in (params.temperature, params.presence_penalty, bias)} == {float}
 
 
 def test_an_unknown_argument_is_named_with_the_one_that_was_meant():
     with pytest.raises(InvalidTypeError, match="SamplingParams has no argument 'temprature'; did you mean temperature"):
         SamplingParams(temprature=0.5)
+    with pytest.raises(InvalidTypeError, match=r"no argument 'repitition_penalty'; did you mean repetition_penalty\?"):
+        SamplingParams(repitition_penalty=1.1)
     with pytest.raises(InvalidTypeError, match="no argument 'best_of'; known are temperature, top_k"):
         SamplingParams(best_of=2)
     with pytest.raises(InvalidTypeError, match=r"keyword arguments only, got \(0.5,\); write temperature=0.5"):
         SamplingParams(0.5)
 
 
-def test_params_can_be_copied_and_pickled():
-    params = SamplingParams(temperature=0.5, stop=["a"], seed=3)
+def test_an_unknown_argument_of_beams_is_named_with_the_one_that_was_meant():
+    with pytest.raises(InvalidTypeError, match=r"BeamSearchParams has no argument 'beam_widht'; did you mean beam_width\?"):
+        BeamSearchParams(beam_widht=4)
+    with pytest.raises(InvalidTypeError, match="no argument 'temperature'; known are beam_width, max_tokens"):
+        BeamSearchParams(beam_width=4, temperature=0)
+
+
+def test_beams_without_a_width_are_refused_by_name():
+    with pytest.raises(TypeError, match="beam_width"):
+        BeamSearchParams()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temperature": 0.5, "stop": ["a"], "seed": 3},
+        {"n": 2, "logprobs": 0, "prompt_logprobs": -1, "logit_bias": {5: 1}, "allowed_token_ids": [5], "bad_words": ["a", [1]]},
+        {"repetition_penalty": 1.1, "presence_penalty": 1, "frequency_penalty": -1, "logits_processors": [max]},
+    ],
+)
+def test_params_can_be_copied_and_pickled(given):
+    params = SamplingParams(**given)
     assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == replace(params) == params
+    assert params != SamplingParams()

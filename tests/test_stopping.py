@@ -79,6 +79,16 @@ def stream(stops, pieces, *, include=False, num_unexamined=0):
         (["🙂🙃"], ["🙂🙂", "🙃"], "🙂🙃", "🙂"),
         ([" "], ["a", " b"], " ", "a"),
         (["much longer than all of it"], ["much longer", " than"], None, "much longer than"),
+        (["aab"], ["aaab"], "aab", "a"),
+        (["abac"], ["ab", "ab", "ac"], "abac", "ab"),
+        (["abc"], ["ab", "ab", "ab"], None, "ababab"),
+        (["he", "the"], ["the"], "he", "t"),
+        (["the", "h"], ["the"], "h", "t"),
+        (["e", "th"], ["the"], "th", ""),
+        (["a\ufffd"], ["a", "\ufffd"], "a\ufffd", ""),
+        (["\x00"], ["a\x00"], "\x00", "a"),
+        (["cba", "ab", "b"], ["xa", "bc"], "ab", "x"),
+        (["b", "ab"], ["xa", "bc"], "b", "xa"),
     ],
 )
 def test_the_stop_string_that_completes_first_cuts_the_text(stops, pieces, matched, expected):
@@ -148,6 +158,20 @@ def test_the_text_is_the_oracles_and_what_was_shown_is_never_taken_back(stops, p
     matched, releases, text = stream(stops, pieces, include=include, num_unexamined=num_unexamined)
     assert (matched, text.text) == read_character_by_character(stops, pieces, include, num_unexamined)
     assert "".join(releases) == text.text  # so no release held more than the text at the end
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3), pieces=st.lists(st.text("abc"), max_size=6)
+)
+def test_exactly_the_longest_end_that_begins_a_stop_string_is_held(stops, pieces):
+    text, shown = StopStrings(stops, include_in_output=False), ""
+    for piece in pieces:
+        if text.push(piece):
+            return
+        shown += text.release()
+        ends = [text.text[start:] for start in range(len(text.text) + 1)]  # the longest first
+        assert shown + next(end for end in ends if any(stop.startswith(end) for stop in stops)) == text.text
 
 
 def test_the_oracle_notices_a_search_that_looks_at_the_newest_piece_alone():

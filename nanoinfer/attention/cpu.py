@@ -5,9 +5,10 @@ The cache's blocks are "HND", so that one head's keys of one block are a plain m
 once and store no gathered copy. Until it is compiled it runs as it stands, on as many sequences at a time as keep the gathered
 pages small.
 
-Compiling takes seconds, so it must be worth it: never for the first tokens of a run and never for small models (measured on
-2 cores: 64 rows of 2 heads of 32 take 0.3-0.5 ms as they stand and 0.6 ms compiled; 64 rows of 12 heads of 64 take twice as
-long as they stand). `enforce_eager=True` never compiles. The two forms may differ in the last bit.
+Small models are not worth compiling for (measured on 2 cores: 64 rows of 2 heads of 32 take 0.3-0.5 ms as they stand and 0.6 ms
+compiled; 64 rows of 12 heads of 64 take twice as long as they stand). For the others it takes seconds at the first token; torch
+keeps the result on disk for later runs. `enforce_eager=True` never compiles. The two forms may differ in the last bit, so an
+engine uses one of them from beginning to end.
 """
 
 import logging
@@ -26,9 +27,7 @@ from nanoinfer.kv_cache import KVCache, Layout
 logger = logging.getLogger(__name__)
 
 # Below this many bytes of k and v per token and layer, the plain form is as fast as the compiled one.
-SMALL_MODEL_BYTES = 1024
-# Compile once the plain form has read this much of the cache: at 8 GB/s about 8 s, and compiling took 3 to 16 s (2 cores).
-COMPILE_AFTER_BYTES = 64 * 2**30
+SMALL_MODEL_BYTES = 2048
 # Gathered pages of the plain form stay within this many bytes, so that they are still in the processor's cache when read.
 SCRATCH_BYTES = 2 * 2**20
 
@@ -68,7 +67,6 @@ class CPUBackend:
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         self._may_compile = not enforce_eager
-        self._bytes_read = 0
         self._decode: Callable[..., Tensor] | None = None  # the compiled form, once there is one
         _keep_freed_memory()
 
@@ -76,7 +74,10 @@ class CPUBackend:
         return _Step(cache, metadata, self.decode)
 
     def decode(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor) -> Tensor:
-        """paged_decode, in the form that pays: as it stands at first, compiled once that is worth the wait."""
+        """paged_decode, in the form that pays."""
+        bytes_per_block = 2 * k_pages[0].nbytes
+        if self._may_compile and bytes_per_block // k_pages.shape[2] >= SMALL_MODEL_BYTES:
+            self._compile(q, k_pages, v_pages, block_tables, seq_lens)
         if self._decode is not None:
             if block_tables.shape[1] == 1:  # a size of 1 would be compiled for by itself; a masked second block costs less
                 block_tables = F.pad(block_tables, (0, 1))
@@ -84,11 +85,6 @@ class CPUBackend:
                 return self._decode(q, k_pages, v_pages, block_tables, seq_lens)
             except Exception as error:  # a shape that needs compiling again, and it failed
                 self._give_up(error)
-        bytes_per_block = 2 * k_pages[0].nbytes
-        self._bytes_read += block_tables.numel() * bytes_per_block
-        is_small = bytes_per_block // k_pages.shape[2] < SMALL_MODEL_BYTES
-        if self._may_compile and not is_small and self._bytes_read > COMPILE_AFTER_BYTES:
-            self._compile(q, k_pages, v_pages, block_tables, seq_lens)
         rows = max(SCRATCH_BYTES // (block_tables.shape[1] * bytes_per_block), 1)
         parts = [
             paged_decode(q[i : i + rows], k_pages, v_pages, block_tables[i : i + rows], seq_lens[i : i + rows])
@@ -102,7 +98,7 @@ class CPUBackend:
         Shapes are dynamic, but one sequence is compiled for apart from several.
         """
         self._may_compile = False
-        logger.info("compiling the paged decode attention; this takes some seconds, enforce_eager=True leaves it out")
+        logger.warning("compiling the paged decode attention; this takes some seconds, enforce_eager=True leaves it out")
         compiled = torch.compile(paged_decode, dynamic=True)
         try:
             compiled(*example)

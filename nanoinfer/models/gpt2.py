@@ -6,13 +6,12 @@ Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learner
 from dataclasses import dataclass
 from typing import Any
 
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, UnsupportedError
-from nanoinfer.models.layers import Embedding
+from nanoinfer.models.layers import ActivatedLinear, Embedding
 from nanoinfer.models.weights import WeightRules
 
 
@@ -81,11 +80,11 @@ class GPT2Attention(nn.Module):
 class GPT2MLP(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.c_fc = ActivatedLinear(config.hidden_size, config.intermediate_size, bias=True, activation="gelu_tanh")
         self.c_proj = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Float[Tensor, "num_tokens hidden"]) -> Float[Tensor, "num_tokens hidden"]:
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        return self.c_proj(self.c_fc(x))
 
 
 class GPT2Block(nn.Module):

@@ -5,7 +5,7 @@ Rows are packed tokens: every function here works on [num_tokens, ...] and on ea
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -39,17 +39,32 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
+class ActivatedLinear(nn.Linear):
+    """activation(x @ weight.T + bias): one module, so that a packed form of it can do both at once (linear.py).
+
+    activation: "silu", or "gelu_tanh", which GPT-2 calls gelu_new.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, activation: Literal["silu", "gelu_tanh"]) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.activation = activation
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        out = super().forward(x)
+        return F.silu(out) if self.activation == "silu" else F.gelu(out, approximate="tanh")
+
+
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)). Source: Shazeer 2020, https://arxiv.org/abs/2002.05202"""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.gate_proj = ActivatedLinear(hidden_size, intermediate_size, bias=False, activation="silu")
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Float[Tensor, "num_tokens hidden"]) -> Float[Tensor, "num_tokens hidden"]:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.gate_proj(x) * self.up_proj(x))  # gate_proj holds the silu
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,102 @@
-"""What is done to the logits before the draw: pure functions, in the order of sampler.STAGES.
+"""What is done to the logits before the draw, in the order of sampler.STAGES: a function each.
 
 Each takes logits [batch, vocab] in fp32 and the batch, and returns logits; -inf is "cannot be drawn". A stage never lets a
 dropped token back in, and treats every row as if it were alone. A row in which nothing is left may turn into NaNs on its way;
 the sampler notices at the end. Probabilities are written p = softmax(logits).
+
+The stages before apply_temperature change few logits and write them in place (copying 64 rows of 50,257 to change some
+thousands would cost more than all else they do); the sampler gives them a copy of its own. The last four return new logits.
 """
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.errors import InvalidTypeError
+from nanoinfer.sampling.batch import Entries, SamplingBatch
 from nanoinfer.sampling.draw import integer_weights
 
 Logits = Float[Tensor, "batch vocab"]
 
 
+def keep_allowed(logits: Logits, batch: SamplingBatch) -> Logits:
+    """Forbid all but allowed_token_ids."""
+    if (allowed := batch.allowed) is None:
+        return logits
+    kept = logits[allowed.rows, allowed.ids]
+    logits[allowed.rows.unique()] = float("-inf")
+    logits[allowed.rows, allowed.ids] = kept
+    return logits
+
+
+def mask_bad_words(logits: Logits, batch: SamplingBatch) -> Logits:
+    """Forbid the last token of a bad word whose other tokens stand at the end of the output."""
+    return _forbid(logits, batch.bad_words)
+
+
 def mask_min_tokens(logits: Logits, batch: SamplingBatch) -> Logits:
     """Forbid EOS and stop ids in rows that have fewer than min_tokens tokens out."""
-    if batch.banned_rows is None:
+    return _forbid(logits, batch.min_tokens)
+
+
+def add_logit_bias(logits: Logits, batch: SamplingBatch) -> Logits:
+    """Add the given numbers to the given ids. A forbidden token stays forbidden."""
+    if (bias := batch.logit_bias) is not None and bias.values is not None:
+        logits[bias.rows, bias.ids] += bias.values  # an id stands once in a row
+    return logits
+
+
+def apply_repetition_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
+    """Make ids of prompt and output less likely, once each: positive logits are divided by the penalty, others multiplied.
+
+    Example: logits [2, -2, 1], ids 0 and 1 seen, penalty 2: [1, -4, 1].
+    Source: Keskar et al. 2019, https://arxiv.org/abs/1909.05858
+    """
+    if (seen := batch.seen) is None or batch.repetition_penalty is None:
         return logits
-    return logits.index_put((batch.banned_rows, batch.banned_ids), torch.tensor(float("-inf"), device=logits.device))
+    old, penalty = logits[seen.rows, seen.ids], batch.repetition_penalty[seen.rows]  # [entries]
+    logits[seen.rows, seen.ids] = torch.where(old > 0, old / penalty, old * penalty)
+    return logits
+
+
+def apply_frequency_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
+    """Take the penalty off an id's logit once for each time it is in the output.
+
+    Source: vLLM's and OpenAI's definition, https://platform.openai.com/docs/guides/text-generation
+    """
+    if (seen := batch.seen) is not None and seen.values is not None and batch.frequency_penalty is not None:
+        logits[seen.rows, seen.ids] -= batch.frequency_penalty[seen.rows] * seen.values
+    return logits
+
+
+def apply_presence_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
+    """Take the penalty off an id's logit if it is in the output at all."""
+    if (seen := batch.seen) is not None and seen.values is not None and batch.presence_penalty is not None:
+        logits[seen.rows, seen.ids] -= batch.presence_penalty[seen.rows] * (seen.values > 0)
+    return logits
+
+
+def mask_repeated_ngrams(logits: Logits, batch: SamplingBatch) -> Logits:
+    """Forbid what would complete a run of no_repeat_ngram_size tokens that prompt + output have already.
+
+    Example: [5, 6, 5] and size 2: id 6 would make "5 6" once more.
+    """
+    return _forbid(logits, batch.repeated_ngrams)
+
+
+def apply_logits_processors(logits: Logits, batch: SamplingBatch) -> Logits:
+    """Call each row's own functions: (prompt_ids, output_ids, logits [vocab]) -> logits [vocab].
+
+    Raises: InvalidTypeError if one returns something else; what they raise passes through.
+    """
+    for row in batch.processors:
+        for processor in row.processors:
+            before = logits[row.row]
+            after = processor(list(row.prompt_token_ids), list(row.output_token_ids), before)
+            if not isinstance(after, Tensor) or after.shape != before.shape:
+                raise InvalidTypeError(f"a logits processor must return logits of shape {tuple(before.shape)}, got {after!r}")
+            logits[row.row] = after
+    return logits
 
 
 def apply_temperature(logits: Logits, batch: SamplingBatch) -> Logits:
@@ -73,9 +150,20 @@ def keep_top_p(logits: Logits, batch: SamplingBatch) -> Logits:
     """
     if batch.top_p is None:
         return logits
+    return drop_beyond(logits, batch.top_p, integer_weights(logits).sum(dim=-1))
+
+
+def drop_beyond(logits: Logits, top_p: Float[Tensor, "batch"], total: Int[Tensor, "batch"]) -> Logits:
+    """Drop a token if the weights of those that go before it sum to top_p of the total, or more."""
     falling, ids = logits.sort(dim=-1, descending=True, stable=True)
     weights = integer_weights(falling)
     before = weights.cumsum(dim=-1) - weights  # what the larger ones sum to
-    enough = batch.top_p.unsqueeze(-1) * weights.sum(dim=-1, keepdim=True)  # float64
-    dropped = (before >= enough) & (batch.top_p < 1.0).unsqueeze(-1)
+    enough = top_p * total  # float64
+    dropped = (before >= enough.unsqueeze(-1)) & (top_p < 1.0).unsqueeze(-1)
     return logits.masked_fill(dropped.scatter(-1, ids, dropped), float("-inf"))
+
+
+def _forbid(logits: Logits, entries: Entries | None) -> Logits:
+    if entries is not None:
+        logits[entries.rows, entries.ids] = float("-inf")
+    return logits

@@ -1,0 +1,120 @@
+"""`nanoinfer bench sampler`: what drawing a step's tokens costs, beside transformers' warpers and torch.multinomial.
+
+Both sides get the same logits, in turns, so that whatever else the machine does meets both; a ratio is between the two medians.
+The logits are those of a model that is fairly sure: the r-th likeliest token has a probability proportional to 1 / r ** 2, in
+another order for each row. The row "flat" is what top_p costs where that does not hold, and many tokens are nearly as likely.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.sampler import Sampler
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sequence import Sequence
+
+NUM_ROWS = 64
+NUM_OUTPUT_TOKENS = 1000  # what the rows have out, for the penalties
+VOCAB_SIZES = (50257, 151936)  # GPT-2's and Qwen's
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """ours_ms and theirs_ms: medians of one step of NUM_ROWS rows, in milliseconds. bar: what has to be reached, in words."""
+
+    name: str
+    vocab_size: int
+    ours_ms: float
+    theirs_ms: float
+    bar: str
+    is_reached: bool
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long the other takes."""
+        return self.theirs_ms / self.ours_ms
+
+
+def run(repeats: int) -> list[Result]:
+    """Measure every case, `repeats` times each."""
+    return [result for vocab_size in VOCAB_SIZES for result in _cases(vocab_size, repeats)]
+
+
+@torch.inference_mode()
+def _cases(vocab_size: int, repeats: int) -> list[Result]:
+    sure, flat = _sure_logits(vocab_size), torch.randn(NUM_ROWS, vocab_size)
+    warpers = [TemperatureLogitsWarper(0.8)]
+    top_p, top_k = TopPLogitsWarper(0.9), TopKLogitsWarper(40)
+    results = []
+    for name, logits, params, theirs, least in (
+        ("temperature", sure, {"temperature": 0.8}, warpers, 8),
+        ("top_p", sure, {"temperature": 0.8, "top_p": 0.9}, [*warpers, top_p], 8),
+        ("top_p, flat", flat, {"temperature": 0.8, "top_p": 0.9}, [*warpers, top_p], None),
+        ("top_k, top_p", sure, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}, [*warpers, top_k, top_p], 40),
+    ):
+        ours, other = _in_turns([_sample(logits, params), _warp_and_draw(logits, theirs)], repeats)
+        bar = "" if least is None else f">= {least} times faster"
+        results.append(Result(name, vocab_size, ours, other, bar, least is None or other / ours >= least))
+    ours, other = _in_turns([_sample(sure, {"temperature": 0.0}), lambda: sure.argmax(dim=-1).tolist()], repeats)
+    results.append(Result("greedy, beside argmax", vocab_size, ours, other, "<= 1.2 times as long", ours <= 1.2 * other))
+    plain = {"temperature": 0.8, "top_k": 40}
+    for name, penalty in (("repetition", 1.1), ("frequency", 0.1), ("presence", 0.1)):
+        penalized = _sample(sure, plain | {f"{name}_penalty": penalty})
+        ours, other = _in_turns([penalized, _sample(sure, plain)], repeats)
+        results.append(Result(f"{name}_penalty, beside none", vocab_size, ours, other, "adds <= 2 ms", ours - other <= 2))
+    return results
+
+
+def _sample(logits: Tensor, params: dict[str, Any]) -> Callable[[], object]:
+    """A step of the sampler, from the sequences on: the batch is built each time, and one token is new."""
+    generator = torch.Generator().manual_seed(0)
+    sampler, vocab_size = Sampler(), logits.shape[1]
+    sequences = []
+    for row in range(len(logits)):
+        seq = Sequence(str(row), [row], SamplingParams(seed=row, max_tokens=None, **params), row, 10**6)
+        seq.token_ids += torch.randint(vocab_size, (NUM_OUTPUT_TOKENS,), generator=generator).tolist()
+        sequences.append(seq)
+
+    def step() -> object:
+        output = sampler(logits, SamplingBatch.build(sequences, vocab_size, logits.device))
+        for seq, token_id in zip(sequences, output.token_ids, strict=True):
+            seq.token_ids.append(token_id)
+        return output
+
+    return step
+
+
+def _warp_and_draw(logits: Tensor, warpers: list) -> Callable[[], object]:
+    """The same with transformers, as its generate does it."""
+    processors = LogitsProcessorList(warpers)
+    input_ids = torch.zeros(len(logits), 1, dtype=torch.int64)
+    return lambda: torch.multinomial(processors(input_ids, logits).softmax(dim=-1), num_samples=1).squeeze(1).tolist()
+
+
+def _in_turns(functions: list[Callable[[], object]], repeats: int) -> list[float]:
+    """The median time of each, in milliseconds, after one call that does not count."""
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(repeats + 1):
+        for its_times, function in zip(times, functions, strict=True):
+            start = time.perf_counter()
+            function()
+            its_times.append((time.perf_counter() - start) * 1e3)
+    return [statistics.median(its_times[1:]) for its_times in times]
+
+
+def _sure_logits(vocab_size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    falling = -2 * torch.arange(1, vocab_size + 1, dtype=torch.float32).log()
+    return torch.stack([falling[torch.randperm(vocab_size, generator=generator)] for _ in range(NUM_ROWS)])

@@ -1,0 +1,65 @@
+"""Linear layers on a CPU whose rows do not depend on each other: weights packed once for oneDNN.
+
+In: a finished model. Out: the same model, its nn.Linear layers replaced. Nothing else knows of it.
+
+A row of F.linear may come out with other last bits when it is computed alone and when it is one of many: the library picks
+another kernel for few rows. (Seen in fp32 for up to 3 rows on one thread, and for 5, 7 and 9 on two.) An activation has the
+same fault where a row is no whole number of vector registers: the last numbers of a tensor take another way than the others. A
+packed weight is laid out once for one kernel, activation included, which gives a row the same bits among any number of others
+(tests/test_invariance.py). It is faster, too.
+"""
+
+import logging
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+_ROWS_HINT = 64  # rows to expect; from 16 on, the packing serves any number
+_FUSED = {None: ("none", ""), "silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh")}  # activation -> oneDNN's names
+
+
+class PackedLinear(nn.Module):
+    """A linear layer, or an ActivatedLinear, with the weight in oneDNN's own order. It does not keep the plain one.
+
+    Raises: RuntimeError or NotImplementedError where this torch, this CPU or the dtype does not have it.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS_HINT)
+        self._bias = None if linear.bias is None else linear.bias.detach()
+        self._activation, self._algorithm = _FUSED[getattr(linear, "activation", None)]
+        self._is_fp32 = linear.weight.dtype is torch.float32
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        if self._is_fp32 and len(x) == 1:  # one row alone has another kernel where it is long (seen at 3,072): compute it twice
+            return self._multiply(x.expand(2, -1).contiguous())[:1]
+        return self._multiply(x)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, self._activation, [], self._algorithm)
+
+
+def pack(model: nn.Module) -> None:
+    """Replace every nn.Linear in a model by its packed form; where that does not exist, say so and leave the model as it is."""
+    linears = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.Linear)
+    ]
+    try:
+        with torch.inference_mode():
+            for _, _, linear in linears[:1]:
+                PackedLinear(linear)(torch.zeros(2, linear.in_features, dtype=linear.weight.dtype))
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        logger.info(
+            "linear layers are not packed (%s): slower, and bits may depend on the batch", str(error).split("\n", maxsplit=1)[0]
+        )
+        return
+    with torch.inference_mode():
+        for parent, name, linear in linears:
+            setattr(parent, name, PackedLinear(linear))  # the plain weight goes as soon as nothing else holds it
