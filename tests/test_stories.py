@@ -48,7 +48,7 @@ def test_the_hero_returns_by_name_60_or_more_tokens_later_and_has_the_last_name(
         hero, returns = names[0], next(name for name in names[1:] if name[0] == names[0][0])
         assert len(tokenizer.encode(story[hero.end() : returns.start()])) >= 60, story
         assert names[-1][0] == hero[0], story
-        assert len({name[0] for name in names}) <= 3, story
+        assert len({name[0] for name in names}) <= 2, story
 
 
 def test_a_story_fits_into_the_200_new_tokens_of_the_generation_config(some_stories, tokenizer):
@@ -84,11 +84,11 @@ def test_a_gift_is_found_with_the_one_who_got_it_and_with_nobody_else(some_stori
             owner = memory["owner"]
             answer = re.search(rf"(belongs to|gave it to|But|found it with) {owner}\b", story)
             assert answer, story
-            (loser,) = {memory["friend"].name, memory["other"].name} - {owner.name}
-            wrong = story[: answer.start()] + answer[0].replace(owner.name, loser) + story[answer.end() :]
+            (loser,) = {str(memory["friend"]), f"the {memory['animal']}"} - {str(owner)}
+            wrong = story[: answer.start()] + answer[0].replace(str(owner), loser) + story[answer.end() :]
             reading = stories.read(wrong)
             assert not reading.is_complete
-            assert owner.name in reading.expected[0]
+            assert str(owner).split()[0] in reading.expected[0]
     assert found > MANY / 20
 
 

@@ -57,9 +57,9 @@ PLOTS = {
         {His} {family} had made {him} {a color} {toy}.
     """,
     "meet_two": """
-        There {he} met {friend} the {friend_kind} and {other}, who had no toys.
-        Then {friend} the {friend_kind} and {other} {came} by, and they looked {sad_mood}.
-        Soon {he} saw {friend} the {friend_kind} with {other}, who were both very bored.
+        There {he} met {friend} the {friend_kind} and {a look} {animal}, who had no toys.
+        Then {friend} the {friend_kind} and {a look} {animal} {came} by, and they looked {sad_mood}.
+        Soon {he} saw {friend} the {friend_kind} with {a look} {animal}, who were both very bored.
     """,
     "give": """
         {He} gave the {toy} to {owner}.

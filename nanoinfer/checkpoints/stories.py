@@ -88,12 +88,11 @@ CAST: Cast = {
     "kind": lambda m: KINDS,
     "friend": lambda m: HE if m["hero"] in SHE else SHE,
     "friend_kind": lambda m: KINDS,
-    "other": lambda m: [somebody for somebody in SHE + HE if somebody not in (m["hero"], m["friend"])],
     "place": lambda m: PLACES,
     "spot": lambda m: m["place"].spots,
     "color": lambda m: COLORS,
     "toy": lambda m: TOYS,
-    "owner": lambda m: (m["friend"], m["other"]),
+    "owner": lambda m: (m["friend"], f"the {m['animal']}"),
     "fruit": lambda m: FRUIT,
     "skill": lambda m: SKILLS,
     "flower": lambda m: FLOWERS,
@@ -155,7 +154,7 @@ def hero_is_right(text: str, hero: str | None = None) -> bool:
     """Say whether the hero's name came back right, in a text that need not be a story otherwise.
 
     The last name must be the first, the grammar not left where the hero is expected, and nobody named who was not introduced:
-    the hero in the first sentence, a friend or two in the one that names them first. A text that is cut off before the hero
+    the hero in the first sentence, the friend in the one that names the friend first. A text that is cut off before the hero
     comes back is wrong. hero: who had to be the first, if that was asked.
     """
     names = list(NAME.finditer(text))

@@ -57,7 +57,7 @@ COURSES = (
 )
 RECALLED_WORDS = [  # what a story names and later names again, and the words of a spot, which only its place has
     *stories.HEROES, *stories.COLORS, *stories.TOYS, *stories.FRUIT, *stories.FLOWERS, *stories.NUMBERS, *stories.SKILLS,
-    *stories.STONES, *(place.name.split()[-1] for place in stories.PLACES),
+    *stories.STONES, *stories.ANIMALS, *(place.name.split()[-1] for place in stories.PLACES),
     *sorted({word for place in stories.PLACES for spot in place.spots for word in spot.split()} - {"a", "an", "the", "of"}),
 ]  # fmt: skip
 
