@@ -1,4 +1,4 @@
-"""`nanoinfer`: generate, chat and measure from a terminal. A thin layer over LLM, with SamplingParams' names for the options."""
+"""`nanoinfer`: generate, chat and measure from a terminal. A thin layer over LLM, whose names the options have."""
 
 import io
 import json

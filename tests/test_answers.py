@@ -63,7 +63,7 @@ def assert_nothing_is_left(llm):
 
 def asked(**given):
     """Token ids only, the same in every run."""
-    return SamplingParams(**{"max_tokens": 12, "detokenize": False, "seed": 3} | given)
+    return SamplingParams(**{"max_tokens": 10, "detokenize": False, "seed": 3} | given)
 
 
 def generate(llm, prompts, params):
@@ -118,6 +118,7 @@ WAYS = {
     "few blocks": {"num_blocks": 10},
     "few blocks without prefix caching": {"num_blocks": 10, "enable_prefix_caching": False},
     "few blocks, four at a time, in chunks": {"num_blocks": 8, "max_num_seqs": 4, "chunk_size": 5},
+    "batch_invariant, few blocks": {"batch_invariant": True, "num_blocks": 10, "chunk_size": 4},
     "a stage of one's own": {"stages": [*STAGES, lambda logits, batch: logits]},
 }
 
@@ -139,7 +140,7 @@ def test_answer_i_of_a_prompt_is_the_answer_with_seed_plus_i(qwen3_path, one_by_
     """Logits of other batch shapes differ by rounding, which moves one of these 140 draws about once in 10,000 machines."""
     llm = load(qwen3_path, **WAYS[way])
     prompts, params = [prompt for prompt, _ in SEVERAL], [asked(**given) for _, given in SEVERAL]
-    for _ in range(1 if "few" in way else 2):  # the second time with a cache that holds all prompts
+    for _ in range(2 if way in ("as usual", "two at a time") else 1):  # the second time with a cache that holds all prompts
         outputs = generate(llm, prompts, params)
         assert [[answer.token_ids for answer in output.outputs] for output in outputs] == one_by_one
         assert [[answer.index for answer in output.outputs] for output in outputs] == [list(range(p.n)) for p in params]
@@ -150,7 +151,7 @@ def test_answer_i_of_a_prompt_is_the_answer_with_seed_plus_i(qwen3_path, one_by_
 
 
 def test_the_answers_of_a_prompt_differ_with_a_seed_and_without(ids_llm):
-    """Temperature 100: two of four answers of 12 ids agree by chance once in 1e22."""
+    """Temperature 100: two of four answers of 10 ids agree by chance once in 1e19."""
     for seed in (None, 7):
         assert len({tuple(answer.token_ids) for answer in answers(ids_llm, [1], asked(n=4, temperature=100, seed=seed))}) == 4
 
@@ -210,9 +211,9 @@ def test_an_answer_that_ends_with_its_first_token_does_not_end_the_others(ids_ll
 @pytest.mark.parametrize("arguments", [{"chunk_size": 4}, {"max_num_seqs": 2}, {"num_blocks": 12}], ids=str)
 def test_an_abort_at_any_step_frees_all_answers_and_harms_no_other(qwen3_path, arguments):
     llm = load(qwen3_path, **arguments)
-    other = asked(n=2, seed=9)
+    other = asked(n=2, seed=9, max_tokens=6)
     expected = [answer.token_ids for answer in answers(llm, [4, 5, 6], other)]
-    for num_steps in range(9):
+    for num_steps in range(7):
         doomed = llm.engine.add_request(random_prompt(10), asked(n=4))
         kept = llm.engine.add_request([4, 5, 6], other)
         for _ in range(num_steps):
@@ -260,8 +261,8 @@ def test_ctrl_c_while_several_answers_run_leaves_nothing_behind(ids_llm, monkeyp
 def test_a_step_that_fails_can_be_made_again_with_several_answers(qwen3_path, monkeypatch, part, num_steps):
     """Also the first after the fork, when copies of the prompt's last block are owed."""
     llm = load(qwen3_path, tracer=Recorder())
-    engine, prompt, params = llm.engine, random_prompt(6), asked(n=3)
-    expected = [token_ids(llm, prompt, asked(seed=3 + i)) for i in range(3)]
+    engine, prompt, params = llm.engine, random_prompt(6), asked(n=3, max_tokens=5)
+    expected = [token_ids(llm, prompt, asked(seed=3 + i, max_tokens=5)) for i in range(3)]
     request = engine.add_request(prompt, params)
     for _ in range(num_steps):
         engine.step()
@@ -289,6 +290,68 @@ def test_several_answers_in_text_stop_each_for_itself(llm):
         (a.text, a.token_ids, a.finish_reason, a.stop_reason) for a in alone
     ]
     assert len({answer.text for answer in several}) > 1
+
+
+def random_load(rng, num_tokens):
+    """A prompt and what is asked for it; prompt and answer are at most so many tokens together."""
+    shared = random_prompt(num_tokens)
+    max_tokens = rng.randint(1, 9)
+    length = rng.randint(1, num_tokens - max_tokens)
+    prompt = (shared[: rng.choice([0, rng.randint(0, num_tokens)])] + random_prompt(num_tokens, seed=rng.random()))[:length]
+    return prompt, {
+        "n": rng.choice([1, 2, 3, 5]),
+        "seed": rng.getrandbits(64),
+        "max_tokens": max_tokens,
+        "temperature": rng.choice([0.5, 1.0, 3.0]),
+        "logprobs": rng.choice([None, 0, 2]),
+        "prompt_logprobs": rng.choice([None, None, 1]),
+        "stop_token_ids": rng.sample(range(VOCAB_SIZE), rng.choice([0, 5, 20])),
+        "presence_penalty": rng.choice([0.0, 1.0]),
+        "no_repeat_ngram_size": rng.choice([0, 2]),
+        "bad_words": rng.choice([[], [[5, 6], [7]]]),
+    }
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_loads_of_several_answers_give_what_each_gives_alone(qwen3_path, ids_llm, seed):
+    """Few blocks, few places, small chunks, arrivals and aborts at any time. The loads are always the same."""
+    rng = random.Random(seed)
+    num_blocks = rng.choice([6, 9, 14, 30])
+    llm = load(
+        qwen3_path,
+        num_blocks=num_blocks,
+        chunk_size=rng.choice([1, 3, 4, 7, 1024]),
+        max_num_batched_tokens=rng.choice([4, 16, 4096]),
+        max_num_seqs=rng.choice([1, 2, 3, 64]),
+        enable_prefix_caching=rng.random() < 0.6,
+    )
+    loads, requests = [random_load(rng, 4 * num_blocks) for _ in range(5)], []
+    for prompt, given in loads:
+        requests.append(llm.engine.add_request(prompt, asked(**given)))
+        for _ in range(rng.randint(0, 4)):
+            llm.engine.step()
+    llm.engine.abort(rng.choice(requests).request_id)
+    for _ in range(1000):  # more would be a hang
+        if all(request.output for request in requests):
+            break
+        llm.engine.step()
+    assert_nothing_is_left(llm)
+    for (prompt, given), request in zip(loads, requests, strict=True):
+        for answer in request.output.outputs:
+            alone = given | {"n": 1, "seed": (given["seed"] + answer.index) % 2**64}
+            [output] = generate(ids_llm, [prompt], asked(**alone))
+            if answer.finish_reason == "abort":
+                assert output.outputs[0].token_ids[: len(answer.token_ids)] == answer.token_ids
+                continue
+            assert answer.token_ids == output.outputs[0].token_ids
+            assert answer.finish_reason == output.outputs[0].finish_reason
+            assert answer.cumulative_logprob == pytest.approx(output.outputs[0].cumulative_logprob, abs=1e-3)
+            if given["prompt_logprobs"]:
+                assert len(request.output.prompt_logprobs) == len(prompt)
+                for row, same in zip(request.output.prompt_logprobs[1:], output.prompt_logprobs[1:], strict=True):
+                    assert {i: one.logprob for i, one in row.items()} == pytest.approx(
+                        {i: one.logprob for i, one in same.items()}, abs=1e-4
+                    )
 
 
 # ---- log-probabilities
@@ -337,9 +400,9 @@ def test_ids_that_are_equally_likely_share_the_larger_rank(tmp_path):
     assert {len(row) for row in told} <= {2, 3}
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 5, 20, 95, 96, -1])
+@pytest.mark.parametrize("k", [0, 1, 2, 20, 95, 96, -1])
 def test_k_logprobs_are_the_k_largest_and_the_drawn_one(ids_llm, k):
-    params = {"temperature": 0.8, "max_tokens": 20}
+    params = {"temperature": 0.3}
     [everything] = answers(ids_llm, [1, 2, 3], asked(logprobs=-1, **params))
     [answer] = answers(ids_llm, [1, 2, 3], asked(logprobs=k, **params))
     assert answer.token_ids == everything.token_ids
@@ -349,7 +412,7 @@ def test_k_logprobs_are_the_k_largest_and_the_drawn_one(ids_llm, k):
         assert list(row) == [token_id, *(i for i in falling if i != token_id)]  # the drawn one first, the others falling
         assert row == {i: whole[i] for i in row}
         sizes.add(len(row) - len(falling))
-    if 0 < k < 20:
+    if k in (1, 2):
         assert sizes == {0, 1}  # some of the drawn were among the k, others were not
 
 
@@ -358,7 +421,7 @@ def test_the_cumulative_logprob_is_the_sum_and_none_without_logprobs(ids_llm):
         drawn = [row[i].logprob for row, i in zip(answer.logprobs, answer.token_ids, strict=True)]
         assert answer.cumulative_logprob == pytest.approx(sum(drawn))
         assert answer.cumulative_logprob < 0
-        assert len(drawn) == 12
+        assert len(drawn) == 10
     [answer] = answers(ids_llm, [1, 2, 3], asked())
     assert (answer.logprobs, answer.cumulative_logprob) == (None, None)
 
@@ -522,16 +585,14 @@ def test_k_prompt_logprobs_are_the_k_largest_and_the_prompts_own(ids_llm, k):
         assert row == {i: whole[i] for i in row}
 
 
-def test_a_long_vocabulary_is_headed_some_rows_at_a_time(ids_llm, monkeypatch):
+def test_a_large_vocabulary_is_headed_some_rows_at_a_time(ids_llm, qwen3_path, monkeypatch):
     monkeypatch.setattr("nanoinfer.engine._PROMPT_LOGITS", 7 * VOCAB_SIZE)
     prompt = random_prompt(30)
     compute_logits, sizes = ids_llm.engine.runner.compute_logits, []
     monkeypatch.setattr(ids_llm.engine.runner, "compute_logits", lambda rows: sizes.append(len(rows)) or compute_logits(rows))
     [some] = generate(ids_llm, [prompt], asked(prompt_logprobs=-1, max_tokens=1))
     assert sizes == [1, 7, 7, 7, 7, 1]
-    monkeypatch.undo()
-    [whole] = generate(ids_llm, [prompt], asked(prompt_logprobs=-1, max_tokens=1))
-    torch.testing.assert_close(values_of(some.prompt_logprobs[1:]), values_of(whole.prompt_logprobs[1:]), atol=1e-5, rtol=0)
+    compare_prompt_logprobs(qwen3_path, some)
 
 
 # ---- lists of ids
@@ -580,12 +641,12 @@ def one_token_word(llm):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("space", ["", " ", "  "])
+@pytest.mark.parametrize("space", ["", " "])
 def test_a_bad_word_as_text_never_comes_out_with_or_without_a_space_before_it(llm, space, temperature):
     word, bare, spaced = one_token_word(llm)
     assert bare != spaced
     both = {"logit_bias": {bare: 50.0, spaced: 50.0}}  # else the model itself might never say it
-    params = {"temperature": temperature, "max_tokens": 20, "seed": 5, "ignore_eos": True} | both
+    params = {"temperature": temperature, "max_tokens": 8, "seed": 5, "ignore_eos": True} | both
     said = answers(llm, "Once upon", SamplingParams(**params))[0].token_ids
     assert set(said) <= {bare, spaced}
     said = answers(llm, "Once upon", SamplingParams(bad_words=[space + word], **params))[0].token_ids
@@ -649,6 +710,11 @@ def test_a_bias_of_100_forces_an_id_and_of_minus_100_avoids_it(ids_llm, temperat
 # ---- penalties
 
 
+@functools.cache
+def greedy_without_penalties(path, num_prompt_tokens):
+    return oracle_generate(path, random_prompt(num_prompt_tokens), 45)
+
+
 def oracle_generate(path, prompt, max_tokens, **arguments):
     """transformers' greedy answer. A gap between the best two is asserted: else either token would be right."""
     output = oracle(path).generate(
@@ -681,11 +747,11 @@ def oracle_generate(path, prompt, max_tokens, **arguments):
 )
 def test_greedy_tokens_under_penalties_are_transformers(request, family, given):
     path = request.getfixturevalue(f"{family}_path")
-    prompts = [random_prompt(1), random_prompt(7), random_prompt(15) * 2]
+    prompts = [random_prompt(1), random_prompt(15) * 2]
     expected = [oracle_generate(path, prompt, 45, **given) for prompt in prompts]
     outputs = generate(LLM(path, kv_cache_memory=MEMORY), prompts, asked(temperature=0.0, max_tokens=45, **given))
     assert [output.outputs[0].token_ids for output in outputs] == expected
-    assert expected != [oracle_generate(path, prompt, 45) for prompt in prompts]  # the penalty does something
+    assert expected[0] != greedy_without_penalties(path, 1)  # the penalty does something
 
 
 def by_the_book(logits, prompt, output, params):
@@ -781,22 +847,23 @@ def test_a_processor_sees_its_own_prompt_and_output_at_each_step(qwen3_path, arg
         token_ids(llm, p, asked(temperature=t)) for p, t in zip(prompts, (1.0, 0.0, 1.0), strict=True)
     ]
     for output, watch in zip(outputs, watching, strict=False):
-        expected = [answer.token_ids[:i] for answer in output.outputs for i in range(12)]
+        expected = [answer.token_ids[:i] for answer in output.outputs for i in range(10)]
         assert sorted(seen for _, seen, _ in watch.calls) == sorted(expected)
         assert all(prompt == output.prompt_token_ids for prompt, _, _ in watch.calls)
         for prompt, seen, logits in watch.calls:
             torch.testing.assert_close(logits, oracle_logits(qwen3_path, prompt + seen)[-1], atol=1e-4, rtol=0)
+    assert any(output.metrics.num_preemptions for output in outputs) == ("num_blocks" in arguments)
     assert_nothing_is_left(llm)
 
 
 def test_a_processor_comes_after_the_masks_and_penalties_and_before_the_temperature(ids_llm, qwen3_path):
     watch, prompt = Watching(), random_prompt(6)
-    params = asked(**BOOK, **PENALTIES[-1], temperature=0.5, top_k=2, min_tokens=12, logits_processors=[watch])
+    params = asked(**BOOK, **PENALTIES[-1], temperature=0.5, top_k=2, min_tokens=10, logits_processors=[watch])
     token_ids(ids_llm, prompt, params)
     for _, output, logits in watch.calls:
         expected = by_the_book(oracle_logits(qwen3_path, prompt + output)[-1], prompt, output, params)
         torch.testing.assert_close(logits, torch.tensor(expected), atol=1e-4, rtol=0)
-    assert len(watch.calls) == 12
+    assert len(watch.calls) == 10
 
 
 def test_processors_are_called_in_their_order_and_each_gets_what_the_one_before_returned(ids_llm):
@@ -829,8 +896,7 @@ def raising_at(num_calls, error):
     return function
 
 
-@pytest.mark.parametrize("num_calls", [1, 2, 9])
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(("num_calls", "n"), [(1, 1), (5, 1), (2, 3), (9, 3)])
 def test_a_processor_that_raises_passes_its_error_on_and_the_llm_is_usable_afterwards(ids_llm, num_calls, n):
     prompts, params = [[1, 2, 3], [4, 5]], asked(n=n)
     expected = [output.outputs for output in generate(ids_llm, prompts, params)]
@@ -881,6 +947,16 @@ def test_a_function_that_returns_another_shape_is_told_so(qwen3_path, ids_llm, n
     assert_nothing_is_left(llm)
 
 
+def test_that_error_tells_the_shape_it_got_and_not_all_the_numbers(qwen3_path, ids_llm):
+    with pytest.raises(InvalidTypeError) as caught:
+        generate(ids_llm, [[1, 2]], asked(logits_processors=[lambda prompt_ids, output_ids, logits: logits[:-1]]))
+    assert f"({VOCAB_SIZE - 1},)" in str(caught.value)
+    assert len(str(caught.value)) < 300
+    with pytest.raises(InvalidTypeError) as caught:
+        generate(load(qwen3_path, stages=[lambda logits, batch: logits.tolist()]), [[1, 2]], asked())
+    assert len(str(caught.value)) < 300
+
+
 def only_even_ids(logits, batch):
     logits = logits.clone()
     logits[:, 1::2] = -INF
@@ -921,8 +997,8 @@ EVERYTHING = {
     "allowed_token_ids": list(range(2, 94)),
     "bad_words": [[7], [8, 9]],
     "stop_token_ids": [60],
-    "min_tokens": 20,
-    "max_tokens": 24,
+    "min_tokens": 12,
+    "max_tokens": 16,
     "logprobs": 2,
     "prompt_logprobs": 1,
     "logits_processors": [lambda prompt_ids, output_ids, logits: logits * 1.1],
@@ -930,21 +1006,23 @@ EVERYTHING = {
 OTHERS = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.5}, {"n": 2, "presence_penalty": 1.0}, {"logprobs": 3}]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_same_seed_gives_the_same_tokens_with_every_parameter_on(qwen3_path, ids_llm, way):
+@pytest.fixture(scope="module")
+def each_alone(loaded_ids):
+    """The token ids of every answer to random_prompt(3 + i) with OTHERS[i], and to random_prompt(8) with EVERYTHING."""
+    asked_for = [(random_prompt(3 + i), other) for i, other in enumerate(OTHERS)] + [(random_prompt(8), EVERYTHING)]
+    return [[answer.token_ids for answer in answers(loaded_ids, prompt, asked(**given))] for prompt, given in asked_for]
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("prompts in chunks", "one at a time", "few blocks")])
+def test_the_same_seed_gives_the_same_tokens_with_every_parameter_on(qwen3_path, each_alone, way):
     """Alone, among others, streamed, and run in every way. Rounding may move a draw: see above."""
-    prompt, everything = random_prompt(8), asked(**EVERYTHING)
-    expected = token_ids(ids_llm, prompt, everything)
-    assert 20 <= len(expected) <= 24
-    llm = load(qwen3_path, **WAYS[way])
-    assert token_ids(llm, prompt, everything) == expected
-    assert [i for delta in llm.stream(prompt, everything) for i in delta.token_ids] == expected
-    prompts = [random_prompt(3 + i, seed=i) for i in range(6)]
-    outputs = generate(llm, [*prompts, prompt], [*(asked(**other) for other in OTHERS), everything])
-    assert outputs[-1].outputs[0].token_ids == expected
+    llm, everything = load(qwen3_path, **WAYS[way]), asked(**EVERYTHING)
+    assert [[i for delta in llm.stream(random_prompt(8), everything) for i in delta.token_ids]] == each_alone[-1]
+    prompts = [random_prompt(3 + i) for i in range(len(OTHERS))]
+    outputs = generate(llm, [*prompts, random_prompt(8)], [*(asked(**other) for other in OTHERS), everything])
+    assert [[answer.token_ids for answer in output.outputs] for output in outputs] == each_alone
     assert len(outputs[-1].prompt_logprobs) == 8
-    for before, other, output in zip(prompts, OTHERS, outputs, strict=False):
-        assert [a.token_ids for a in output.outputs] == [a.token_ids for a in answers(ids_llm, before, asked(**other))]
+    assert len(each_alone[-1][0]) >= 12
     assert_nothing_is_left(llm)
 
 

@@ -10,6 +10,7 @@ import torch
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from nanoinfer.sampling.sampler import STAGES
+from nanoinfer.sampling_params import BeamSearchParams
 
 MEMORY = 2**24
 LAST = tiny_models.VOCAB_SIZE - 1
@@ -71,6 +72,7 @@ def no_work(llm, monkeypatch):
         watch(llm.engine.scheduler, "add")
         watch(llm.engine.block_manager, "start")
         watch(llm.engine, "step")
+        watch(llm.engine, "compute")
         yield
     assert calls == []
 
@@ -140,6 +142,16 @@ def test_a_stream_of_several_answers_is_refused_with_a_way_out(llm, monkeypatch)
         llm.stream("a", SamplingParams(n=3))
 
 
+def test_params_of_beams_and_of_sampling_are_not_taken_for_each_other(ids_llm, monkeypatch):
+    with no_work(ids_llm, monkeypatch):
+        with pytest.raises(InvalidTypeError, match="prompt 0: sampling_params must be SamplingParams, got BeamSearchParams"):
+            generate(ids_llm, [[1]], [BeamSearchParams(beam_width=2)])
+        with pytest.raises(InvalidTypeError, match=r"params must be BeamSearchParams, got SamplingParams"):
+            ids_llm.beam_search([[1]], ids_only())
+        with pytest.raises(InvalidValueError, match=f"prompt 1: {outside('the prompt', LAST + 1)}"):
+            ids_llm.beam_search([[1], [2, LAST + 1]], BeamSearchParams(beam_width=2))
+
+
 @pytest.mark.parametrize(
     ("argument", "error", "sentence"),
     [
@@ -170,6 +182,14 @@ def not_a_number(prompt_ids, output_ids, logits):
     return logits * math.nan
 
 
+OTHERS = [ids_only(seed=4), ids_only(seed=5, top_k=7), ids_only(temperature=0.0)]
+
+
+@pytest.fixture(scope="module")
+def others_alone(loaded_ids):
+    return [generate(loaded_ids, [1, 2, i], other)[0].outputs for i, other in enumerate(OTHERS)]
+
+
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize(
     ("params", "stage", "num_tokens"),
@@ -185,13 +205,11 @@ def not_a_number(prompt_ids, output_ids, logits):
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else None,
 )
-def test_a_sequence_with_no_token_left_ends_alone_and_names_the_stage(ids_llm, params, stage, num_tokens, greedy):
-    others = [ids_only(seed=4), ids_only(seed=5, top_k=7), ids_only(temperature=0.0)]
-    alone = [generate(ids_llm, [1, 2, i], other)[0].outputs for i, other in enumerate(others)]
+def test_a_sequence_with_no_token_left_ends_alone_and_names_the_stage(ids_llm, others_alone, params, stage, num_tokens, greedy):
     bad = ids_only(**params, **({"temperature": 0.0} if greedy else {}))
     prompts = [[1, 2, 0], [3, 4], [1, 2, 1], [1, 2, 2]]
-    first, failed, *rest = generate(ids_llm, prompts, [others[0], bad, *others[1:]])
-    assert [output.outputs for output in (first, *rest)] == alone
+    first, failed, *rest = generate(ids_llm, prompts, [OTHERS[0], bad, *OTHERS[1:]])
+    assert [output.outputs for output in (first, *rest)] == others_alone
     [completion] = failed.outputs
     assert (completion.finish_reason, len(completion.token_ids)) == ("error", num_tokens)
     assert f"no token is left to draw after {stage};" in completion.error

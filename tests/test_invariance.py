@@ -72,25 +72,32 @@ def path(request, tmp_path_factory):
     return tiny_models.save(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_prompt_gets_the_same_logits_at_every_place_in_any_batch(path, dtype, num_threads):
-    """Beside prompts of 1 to 200 tokens, in batches of 2, 3, 17 and 64. The prompt is two chunks, the second of five tokens."""
-    rng = random.Random(0)
-    settings = {"dtype": dtype, "kv_cache_memory": 32 * 2**20, "chunk_size": 32, "enable_prefix_caching": False}
+def test_a_prompt_gets_the_same_logits_at_every_place_in_any_batch(path, dtype):
+    assert_same_bits_in_batches_of((2, 3, 17, 64), path, dtype)
+
+
+@pytest.mark.parametrize("family", ["gpt2_n_inner", "qwen3"])
+def test_several_threads_give_the_same_bits_in_any_batch_too(family, tmp_path):
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(2)
     try:
-        llm = LLM(path, **settings)
-        prompt = ids(rng, 37)
-        alone = logits_of(llm, [prompt], 0)
-        for size in (2, 3, 17, 64):
-            for place in {0, 1, size // 2, size - 1}:
-                prompts = [ids(rng, rng.choice([1, 2, 5, 30, 100, 200])) for _ in range(size)]
-                prompts[place] = prompt
-                assert_same_bits(logits_of(llm, prompts, place), alone)
+        assert_same_bits_in_batches_of((3, 17), tiny_models.save(family, tmp_path), "float32")
     finally:
         torch.set_num_threads(before)
+
+
+def assert_same_bits_in_batches_of(sizes, path, dtype):
+    """Beside prompts of 1 to 200 tokens. The prompt is two chunks, the second of five tokens."""
+    rng = random.Random(0)
+    llm = LLM(path, dtype=dtype, kv_cache_memory=32 * 2**20, chunk_size=32, enable_prefix_caching=False)
+    prompt = ids(rng, 37)
+    alone = logits_of(llm, [prompt], 0)
+    for size in sizes:
+        for place in {0, 1, size // 2, size - 1}:
+            prompts = [ids(rng, rng.choice([1, 2, 5, 30, 100, 200])) for _ in range(size)]
+            prompts[place] = prompt
+            assert_same_bits(logits_of(llm, prompts, place), alone)
 
 
 def test_every_place_in_a_batch_of_17_gives_the_same_bits(path):

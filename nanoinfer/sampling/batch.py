@@ -83,8 +83,11 @@ class SamplingBatch:
         def drawn_column(values: list, off: float | int, dtype: torch.dtype) -> Tensor | None:
             return column([off if g else value for value, g in zip(values, greedy, strict=True)], off, dtype)
 
-        # Clamped where fp32 would make a temperature 0 or infinite: dividing by either makes NaN.
-        temperatures = [min(max(p.temperature, _TINY), _HUGE) for p in params]
+        def clamped(value: float) -> float:
+            """Where fp32 would make it 0 or infinite, which dividing and multiplying by make NaN of."""
+            return min(max(value, _TINY), _HUGE)
+
+        temperatures = [clamped(p.temperature) for p in params]
         group = [_group(p.is_greedy, k < vocab_size, p.top_p < 1.0) for p, k in zip(params, top_k, strict=True)]
         return cls(
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
@@ -96,7 +99,7 @@ class SamplingBatch:
             seeds=torch.tensor([_as_signed(seq.seed) for seq in sequences], dtype=torch.int64, device=device),
             positions=torch.tensor([len(seq.token_ids) for seq in sequences], dtype=torch.int64, device=device),
             **_history_fields(sequences, device),
-            repetition_penalty=column([p.repetition_penalty for p in params], 1.0, torch.float32),
+            repetition_penalty=column([clamped(p.repetition_penalty) for p in params], 1.0, torch.float32),
             frequency_penalty=column([p.frequency_penalty for p in params], 0.0, torch.float32),
             presence_penalty=column([p.presence_penalty for p in params], 0.0, torch.float32),
             greedy_rows=_rows_of(group, "greedy"),

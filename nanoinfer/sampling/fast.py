@@ -84,8 +84,8 @@ def _sample_top_p(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     assert batch.top_p is not None
     total = torch.cat([weights.sum(dim=-1) for weights, _ in _weights(logits, batch)])  # [batch]
     few, ids = _largest(logits, min(NUM_TRIED, logits.shape[-1]))
-    scaled = stages.keep_min_p(stages.apply_temperature(few, batch), batch)
-    kept = stages.drop_beyond(scaled, batch.top_p, total)
+    scaled = stages.apply_temperature(few, batch)
+    kept = stages.drop_beyond(scaled, batch.top_p, total)  # what min_p drops is not in the total, and comes after it
     token_ids = _pick(ids, draw(kept, uniform(batch.seeds, batch.positions)))
     if few.shape[-1] < logits.shape[-1]:
         # Which of the tokens that tie with the smallest are among the few is chance, so those above must be enough.

@@ -55,7 +55,8 @@ def apply_repetition_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
     if (seen := batch.seen) is None or batch.repetition_penalty is None:
         return logits
     old, penalty = logits[seen.rows, seen.ids], batch.repetition_penalty[seen.rows]  # [entries]
-    logits[seen.rows, seen.ids] = torch.where(old > 0, old / penalty, old * penalty)
+    penalized = torch.where(old > 0, old / penalty, old * penalty)
+    logits[seen.rows, seen.ids] = penalized.clamp(max=torch.finfo(logits.dtype).max)  # a tiny penalty must not make infinity
     return logits
 
 
