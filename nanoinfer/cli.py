@@ -34,6 +34,9 @@ Temperature = Annotated[float | None, typer.Option(help="0 is greedy. Default: t
 TopK = Annotated[int | None, typer.Option(help="Keep the k most probable tokens; 0 is off.")]
 TopP = Annotated[float | None, typer.Option(help="Keep the smallest set that reaches this probability; 1 is off.")]
 MinP = Annotated[float | None, typer.Option(help="Drop tokens below this share of the largest probability; 0 is off.")]
+RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: make tokens of prompt and output less likely.")]
+PresencePenalty = Annotated[float | None, typer.Option(help="Above 0: make tokens of the output less likely.")]
+FrequencyPenalty = Annotated[float | None, typer.Option(help="The same, for each time that a token is in the output.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 MinTokens = Annotated[int, typer.Option(help="Tokens before the text may end.")]
@@ -70,6 +73,9 @@ def generate(
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
     seed: Seed = None,
     max_tokens: MaxTokens = 256,
     min_tokens: MinTokens = 0,
@@ -95,6 +101,9 @@ def generate(
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
             seed=seed,
             max_tokens=max_tokens,
             min_tokens=min_tokens,
@@ -124,6 +133,9 @@ def chat(
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
     seed: Seed = None,
     max_tokens: MaxTokens = 1024,
     stop: Stop = None,
@@ -140,7 +152,17 @@ def chat(
             max_model_len=max_model_len,
         )
         params = _params(
-            llm, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens, stop=stop
+            llm,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=stop,
         )
         beginning = [{"role": "system", "content": system}] if system else []
         messages = list(beginning)

@@ -24,10 +24,10 @@ from nanoinfer.errors import CheckpointNotFoundError, InvalidPromptError, Invali
 from nanoinfer.forward_batch import ForwardBatch
 from nanoinfer.kv_cache import KVCache, bytes_per_block, memory_for_cache
 from nanoinfer.model_runner import ModelRunner
-from nanoinfer.outputs import TokenLogprobs
+from nanoinfer.outputs import LogprobsOnePosition
 from nanoinfer.request import Request, named_logprobs
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.logprobs import token_logprobs
+from nanoinfer.sampling.logprobs import TokenLogprobs, token_logprobs
 from nanoinfer.sampling.sampler import STAGES, Sampler
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduler import PromptRows, Scheduler, SchedulerPlan
@@ -315,10 +315,10 @@ class LLMEngine:
             # Some tokenizers have ids that the model lacks: what needs one cannot come out anyway.
             yield from (tuple(ids) for ids in forms if max(ids) < self.model_config.vocab_size)
 
-    def _named(self, seq: Sequence, told: Any) -> TokenLogprobs:
+    def _named(self, seq: Sequence, told: TokenLogprobs) -> LogprobsOnePosition:
         return named_logprobs(told.ids, told.values, told.ranks, self.tokenizer if seq.params.detokenize else None)
 
-    def _prompt_logprobs(self, part: PromptRows, hidden: torch.Tensor) -> list[TokenLogprobs]:
+    def _prompt_logprobs(self, part: PromptRows, hidden: torch.Tensor) -> list[LogprobsOnePosition]:
         """Head the prompt's rows, some at a time, and look up the tokens that follow them."""
         num_at_a_time = max(_PROMPT_LOGITS // self.model_config.vocab_size, 1)
         seq, told = part.sequence, []

@@ -22,7 +22,7 @@ class Logprob:
     decoded_token: str | None
 
 
-TokenLogprobs = dict[int, Logprob]  # the token itself comes first, then the likeliest, in falling order
+LogprobsOnePosition = dict[int, Logprob]  # the token itself comes first, then the likeliest, in falling order
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[LogprobsOnePosition] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -82,7 +82,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # one for every prompt token; the first is None
+    prompt_logprobs: list[LogprobsOnePosition | None] | None = None  # one for every prompt token; the first is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,4 +121,4 @@ class Delta:
     token_ids: list[int]
     output: RequestOutput | None = None
     request_id: str = ""  # for LLM.abort
-    logprobs: list[TokenLogprobs] | None = None  # of token_ids, where they were asked for
+    logprobs: list[LogprobsOnePosition] | None = None  # of token_ids, where they were asked for

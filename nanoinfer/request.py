@@ -8,7 +8,7 @@ import time
 from collections import deque
 
 from nanoinfer.detokenizer import Detokenizer
-from nanoinfer.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
+from nanoinfer.outputs import CompletionOutput, Delta, Logprob, LogprobsOnePosition, RequestMetrics, RequestOutput
 from nanoinfer.sequence import Sequence
 from nanoinfer.stopping import Stop, StopStrings, check_token_ids
 from nanoinfer.tokenizer import Tokenizer
@@ -39,9 +39,9 @@ class Request:
         self._metrics = RequestMetrics(arrival_time)
         self._answers = [_Answer(seq, tokenizer) for seq in sequences]
         wants_prompt = sequences[0].params.prompt_logprobs is not None
-        self._prompt_logprobs: list[TokenLogprobs | None] | None = [None] if wants_prompt else None
+        self._prompt_logprobs: list[LogprobsOnePosition | None] | None = [None] if wants_prompt else None
 
-    def advance(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None = None) -> Stop | None:
+    def advance(self, seq: Sequence, token_id: int, logprobs: LogprobsOnePosition | None = None) -> Stop | None:
         """Take one sampled id of one of the sequences. Returns a Stop if it was that sequence's last."""
         if self._metrics.first_token_time is None:
             self._metrics.first_token_time = time.perf_counter()
@@ -50,7 +50,7 @@ class Request:
         self._show([token_id], answer, None if logprobs is None else [logprobs])
         return answer.stop
 
-    def add_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
+    def add_prompt_logprobs(self, position: int, logprobs: list[LogprobsOnePosition]) -> None:
         """Take those of the prompt's tokens from this position on, less what is known: a preempted prompt comes twice."""
         assert self._prompt_logprobs is not None
         self._prompt_logprobs += logprobs[len(self._prompt_logprobs) - position :]
@@ -62,7 +62,7 @@ class Request:
                 answer.end(stop)
                 self._show([], answer, None)
 
-    def _show(self, new_token_ids: list[int], answer: "_Answer", logprobs: list[TokenLogprobs] | None) -> None:
+    def _show(self, new_token_ids: list[int], answer: "_Answer", logprobs: list[LogprobsOnePosition] | None) -> None:
         """Make the output if that was the last, and a stream's next Delta."""
         if all(answer.stop for answer in self._answers):
             self._metrics.finished_time = time.perf_counter()
@@ -93,9 +93,9 @@ class _Answer:
         self._detokenizer: Detokenizer | None = None
         if seq.params.detokenize and tokenizer is not None:
             self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=seq.params.skip_special_tokens)
-        self._logprobs: list[TokenLogprobs] | None = None if seq.params.logprobs is None else []
+        self._logprobs: list[LogprobsOnePosition] | None = None if seq.params.logprobs is None else []
 
-    def advance(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def advance(self, token_id: int, logprobs: LogprobsOnePosition | None) -> None:
         seq = self.seq
         seq.token_ids.append(token_id)
         if self._logprobs is not None and logprobs is not None:
@@ -135,7 +135,7 @@ class _Answer:
         )
 
 
-def named_logprobs(ids: list[int], values: list[float], ranks: list[int], tokenizer: Tokenizer | None) -> TokenLogprobs:
+def named_logprobs(ids: list[int], values: list[float], ranks: list[int], tokenizer: Tokenizer | None) -> LogprobsOnePosition:
     """The sampler's numbers, in the shape that users get."""
     return {
         token_id: Logprob(value, rank, tokenizer.decode([token_id], skip_special_tokens=False) if tokenizer else None)

@@ -312,7 +312,7 @@ def random_load(rng, num_tokens):
     }
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_loads_of_several_answers_give_what_each_gives_alone(qwen3_path, ids_llm, seed):
     """Few blocks, few places, small chunks, arrivals and aborts at any time. The loads are always the same."""
     rng = random.Random(seed)
@@ -689,8 +689,8 @@ def test_the_form_with_a_space_counts_only_if_it_is_as_long(llm):
 
 @pytest.mark.parametrize("allowed", [[7], [7, 90], [3, 3, 50, 95, 0]])
 def test_only_allowed_ids_come_out_and_each_of_them_does(ids_llm, qwen3_path, allowed):
-    """Each at temperature 100: one of four misses 60 draws once in 10 million, and the seed is fixed."""
-    said = token_ids(ids_llm, [1, 2], asked(allowed_token_ids=allowed, temperature=100, max_tokens=60))
+    """At temperature 100: one of four ids misses 40 draws once in 25,000 seeds, and the seed is fixed."""
+    said = token_ids(ids_llm, [1, 2], asked(allowed_token_ids=allowed, temperature=100, max_tokens=40))
     assert set(said) == set(allowed)
     greedy = token_ids(ids_llm, [1, 2], asked(allowed_token_ids=allowed, temperature=0.0))
     assert set(greedy) <= set(allowed)
@@ -710,11 +710,6 @@ def test_a_bias_of_100_forces_an_id_and_of_minus_100_avoids_it(ids_llm, temperat
 # ---- penalties
 
 
-@functools.cache
-def greedy_without_penalties(path, num_prompt_tokens):
-    return oracle_generate(path, random_prompt(num_prompt_tokens), 45)
-
-
 def oracle_generate(path, prompt, max_tokens, **arguments):
     """transformers' greedy answer. A gap between the best two is asserted: else either token would be right."""
     output = oracle(path).generate(
@@ -732,9 +727,11 @@ def oracle_generate(path, prompt, max_tokens, **arguments):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
-@pytest.mark.parametrize(
-    "given",
-    [
+def test_greedy_tokens_under_penalties_are_transformers(request, family):
+    """All in one batch, where each row has its own."""
+    path = request.getfixturevalue(f"{family}_path")
+    given = [
+        {},
         {"repetition_penalty": 1.3},
         {"repetition_penalty": 0.8},
         {"repetition_penalty": 5.0},
@@ -742,16 +739,14 @@ def oracle_generate(path, prompt, max_tokens, **arguments):
         {"no_repeat_ngram_size": 2},
         {"no_repeat_ngram_size": 3},
         {"no_repeat_ngram_size": 2, "repetition_penalty": 1.1},
-    ],
-    ids=str,
-)
-def test_greedy_tokens_under_penalties_are_transformers(request, family, given):
-    path = request.getfixturevalue(f"{family}_path")
-    prompts = [random_prompt(1), random_prompt(15) * 2]
-    expected = [oracle_generate(path, prompt, 45, **given) for prompt in prompts]
-    outputs = generate(LLM(path, kv_cache_memory=MEMORY), prompts, asked(temperature=0.0, max_tokens=45, **given))
+    ]
+    rows = [(prompt, each) for prompt in (random_prompt(1), random_prompt(15) * 2) for each in given]
+    expected = [oracle_generate(path, prompt, 45, **each) for prompt, each in rows]
+    plain, *others = zip(expected[: len(given)], expected[len(given) :], strict=True)
+    assert plain not in others  # every one of them does something
+    params = [asked(temperature=0.0, max_tokens=45, **each) for _, each in rows]
+    outputs = generate(LLM(path, kv_cache_memory=MEMORY), [prompt for prompt, _ in rows], params)
     assert [output.outputs[0].token_ids for output in outputs] == expected
-    assert expected[0] != greedy_without_penalties(path, 1)  # the penalty does something
 
 
 def by_the_book(logits, prompt, output, params):
@@ -796,18 +791,19 @@ PENALTIES = [
 ]
 
 
-@pytest.mark.parametrize("given", PENALTIES, ids=str)
-def test_greedy_tokens_under_all_of_them_go_by_the_book(ids_llm, qwen3_path, given):
+def test_greedy_tokens_under_all_of_them_go_by_the_book(ids_llm, qwen3_path):
     prompt = random_prompt(9, seed=5)
-    params = asked(temperature=0.0, max_tokens=45, min_tokens=45, **BOOK, **given)
-    output = []
-    for _ in range(45):
-        row = by_the_book(oracle_logits(qwen3_path, prompt + output)[-1], prompt, output, params)
-        best, second = sorted(row)[:-3:-1]
-        assert best - second > 2e-5  # else rounding would choose
-        output.append(row.index(best))
-    assert token_ids(ids_llm, prompt, params) == output
-    assert token_ids(ids_llm, prompt, asked(temperature=0.0, max_tokens=45, min_tokens=45, **BOOK)) != output
+    params = [asked(temperature=0.0, max_tokens=45, min_tokens=45, **BOOK, **given) for given in ({}, *PENALTIES)]
+    expected = [[] for _ in params]
+    for each, output in zip(params, expected, strict=True):
+        for _ in range(45):
+            row = by_the_book(oracle_logits(qwen3_path, prompt + output)[-1], prompt, output, each)
+            best, second = sorted(row)[:-3:-1]
+            assert best - second > 2e-5  # else rounding would choose
+            output.append(row.index(best))
+    assert len(set(map(tuple, expected))) == len(params)  # every one of them does something
+    outputs = generate(ids_llm, [prompt] * len(params), params)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
 def test_no_ngram_comes_twice_when_it_is_forbidden_and_one_does_when_not(ids_llm):
