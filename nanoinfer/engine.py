@@ -156,6 +156,7 @@ class LLMEngine:
             raise InvalidValueError(
                 f"bad_words={params.bad_words!r} has strings, but this checkpoint has no tokenizer; give lists of token ids"
             )
+        list(self._bad_word_ids(params))
         if params.detokenize and self.tokenizer is None:
             raise InvalidValueError(
                 "this checkpoint has no tokenizer, so there can be no text; pass SamplingParams(detokenize=False), "
@@ -212,7 +213,10 @@ class LLMEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Run one step for whoever is scheduled. Returns the requests that ended in it."""
+        """Run one step for whoever is scheduled. Returns the requests that ended in it.
+
+        Whatever is raised in it, by a user's stage or for want of memory, leaves every request as it was, to be computed again.
+        """
         with self._undivided():
             start = time.perf_counter()
             plan = self.scheduler.schedule()  # who runs, how many tokens of each
@@ -294,6 +298,9 @@ class LLMEngine:
         self._is_stepping = True
         try:
             yield
+        except BaseException:
+            self.scheduler.restart()  # block tables may be ahead of the cache: copies are owed that nobody will make now
+            raise
         finally:
             self._is_stepping = False
             owed, self._aborts_owed = self._aborts_owed, []
@@ -303,14 +310,19 @@ class LLMEngine:
         """params.bad_words as ids. A string stands for its ids at the start of a text, and for those after a space.
 
         The second form counts only if it is as long and begins otherwise; else it is more than the word, or the same.
+
+        Raises: InvalidValueError for a lone surrogate, which no Unicode text has.
         """
         for word in params.bad_words or ():
             if not isinstance(word, str):
                 yield tuple(word)
                 continue
             assert self.tokenizer is not None
-            bare = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
-            spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+            try:
+                bare = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
+                spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+            except InvalidPromptError as error:
+                raise InvalidValueError(f"bad_words: {error}") from error
             forms = [bare, spaced] if len(spaced) == len(bare) and spaced[0] != bare[0] else [bare]
             # Some tokenizers have ids that the model lacks: what needs one cannot come out anyway.
             yield from (tuple(ids) for ids in forms if max(ids) < self.model_config.vocab_size)

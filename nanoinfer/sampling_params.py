@@ -86,13 +86,7 @@ class SamplingParams:
     logits_processors: Sequence[Callable[..., Any]] | None = None  # kept as a tuple
 
     def __new__(cls, *args: Any, **given: Any) -> "SamplingParams":
-        """Before Python's own bare TypeError: an argument that does not exist is named, with the one that was meant."""
-        if args:
-            raise InvalidTypeError(f"SamplingParams takes keyword arguments only, got {args!r}; write temperature={args[0]!r}")
-        for name in given:
-            if name not in cls.__dataclass_fields__:
-                raise unknown_argument("SamplingParams", name, list(cls.__dataclass_fields__))
-        return super().__new__(cls)
+        return super().__new__(_checked_names(cls, args, given))
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, 0.0, math.inf, "finite and >= 0; 0 is greedy")
@@ -181,13 +175,29 @@ class BeamSearchParams:
     early_stopping: bool | Literal["never"] = False
     ignore_eos: bool = False
 
+    def __new__(cls, *args: Any, **given: Any) -> "BeamSearchParams":
+        return super().__new__(_checked_names(cls, args, given))
+
     def __post_init__(self) -> None:
         check_integer("beam_width", self.beam_width, 1, None, ">= 1")
         check_integer("max_tokens", self.max_tokens, 1, None, ">= 1")
         check_number("length_penalty", self.length_penalty, -math.inf, math.inf, "finite; 0 compares plain sums")
         check_flag("ignore_eos", self.ignore_eos)
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise InvalidValueError(f"early_stopping must be True, False or 'never', got {self.early_stopping!r}")
+        if not isinstance(self.early_stopping, bool | str):
+            raise InvalidTypeError(f"early_stopping must be True, False or 'never', got {self.early_stopping!r}")
+        if self.early_stopping not in (True, False, "never"):
+            raise out_of_range("early_stopping", self.early_stopping, "True, False or 'never'")
+
+
+def _checked_names(cls: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    """The class itself. Before Python's own bare TypeError: what does not exist is named, with the one that was meant."""
+    names = list(cls.__dataclass_fields__)
+    if args:
+        raise InvalidTypeError(f"{cls.__name__} takes keyword arguments only, got {args!r}; write {names[0]}={args[0]!r}")
+    for name in given:
+        if name not in names:
+            raise unknown_argument(cls.__name__, name, names)
+    return cls
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
@@ -223,6 +233,8 @@ def _logit_bias(bias: Any) -> dict[int, float] | None:
 def _bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
     words = () if words is None else words
     if not isinstance(words, Sequence) or isinstance(words, str | bytes):
+        raise InvalidTypeError(f"bad_words must be a list of strings and lists of token ids, got {words!r}")
+    if any(word is None for word in words):
         raise InvalidTypeError(f"bad_words must be a list of strings and lists of token ids, got {words!r}")
     checked = tuple(word if isinstance(word, str) else _token_ids("bad_words", word) for word in words)
     for word in checked:

@@ -193,20 +193,30 @@ class Scheduler:
         num_tokens = min(seq.num_computed_tokens, len(seq.prompt_token_ids))
         return num_tokens // self.config.chunk_grid * self.config.chunk_grid
 
+    def restart(self) -> None:
+        """A step has failed before its commit: whoever runs goes back to the queue, in order, and is computed again."""
+        for seq in reversed(self._running):
+            self._preempt(seq)
+        self._running.clear()
+
     # ---- inside
 
     def _make_room(self, seq: Sequence, num_new_tokens: int, preempted: list[Sequence]) -> bool:
         """Preempt from the young end until the sequence's next tokens have blocks. False if it had to go itself."""
         while not self.block_manager.can_allocate(seq, num_new_tokens):
             youngest = self._running.pop()
-            self._forget(youngest)
-            youngest.status = SequenceStatus.WAITING
-            youngest.num_preemptions += 1
-            self._waiting.appendleft(youngest)
+            self._preempt(youngest)
             preempted.append(youngest)
             if youngest is seq:
                 return False
         return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """The caller takes it out of _running, from the young end."""
+        self._forget(seq)
+        seq.status = SequenceStatus.WAITING
+        seq.num_preemptions += 1
+        self._waiting.appendleft(seq)
 
     def _fork(self, parent: Sequence) -> None:
         """Start the other answers of a prompt that has been computed: right behind the first, since they are as old."""

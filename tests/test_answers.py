@@ -187,6 +187,23 @@ def test_answers_beyond_max_num_seqs_wait_and_find_the_prompt_in_the_cache(qwen3
     assert sum(sum(event.num_new_tokens) for event in steps(recorder)) == 12 + 5 * 3
 
 
+def test_answers_that_wait_go_before_a_younger_request_that_waits(qwen3_path):
+    recorder = Recorder()
+    llm = load(qwen3_path, tracer=recorder, max_num_seqs=2)
+    generate(llm, [[1, 2, 3], [4, 5, 6], [7, 8, 9]], [asked(n=n, max_tokens=5) for n in (4, 1, 1)])
+    turns = [event.request_ids for event in steps(recorder)]
+    # Two places, five steps for a prompt and four for an answer whose first token came with the prompt.
+    assert turns == [("0", "1")] * 5 + [("0", "0")] * 4 + [("0", "2")] * 4 + [("2",)]
+
+
+def test_blocks_are_taken_from_a_younger_request_and_not_from_the_further_answers_of_an_older(qwen3_path):
+    llm = load(qwen3_path, num_blocks=12, chunk_size=4)
+    params = [asked(n=3), asked(max_tokens=20)]
+    older, younger = generate(llm, [random_prompt(8), [1]], params)
+    assert (older.metrics.num_preemptions, younger.metrics.num_preemptions) == (0, 1)
+    assert_nothing_is_left(llm)
+
+
 def test_an_answer_that_ends_early_does_not_end_the_others(ids_llm):
     prompt, several = [1, 2, 3], asked(n=4, temperature=2.0)
     whole = [answer.token_ids for answer in answers(ids_llm, prompt, several)]

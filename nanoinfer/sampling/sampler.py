@@ -11,27 +11,42 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nanoinfer.errors import InvalidTypeError
-from nanoinfer.sampling import fast, stages
+from nanoinfer.sampling import fast
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import draw, uniform
 from nanoinfer.sampling.logprobs import TokenLogprobs, token_logprobs
+from nanoinfer.sampling.stages import (
+    add_logit_bias,
+    apply_frequency_penalty,
+    apply_logits_processors,
+    apply_presence_penalty,
+    apply_repetition_penalty,
+    apply_temperature,
+    keep_allowed,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    mask_bad_words,
+    mask_min_tokens,
+    mask_repeated_ngrams,
+)
 
 Stage = Callable[[Tensor, SamplingBatch], Tensor]
 
 STAGES: tuple[Stage, ...] = (
-    stages.keep_allowed,
-    stages.mask_bad_words,
-    stages.mask_min_tokens,
-    stages.add_logit_bias,
-    stages.apply_repetition_penalty,
-    stages.apply_frequency_penalty,
-    stages.apply_presence_penalty,
-    stages.mask_repeated_ngrams,
-    stages.apply_logits_processors,
-    stages.apply_temperature,
-    stages.keep_min_p,
-    stages.keep_top_k,
-    stages.keep_top_p,
+    keep_allowed,
+    mask_bad_words,
+    mask_min_tokens,
+    add_logit_bias,
+    apply_repetition_penalty,
+    apply_frequency_penalty,
+    apply_presence_penalty,
+    mask_repeated_ngrams,
+    apply_logits_processors,
+    apply_temperature,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
 )
 
 
@@ -85,19 +100,30 @@ class Sampler:
         for stage in stages:
             processed = stage(processed, batch)
             if not isinstance(processed, Tensor) or processed.shape != logits.shape:
-                name = getattr(stage, "__name__", repr(stage))
-                raise InvalidTypeError(f"stage {name} must return logits of shape {tuple(logits.shape)}, got {processed!r}")
+                got = tuple(processed.shape) if isinstance(processed, Tensor) else type(processed).__name__
+                raise InvalidTypeError(f"stage {_name(stage)} must return logits of shape {tuple(logits.shape)}, got {got}")
         return processed
 
     def _what_left_nothing(self, logits: Tensor, batch: SamplingBatch, row: int) -> str:
-        """Which stage took a row's last token: run them again, looking after each."""
+        """Which stage took a row's last token: run them again, looking after each.
+
+        Users' functions are not run again, since they may keep count of their calls: they did it if no other stage does.
+        """
         if not logits[row].amax().isfinite():
             return "the model's logits are not finite; check the checkpoint, or try dtype='float32'"
-        for count, stage in enumerate(self.stages, start=1):
-            if not self._apply(logits, batch, self.stages[:count])[row].amax().isfinite():
-                name = getattr(stage, "__name__", repr(stage))
-                return f"no token is left to draw after {name}; loosen the parameters that it reads"
-        return "no token is left to draw after a function of yours, which did otherwise when it was called again"
+        others = [stage for stage in self.stages if stage not in STAGES]
+        if batch.processors:
+            others.append(apply_logits_processors)
+        again = tuple(stage for stage in self.stages if stage not in others)
+        for count, stage in enumerate(again, start=1):
+            if not self._apply(logits, batch, again[:count])[row].amax().isfinite():
+                return f"no token is left to draw after {_name(stage)}; loosen the parameters that it reads"
+        names = " and ".join(_name(stage) for stage in others)
+        return f"no token is left to draw after {names}; leave at least one logit finite"
+
+
+def _name(stage: Stage) -> str:
+    return getattr(stage, "__name__", repr(stage))
 
 
 def _logprobs(logits: Tensor, batch: SamplingBatch, sampled: list[int]) -> dict[int, TokenLogprobs]:

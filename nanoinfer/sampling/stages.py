@@ -95,7 +95,8 @@ def apply_logits_processors(logits: Logits, batch: SamplingBatch) -> Logits:
             before = logits[row.row]
             after = processor(list(row.prompt_token_ids), list(row.output_token_ids), before)
             if not isinstance(after, Tensor) or after.shape != before.shape:
-                raise InvalidTypeError(f"a logits processor must return logits of shape {tuple(before.shape)}, got {after!r}")
+                got = tuple(after.shape) if isinstance(after, Tensor) else type(after).__name__
+                raise InvalidTypeError(f"a logits processor must return logits of shape {tuple(before.shape)}, got {got}")
             logits[row.row] = after
     return logits
 
