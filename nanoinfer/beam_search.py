@@ -12,6 +12,7 @@ same scores, the same moment to stop.
 """
 
 from collections import deque
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -20,25 +21,27 @@ from torch import Tensor
 from nanoinfer.engine import LLMEngine
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.outputs import BeamSearchOutput, BeamSearchSequence, FinishReason
-from nanoinfer.prompts import Prompt, naming_the_prompt
+from nanoinfer.prompts import Prompt, naming_the_prompt, parse_prompt
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
-from nanoinfer.scheduler import ScheduledSequence, SchedulerPlan
+from nanoinfer.scheduler import ScheduledSequence, SchedulerPlan, rows_of
 from nanoinfer.sequence import Sequence
 
 
 class BeamSearch:
     """Runs the searches of one call, as many prompts at a time as fit. One step() is one forward pass."""
 
-    def __init__(self, engine: LLMEngine, prompts: list[Prompt], params: BeamSearchParams) -> None:
-        """Raises: InvalidPromptError, and InvalidValueError for beams that cannot fit together, naming the prompt's index."""
+    def __init__(self, engine: LLMEngine, prompts: list[Any], params: BeamSearchParams) -> None:
+        """Raises: InvalidPromptError, InvalidValueError, NanoinferError (too few free blocks), naming the prompt's index."""
         self._engine = engine
         self._capacity = engine.block_manager.num_free_blocks  # for as long as this call runs, nobody else takes any
         self._groups = []
         for index, prompt in enumerate(prompts):
             with naming_the_prompt(index):
-                engine.check_request(prompt.token_ids, SamplingParams(detokenize=False))
-                self._groups.append(group := _Group(engine, prompt, params))
+                parsed = parse_prompt(prompt, engine.tokenizer)
+                engine.check_request(parsed.token_ids, SamplingParams(detokenize=False))
+                group = _Group(engine, parsed, params)
                 self._check_fits(group, params.beam_width)
+                self._groups.append(group)
         self._waiting = deque(group for group in self._groups if group.error is None)
         self._running: list[_Group] = []
 
@@ -54,34 +57,24 @@ class BeamSearch:
     def step(self) -> None:
         """One forward pass: one token for every beam, and prompts as far as max_num_batched_tokens allows."""
         self._admit()
-        rows: list[tuple[_Group, Sequence]] = []
-        scheduled = []
+        scheduled: list[ScheduledSequence] = []
         budget = self._engine.scheduler.config.max_num_batched_tokens
         for group in self._running:
             num_new = self._engine.scheduler.next_chunk(group.beams[0])
             if num_new > 1 and num_new > budget:
                 continue
             budget -= num_new if num_new > 1 else 0
-            scheduled += [(group, ScheduledSequence(beam, num_new)) for beam in group.beams]
-        scheduled.sort(key=lambda item: item[1].num_new_tokens > 1)  # single tokens first: ForwardBatch's order
-        copies = [
-            pair for _, item in scheduled for pair in self._engine.block_manager.allocate(item.sequence, item.num_new_tokens)
-        ]
-        packed, end = [], 0
-        for group, item in scheduled:
-            end += item.num_new_tokens
-            if item.num_new_tokens == item.sequence.num_new_tokens:
-                rows.append((group, item.sequence))
-                packed.append((item.sequence, end - 1))
-        plan = SchedulerPlan(tuple(item for _, item in scheduled), tuple(packed), (), tuple(copies), ())
+            scheduled += [ScheduledSequence(beam, num_new) for beam in group.beams]
+        scheduled.sort(key=lambda item: item.num_new_tokens > 1)  # single tokens first: ForwardBatch's order
+        allocate = self._engine.block_manager.allocate
+        copies = [pair for item in scheduled for pair in allocate(item.sequence, item.num_new_tokens)]
+        plan = SchedulerPlan(tuple(scheduled), rows_of(scheduled), (), tuple(copies), ())
         logprobs = self._engine.compute(plan).log_softmax(dim=-1)  # [num_rows, vocab]
-        for _, item in scheduled:
-            item.sequence.num_computed_tokens += item.num_new_tokens
-            self._engine.block_manager.cache_finished_blocks(item.sequence, self._engine.scheduler.num_cacheable(item.sequence))
+        self._engine.scheduler.commit(plan)
+        row_of = {id(beam): row for row, (beam, _) in enumerate(plan.rows)}
         for group in list(self._running):
-            its_rows = [i for i, (owner, _) in enumerate(rows) if owner is group]
-            if its_rows:
-                group.advance(logprobs[its_rows], self._engine)
+            if rows := [row_of[id(beam)] for beam in group.beams if id(beam) in row_of]:  # all of its beams, or none
+                group.advance(logprobs[rows], self._engine)
             if group.is_done:
                 self._running.remove(group)
                 group.free(self._engine)
@@ -150,6 +143,10 @@ class _Group:
 
     def advance(self, logprobs: Float[Tensor, "num_beams vocab"], engine: LLMEngine) -> None:
         """Take one step's log-probabilities: choose the next beams, and put aside what has ended."""
+        if not logprobs.amax(dim=-1).isfinite().all():
+            self.error = "the model's logits are not finite; check the checkpoint, or try dtype='float32'"
+            self.is_done, self.finished, self.finished_scores = True, [], torch.zeros(0)
+            return
         vocab_size = logprobs.shape[-1]
         num_generated = self.beams[0].num_output_tokens + 1
         totals = (logprobs.cpu() + self.scores.unsqueeze(-1)).flatten()  # [num_beams * vocab]

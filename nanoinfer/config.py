@@ -106,7 +106,7 @@ class EngineConfig:
         check_integer("seed", self.seed, 0, 2**64 - 1, "in 0 .. 2**64 - 1")
         if self.logprobs_mode not in ("raw", "processed"):
             raise InvalidValueError(f"logprobs_mode must be 'raw' or 'processed', got {self.logprobs_mode!r}")
-        if self.stages is not None and not all(callable(stage) for stage in self.stages):
-            raise InvalidTypeError(f"stages must be functions (logits, SamplingBatch) -> logits, got {self.stages!r}")
+        if self.stages is not None and not (isinstance(self.stages, tuple) and all(callable(stage) for stage in self.stages)):
+            raise InvalidTypeError(f"stages must be a list of functions (logits, SamplingBatch) -> logits, got {self.stages!r}")
         if self.tracer is not None and not callable(getattr(self.tracer, "emit", None)):
             raise InvalidTypeError(f"tracer must have a method emit(event), got {self.tracer!r}; see nanoinfer.Recorder")

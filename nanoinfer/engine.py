@@ -113,8 +113,9 @@ class LLMEngine:
         device = _resolve_device(config.device)
         checkpoint = Checkpoint.open(config.model, config.revision)
         model = models.load(checkpoint, config.dtype, device)
-        if device.type == "cpu":
-            linear.pack(model)
+        is_invariant = device.type == "cpu" and linear.pack(model)
+        if config.scheduler.batch_invariant and not is_invariant:
+            raise UnsupportedError("batch_invariant needs a CPU on which torch can pack linear layers; leave it out")
         tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
         tokenizer = Tokenizer.load(tokenizer_path)
         if config.tokenizer is not None and tokenizer is None:
@@ -146,7 +147,8 @@ class LLMEngine:
             # max and min in C: a loop over a prompt of 100,000 ids would be felt
             if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
                 bad = next(i for i in ids if not 0 <= i < vocab_size)
-                raise InvalidPromptError(f"{name} has the token id {bad}; this model's ids are 0 .. {vocab_size - 1}")
+                error = f"{name} has the token id {bad}; this model's ids are 0 .. {vocab_size - 1}"
+                raise InvalidPromptError(error) if ids is prompt_token_ids else InvalidValueError(error)
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > vocab_size:
                 raise InvalidValueError(
@@ -156,7 +158,7 @@ class LLMEngine:
             raise InvalidValueError(
                 f"bad_words={params.bad_words!r} has strings, but this checkpoint has no tokenizer; give lists of token ids"
             )
-        list(self._bad_word_ids(params))
+        self._bad_word_ids(params)  # raises for what cannot be one
         if params.detokenize and self.tokenizer is None:
             raise InvalidValueError(
                 "this checkpoint has no tokenizer, so there can be no text; pass SamplingParams(detokenize=False), "
@@ -171,7 +173,7 @@ class LLMEngine:
         self.check_request(prompt_token_ids, params)
         num_prompt_tokens = len(prompt_token_ids)
         seed = params.seed if params.seed is not None else _distinct_seed(self._seed, self._num_requests)
-        bad_words = tuple(self._bad_word_ids(params))
+        bad_words = self._bad_word_ids(params)
         first, *others = (
             Sequence(
                 request_id=str(self._num_requests),
@@ -217,7 +219,7 @@ class LLMEngine:
 
         Whatever is raised in it, by a user's stage or for want of memory, leaves every request as it was, to be computed again.
         """
-        with self._undivided():
+        with self._undivided(), self._restarting():
             start = time.perf_counter()
             plan = self.scheduler.schedule()  # who runs, how many tokens of each
             if not plan.scheduled:
@@ -298,34 +300,30 @@ class LLMEngine:
         self._is_stepping = True
         try:
             yield
-        except BaseException:
-            self.scheduler.restart()  # block tables may be ahead of the cache: copies are owed that nobody will make now
-            raise
         finally:
             self._is_stepping = False
             owed, self._aborts_owed = self._aborts_owed, []
             self.abort(*owed)
 
-    def _bad_word_ids(self, params: SamplingParams) -> Iterator[tuple[int, ...]]:
-        """params.bad_words as ids. A string stands for its ids at the start of a text, and for those after a space.
+    @contextmanager
+    def _restarting(self) -> Iterator[None]:
+        """If a step fails, block tables may be ahead of the cache (copies are owed that nobody will make): all start again."""
+        try:
+            yield
+        except BaseException:
+            self.scheduler.restart()
+            raise
 
-        The second form counts only if it is as long and begins otherwise; else it is more than the word, or the same.
-
-        Raises: InvalidValueError for a lone surrogate, which no Unicode text has.
-        """
+    def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """params.bad_words as ids. Some tokenizers have ids that the model lacks: what needs one cannot come out anyway."""
+        words: list[tuple[int, ...]] = []
         for word in params.bad_words or ():
-            if not isinstance(word, str):
-                yield tuple(word)
-                continue
-            assert self.tokenizer is not None
-            try:
-                bare = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
-                spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
-            except InvalidPromptError as error:
-                raise InvalidValueError(f"bad_words: {error}") from error
-            forms = [bare, spaced] if len(spaced) == len(bare) and spaced[0] != bare[0] else [bare]
-            # Some tokenizers have ids that the model lacks: what needs one cannot come out anyway.
-            yield from (tuple(ids) for ids in forms if max(ids) < self.model_config.vocab_size)
+            if isinstance(word, str):
+                assert self.tokenizer is not None
+                words += self.tokenizer.word_forms(word)
+            else:
+                words.append(tuple(word))
+        return tuple(ids for ids in words if max(ids) < self.model_config.vocab_size)
 
     def _named(self, seq: Sequence, told: TokenLogprobs) -> LogprobsOnePosition:
         return named_logprobs(told.ids, told.values, told.ranks, self.tokenizer if seq.params.detokenize else None)

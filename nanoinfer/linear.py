@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from nanoinfer.models.layers import ActivatedLinear
+
 logger = logging.getLogger(__name__)
 
 _ROWS_HINT = 64  # rows to expect; from 16 on, the packing serves any number
@@ -24,7 +26,7 @@ _FUSED = {None: ("none", ""), "silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh
 class PackedLinear(nn.Module):
     """A linear layer, or an ActivatedLinear, with the weight in oneDNN's own order. It does not keep the plain one.
 
-    Raises: RuntimeError or NotImplementedError where this torch, this CPU or the dtype does not have it.
+    Raises: RuntimeError or AttributeError where this torch, this CPU or the dtype does not have it.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -33,8 +35,9 @@ class PackedLinear(nn.Module):
         self._bias = None if linear.bias is None else linear.bias.detach()
         self._activation, self._algorithm = _FUSED[getattr(linear, "activation", None)]
         self._is_fp32 = linear.weight.dtype is torch.float32
+        self(torch.zeros(2, linear.in_features, dtype=linear.weight.dtype))  # what cannot be packed may first show here
 
-    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+    def forward(self, x: Float[Tensor, "rows in"]) -> Float[Tensor, "rows out"]:
         if self._is_fp32 and len(x) == 1:  # one row alone has another kernel where it is long (seen at 3,072): compute it twice
             return self._multiply(x.expand(2, -1).contiguous())[:1]
         return self._multiply(x)
@@ -43,23 +46,24 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, self._activation, [], self._algorithm)
 
 
-def pack(model: nn.Module) -> None:
-    """Replace every nn.Linear in a model by its packed form; where that does not exist, say so and leave the model as it is."""
+def pack(model: nn.Module) -> bool:
+    """Replace a model's linear layers by their packed forms. False, and a log line, where there is no such thing.
+
+    Only nn.Linear and ActivatedLinear themselves: a subclass may do more than multiply. One layer is packed at a time, and its
+    plain weight given back, unless something else holds it: a tied head leaves the embedding its own copy.
+    """
     linears = [
-        (parent, name, child)
+        (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if isinstance(child, nn.Linear)
+        if type(child) in (nn.Linear, ActivatedLinear)
     ]
     try:
         with torch.inference_mode():
-            for _, _, linear in linears[:1]:
-                PackedLinear(linear)(torch.zeros(2, linear.in_features, dtype=linear.weight.dtype))
-    except (RuntimeError, NotImplementedError, AttributeError) as error:
-        logger.info(
-            "linear layers are not packed (%s): slower, and bits may depend on the batch", str(error).split("\n", maxsplit=1)[0]
-        )
-        return
-    with torch.inference_mode():
-        for parent, name, linear in linears:
-            setattr(parent, name, PackedLinear(linear))  # the plain weight goes as soon as nothing else holds it
+            for parent, name in linears:
+                setattr(parent, name, PackedLinear(getattr(parent, name)))
+    except (RuntimeError, AttributeError) as error:  # at the first layer, or not at all
+        first_line = str(error).split("\n", maxsplit=1)[0]
+        logger.info("linear layers are not packed (%s): slower, and bits may depend on the batch", first_line)
+        return False
+    return True

@@ -10,7 +10,7 @@ import reprlib
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, cast
@@ -67,7 +67,7 @@ class LLM:
         attention_backend: str = "auto",
         enforce_eager: bool = False,
         seed: int = 0,
-        stages: Iterable[Stage] | None = None,
+        stages: list[Stage] | tuple[Stage, ...] | None = None,
         logprobs_mode: str = "raw",
         tracer: Tracer | None = None,
         **unknown: Any,
@@ -87,12 +87,11 @@ class LLM:
         chunk_size: longer prompts are computed in chunks, cut at multiples of this.
         max_model_len: most tokens of prompt + answer; None takes the model's own. Lowered to what the cache holds.
         kv_cache_memory: bytes for the KV cache. None: on a GPU what gpu_memory_utilization leaves beside the weights, on a CPU
-            4 GiB or half of what is free, whichever is less; and never more than max_num_seqs sequences can use.
+            half of what is free, at most 4 GiB; and never more than max_num_seqs sequences can use.
         gpu_memory_utilization: share of the GPU's memory for weights and cache, in (0, 1]. Without effect on a CPU.
         enable_prefix_caching: compute what prompts have in common once.
-        batch_invariant: a prompt's logits have the same bits whatever else is in the batch (on a CPU); with this, also after a
-            prefix hit and a preemption. Then only whole chunks of prompts are reused, and a preempted answer is computed again
-            token by token. On CUDA neither is promised.
+        batch_invariant: on a CPU, a prompt's logits have the same bits whatever else is in the batch; with this, also after a
+            prefix hit (only whole chunks are reused) and a preemption (an answer is computed again token by token).
         attention_backend: "auto", "cpu" or "reference".
         enforce_eager: compile nothing.
         seed: of requests without a seed of their own, 0 .. 2**64 - 1.
@@ -113,7 +112,7 @@ class LLM:
             attention_backend=attention_backend,
             enforce_eager=enforce_eager,
             seed=seed,
-            stages=None if stages is None else tuple(stages) if isinstance(stages, Iterable) else (stages,),
+            stages=tuple(stages) if isinstance(stages, list) else stages,
             logprobs_mode=logprobs_mode,
             tracer=tracer,
             cache=CacheConfig(
@@ -167,7 +166,7 @@ class LLM:
         Raises: as generate does, at once and not at the first token.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        if isinstance(params, SamplingParams) and params.n > 1:
+        if getattr(params, "n", 1) > 1:
             raise UnsupportedError(f"stream() shows one answer, got n={params.n}; use generate(), or a stream() for each seed")
         return self._stream(self._checked(prompt, params), params)
 
@@ -231,17 +230,12 @@ class LLM:
     def beam_search(self, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Find the likeliest answers to each prompt, and return them with their scores, in the order of the prompts.
 
-        prompts: as for generate. The prompts run together as far as the KV cache allows; the beams of one share their blocks.
-
+        prompts: as for generate. They run together as far as the KV cache allows; the beams of one share their blocks.
         Raises: as generate does; NanoinferError for beams that cannot fit together.
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidTypeError(f"params must be BeamSearchParams, got {params!r}")
-        parsed = []
-        for index, prompt in enumerate(as_list(prompts)):
-            with naming_the_prompt(index):
-                parsed.append(parse_prompt(prompt, self.engine.tokenizer))
-        search = BeamSearch(self.engine, parsed, params)
+        search = BeamSearch(self.engine, as_list(prompts), params)
         try:
             while search.num_unfinished:
                 with _interrupt_deferred():

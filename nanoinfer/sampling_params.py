@@ -6,7 +6,7 @@ model: what needs the vocabulary (lists of token ids) is checked where a request
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nanoinfer.checks import check_flag, check_integer, check_number, out_of_range
@@ -34,8 +34,9 @@ class SamplingParams:
     - min_p ([0, 1], 0 is off): drop tokens less probable than min_p times the most probable one.
     - top_k (>= 1; 0 or -1 is off): keep the k largest; ties with the k-th stay.
     - top_p ((0, 1], 1 is off): keep the smallest set whose probabilities reach top_p; the token that crosses it stays.
-    - seed (0 to 2**64 - 1; None or -1 draws one): the same seed and the same logits give the same tokens, in any batch.
-    - n (>= 1): so many answers to the prompt, the i-th drawn with seed + i.
+
+    Drawing: seed (0 to 2**64 - 1; None or -1 draws one): the same seed and the same logits give the same tokens, in any batch.
+    n (>= 1): so many answers to the prompt, the i-th drawn with seed + i.
 
     Stopping:
 
@@ -78,7 +79,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     no_repeat_ngram_size: int = 0
-    logit_bias: Mapping[int, float] | None = None  # kept as a dict
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # kept as a dict of its own
     allowed_token_ids: Sequence[int] | None = None  # kept as a tuple of ids
     bad_words: Sequence[str | Sequence[int]] | None = None  # kept as a tuple of strings and tuples of ids
     logprobs: int | None = None
@@ -148,9 +149,12 @@ class SamplingParams:
     @property
     def needs_state(self) -> bool:
         """Does a stage look at this sequence's history, or at a list of ids?"""
-        has_penalty = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         has_list = self.allowed_token_ids is not None or self.logit_bias is not None
-        return has_penalty or has_list or self.no_repeat_ngram_size > 0
+        return self.has_penalty or has_list or self.no_repeat_ngram_size > 0
+
+    @property
+    def has_penalty(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +163,7 @@ class BeamSearchParams:
 
     - beam_width (>= 1): beams kept at each step, and returned.
     - max_tokens (>= 1): the longest answer, in tokens.
-    - length_penalty (finite): a beam's score is its summed log-probability / number of generated tokens ** length_penalty,
+    - length_penalty (-10 .. 10): a beam's score is its summed log-probability / number of generated tokens ** length_penalty,
       EOS counted. Above 0 it favours long answers, since the sums are negative.
     - early_stopping: when a prompt is done. True: as soon as beam_width answers have ended. False: when no running beam would
       end with a better score at its present length. "never": when none could at any length up to max_tokens.
@@ -181,12 +185,14 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         check_integer("beam_width", self.beam_width, 1, None, ">= 1")
         check_integer("max_tokens", self.max_tokens, 1, None, ">= 1")
-        check_number("length_penalty", self.length_penalty, -math.inf, math.inf, "finite; 0 compares plain sums")
+        check_number("length_penalty", self.length_penalty, -10.0, 10.0, "in [-10, 10]; 0 compares plain sums")
         check_flag("ignore_eos", self.ignore_eos)
         if not isinstance(self.early_stopping, bool | str):
             raise InvalidTypeError(f"early_stopping must be True, False or 'never', got {self.early_stopping!r}")
         if self.early_stopping not in (True, False, "never"):
             raise out_of_range("early_stopping", self.early_stopping, "True, False or 'never'")
+        for name, plain in (("beam_width", int), ("max_tokens", int), ("length_penalty", float)):
+            object.__setattr__(self, name, plain(getattr(self, name)))
 
 
 def _checked_names(cls: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:

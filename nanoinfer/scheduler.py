@@ -2,7 +2,7 @@
 
 In: sequences, as they arrive. Out: a SchedulerPlan per step. The rules, in the order they are applied:
 
-1. First come, first served, by arrival; `_running` is always older than `_waiting`.
+1. First come, first served, by arrival. What runs is older than what waits, save answers that wait for a place (rule 5).
 2. A sequence with one new token always gets its row: that is a decode step, or the rest of a prompt that is one token long.
    `max_num_batched_tokens` limits the tokens of the others.
 3. A prompt is cut at absolute multiples of the chunk grid, never at whatever budget is left, so that other requests cannot
@@ -10,9 +10,10 @@ In: sequences, as they arrive. Out: a SchedulerPlan per step. The rules, in the 
 4. When blocks run out, the youngest running sequence is preempted: its blocks are freed, it waits at the head of the queue, and
    later recomputes what it had (less what the prefix cache still holds).
 5. When a prompt of several answers (n > 1) is computed, the others fork: each draws its first token from the prompt's last row
-   and shares its blocks. Those that max_num_seqs leaves no room for wait like others, at the head of the queue.
-6. A waiting sequence starts only when there are blocks for all of its tokens and one more for each running sequence, which
-   will soon ask for it; and never in a step that preempted one.
+   and shares its blocks. Those that max_num_seqs leaves no room for wait at the head of the queue, to compute the prompt's end
+   for themselves.
+6. A waiting sequence starts only when there are blocks for all of its tokens, and for what those that run will soon ask for:
+   the rest of their known tokens, one more each, and one for each fork. And never in a step that preempted one.
 
 How a sequence's tokens are cut into steps shows in the last bits of its numbers. Rule 3 keeps other requests from moving the
 cuts, but two things still do: a prefix hit starts behind the first cuts, and a preempted sequence computes its output as if
@@ -118,9 +119,9 @@ class Scheduler:
 
         while self._waiting and not preempted and len(self._running) < self.config.max_num_seqs:
             seq = self._waiting[0]
-            # A prompt whose log-probabilities were asked for has to be computed as a whole.
-            prefix = [] if seq.params.prompt_logprobs is not None else self.match_prefix(seq)
-            if not self.block_manager.can_start(len(seq.token_ids), prefix, num_kept_free=len(self._running)):
+            prefix = [] if seq.wants_prompt_logprobs else self.match_prefix(seq)  # those need the prompt computed as a whole
+            num_owed = sum(self._num_blocks_owed(running) for running in self._running)
+            if not self.block_manager.can_start(len(seq.token_ids), prefix, num_kept_free=num_owed):
                 break
             num_cached = len(prefix) * self.block_manager.block_size
             num_new = self.next_chunk(seq, num_cached)
@@ -137,8 +138,9 @@ class Scheduler:
             scheduled.append(ScheduledSequence(seq, num_new))
             budget -= num_new if num_new > 1 else 0
 
+        self._make_forks_wait(scheduled)
         scheduled.sort(key=lambda item: item.num_new_tokens > 1)  # stable: each group stays in order of arrival
-        plan = SchedulerPlan(tuple(scheduled), _rows(scheduled), _prompt_rows(scheduled), tuple(copies), tuple(preempted))
+        plan = SchedulerPlan(tuple(scheduled), rows_of(scheduled), _prompt_rows(scheduled), tuple(copies), tuple(preempted))
         if self.tracer is not None:
             self.tracer.emit(
                 StepScheduled(
@@ -218,26 +220,38 @@ class Scheduler:
         seq.num_preemptions += 1
         self._waiting.appendleft(seq)
 
+    def _num_blocks_owed(self, seq: Sequence) -> int:
+        """Blocks that a running sequence will soon ask for: for its known tokens, one more, and one for each fork."""
+        return max(self.block_manager.num_blocks_for(len(seq.token_ids)) - len(seq.block_table), 0) + 1 + len(seq.forks)
+
+    def _make_forks_wait(self, scheduled: list[ScheduledSequence]) -> None:
+        """Of the prompts that end in this step, queue the answers that there is no place for."""
+        num_places = self.config.max_num_seqs - len(self._running)
+        for item in scheduled:
+            seq = item.sequence
+            if item.num_new_tokens == seq.num_new_tokens:
+                seq.forks, too_many = seq.forks[:num_places], seq.forks[num_places:]
+                num_places -= len(seq.forks)
+                self._waiting.extendleft(reversed(too_many))
+                for fork in too_many:
+                    fork.status = SequenceStatus.WAITING
+
     def _fork(self, parent: Sequence) -> None:
         """Start the other answers of a prompt that has been computed: right behind the first, since they are as old."""
         forks, parent.forks = parent.forks, []
-        num_running = min(len(forks), self.config.max_num_seqs - len(self._running))
         place = self._running.index(parent) + 1
-        self._running[place:place] = forks[:num_running]
-        self._waiting.extendleft(reversed(forks[num_running:]))
-        for fork in forks[:num_running]:
+        self._running[place:place] = forks
+        for fork in forks:
             self.block_manager.fork(parent, fork)
             fork.num_computed_tokens = parent.num_computed_tokens
             fork.status = SequenceStatus.RUNNING
-        for fork in forks[num_running:]:
-            fork.status = SequenceStatus.WAITING
 
     def _forget(self, seq: Sequence) -> None:
         self.block_manager.free(seq)
         seq.num_computed_tokens = 0
 
 
-def _rows(scheduled: list[ScheduledSequence]) -> tuple[tuple[Sequence, int], ...]:
+def rows_of(scheduled: list[ScheduledSequence]) -> tuple[tuple[Sequence, int], ...]:
     """Each sequence whose last known token is computed in this step, and its forks, with that token's packed index."""
     rows = []
     end = 0
@@ -255,7 +269,7 @@ def _prompt_rows(scheduled: list[ScheduledSequence]) -> tuple[PromptRows, ...]:
     for item in scheduled:
         seq = item.sequence
         num = min(item.num_new_tokens, len(seq.prompt_token_ids) - 1 - seq.num_computed_tokens)
-        if seq.params.prompt_logprobs is not None and num > 0:
+        if seq.wants_prompt_logprobs and num > 0:
             rows.append(PromptRows(seq, start, start + num, seq.num_computed_tokens))
         start += item.num_new_tokens
     return tuple(rows)

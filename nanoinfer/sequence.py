@@ -38,18 +38,25 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     index: int = 0  # which of the prompt's n answers it is
 
-    token_ids: list[int] = field(init=False)  # prompt + output; Request.advance appends
+    token_ids: list[int] = field(init=False)  # prompt + output; Request.advance appends (beam search writes its own beams')
     num_computed_tokens: int = field(default=0, init=False)  # how many of token_ids are in the cache; the scheduler
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)  # the scheduler
     num_preemptions: int = field(default=0, init=False)  # the scheduler
     num_cached_tokens: int = field(default=0, init=False)  # in the prefix cache when it first ran; the scheduler
     block_table: list[int] = field(default_factory=list, init=False)  # the block manager
     prefix_keys: list[int] = field(default_factory=list, init=False)  # the block manager: keys of its finished blocks
-    forks: list["Sequence"] = field(default_factory=list, init=False)  # PENDING ones; the engine adds, the scheduler takes
+    forks: list["Sequence"] = field(
+        default_factory=list, init=False
+    )  # PENDING ones: given by the engine, taken by the scheduler
     sampling_state: Any = field(default=None, init=False)  # sampling/state.py
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Of n answers the first alone tells them, and only once."""
+        return self.params.prompt_logprobs is not None and self.index == 0 and self.num_output_tokens == 0
 
     @property
     def num_new_tokens(self) -> int:

@@ -9,7 +9,7 @@ import reprlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.errors import CheckpointError, InvalidPromptError, UnsupportedError
+from nanoinfer.errors import CheckpointError, InvalidPromptError, InvalidValueError, UnsupportedError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -62,6 +62,21 @@ class Tokenizer:
             raise InvalidPromptError(
                 f"the text is not valid Unicode, got {reprlib.repr(text)}; decode its bytes with utf-8"
             ) from error
+
+    def word_forms(self, word: str) -> list[tuple[int, ...]]:
+        """The ids of a word where a text begins, and where a space stands before it: the ways to say it.
+
+        The second counts only if it is as long and begins otherwise; else it is more than the word, or the same. (As in vLLM.)
+
+        Raises: InvalidValueError for a word without tokens, or one that is no Unicode text.
+        """
+        try:
+            bare, spaced = (tuple(self.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " "))
+        except InvalidPromptError as error:
+            raise InvalidValueError(f"bad_words: {error}") from error
+        if not bare:
+            raise InvalidValueError(f"bad_words has {word!r}, for which the tokenizer has no tokens; leave it out")
+        return [bare, spaced] if len(spaced) == len(bare) and spaced[0] != bare[0] else [bare]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """The text of some ids. Ids that the tokenizer lacks decode to nothing; half a character to U+FFFD."""

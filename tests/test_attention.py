@@ -122,12 +122,13 @@ def test_dense_attention_is_transformers_formula_by_hand():
     torch.testing.assert_close(out, torch.stack([torch.tensor(10.0), 10 + 10 * weight]))
 
 
-def test_the_compiled_decode_equals_the_plain_one_and_enforce_eager_never_compiles():
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_the_compiled_decode_equals_the_plain_one_and_enforce_eager_never_compiles(num_threads):
     """In a process of its own: compiled code cannot run under the shape checks. A row's bits do not depend on the others."""
     code = """
-import torch, logging
+import torch, logging, sys
 from nanoinfer.attention import cpu
-torch.manual_seed(0); torch.set_num_threads(1)
+torch.manual_seed(0); torch.set_num_threads(int(sys.argv[1]))
 pages = torch.randn(2, 9, 4, 16, 64)
 tables, lens, q = torch.randperm(9)[:6].view(3, 2), torch.tensor([5, 32, 17]), torch.randn(3, 8, 64)
 expected = cpu.paged_decode(q, *pages, tables, lens)
@@ -151,7 +152,7 @@ for i in range(3):
             alone = backend.decode(q[i : i + 1], *pages, tables[i : i + 1, :blocks], lens[i : i + 1])
             assert torch.equal(alone, together[i : i + 1]), (i, blocks)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, str(num_threads)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     if "compiled False" in done.stdout:
         pytest.skip("there is no C++ compiler here; the plain form was used")

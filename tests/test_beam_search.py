@@ -198,13 +198,24 @@ def test_a_failure_in_the_middle_frees_every_block(path, monkeypatch):
     assert llm.engine.block_manager.num_free_blocks == llm.engine.block_manager.num_blocks
 
 
+def test_logits_that_are_not_finite_are_an_error_and_not_an_answer(path, monkeypatch):
+    llm = make(path)
+    compute_logits, calls = llm.engine.runner.compute_logits, itertools.count(1)
+    spoil = {1: 1.0, 2: 1.0, 3: math.nan}
+    monkeypatch.setattr(llm.engine.runner, "compute_logits", lambda hidden: compute_logits(hidden) * spoil[next(calls)])
+    [output] = llm.beam_search([PROMPTS[0]], BeamSearchParams(beam_width=3))
+    assert output.sequences == []
+    assert "not finite" in output.error
+    assert llm.engine.block_manager.num_free_blocks == llm.engine.block_manager.num_blocks
+
+
 def test_wrong_arguments_are_refused_by_name(path):
     llm = make(path)
     with pytest.raises(InvalidTypeError, match="params must be BeamSearchParams, got SamplingParams"):
         llm.beam_search(PROMPTS, SamplingParams())
     with pytest.raises(InvalidPromptError, match="prompt 1: "):
         llm.beam_search([[1], [10**6]], BeamSearchParams(beam_width=2))
-    with pytest.raises(InvalidValueError, match="length_penalty must be finite"):
+    with pytest.raises(InvalidValueError, match=r"length_penalty must be in \[-10, 10\]"):
         BeamSearchParams(beam_width=2, length_penalty=math.inf)
     with pytest.raises(InvalidValueError, match="early_stopping must be True, False or 'never', got 'always'"):
         BeamSearchParams(beam_width=2, early_stopping="always")

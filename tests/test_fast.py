@@ -278,3 +278,22 @@ def test_the_fast_path_leaves_the_logits_as_they_were():
     before = logits.clone()
     Sampler()(logits, random_batch(rng, 64, 300))
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_exp_gives_a_number_the_same_bits_wherever_it_stands(num_threads):
+    """The fast path takes it of gathered columns and of slices, the plain list of whole rows."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        x = -torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 25
+        whole, rng = x.exp(), random.Random(0)
+        for _ in range(300):
+            start, length = rng.randrange(90_000), rng.choice([1, 2, 3, 7, 15, 31, 72, 256, 1000, 9999])
+            assert torch.equal(x[start : start + length].exp(), whole[start : start + length])
+            ids = torch.randint(len(x), (length,), generator=torch.Generator().manual_seed(start))
+            assert torch.equal(x[ids].exp(), whole[ids])
+        rows = x.view(20, 5000)
+        assert torch.equal(rows[::3].exp(), whole.view(20, 5000)[::3])
+    finally:
+        torch.set_num_threads(before)

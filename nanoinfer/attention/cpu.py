@@ -8,7 +8,7 @@ pages small.
 Small models are not worth compiling for (measured on 2 cores: 64 rows of 2 heads of 32 take 0.3-0.5 ms as they stand and 0.6 ms
 compiled; 64 rows of 12 heads of 64 take twice as long as they stand). For the others it takes seconds at the first token; torch
 keeps the result on disk for later runs. `enforce_eager=True` never compiles. The two forms may differ in the last bit, so an
-engine uses one of them from beginning to end.
+engine uses one of them from beginning to end (unless a new shape fails to compile, which is told).
 """
 
 import logging
@@ -76,11 +76,12 @@ class CPUBackend:
     def decode(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor) -> Tensor:
         """paged_decode, in the form that pays."""
         bytes_per_block = 2 * k_pages[0].nbytes
-        if self._may_compile and bytes_per_block // k_pages.shape[2] >= SMALL_MODEL_BYTES:
-            self._compile(q, k_pages, v_pages, block_tables, seq_lens)
-        if self._decode is not None:
+        if self._may_compile or self._decode is not None:
             if block_tables.shape[1] == 1:  # a size of 1 would be compiled for by itself; a masked second block costs less
                 block_tables = F.pad(block_tables, (0, 1))
+            if self._may_compile and bytes_per_block // k_pages.shape[2] >= SMALL_MODEL_BYTES:
+                self._compile(q, k_pages, v_pages, block_tables, seq_lens)
+        if self._decode is not None:
             try:
                 return self._decode(q, k_pages, v_pages, block_tables, seq_lens)
             except Exception as error:  # a shape that needs compiling again, and it failed

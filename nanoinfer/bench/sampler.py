@@ -54,7 +54,7 @@ def run(repeats: int) -> list[Result]:
 
 @torch.inference_mode()
 def _cases(vocab_size: int, repeats: int) -> list[Result]:
-    sure, flat = _sure_logits(vocab_size), torch.randn(NUM_ROWS, vocab_size)
+    sure, flat = _sure_logits(vocab_size), torch.randn(NUM_ROWS, vocab_size, generator=torch.Generator().manual_seed(0))
     warpers = [TemperatureLogitsWarper(0.8)]
     top_p, top_k = TopPLogitsWarper(0.9), TopKLogitsWarper(40)
     results = []

@@ -108,9 +108,7 @@ class SamplingBatch:
             other_rows=_rows_of(group, "other"),
             max_top_k=max((k for k, name in zip(top_k, group, strict=True) if name == "top_k"), default=0),
             logprobs=tuple(
-                (row, vocab_size if p.logprobs == -1 else min(p.logprobs, vocab_size))
-                for row, p in enumerate(params)
-                if p.logprobs is not None
+                (row, vocab_size if p.logprobs == -1 else p.logprobs) for row, p in enumerate(params) if p.logprobs is not None
             ),
         )
 
@@ -171,7 +169,9 @@ def _pack(rows: list[tuple[int, Any, Any]], device: torch.device) -> Entries:
 
 
 def _tensor(numbers: Any) -> Tensor:
-    if isinstance(numbers, array):  # without a copy; the array must not grow while the tensor lives, which is this step
+    if isinstance(
+        numbers, array
+    ):  # without a copy; the array must not grow while the tensor lives, which is until _pack has joined them
         return torch.frombuffer(numbers, dtype=torch.float32 if numbers.typecode == "f" else torch.int64)
     return torch.tensor(list(numbers), dtype=torch.int64)
 

@@ -1,8 +1,9 @@
 """The same tokens as the plain stages give, sooner: most rows are decided by a few of their logits.
 
 In: logits after every stage before the temperature. Out: a token id per row, always the one that the last four stages and
-draw.draw would give: they run here, too, on fewer columns. That is exact, not nearly so, for three reasons: columns stay in
-the order of their ids, so ties fall alike; what is left out was dropped or is counted in the total; and sums are of integers.
+draw.draw would give: they run here, too, on fewer columns. That is exact, not nearly so, for four reasons: columns stay in
+the order of their ids, so ties fall alike; what is left out was dropped or is counted in the total; sums are of integers; and
+torch's exp gives a number the same bits wherever it stands (tests/test_fast.py holds it to that).
 
     row has top_k    the k + 32 largest logits are enough, unless more than those tie with the k-th
     only top_p       the 256 largest are enough, if those above the smallest of them reach top_p of the total weight

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from nanoinfer.errors import InvalidTypeError
+from nanoinfer.errors import InvalidTypeError, InvalidValueError
 from nanoinfer.sampling import fast
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import draw, uniform
@@ -71,11 +71,18 @@ class Sampler:
     """
 
     def __init__(self, stages: tuple[Stage, ...] = STAGES, *, processed_logprobs: bool = False) -> None:
+        if missing := [_name(stage) for stage in STAGES if stage not in stages]:
+            raise InvalidValueError(
+                f"stages lacks {', '.join(missing)}, so parameters would be ignored; use [*STAGES, mine], STAGES being in "
+                "nanoinfer.sampling.sampler"
+            )
         self.stages = stages
         self.processed_logprobs = processed_logprobs
 
     def __call__(self, logits: Float[Tensor, "batch vocab"], batch: SamplingBatch) -> SamplerOutput:
         """The argmax of a greedy row is the lowest id among equals. logits: fp32; they are left as they are."""
+        if not len(logits):  # only prompts that go on: no stage of yours is called for nothing
+            return SamplerOutput([], {})
         needs_plain_list = self.stages != STAGES or (self.processed_logprobs and batch.logprobs)
         if needs_plain_list:
             processed = self._apply(logits, batch, self.stages)
@@ -112,14 +119,14 @@ class Sampler:
         if not logits[row].amax().isfinite():
             return "the model's logits are not finite; check the checkpoint, or try dtype='float32'"
         others = [stage for stage in self.stages if stage not in STAGES]
-        if batch.processors:
+        if any(its.row == row for its in batch.processors):
             others.append(apply_logits_processors)
-        again = tuple(stage for stage in self.stages if stage not in others)
+        again = tuple(stage for stage in self.stages if stage in STAGES and stage is not apply_logits_processors)
         for count, stage in enumerate(again, start=1):
             if not self._apply(logits, batch, again[:count])[row].amax().isfinite():
                 return f"no token is left to draw after {_name(stage)}; loosen the parameters that it reads"
         names = " and ".join(_name(stage) for stage in others)
-        return f"no token is left to draw after {names}; leave at least one logit finite"
+        return f"no token is left to draw after {names}; leave one logit finite, and make none infinite or NaN"
 
 
 def _name(stage: Stage) -> str:

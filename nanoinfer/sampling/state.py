@@ -14,8 +14,7 @@ class SamplingState:
 
     def __init__(self, seq: Sequence) -> None:
         params = seq.params
-        penalized = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-        self.seen = TokenCounts() if penalized else None
+        self.seen = TokenCounts() if params.has_penalty else None
         self.ngrams = NGrams(params.no_repeat_ngram_size) if params.no_repeat_ngram_size else None
         self.allowed_ids = None if params.allowed_token_ids is None else array("q", sorted(set(params.allowed_token_ids)))
         self.bias_ids = array("q", params.logit_bias) if params.logit_bias else None
