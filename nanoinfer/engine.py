@@ -154,10 +154,6 @@ class LLMEngine:
                 raise InvalidValueError(
                     f"{name} must be at most the vocabulary's {vocab_size}, got {getattr(params, name)}; use -1 for all"
                 )
-        if self.tokenizer is None and any(isinstance(word, str) for word in params.bad_words or ()):
-            raise InvalidValueError(
-                f"bad_words={params.bad_words!r} has strings, but this checkpoint has no tokenizer; give lists of token ids"
-            )
         self._bad_word_ids(params)  # raises for what cannot be one
         if params.detokenize and self.tokenizer is None:
             raise InvalidValueError(
@@ -319,7 +315,8 @@ class LLMEngine:
         words: list[tuple[int, ...]] = []
         for word in params.bad_words or ():
             if isinstance(word, str):
-                assert self.tokenizer is not None
+                if self.tokenizer is None:
+                    raise InvalidValueError(f"bad_words has {word!r}, but there is no tokenizer; give lists of token ids")
                 words += self.tokenizer.word_forms(word)
             else:
                 words.append(tuple(word))

@@ -11,7 +11,13 @@ import pytest
 import nanoinfer
 
 PACKAGE = Path(nanoinfer.__file__).parent
-ENTRANCES = {"__init__.py", "__main__.py", "attention/__init__.py", "sampling/__init__.py"}  # words and a door, no rooms
+ENTRANCES = {
+    "__init__.py",
+    "__main__.py",
+    "attention/__init__.py",
+    "sampling/__init__.py",
+    "bench/__init__.py",
+}  # words and a door, no rooms
 
 
 def read_map() -> dict[str, tuple[int, int]]:

@@ -124,8 +124,8 @@ def test_the_loss_is_within_6_percent_of_the_entropy(peer):
 def test_at_temperature_0_7_they_tell_stories_and_at_1_5_visibly_fewer(llm):
     told = sampled_stories(llm, 0.7)
     usual, wild = measure.shares(told), measure.shares(sampled_stories(llm, 1.5))
-    assert usual.are_stories >= 0.65  # the next models have to reach 0.95
-    assert usual.hero_is_right >= 0.94  # and 0.98
+    assert usual.are_stories >= 0.95
+    assert usual.hero_is_right >= 0.98
     assert len({text for text, _ in told}) > 450  # not the same few again and again
     assert wild.are_stories < usual.are_stories - 0.1
 
