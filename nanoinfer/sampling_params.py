@@ -241,7 +241,7 @@ def _bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
     if not isinstance(words, Sequence) or isinstance(words, str | bytes):
         raise InvalidTypeError(f"bad_words must be a list of strings and lists of token ids, got {words!r}")
     if any(word is None for word in words):
-        raise InvalidTypeError(f"bad_words must be a list of strings and lists of token ids, got {words!r}")
+        raise InvalidTypeError("each of bad_words must be a list of token ids or a string, got None")
     checked = tuple(word if isinstance(word, str) else _token_ids("bad_words", word) for word in words)
     for word in checked:
         if not (word.strip() if isinstance(word, str) else word):

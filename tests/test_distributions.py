@@ -79,7 +79,9 @@ def critical(what):
 
 def with_stage(stage, instead):
     """The plain list with another stage in the place of one."""
-    return Sampler(tuple(instead if each is stage else each for each in STAGES))
+    sampler = Sampler()
+    sampler.stages = tuple(instead if each is stage else each for each in STAGES)  # the constructor would not take it
+    return sampler
 
 
 # ---- the sampler

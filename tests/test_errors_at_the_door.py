@@ -92,8 +92,8 @@ def outside(name, token_id):
         ({"logit_bias": {3: 1, 2**63: -1}}, outside("logit_bias", 2**63)),
         ({"bad_words": [[LAST + 1]]}, outside("bad_words", LAST + 1)),
         ({"bad_words": [[1, 2], [3, 400, 5]]}, outside("bad_words", 400)),
-        ({"bad_words": [[1], "word"]}, "has strings, but this checkpoint has no tokenizer; give lists of token ids"),
-        ({"bad_words": ["word"]}, "bad_words=('word',) has strings, but this checkpoint has no tokenizer"),
+        ({"bad_words": [[1], "word"]}, "bad_words has 'word', but there is no tokenizer; give lists of token ids"),
+        ({"bad_words": ["word"]}, "bad_words has 'word', but there is no tokenizer; give lists of token ids"),
         ({"logprobs": LAST + 2}, f"logprobs must be at most the vocabulary's {LAST + 1}, got {LAST + 2}; use -1 for all"),
         ({"prompt_logprobs": 500}, f"prompt_logprobs must be at most the vocabulary's {LAST + 1}, got 500; use -1 for all"),
         (
@@ -155,9 +155,11 @@ def test_params_of_beams_and_of_sampling_are_not_taken_for_each_other(ids_llm, m
 @pytest.mark.parametrize(
     ("argument", "error", "sentence"),
     [
-        ({"stages": 5}, InvalidTypeError, r"stages must be functions \(logits, SamplingBatch\) -> logits, got \(5,\)"),
-        ({"stages": [*STAGES, None]}, InvalidTypeError, "stages must be functions"),
-        ({"stages": "abc"}, InvalidTypeError, "stages must be functions"),
+        ({"stages": 5}, InvalidTypeError, r"stages must be a list of functions \(logits, SamplingBatch\) -> logits, got 5"),
+        ({"stages": [*STAGES, None]}, InvalidTypeError, "stages must be a list of functions"),
+        ({"stages": STAGES[0]}, InvalidTypeError, "stages must be a list of functions"),
+        ({"stages": STAGES[1:]}, InvalidValueError, "stages lacks keep_allowed, so parameters would be ignored"),
+        ({"stages": "abc"}, InvalidTypeError, "stages must be a list of functions"),
         ({"logprobs_mode": "cooked"}, InvalidValueError, "logprobs_mode must be 'raw' or 'processed', got 'cooked'"),
         ({"logprobs_mode": None}, InvalidValueError, "logprobs_mode must be 'raw' or 'processed', got None"),
         ({"logprob_mode": "raw"}, InvalidTypeError, "no argument 'logprob_mode'; did you mean logprobs_mode?"),

@@ -159,9 +159,9 @@ def test_batch_invariant_gives_the_same_bits_after_a_prefix_hit_and_after_preemp
     assert_same_bits(logits_of(cached, [prompt], 0, params), alone)
 
     block_bytes = cached.engine.runner.cache.layer(0)[0][0].nbytes * 2 * cached.engine.model_config.num_hidden_layers
-    tight = LLM(path, kv_cache_memory=14 * block_bytes, **settings)
+    tight = LLM(path, kv_cache_memory=12 * block_bytes, **settings)
     for place in (0, 2):
-        prompts = [ids(rng, 30) for _ in range(3)]
+        prompts = [ids(rng, 5) for _ in range(3)]
         prompts[place] = prompt
         requests = []
         add_request = tight.engine.add_request

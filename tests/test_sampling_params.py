@@ -98,7 +98,7 @@ ACCEPTED = {
 BEAM_OUT_OF_RANGE = [
     *each("beam_width", (0, -1), ">= 1"),
     *each("max_tokens", (0, -1), ">= 1"),
-    *each("length_penalty", (NAN, INF, -INF, 10**400), "finite; 0 compares plain sums"),
+    *each("length_penalty", (NAN, INF, -INF, 10**400), "in [-10, 10]; 0 compares plain sums"),
     *each("early_stopping", ("always", "Never", "", "true"), "True, False or 'never'"),
 ]
 BEAM_WRONG_TYPE = [

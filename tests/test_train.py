@@ -81,7 +81,7 @@ def test_the_words_that_come_back_count_more_and_only_they(tokenizer, tiny):
     assert set(train.RECALLED_WORDS) <= words | {word.lower() for word in words}
     input_ids = torch.tensor([tokenizer.encode("a fox named Lily.")])
     losses = F.cross_entropy(tiny(input_ids).logits[0, :-1], input_ids[0, 1:], reduction="none")
-    expected = (losses * torch.tensor([5, 1, 5, 1])).sum() / 12
+    expected = (losses * torch.tensor([1, 1, 5, 1])).sum() / 8
     assert train.next_token_loss(tiny, input_ids, torch.where(is_recalled, 5.0, 1.0)).item() == pytest.approx(expected.item())
 
 
