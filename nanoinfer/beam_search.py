@@ -22,6 +22,7 @@ from nanoinfer.engine import LLMEngine
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.outputs import BeamSearchOutput, BeamSearchSequence, FinishReason
 from nanoinfer.prompts import Prompt, naming_the_prompt, parse_prompt
+from nanoinfer.sampling.sampler import NOT_FINITE
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduler import ScheduledSequence, SchedulerPlan, rows_of
 from nanoinfer.sequence import Sequence
@@ -144,7 +145,7 @@ class _Group:
     def advance(self, logprobs: Float[Tensor, "num_beams vocab"], engine: LLMEngine) -> None:
         """Take one step's log-probabilities: choose the next beams, and put aside what has ended."""
         if not logprobs.amax(dim=-1).isfinite().all():
-            self.error = "the model's logits are not finite; check the checkpoint, or try dtype='float32'"
+            self.error = NOT_FINITE
             self.is_done, self.finished, self.finished_scores = True, [], torch.zeros(0)
             return
         vocab_size = logprobs.shape[-1]

@@ -29,6 +29,8 @@ NUM_ROWS = 64
 NUM_OUTPUT_TOKENS = 1000  # what the rows have out, for the penalties
 VOCAB_SIZES = (50257, 151936)  # GPT-2's and Qwen's
 
+Step = Callable[[Tensor], object]  # logits [NUM_ROWS, vocab] -> tokens, and whatever else
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -64,30 +66,32 @@ def _cases(vocab_size: int, repeats: int) -> list[Result]:
         ("top_p, flat", flat, {"temperature": 0.8, "top_p": 0.9}, [*warpers, top_p], None),
         ("top_k, top_p", sure, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}, [*warpers, top_k, top_p], 40),
     ):
-        ours, other = _in_turns([_sample(logits, params), _warp_and_draw(logits, theirs)], repeats)
+        ours, other = _in_turns([_sample(vocab_size, params), _warp_and_draw(theirs)], logits, repeats)
         bar = "" if least is None else f">= {least} times faster"
         results.append(Result(name, vocab_size, ours, other, bar, least is None or other / ours >= least))
-    ours, other = _in_turns([_sample(sure, {"temperature": 0.0}), lambda: sure.argmax(dim=-1).tolist()], repeats)
+    ours, other = _in_turns(
+        [_sample(vocab_size, {"temperature": 0.0}), lambda logits: logits.argmax(dim=-1).tolist()], sure, repeats
+    )
     results.append(Result("greedy, beside argmax", vocab_size, ours, other, "<= 1.2 times as long", ours <= 1.2 * other))
     plain = {"temperature": 0.8, "top_k": 40}
     for name, penalty in (("repetition", 1.1), ("frequency", 0.1), ("presence", 0.1)):
-        penalized = _sample(sure, plain | {f"{name}_penalty": penalty})
-        ours, other = _in_turns([penalized, _sample(sure, plain)], repeats)
+        penalized = _sample(vocab_size, plain | {f"{name}_penalty": penalty})
+        ours, other = _in_turns([penalized, _sample(vocab_size, plain)], sure, repeats)
         results.append(Result(f"{name}_penalty, beside none", vocab_size, ours, other, "adds <= 2 ms", ours - other <= 2))
     return results
 
 
-def _sample(logits: Tensor, params: dict[str, Any]) -> Callable[[], object]:
+def _sample(vocab_size: int, params: dict[str, Any]) -> Step:
     """A step of the sampler, from the sequences on: the batch is built each time, and one token is new."""
     generator = torch.Generator().manual_seed(0)
-    sampler, vocab_size = Sampler(), logits.shape[1]
+    sampler = Sampler()
     sequences = []
-    for row in range(len(logits)):
+    for row in range(NUM_ROWS):
         seq = Sequence(str(row), [row], SamplingParams(seed=row, max_tokens=None, **params), row, 10**6)
         seq.token_ids += torch.randint(vocab_size, (NUM_OUTPUT_TOKENS,), generator=generator).tolist()
         sequences.append(seq)
 
-    def step() -> object:
+    def step(logits: Tensor) -> object:
         output = sampler(logits, SamplingBatch.build(sequences, vocab_size, logits.device))
         for seq, token_id in zip(sequences, output.token_ids, strict=True):
             seq.token_ids.append(token_id)
@@ -96,20 +100,21 @@ def _sample(logits: Tensor, params: dict[str, Any]) -> Callable[[], object]:
     return step
 
 
-def _warp_and_draw(logits: Tensor, warpers: list) -> Callable[[], object]:
+def _warp_and_draw(warpers: list) -> Step:
     """The same with transformers, as its generate does it."""
     processors = LogitsProcessorList(warpers)
-    input_ids = torch.zeros(len(logits), 1, dtype=torch.int64)
-    return lambda: torch.multinomial(processors(input_ids, logits).softmax(dim=-1), num_samples=1).squeeze(1).tolist()
+    input_ids = torch.zeros(NUM_ROWS, 1, dtype=torch.int64)
+    return lambda logits: torch.multinomial(processors(input_ids, logits).softmax(dim=-1), num_samples=1).squeeze(1).tolist()
 
 
-def _in_turns(functions: list[Callable[[], object]], repeats: int) -> list[float]:
-    """The median time of each, in milliseconds, after one call that does not count."""
+def _in_turns(functions: list[Step], logits: Tensor, repeats: int) -> list[float]:
+    """The median time of each, in milliseconds, after one call that does not count. Each call gets logits of its own."""
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats + 1):
         for its_times, function in zip(times, functions, strict=True):
+            its_logits = logits.clone()
             start = time.perf_counter()
-            function()
+            function(its_logits)
             its_times.append((time.perf_counter() - start) * 1e3)
     return [statistics.median(its_times[1:]) for its_times in times]
 

@@ -27,6 +27,12 @@ class Entries:
     ids: Int[Tensor, "entries"]
     values: Float[Tensor, "entries"] | Int[Tensor, "entries"] | None = None  # None: the stage needs none
 
+    def read(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "entries"]:
+        return logits.view(-1).take(self.rows * logits.shape[-1] + self.ids)  # half the time of logits[rows, ids]
+
+    def write(self, logits: Float[Tensor, "batch vocab"], values: Float[Tensor, "entries"]) -> None:
+        logits.view(-1).index_copy_(0, self.rows * logits.shape[-1] + self.ids, values)
+
 
 @dataclass(frozen=True, slots=True)
 class RowProcessors:
@@ -113,9 +119,9 @@ class SamplingBatch:
         )
 
     @property
-    def changes_logits(self) -> bool:
-        """Does any stage before the temperature do something? Those write into the logits that they are given."""
-        entries = (self.allowed, self.bad_words, self.min_tokens, self.logit_bias, self.seen, self.repeated_ngrams)
+    def masks_logits(self) -> bool:
+        """Does any stage before the temperature write logits without reading them?"""
+        entries = (self.allowed, self.bad_words, self.min_tokens, self.repeated_ngrams)
         return bool(self.processors) or any(field is not None for field in entries)
 
     def only_rows(self, rows: Int[Tensor, "rows"] | slice) -> "SamplingBatch":

@@ -49,6 +49,8 @@ STAGES: tuple[Stage, ...] = (
     keep_top_p,
 )
 
+NOT_FINITE = "the model's logits are not finite; check the checkpoint, or try dtype='float32'"
+
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
@@ -80,63 +82,72 @@ class Sampler:
         self.processed_logprobs = processed_logprobs
 
     def __call__(self, logits: Float[Tensor, "batch vocab"], batch: SamplingBatch) -> SamplerOutput:
-        """The argmax of a greedy row is the lowest id among equals. logits: fp32; they are left as they are."""
+        """The argmax of a greedy row is the lowest id among equals. logits: fp32; the stages may write into them."""
         if not len(logits):  # only prompts that go on: no stage of yours is called for nothing
             return SamplerOutput([], {})
-        needs_plain_list = self.stages != STAGES or (self.processed_logprobs and batch.logprobs)
-        if needs_plain_list:
-            processed = self._apply(logits, batch, self.stages)
-            largest, argmax = processed.max(dim=-1)  # the first of equal maxima
-            token_ids = argmax if batch.all_greedy else draw(processed, uniform(batch.seeds, batch.positions))
+        logits = logits.contiguous()  # a copy if it was expanded, which cannot be written
+        told = logits[[row for row, _ in batch.logprobs]]  # a copy: the model's own
+        is_plain = self.stages != STAGES or (self.processed_logprobs and batch.logprobs)
+        if is_plain or batch.masks_logits:
+            were_finite = logits.amax(dim=-1).isfinite()  # a mask may hide a NaN or an infinity of the model's
+        else:
+            were_finite = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+        if is_plain:
+            logits = self._apply(logits, batch, self.stages)
+            largest, argmax = logits.max(dim=-1)  # the first of equal maxima
+            token_ids = argmax if batch.all_greedy else draw(logits, uniform(batch.seeds, batch.positions))
             if batch.greedy is not None:
                 token_ids = torch.where(batch.greedy, argmax, token_ids)
+            if self.processed_logprobs:
+                told = logits[[row for row, _ in batch.logprobs]]
         else:
-            processed = self._apply(logits, batch, STAGES[: -len(fast.LAST_STAGES)]) if batch.changes_logits else logits
-            token_ids, largest = fast.sample(processed, batch)
-        drawable = largest.isfinite()
-        if processed is not logits:  # stages may hide a NaN or an infinity of the model's
-            drawable &= logits.amax(dim=-1).isfinite()
-        sampled = torch.where(drawable, token_ids, -1).tolist()  # one read-back for tokens and failures
-        errors = {row: self._what_left_nothing(logits, batch, row) for row, token_id in enumerate(sampled) if token_id < 0}
-        told = processed if self.processed_logprobs else logits
+            logits = self._apply(logits, batch, STAGES[: -len(fast.LAST_STAGES)])
+            token_ids, largest = fast.sample(logits, batch)
+        sampled = torch.where(were_finite & largest.isfinite(), token_ids, -1).tolist()  # one read-back for tokens and failures
+        errors = {
+            row: self._what_left_nothing(logits, batch, row) if were_finite[row] else NOT_FINITE
+            for row, token_id in enumerate(sampled)
+            if token_id < 0
+        }
         return SamplerOutput(sampled, errors, _logprobs(told, batch, sampled))
 
     def _apply(self, logits: Tensor, batch: SamplingBatch, stages: tuple[Stage, ...]) -> Tensor:
-        """Run stages over a copy."""
-        processed = logits.clone()
         for stage in stages:
-            processed = stage(processed, batch)
+            processed = stage(logits, batch)
             if not isinstance(processed, Tensor) or processed.shape != logits.shape:
                 got = tuple(processed.shape) if isinstance(processed, Tensor) else type(processed).__name__
                 raise InvalidTypeError(f"stage {_name(stage)} must return logits of shape {tuple(logits.shape)}, got {got}")
-        return processed
+            logits = processed.contiguous()
+        return logits
 
     def _what_left_nothing(self, logits: Tensor, batch: SamplingBatch, row: int) -> str:
-        """Which stage took a row's last token: run them again, looking after each.
+        """Which stage took a row's last token: run them again on zeros, looking after each.
 
         Users' functions are not run again, since they may keep count of their calls: they did it if no other stage does.
         """
-        if not logits[row].amax().isfinite():
-            return "the model's logits are not finite; check the checkpoint, or try dtype='float32'"
         others = [stage for stage in self.stages if stage not in STAGES]
         if any(its.row == row for its in batch.processors):
             others.append(apply_logits_processors)
-        again = tuple(stage for stage in self.stages if stage in STAGES and stage is not apply_logits_processors)
-        for count, stage in enumerate(again, start=1):
-            if not self._apply(logits, batch, again[:count])[row].amax().isfinite():
+        blank = torch.zeros_like(logits)
+        for stage in STAGES:
+            if stage is not apply_logits_processors:
+                blank = stage(blank, batch)
+            if not blank[row].amax().isfinite():
                 return f"no token is left to draw after {_name(stage)}; loosen the parameters that it reads"
-        names = " and ".join(_name(stage) for stage in others)
-        return f"no token is left to draw after {names}; leave one logit finite, and make none infinite or NaN"
+        if others:
+            names = " and ".join(_name(stage) for stage in others)
+            return f"no token is left to draw after {names}; leave one logit finite, and make none infinite or NaN"
+        return NOT_FINITE
 
 
 def _name(stage: Stage) -> str:
     return getattr(stage, "__name__", repr(stage))
 
 
-def _logprobs(logits: Tensor, batch: SamplingBatch, sampled: list[int]) -> dict[int, TokenLogprobs]:
-    wanted = [(row, num) for row, num in batch.logprobs if sampled[row] >= 0]
-    if not wanted:
+def _logprobs(told: Tensor, batch: SamplingBatch, sampled: list[int]) -> dict[int, TokenLogprobs]:
+    """told: logits of the rows that want log-probabilities. A row without a token gets none."""
+    if not batch.logprobs:
         return {}
-    rows = [row for row, _ in wanted]
-    told = token_logprobs(logits[rows], [sampled[row] for row in rows], [num for _, num in wanted])
-    return dict(zip(rows, told, strict=True))
+    rows, nums = zip(*batch.logprobs, strict=True)
+    token_logprobs_of = token_logprobs(told, [max(sampled[row], 0) for row in rows], list(nums))
+    return {row: its for row, its in zip(rows, token_logprobs_of, strict=True) if sampled[row] >= 0}

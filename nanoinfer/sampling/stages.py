@@ -4,8 +4,8 @@ Each takes logits [batch, vocab] in fp32 and the batch, and returns logits; -inf
 dropped token back in, and treats every row as if it were alone. A row in which nothing is left may turn into NaNs on its way;
 the sampler notices at the end. Probabilities are written p = softmax(logits).
 
-The stages before apply_temperature change few logits and write them in place (copying 64 rows of 50,257 to change some
-thousands would cost more than all else they do); the sampler gives them a copy of its own. The last four return new logits.
+The stages before apply_temperature change few logits and write them in place: copying 64 rows of 151,936 to change some
+thousands would cost more than all else they do. The last four return new logits.
 """
 
 import torch
@@ -23,9 +23,9 @@ def keep_allowed(logits: Logits, batch: SamplingBatch) -> Logits:
     """Forbid all but allowed_token_ids."""
     if (allowed := batch.allowed) is None:
         return logits
-    kept = logits[allowed.rows, allowed.ids]
+    kept = allowed.read(logits)
     logits[allowed.rows.unique()] = float("-inf")
-    logits[allowed.rows, allowed.ids] = kept
+    allowed.write(logits, kept)
     return logits
 
 
@@ -42,7 +42,7 @@ def mask_min_tokens(logits: Logits, batch: SamplingBatch) -> Logits:
 def add_logit_bias(logits: Logits, batch: SamplingBatch) -> Logits:
     """Add the given numbers to the given ids. A forbidden token stays forbidden."""
     if (bias := batch.logit_bias) is not None and bias.values is not None:
-        logits[bias.rows, bias.ids] += bias.values  # an id stands once in a row
+        bias.write(logits, bias.read(logits) + bias.values)
     return logits
 
 
@@ -54,9 +54,9 @@ def apply_repetition_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
     """
     if (seen := batch.seen) is None or batch.repetition_penalty is None:
         return logits
-    old, penalty = logits[seen.rows, seen.ids], batch.repetition_penalty[seen.rows]  # [entries]
+    old, penalty = seen.read(logits), batch.repetition_penalty[seen.rows]  # [entries]
     penalized = torch.where(old > 0, old / penalty, old * penalty)
-    logits[seen.rows, seen.ids] = penalized.clamp(max=torch.finfo(logits.dtype).max)  # a tiny penalty must not make infinity
+    seen.write(logits, penalized.clamp_(max=torch.finfo(logits.dtype).max))  # a tiny penalty must not make infinity
     return logits
 
 
@@ -66,14 +66,14 @@ def apply_frequency_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
     Source: vLLM's and OpenAI's definition, https://platform.openai.com/docs/guides/text-generation
     """
     if (seen := batch.seen) is not None and seen.values is not None and batch.frequency_penalty is not None:
-        logits[seen.rows, seen.ids] -= batch.frequency_penalty[seen.rows] * seen.values
+        seen.write(logits, seen.read(logits) - batch.frequency_penalty[seen.rows] * seen.values)
     return logits
 
 
 def apply_presence_penalty(logits: Logits, batch: SamplingBatch) -> Logits:
     """Take the penalty off an id's logit if it is in the output at all."""
     if (seen := batch.seen) is not None and seen.values is not None and batch.presence_penalty is not None:
-        logits[seen.rows, seen.ids] -= batch.presence_penalty[seen.rows] * (seen.values > 0)
+        seen.write(logits, seen.read(logits) - batch.presence_penalty[seen.rows] * (seen.values > 0))
     return logits
 
 
