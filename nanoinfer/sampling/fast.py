@@ -129,28 +129,32 @@ def _first_largest(logits: Logits) -> tuple[Ids, Largest]:
 
 
 def _largest(logits: Logits, num_columns: int) -> tuple[Float[Tensor, "batch few"], Int[Tensor, "batch few"]]:
-    """The largest logits of each row with their ids, in the order of the ids.
+    """The largest logits of each row with their ids, in the order of the ids."""
+    if num_columns == logits.shape[-1]:
+        return logits, torch.arange(num_columns, device=logits.device).expand_as(logits)
+    ids = _ids_of_largest(logits, num_columns).sort(dim=-1).values
+    return logits.gather(-1, ids), ids
 
-    Found in two steps, where that is less work: the ids are dealt out to hands of HAND_SIZE, and the hands with the largest
-    best cards hold all of the largest logits. (A logit in another hand has num_columns best cards above it, or equal to it.)
+
+def _ids_of_largest(logits: Logits, num_columns: int) -> Int[Tensor, "batch few"]:
+    """In any order. Deal the ids out to hands: the hands with the largest best cards hold all of the largest logits.
+
+    (A logit in another hand has num_columns best cards above it, or equal to it.) Which hands these are is the same question
+    over fewer numbers, and is answered in the same way.
     """
     vocab_size = logits.shape[-1]
-    if num_columns == vocab_size:
-        return logits, torch.arange(num_columns, device=logits.device).expand_as(logits)
     num_hands = vocab_size // HAND_SIZE
-    if num_hands < 4 * num_columns:
-        ids = logits.topk(num_columns, dim=-1, sorted=False).indices.sort(dim=-1).values
-        return logits.gather(-1, ids), ids
+    if num_hands < 2 * num_columns:
+        return logits.topk(num_columns, dim=-1, sorted=False).indices
     num_dealt = num_hands * HAND_SIZE
     best_cards = logits[:, :num_dealt].unflatten(-1, (HAND_SIZE, num_hands)).amax(dim=1)  # [batch, num_hands]
-    _, hands = _largest(best_cards, num_columns)  # [batch, few]; among these the same trick again, until they are few
+    hands = _ids_of_largest(best_cards, num_columns)  # [batch, few]
     deal = torch.arange(0, num_dealt, num_hands, device=logits.device)  # hand h holds the ids h, h + num_hands, ...
     ids = (hands.unsqueeze(-1) + deal).flatten(1)  # [batch, few * HAND_SIZE]
-    rest = torch.arange(num_dealt, vocab_size, device=logits.device).expand(len(logits), -1)
-    ids = torch.cat((ids, rest), dim=-1)
-    few = logits.gather(-1, ids).topk(num_columns, dim=-1, sorted=False).indices
-    ids = ids.gather(-1, few).sort(dim=-1).values
-    return logits.gather(-1, ids), ids
+    if num_dealt < vocab_size:
+        rest = torch.arange(num_dealt, vocab_size, device=logits.device).expand(len(logits), -1)
+        ids = torch.cat((ids, rest), dim=-1)
+    return ids.gather(-1, logits.gather(-1, ids).topk(num_columns, dim=-1, sorted=False).indices)
 
 
 def _weights(logits: Logits, batch: SamplingBatch) -> Iterator[tuple[Tensor, slice]]:
