@@ -12,6 +12,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.errors import InvalidTypeError
@@ -52,13 +53,6 @@ def ids_llm(loaded_ids):
     """A random Qwen3 without a tokenizer and without EOS: 96 ids, 512 positions, blocks of 4."""
     yield loaded_ids
     assert_nothing_is_left(loaded_ids)
-
-
-def assert_nothing_is_left(llm):
-    manager = llm.engine.block_manager
-    assert manager.num_free_blocks == manager.num_blocks
-    assert set(manager._ref_counts) == {0}
-    assert llm.engine.num_unfinished == llm.engine.scheduler.num_unfinished == 0
 
 
 def asked(**given):

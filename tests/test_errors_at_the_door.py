@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import tiny_models
 import torch
+from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
@@ -39,13 +40,6 @@ def ids_llm(loaded_ids):
     """A random Qwen3 without a tokenizer and without EOS: 96 ids."""
     yield loaded_ids
     assert_nothing_is_left(loaded_ids)
-
-
-def assert_nothing_is_left(llm):
-    manager = llm.engine.block_manager
-    assert manager.num_free_blocks == manager.num_blocks
-    assert set(manager._ref_counts) == {0}
-    assert llm.engine.num_unfinished == llm.engine.scheduler.num_unfinished == 0
 
 
 def ids_only(**given):

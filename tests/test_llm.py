@@ -14,6 +14,7 @@ import numpy
 import pytest
 import tiny_models
 import torch
+from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM, Delta, Recorder, RequestOutput, SamplingParams
 from nanoinfer.checkpoint import BUNDLED
@@ -57,12 +58,6 @@ def ids_llm(loaded_ids):
     """A random Qwen3 without a tokenizer: 96 ids, 64 positions, blocks of 4."""
     yield loaded_ids
     assert_nothing_is_left(loaded_ids)
-
-
-def assert_nothing_is_left(llm):
-    manager = llm.engine.block_manager
-    assert manager.num_free_blocks == manager.num_blocks
-    assert llm.engine.num_unfinished == llm.engine.scheduler.num_unfinished == 0
 
 
 def generate(llm, prompts, params=GREEDY):

@@ -63,3 +63,11 @@ def save(family: str, path: Path, *, seed: int = 0, **overrides) -> Path:
     """A checkpoint folder without a tokenizer."""
     build(family, seed, **overrides).save_pretrained(path)
     return path
+
+
+def assert_nothing_is_left(llm) -> None:
+    """However its requests ended, every block is free, nobody holds one, and nobody waits."""
+    manager = llm.engine.block_manager
+    assert manager.num_free_blocks == manager.num_blocks
+    assert set(manager._ref_counts) == {0}
+    assert llm.engine.num_unfinished == llm.engine.scheduler.num_unfinished == 0

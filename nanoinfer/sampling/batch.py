@@ -175,9 +175,8 @@ def _pack(rows: list[tuple[int, Any, Any]], device: torch.device) -> Entries:
 
 
 def _tensor(numbers: Any) -> Tensor:
-    if isinstance(
-        numbers, array
-    ):  # without a copy; the array must not grow while the tensor lives, which is until _pack has joined them
+    """An array's without a copy: it must not grow while the tensor lives, which is until _pack has joined them."""
+    if isinstance(numbers, array):
         return torch.frombuffer(numbers, dtype=torch.float32 if numbers.typecode == "f" else torch.int64)
     return torch.tensor(list(numbers), dtype=torch.int64)
 

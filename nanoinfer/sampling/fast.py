@@ -28,7 +28,7 @@ LAST_STAGES = (stages.apply_temperature, stages.keep_min_p, stages.keep_top_k, s
 TIE_MARGIN = 32  # columns beyond the k-th, for what ties with it
 NUM_TRIED = 256  # largest logits that top_p looks at before it sorts them all
 SCRATCH_BYTES = 2**20  # on a CPU full rows are weighed a few at a time, so that what one pass writes the next finds in cache
-HAND_SIZE = 8  # of _largest
+HAND_SIZE = 8  # of _ids_of_largest
 NUM_PARTS = 64  # of _first_largest
 BLOCK = 512  # ids whose weights are summed before the ruler is searched
 
