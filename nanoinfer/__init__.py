@@ -38,8 +38,8 @@ The map, in floors. A file imports only from the floors below its own, and from 
       models/__init__.py        architecture -> model, load
     floor 3: execution
       sampling/state.py         ids and counts that grow with the output
-      sampling/batch.py         what each row asked for, as tensors
       sampling/draw.py          integer weights, one uniform number, the token
+      sampling/batch.py         what each row asked for, as tensors
       sampling/stages.py        the functions from logits to logits
       sampling/fast.py          the same tokens from fewer logits
       sampling/logprobs.py      log-probabilities and ranks

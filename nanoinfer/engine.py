@@ -106,6 +106,7 @@ class LLMEngine:
         self.sampler = Sampler(
             STAGES if config.stages is None else config.stages, processed_logprobs=config.logprobs_mode == "processed"
         )
+        self._last_asked: SamplingBatch | None = None  # of the step before, whose columns may serve again
 
     @classmethod
     def load(cls, config: EngineConfig) -> tuple["LLMEngine", Checkpoint]:
@@ -227,7 +228,8 @@ class LLMEngine:
             logits = self.runner.compute_logits(hidden[batch.logits_indices])  # the LM head, on the wanted rows
             forwarded = time.perf_counter()
             sequences = [seq for seq, _ in plan.rows]
-            sampled = self.sampler(logits, SamplingBatch.build(sequences, self.model_config.vocab_size, self.device))
+            asked = SamplingBatch.build(sequences, self.model_config.vocab_size, self.device, self._last_asked)
+            sampled, self._last_asked = self.sampler(logits, asked), asked
             told = {i: self._named(seq, sampled.logprobs[i]) for i, seq in enumerate(sequences) if i in sampled.logprobs}
             prompts_told = [(part, self._prompt_logprobs(part, hidden)) for part in plan.prompt_rows]
             drawn = time.perf_counter()

@@ -9,6 +9,7 @@ import torch
 
 from nanoinfer import SamplingParams
 from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.draw import uniform
 from nanoinfer.sampling.sampler import STAGES, Sampler
 from nanoinfer.sampling.stages import apply_temperature, keep_min_p, keep_top_k, keep_top_p
 from nanoinfer.sequence import Sequence
@@ -62,10 +63,10 @@ def batch_asking(what):
 def chi_square(sampler, what):
     """Of 200,000 draws. Infinite if one of them should be impossible."""
     logits = torch.tensor(PROBABILITIES).log().expand(NUM_ROWS, 16)
-    seeds = torch.arange(NUM_ROWS * NUM_TIMES).view(NUM_TIMES, NUM_ROWS)
     counts = torch.zeros(16, dtype=torch.int64)
-    for some in seeds:
-        sampled = sampler(logits, replace(batch_asking(what), seeds=some))
+    for start in range(0, NUM_ROWS * NUM_TIMES, NUM_ROWS):
+        u = uniform(range(start, start + NUM_ROWS), [1] * NUM_ROWS)
+        sampled = sampler(logits, replace(batch_asking(what), u=u))
         assert sampled.errors == {}
         counts += torch.tensor(sampled.token_ids).bincount(minlength=16)
     expected = torch.tensor(exact(**ASKING[what]), dtype=torch.float64) * counts.sum()
@@ -151,9 +152,9 @@ def test_the_chi_square_notices(what, stage, fault):
 
 
 def test_the_chi_square_notices_draws_that_share_their_numbers():
-    """Every row with the same 200 seeds: the frequencies are those of 200 draws, a thousand times over."""
+    """Rows take turns with 200 numbers: the frequencies are those of a few draws, a hundred times over."""
 
     def repeating(logits, batch):
-        return Sampler()(logits, replace(batch, seeds=batch.seeds % 200))
+        return Sampler()(logits, replace(batch, u=batch.u[:200].repeat(NUM_ROWS // 200)))
 
     assert chi_square(repeating, "nothing") > critical("nothing")

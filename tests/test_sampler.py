@@ -3,12 +3,13 @@
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from nanoinfer import SamplingParams
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.draw import draw, uniform
+from nanoinfer.sampling.draw import draw, philox, uniform
 from nanoinfer.sampling.sampler import STAGES, Sampler
 from nanoinfer.sequence import Sequence
 
@@ -47,7 +48,7 @@ def test_greedy_is_greedy_whatever_else_its_row_or_its_neighbours_ask_for():
 
 def test_a_sampled_row_without_stages_is_the_draw_of_its_logits_at_its_seed_and_position():
     logits = torch.randn(20, 100, generator=torch.Generator().manual_seed(0))
-    expected = draw(logits, uniform(torch.arange(20), torch.full((20,), 5)))  # prompt of 3 + 2 out: index 5 is drawn
+    expected = draw(logits, uniform(range(20), [5] * 20))  # prompt of 3 + 2 out: index 5 is drawn
     sampled = sample(logits, *[sequence(seed=i, num_prompt=3, num_output=2) for i in range(20)])
     assert sampled.token_ids == expected.tolist()
     assert sampled.errors == {}
@@ -56,8 +57,10 @@ def test_a_sampled_row_without_stages_is_the_draw_of_its_logits_at_its_seed_and_
 @pytest.mark.parametrize("seed", [0, 2**63 - 1, 2**63, 2**64 - 1])
 def test_a_seed_of_64_bits_is_read_as_unsigned(seed):
     logits = torch.zeros(1, 100_000)
-    word = torch.tensor([seed]) if seed < 2**63 else torch.tensor([seed - 2**64])
-    assert sample(logits, sequence(seed=seed)).token_ids == draw(logits, uniform(word, torch.tensor([1]))).tolist()
+    words = np.array([[1], [0], [0], [0]], dtype=np.uint64), np.array([[seed % 2**32], [seed >> 32]], dtype=np.uint64)
+    high, low, _, _ = philox(*words)[:, 0].tolist()
+    u = torch.tensor([((high >> 5) * 2**26 + (low >> 6)) / 2**53], dtype=torch.float64)
+    assert sample(logits, sequence(seed=seed)).token_ids == draw(logits, u).tolist()
 
 
 def test_the_same_seed_and_position_give_the_same_token_in_any_batch():

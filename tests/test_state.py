@@ -1,6 +1,7 @@
 """A sequence's counts and n-grams: grown token by token they equal a recount, and each token is looked at once."""
 
 from collections import Counter
+from dataclasses import fields
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from nanoinfer import SamplingParams
 from nanoinfer.block_manager import BlockManager
 from nanoinfer.config import SchedulerConfig
-from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.batch import Entries, SamplingBatch
 from nanoinfer.sampling.state import NGrams, SamplingState, TokenCounts
 from nanoinfer.scheduler import Scheduler
 from nanoinfer.sequence import Sequence
@@ -224,3 +225,27 @@ def test_a_batch_of_grown_sequences_has_the_entries_of_freshly_counted_ones():
         for i, seq in enumerate(grown):
             seq.token_ids.append((step * (i + 2)) % 7)
     assert one.repeated_ngrams is not None
+
+
+def test_a_batch_uses_the_last_ones_columns_only_for_the_same_rows():
+    """Equal to a batch built from nothing, in every field, whether rows stay, leave, change places or come."""
+    a, b, c = (sequence([1, 2], **p) for p in ({"temperature": 0.5}, {"top_k": 3, "logprobs": 2}, {"frequency_penalty": 1}))
+    greedy = sequence([1], temperature=0)
+    last, device = None, torch.device("cpu")
+    for rows in ([a, b], [a, b], [b, a], [b], [b, c], [b, c], [greedy], [greedy], [c]):
+        for seq in rows:
+            seq.token_ids.append(3)
+        last, before = SamplingBatch.build(rows, 10, device, last), last
+        fresh = SamplingBatch.build(rows, 10, device)
+        assert before is None or (last.columns is before.columns) == (last.params == before.params)
+        for field in fields(SamplingBatch):
+            torch.testing.assert_close(plain(getattr(last, field.name)), plain(getattr(fresh, field.name)), rtol=0, atol=0)
+
+
+def plain(value):
+    """None and the like are compared by their text."""
+    if isinstance(value, Entries):
+        return {name: plain(getattr(value, name)) for name in ("rows", "ids", "values")}
+    if isinstance(value, dict):
+        return {name: plain(its) for name, its in value.items()}
+    return value if isinstance(value, torch.Tensor) else torch.tensor(list(repr(value).encode()))

@@ -90,9 +90,12 @@ def _sample(vocab_size: int, params: dict[str, Any]) -> Step:
         seq = Sequence(str(row), [row], SamplingParams(seed=row, max_tokens=None, **params), row, 10**6)
         seq.token_ids += torch.randint(vocab_size, (NUM_OUTPUT_TOKENS,), generator=generator).tolist()
         sequences.append(seq)
+    batch: SamplingBatch | None = None
 
     def step(logits: Tensor) -> object:
-        output = sampler(logits, SamplingBatch.build(sequences, vocab_size, logits.device))
+        nonlocal batch
+        batch = SamplingBatch.build(sequences, vocab_size, logits.device, batch)  # as the engine does it
+        output = sampler(logits, batch)
         for seq, token_id in zip(sequences, output.token_ids, strict=True):
             seq.token_ids.append(token_id)
         return output

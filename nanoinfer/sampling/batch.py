@@ -4,18 +4,23 @@ In: the sequences of a plan's rows. Out: a SamplingBatch. A field is None where 
 nobody asked for costs nothing; where some row does, the others carry the value that leaves their logits as they are.
 """
 
+import operator
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from nanoinfer.sampling.draw import uniform
 from nanoinfer.sampling.state import SamplingState
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.sequence import Sequence
 
+_NUMBERS = operator.attrgetter("temperature", "min_p", "top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
@@ -54,8 +59,7 @@ class SamplingBatch:
     min_p: Float[Tensor, "batch"] | None
     top_k: Int[Tensor, "batch"] | None  # the vocabulary's size where it is off
     top_p: Float[Tensor, "batch"] | None  # float64, to be compared with integer sums
-    seeds: Int[Tensor, "batch"]  # 64 bits, read as unsigned
-    positions: Int[Tensor, "batch"]  # index of the token to draw, in prompt + output
+    u: Float[Tensor, "batch"]  # float64: draw.uniform(seed, index of the token in prompt + output); 0 if all are greedy
 
     allowed: Entries | None = None  # all that rows with allowed_token_ids may draw
     bad_words: Entries | None = None  # the ids that would complete one
@@ -77,46 +81,25 @@ class SamplingBatch:
 
     logprobs: tuple[tuple[int, int], ...] = ()  # (row, how many of the likeliest ids): rows that want them
 
+    params: tuple[SamplingParams, ...] = ()
+    columns: dict[str, Any] = field(default_factory=dict)  # those of the fields that depend on params alone
+
     @classmethod
-    def build(cls, sequences: list[Sequence], vocab_size: int, device: torch.device) -> "SamplingBatch":
-        params = [seq.params for seq in sequences]
-        greedy = [p.is_greedy for p in params]
-        top_k = [vocab_size if p.is_greedy else min(p.top_k or vocab_size, vocab_size) for p in params]
-
-        def column(values: list, off: float | int, dtype: torch.dtype) -> Tensor | None:
-            return torch.tensor(values, dtype=dtype, device=device) if any(value != off for value in values) else None
-
-        def drawn_column(values: list, off: float | int, dtype: torch.dtype) -> Tensor | None:
-            return column([off if g else value for value, g in zip(values, greedy, strict=True)], off, dtype)
-
-        def clamped(value: float) -> float:
-            """Where fp32 would make it 0 or infinite, which dividing and multiplying by make NaN of."""
-            return min(max(value, _TINY), _HUGE)
-
-        temperatures = [clamped(p.temperature) for p in params]
-        group = [_group(p.is_greedy, k < vocab_size, p.top_p < 1.0) for p, k in zip(params, top_k, strict=True)]
-        return cls(
-            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
-            all_greedy=all(greedy),
-            temperature=drawn_column(temperatures, 1.0, torch.float32),
-            min_p=drawn_column([p.min_p for p in params], 0.0, torch.float32),
-            top_k=column(top_k, vocab_size, torch.int64),
-            top_p=drawn_column([p.top_p for p in params], 1.0, torch.float64),
-            seeds=torch.tensor([_as_signed(seq.seed) for seq in sequences], dtype=torch.int64, device=device),
-            positions=torch.tensor([len(seq.token_ids) for seq in sequences], dtype=torch.int64, device=device),
-            **_history_fields(sequences, device),
-            repetition_penalty=column([clamped(p.repetition_penalty) for p in params], 1.0, torch.float32),
-            frequency_penalty=column([p.frequency_penalty for p in params], 0.0, torch.float32),
-            presence_penalty=column([p.presence_penalty for p in params], 0.0, torch.float32),
-            greedy_rows=_rows_of(group, "greedy"),
-            top_k_rows=_rows_of(group, "top_k"),
-            top_p_rows=_rows_of(group, "top_p"),
-            other_rows=_rows_of(group, "other"),
-            max_top_k=max((k for k, name in zip(top_k, group, strict=True) if name == "top_k"), default=0),
-            logprobs=tuple(
-                (row, vocab_size if p.logprobs == -1 else p.logprobs) for row, p in enumerate(params) if p.logprobs is not None
-            ),
-        )
+    def build(
+        cls, sequences: list[Sequence], vocab_size: int, device: torch.device, last: "SamplingBatch | None" = None
+    ) -> "SamplingBatch":
+        """last: an earlier batch of the same vocabulary and device; if it had the same rows, its columns serve again."""
+        params = tuple(seq.params for seq in sequences)
+        if last is not None and len(last.params) == len(params) and all(map(operator.is_, last.params, params)):
+            columns = last.columns
+        else:
+            columns = _columns(params, vocab_size, device)
+        if columns["all_greedy"]:
+            u = torch.zeros(len(sequences), dtype=torch.float64)
+        else:
+            u = uniform([seq.seed for seq in sequences], [len(seq.token_ids) for seq in sequences])
+        history = _history_fields(sequences, device)
+        return cls(u=u.to(device), params=params, columns=columns, **columns, **history)
 
     @property
     def masks_logits(self) -> bool:
@@ -126,12 +109,51 @@ class SamplingBatch:
 
     def only_rows(self, rows: Int[Tensor, "rows"] | slice) -> "SamplingBatch":
         """The same for some rows, as far as the stages from the temperature on and the draw read it."""
-        columns = ("temperature", "min_p", "top_k", "top_p", "seeds", "positions")
+        columns = ("temperature", "min_p", "top_k", "top_p", "u")
         picked: dict[str, Any] = {}
         for name in columns:
             column = getattr(self, name)
             picked[name] = None if column is None else column[rows]
         return SamplingBatch(greedy=None, all_greedy=False, max_top_k=self.max_top_k, **picked)
+
+
+def _columns(params: tuple[SamplingParams, ...], vocab_size: int, device: torch.device) -> dict[str, Any]:
+    """The fields that depend on params alone."""
+    numbers = np.array([_NUMBERS(p) for p in params]).reshape(len(params), 6)  # of no rows, too, where prompts go on
+    temperature, min_p, top_p, repetition, frequency, presence = numbers.T  # [batch], float64
+    top_k = np.array([min(p.top_k or vocab_size, vocab_size) for p in params], dtype=np.int64)
+    greedy = temperature == 0
+    for column in (temperature, repetition):  # fp32 would make 0 or infinity of some, which dividing by makes NaN of
+        np.clip(column, _TINY, _HUGE, out=column)
+    for column, off in ((temperature, 1.0), (min_p, 0.0), (top_k, vocab_size), (top_p, 1.0)):
+        column[greedy] = off
+    has_top_k, has_top_p = top_k < vocab_size, top_p < 1.0
+
+    def tensor(column: np.ndarray, off: float | int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return None if (column == off).all() else torch.tensor(column, dtype=dtype, device=device)
+
+    def rows(condition: np.ndarray) -> tuple[int, ...]:
+        return tuple(condition.nonzero()[0].tolist())
+
+    return {
+        "greedy": torch.tensor(greedy, device=device) if greedy.any() else None,
+        "all_greedy": bool(greedy.all()),
+        "temperature": tensor(temperature, 1.0),
+        "min_p": tensor(min_p, 0.0),
+        "top_k": tensor(top_k, vocab_size, torch.int64),
+        "top_p": tensor(top_p, 1.0, torch.float64),
+        "repetition_penalty": tensor(repetition, 1.0),
+        "frequency_penalty": tensor(frequency, 0.0),
+        "presence_penalty": tensor(presence, 0.0),
+        "greedy_rows": rows(greedy),
+        "top_k_rows": rows(has_top_k),
+        "top_p_rows": rows(has_top_p & ~has_top_k),
+        "other_rows": rows(~(greedy | has_top_k | has_top_p)),
+        "max_top_k": int(top_k[has_top_k].max(initial=0)),
+        "logprobs": tuple(
+            (row, vocab_size if p.logprobs == -1 else p.logprobs) for row, p in enumerate(params) if p.logprobs is not None
+        ),
+    }
 
 
 def _history_fields(sequences: list[Sequence], device: torch.device) -> dict[str, Any]:
@@ -179,16 +201,3 @@ def _tensor(numbers: Any) -> Tensor:
     if isinstance(numbers, array):
         return torch.frombuffer(numbers, dtype=torch.float32 if numbers.typecode == "f" else torch.int64)
     return torch.tensor(list(numbers), dtype=torch.int64)
-
-
-def _group(is_greedy: bool, has_top_k: bool, has_top_p: bool) -> str:
-    return "greedy" if is_greedy else "top_k" if has_top_k else "top_p" if has_top_p else "other"
-
-
-def _rows_of(group: list[str], name: str) -> tuple[int, ...]:
-    return tuple(row for row, its in enumerate(group) if its == name)
-
-
-def _as_signed(seed: int) -> int:
-    """The same 64 bits as torch's int64 holds them."""
-    return seed - 2**64 if seed >= 2**63 else seed

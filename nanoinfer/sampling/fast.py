@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.draw import draw, integer_weights, uniform
+from nanoinfer.sampling.draw import draw, integer_weights
 
 LAST_STAGES = (stages.apply_temperature, stages.keep_min_p, stages.keep_top_k, stages.keep_top_p)
 TIE_MARGIN = 32  # columns beyond the k-th, for what ties with it
@@ -63,7 +63,7 @@ def sample_plainly(logits: Logits, batch: SamplingBatch) -> Ids:
     """The definition: the last four stages, and the draw."""
     for stage in LAST_STAGES:
         logits = stage(logits, batch)
-    return draw(logits, uniform(batch.seeds, batch.positions))
+    return draw(logits, batch.u)
 
 
 def _sample_top_k(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
@@ -73,7 +73,7 @@ def _sample_top_k(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     num_columns = min(batch.max_top_k + TIE_MARGIN, vocab_size)
     few, ids = _largest(logits, num_columns)
     kept = stages.keep_top_k(stages.keep_min_p(stages.apply_temperature(few, batch), batch), batch)
-    token_ids = _pick(ids, draw(stages.keep_top_p(kept, batch), uniform(batch.seeds, batch.positions)))
+    token_ids = _pick(ids, draw(stages.keep_top_p(kept, batch), batch.u))
     if num_columns < vocab_size:  # were all that tie with the k-th among the few? Then something was smaller, and dropped.
         token_ids = _plainly_where(kept.amin(dim=-1) > float("-inf"), token_ids, logits, batch)
     return token_ids, few.amax(dim=-1)
@@ -86,7 +86,7 @@ def _sample_top_p(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     few, ids = _largest(logits, min(NUM_TRIED, logits.shape[-1]))
     scaled = stages.apply_temperature(few, batch)
     kept = stages.drop_beyond(scaled, batch.top_p, total)  # what min_p drops is not in the total, and comes after it
-    token_ids = _pick(ids, draw(kept, uniform(batch.seeds, batch.positions)))
+    token_ids = _pick(ids, draw(kept, batch.u))
     if few.shape[-1] < logits.shape[-1]:
         # Which of the tokens that tie with the smallest are among the few is chance, so those above must be enough.
         above = scaled > scaled.amin(dim=-1, keepdim=True)
@@ -97,14 +97,13 @@ def _sample_top_p(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
 
 def _sample_other(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     """Any token may be drawn. The ruler is searched in two steps: in which block of ids the mark lies, then where in it."""
-    u = uniform(batch.seeds, batch.positions)
     token_ids = []
     for weights, rows in _weights(logits, batch):
         blocks = F.pad(weights, (0, -weights.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))  # [rows, num_blocks, BLOCK]
         sums = blocks.sum(dim=-1)
         running = sums.cumsum(dim=-1)
         total = running[:, -1]
-        mark = torch.minimum((u[rows] * total).floor().to(torch.int64), total - 1).unsqueeze(-1)
+        mark = torch.minimum((batch.u[rows] * total).floor().to(torch.int64), total - 1).unsqueeze(-1)
         block = torch.searchsorted(running, mark, right=True).clamp_(max=sums.shape[-1] - 1)  # clamped for a row of zeros
         before = (running - sums).gather(-1, block)
         inside = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, BLOCK)).squeeze(1).cumsum(dim=-1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from nanoinfer.errors import InvalidTypeError, InvalidValueError
 from nanoinfer.sampling import fast
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.draw import draw, uniform
+from nanoinfer.sampling.draw import draw
 from nanoinfer.sampling.logprobs import TokenLogprobs, token_logprobs
 from nanoinfer.sampling.stages import (
     add_logit_bias,
@@ -95,7 +95,7 @@ class Sampler:
         if is_plain:
             logits = self._apply(logits, batch, self.stages)
             largest, argmax = logits.max(dim=-1)  # the first of equal maxima
-            token_ids = argmax if batch.all_greedy else draw(logits, uniform(batch.seeds, batch.positions))
+            token_ids = argmax if batch.all_greedy else draw(logits, batch.u)
             if batch.greedy is not None:
                 token_ids = torch.where(batch.greedy, argmax, token_ids)
             if self.processed_logprobs:

@@ -152,15 +152,16 @@ def keep_top_p(logits: Logits, batch: SamplingBatch) -> Logits:
     """
     if batch.top_p is None:
         return logits
-    return drop_beyond(logits, batch.top_p, integer_weights(logits).sum(dim=-1))
+    return drop_beyond(logits, batch.top_p)
 
 
-def drop_beyond(logits: Logits, top_p: Float[Tensor, "batch"], total: Int[Tensor, "batch"]) -> Logits:
-    """Drop a token if the weights of those that go before it sum to top_p of the total, or more."""
+def drop_beyond(logits: Logits, top_p: Float[Tensor, "batch"], total: Int[Tensor, "batch"] | None = None) -> Logits:
+    """Drop a token if the weights of those that go before it sum to top_p of the total, or more. total: by default of these."""
     falling, ids = logits.sort(dim=-1, descending=True, stable=True)
     weights = integer_weights(falling)
-    before = weights.cumsum(dim=-1) - weights  # what the larger ones sum to
-    enough = top_p * total  # float64
+    running = weights.cumsum(dim=-1)
+    before = running - weights  # what the larger ones sum to
+    enough = top_p * (running[:, -1] if total is None else total)  # float64
     dropped = (before >= enough.unsqueeze(-1)) & (top_p < 1.0).unsqueeze(-1)
     return logits.masked_fill(dropped.scatter(-1, ids, dropped), float("-inf"))
 
