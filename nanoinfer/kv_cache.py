@@ -5,7 +5,8 @@ In: block ids and slots, decided by the block manager. Out: keys and values. It 
 A slot is one token's place: slot = block * block_size + offset. The order of a block's axes is the attention backend's choice:
 
     "NHD"  [num_blocks, block_size, num_kv_heads, head_dim]   a token's heads lie together (flash-attn)
-    "HND"  [num_blocks, num_kv_heads, block_size, head_dim]   a head's tokens lie together (the CPU: one matrix per head)
+    "HND"  keys as [num_blocks, num_kv_heads, block_size, head_dim]: a head's tokens lie together (the CPU). Values as
+           [num_blocks, num_kv_heads, head_dim, block_size]: what decoding adds up lies together in both
 """
 
 import math
@@ -45,11 +46,17 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layout: Layout = layout
-        axes = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
-        shape = (num_blocks, *axes, head_dim)
+        k_axes, v_axes = {
+            "NHD": ((block_size, num_kv_heads, head_dim),) * 2,
+            "HND": ((num_kv_heads, block_size, head_dim), (num_kv_heads, head_dim, block_size)),
+        }[layout]
         # A tensor for each: views of one large tensor would differ in their offset, for which torch.compile compiles anew.
         self._layers = [
-            (_zeros(shape, dtype, torch.device(device)), _zeros(shape, dtype, torch.device(device))) for _ in range(num_layers)
+            (
+                _zeros((num_blocks, *k_axes), dtype, torch.device(device)),
+                _zeros((num_blocks, *v_axes), dtype, torch.device(device)),
+            )
+            for _ in range(num_layers)
         ]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -65,19 +72,20 @@ class KVCache:
     ) -> None:
         """Store each token's k and v in its slot."""
         blocks, offsets = slot_mapping // self.block_size, slot_mapping % self.block_size
-        for pages, values in zip(self._layers[layer], (k, v), strict=True):
-            by_slot = pages if self.layout == "NHD" else pages.transpose(1, 2)
-            by_slot[blocks, offsets] = values
+        for pages, values in zip(self._by_slot(layer), (k, v), strict=True):
+            pages[blocks, offsets] = values
 
     def gather(
         self, layer: int, block_table: Int[Tensor, "blocks"], seq_len: int
     ) -> tuple[Float[Tensor, "seq_len num_kv_heads head_dim"], Float[Tensor, "seq_len num_kv_heads head_dim"]]:
         """One sequence's k and v, its tokens in order, copied out of its blocks."""
-        k, v = (
-            (pages[block_table] if self.layout == "NHD" else pages[block_table].transpose(1, 2)).flatten(0, 1)[:seq_len]
-            for pages in self._layers[layer]
-        )
+        k, v = (pages[block_table].flatten(0, 1)[:seq_len] for pages in self._by_slot(layer))
         return k, v
+
+    def _by_slot(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values seen as [num_blocks, block_size, num_kv_heads, head_dim], whatever the layout."""
+        k, v = self._layers[layer]
+        return (k, v) if self.layout == "NHD" else (k.transpose(1, 2), v.permute(0, 3, 1, 2))
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, in every layer, all (from, to) pairs at once."""
@@ -143,4 +151,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # forks share nothing
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, **private)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

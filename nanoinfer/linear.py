@@ -15,16 +15,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from nanoinfer.models.layers import ActivatedLinear
+from nanoinfer.models.layers import ActivatedLinear, ResidualLinear
 
 logger = logging.getLogger(__name__)
 
 _ROWS_HINT = 64  # rows to expect; from 16 on, the packing serves any number
+_LINEARS = (nn.Linear, ActivatedLinear, ResidualLinear)
 _FUSED = {None: ("none", ""), "silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh")}  # activation -> oneDNN's names
 
 
 class PackedLinear(nn.Module):
-    """A linear layer, or an ActivatedLinear, with the weight in oneDNN's own order. It does not keep the plain one.
+    """One of _LINEARS with the weight in oneDNN's own order; the plain one is not kept.
 
     Raises: RuntimeError or AttributeError where this torch, this CPU or the dtype does not have it.
     """
@@ -37,26 +38,28 @@ class PackedLinear(nn.Module):
         self._is_fp32 = linear.weight.dtype is torch.float32
         self(torch.zeros(2, linear.in_features, dtype=linear.weight.dtype))  # what cannot be packed may first show here
 
-    def forward(self, x: Float[Tensor, "rows in"]) -> Float[Tensor, "rows out"]:
+    def forward(
+        self, x: Float[Tensor, "rows in"], residual: Float[Tensor, "rows out"] | None = None
+    ) -> Float[Tensor, "rows out"]:
         if self._is_fp32 and len(x) == 1:  # one row alone has another kernel where it is long (seen at 3,072): compute it twice
-            return self._multiply(x.expand(2, -1).contiguous())[:1]
-        return self._multiply(x)
+            twice = None if residual is None else residual.expand(2, -1).contiguous()
+            return self._multiply(x.expand(2, -1).contiguous(), twice)[:1]
+        return self._multiply(x, residual)
 
-    def _multiply(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, self._activation, [], self._algorithm)
+    def _multiply(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        if residual is None:
+            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, self._activation, [], self._algorithm)
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self._bias, "add")
 
 
 def pack(model: nn.Module) -> bool:
     """Replace a model's linear layers by their packed forms. False, and a log line, where there is no such thing.
 
-    Only nn.Linear and ActivatedLinear themselves: a subclass may do more than multiply. One layer is packed at a time, and its
+    Only these themselves: another subclass may do more than multiply. One layer is packed at a time, and its
     plain weight given back, unless something else holds it: a tied head leaves the embedding its own copy.
     """
     linears = [
-        (parent, name)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child) in (nn.Linear, ActivatedLinear)
+        (parent, name) for parent in model.modules() for name, child in parent.named_children() if type(child) in _LINEARS
     ]
     try:
         with torch.inference_mode():

@@ -129,28 +129,35 @@ def test_the_compiled_decode_equals_the_plain_one_and_enforce_eager_never_compil
 import torch, logging, sys
 from nanoinfer.attention import cpu
 torch.manual_seed(0); torch.set_num_threads(int(sys.argv[1]))
-pages = torch.randn(2, 9, 4, 16, 64)
-tables, lens, q = torch.randperm(9)[:6].view(3, 2), torch.tensor([5, 32, 17]), torch.randn(3, 8, 64)
-expected = cpu.paged_decode(q, *pages, tables, lens)
-eager = cpu.CPUBackend(enforce_eager=True); eager.decode(q, *pages, tables, lens)
+k_pages, v_pages = torch.randn(2, 9, 4, 16, 64).unbind(0); v_pages = v_pages.mT.contiguous()
+tables, lens = torch.randperm(9)[:6].view(3, 2), torch.tensor([5, 32, 17])
+q, k, v = torch.randn(3, 8, 64), *torch.randn(2, 3, 4, 64)
+def where(tables, lens):
+    last = lens - 1
+    return cpu.DecodeIndices(tables.gather(1, last[:, None] // 16)[:, 0], last % 16, tables, lens)
+def plain(part, where):
+    return cpu.paged_decode(q[part], k[part], v[part], k_pages, v_pages, *where)
+def of(backend, part, where):
+    return backend.decode(q[part], k[part], v[part], k_pages, v_pages, where)
+eager = cpu.CPUBackend(enforce_eager=True); of(eager, slice(3), where(tables, lens))
 assert eager._decode is None
 backend = cpu.CPUBackend(); small = torch.randn(2, 9, 1, 16, 8)
-backend.decode(torch.randn(3, 1, 8), *small, tables, lens)
+backend.decode(*torch.randn(3, 3, 1, 8), small[0], small[1].mT.contiguous(), where(tables, lens))
 assert backend._decode is None, "a small model is not worth compiling for"
-backend.decode(q, *pages, tables, lens)
-print("compiled", backend._decode is not None)
+of(backend, slice(3), where(tables, lens))
+print("compiled", backend._may_compile)
 for n in (1, 2, 3):
     for blocks in (1, 2):
-        seq_lens = lens[:n].clamp(max=16 * blocks)
-        args = q[:n], *pages, tables[:n, :blocks], seq_lens
-        torch.testing.assert_close(backend.decode(*args), cpu.paged_decode(*args), atol=1e-5, rtol=0)
+        args = slice(n), where(tables[:n, :blocks].contiguous(), lens[:n].clamp(max=16 * blocks))
+        torch.testing.assert_close(of(backend, *args), plain(*args), atol=1e-5, rtol=0)
 lens = torch.tensor([5, 16, 17])
-together = backend.decode(q, *pages, tables, lens)
+together = of(backend, slice(3), where(tables, lens))
 for i in range(3):
     for blocks in (1, 2):
         if lens[i] <= 16 * blocks:
-            alone = backend.decode(q[i : i + 1], *pages, tables[i : i + 1, :blocks], lens[i : i + 1])
-            assert torch.equal(alone, together[i : i + 1]), (i, blocks)
+            one = slice(i, i + 1)
+            alone = of(backend, one, where(tables[one, :blocks].contiguous(), lens[one]))
+            assert torch.equal(alone, together[one]), (i, blocks)
 """
     done = subprocess.run([sys.executable, "-c", code, str(num_threads)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -167,9 +174,10 @@ def test_without_a_compiler_the_plain_form_stays(monkeypatch, caplog):
     monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: broken)
     caplog.set_level("INFO")
     backend = cpu.CPUBackend()
-    args = torch.randn(2, 4, 64), *torch.randn(2, 3, 4, 16, 64), torch.tensor([[0], [1]]), torch.tensor([5, 9])
+    args = *torch.randn(3, 2, 4, 64), torch.randn(3, 4, 16, 64), torch.randn(3, 4, 64, 16)
+    where = cpu.DecodeIndices(torch.tensor([0, 1]), torch.tensor([4, 8]), torch.tensor([[0], [1]]), torch.tensor([5, 9]))
     for _ in range(2):
-        assert torch.equal(backend.decode(*args), cpu.paged_decode(*args))
+        assert torch.equal(backend.decode(*args, where), cpu.paged_decode(*args, *where))
     assert caplog.text.count("could not be compiled (no C++ compiler)") == 1
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, UnsupportedError
-from nanoinfer.models.layers import ActivatedLinear, Embedding
+from nanoinfer.models.layers import ActivatedLinear, Embedding, ResidualLinear
 from nanoinfer.models.weights import WeightRules
 
 
@@ -69,22 +69,26 @@ class GPT2Attention(nn.Module):
         self.num_heads = config.num_attention_heads
         self.head_dim = config.head_dim
         self.c_attn = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.c_proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.c_proj = ResidualLinear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: Float[Tensor, "num_tokens hidden"], attend: Attend) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(
+        self, x: Float[Tensor, "num_tokens hidden"], residual: Float[Tensor, "num_tokens hidden"], attend: Attend
+    ) -> Float[Tensor, "num_tokens hidden"]:
         qkv = self.c_attn(x).view(len(x), 3, self.num_heads, self.head_dim)
         q, k, v = qkv.unbind(1)  # each [num_tokens, num_heads, head_dim]
-        return self.c_proj(attend(self.layer, q, k, v).flatten(1))
+        return self.c_proj(attend(self.layer, q, k, v).flatten(1), residual)
 
 
 class GPT2MLP(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.c_fc = ActivatedLinear(config.hidden_size, config.intermediate_size, bias=True, activation="gelu_tanh")
-        self.c_proj = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.c_proj = ResidualLinear(config.intermediate_size, config.hidden_size)
 
-    def forward(self, x: Float[Tensor, "num_tokens hidden"]) -> Float[Tensor, "num_tokens hidden"]:
-        return self.c_proj(self.c_fc(x))
+    def forward(
+        self, x: Float[Tensor, "num_tokens hidden"], residual: Float[Tensor, "num_tokens hidden"]
+    ) -> Float[Tensor, "num_tokens hidden"]:
+        return self.c_proj(self.c_fc(x), residual)
 
 
 class GPT2Block(nn.Module):
@@ -96,8 +100,8 @@ class GPT2Block(nn.Module):
         self.mlp = GPT2MLP(config)
 
     def forward(self, x: Float[Tensor, "num_tokens hidden"], attend: Attend) -> Float[Tensor, "num_tokens hidden"]:
-        x = x + self.attn(self.ln_1(x), attend)
-        return x + self.mlp(self.ln_2(x))
+        x = self.attn(self.ln_1(x), x, attend)  # both add x to what they find
+        return self.mlp(self.ln_2(x), x)
 
 
 class GPT2LMHeadModel(nn.Module):

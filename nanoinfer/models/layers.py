@@ -54,17 +54,26 @@ class ActivatedLinear(nn.Linear):
         return F.silu(out) if self.activation == "silu" else F.gelu(out, approximate="tanh")
 
 
+class ResidualLinear(nn.Linear):
+    """residual + x @ weight.T + bias: one module for the same reason."""
+
+    def forward(self, x: Float[Tensor, "*rows in"], residual: Float[Tensor, "*rows out"]) -> Float[Tensor, "*rows out"]:  # type: ignore[override]
+        return residual + super().forward(x)
+
+
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)). Source: Shazeer 2020, https://arxiv.org/abs/2002.05202"""
+    """residual + down(silu(gate(x)) * up(x)). Source: Shazeer 2020, https://arxiv.org/abs/2002.05202"""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.gate_proj = ActivatedLinear(hidden_size, intermediate_size, bias=False, activation="silu")
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.down_proj = ResidualLinear(intermediate_size, hidden_size, bias=False)
 
-    def forward(self, x: Float[Tensor, "num_tokens hidden"]) -> Float[Tensor, "num_tokens hidden"]:
-        return self.down_proj(self.gate_proj(x) * self.up_proj(x))  # gate_proj holds the silu
+    def forward(
+        self, x: Float[Tensor, "num_tokens hidden"], residual: Float[Tensor, "num_tokens hidden"]
+    ) -> Float[Tensor, "num_tokens hidden"]:
+        return self.down_proj(self.gate_proj(x) * self.up_proj(x), residual)  # gate_proj holds the silu
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.models.layers import Embedding, RMSNorm, RopeConfig, RotaryEmbedding, SwiGLU, apply_rotary
+from nanoinfer.models.layers import Embedding, ResidualLinear, RMSNorm, RopeConfig, RotaryEmbedding, SwiGLU, apply_rotary
 from nanoinfer.models.weights import WeightRules
 
 
@@ -90,13 +90,14 @@ class QwenAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
+        self.o_proj = ResidualLinear(q_size, config.hidden_size, bias=config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(
         self,
         x: Float[Tensor, "num_tokens hidden"],
+        residual: Float[Tensor, "num_tokens hidden"],
         cos: Float[Tensor, "num_tokens 1 head_dim"],
         sin: Float[Tensor, "num_tokens 1 head_dim"],
         attend: Attend,
@@ -105,7 +106,7 @@ class QwenAttention(nn.Module):
         q = apply_rotary(self.q_norm(self.q_proj(x).view(by_head)), cos, sin)  # [num_tokens, num_heads, head_dim]
         k = apply_rotary(self.k_norm(self.k_proj(x).view(by_head)), cos, sin)  # [num_tokens, num_kv_heads, head_dim]
         v = self.v_proj(x).view(by_head)
-        return self.o_proj(attend(self.layer, q, k, v).flatten(1))
+        return self.o_proj(attend(self.layer, q, k, v).flatten(1), residual)
 
 
 class QwenDecoderLayer(nn.Module):
@@ -123,8 +124,8 @@ class QwenDecoderLayer(nn.Module):
         sin: Float[Tensor, "num_tokens 1 head_dim"],
         attend: Attend,
     ) -> Float[Tensor, "num_tokens hidden"]:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = self.self_attn(self.input_layernorm(x), x, cos, sin, attend)  # both add x to what they find
+        return self.mlp(self.post_attention_layernorm(x), x)
 
 
 class QwenForCausalLM(nn.Module):

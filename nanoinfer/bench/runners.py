@@ -1,0 +1,102 @@
+"""One workload through nanoinfer, and the same through transformers' generate: when did each token come?
+
+Both get the same token ids and run in one process, in turns. Requests come when the workload says so; transformers' generate
+takes one batch of what is there, padded on the left to its longest prompt and run to its longest answer.
+"""
+
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoinfer.bench.timing import RequestTiming
+from nanoinfer.bench.workloads import Workload
+from nanoinfer.llm import LLM
+
+
+class NanoinferRunner:
+    """peak_memory: most bytes seen after any run, see `memory_in_use`."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.peak_memory = 0
+
+    def run(self, workload: Workload, run: int) -> list[RequestTiming]:
+        engine = self.llm.engine
+        prompts = workload.prompts(engine.model_config.vocab_size, run)
+        waiting = list(zip(workload.arrivals or [0.0] * len(prompts), prompts, workload.params(), strict=True))
+        waiting.reverse()  # the next one last
+        timings, running = [], []
+        start = time.perf_counter()
+        while waiting or engine.num_unfinished:
+            while waiting and start + waiting[-1][0] <= time.perf_counter():
+                arrival, prompt, params = waiting.pop()
+                request = engine.add_request(prompt, params)
+                timings.append(RequestTiming(start + arrival))
+                running.append((request, timings[-1]))
+            if not engine.num_unfinished:
+                time.sleep(max(start + waiting[-1][0] - time.perf_counter(), 0))
+                continue
+            engine.step()
+            now = time.perf_counter()
+            for request, timing in running:
+                if request.sequences[0].num_output_tokens > len(timing.token_times):
+                    timing.token_times.append(now)
+            running = [(request, timing) for request, timing in running if request.output is None]
+        self.peak_memory = max(self.peak_memory, memory_in_use(engine.device))
+        return timings
+
+
+class TransformersRunner:
+    def __init__(self, checkpoint: Path | str, dtype: torch.dtype, device: torch.device) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+        self.model.generation_config.eos_token_id = None
+        self.model.generation_config.pad_token_id = 0
+
+    @torch.inference_mode()
+    def run(self, workload: Workload, run: int) -> list[RequestTiming]:
+        from transformers import StoppingCriteria, StoppingCriteriaList
+
+        prompts = workload.prompts(self.model.config.vocab_size, run)
+        width = max(map(len, prompts))
+        device = self.model.device
+        input_ids = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
+        times: list[float] = []
+
+        class Clock(StoppingCriteria):
+            """Looks at the time after every token, and stops nobody."""
+
+            def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+                times.append(time.perf_counter())
+                return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+        sampling: dict[str, Any] = {"do_sample": False}
+        if workload.sampling.get("temperature", 1.0) > 0:
+            sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} | workload.sampling
+        start = time.perf_counter()
+        self.model.generate(
+            input_ids=input_ids,
+            attention_mask=mask,
+            max_new_tokens=max(workload.output_lens),
+            stopping_criteria=StoppingCriteriaList([Clock()]),
+            **sampling,
+        )
+        return [RequestTiming(start, times[:length]) for length in workload.output_lens]
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes. On CUDA the most that torch has had; else this process's anonymous memory (what no file backs), or where the
+    system does not tell, the most it has had resident.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        fields = Path("/proc/self/status").read_text()
+        return int(fields.partition("RssAnon:")[2].split()[0]) * 1024
+    except (OSError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

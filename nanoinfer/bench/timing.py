@@ -1,0 +1,72 @@
+"""When each token came, and the figures that follow from it: tokens per second, TTFT, TPOT, ITL."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+DEFINITIONS = """\
+TTFT, time to first token: from a request's arrival to its first token.
+TPOT, time per output token: of one request, (last token - first token) / (tokens - 1).
+ITL, inter-token latency: the times between one token of a request and its next, of all requests together.
+Tokens per second: output tokens over the time from the first arrival to the last token; prefill included."""
+
+
+@dataclass(slots=True)
+class RequestTiming:
+    """All in seconds of one clock."""
+
+    arrival: float
+    token_times: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """In milliseconds."""
+
+    p50: float
+    p95: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one run. tpot and itl: None where no request has a second token."""
+
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    duration_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    requests_per_s: float
+    ttft_ms: Percentiles
+    tpot_ms: Percentiles | None
+    itl_ms: Percentiles | None
+
+
+def figures(timings: list[RequestTiming], num_prompt_tokens: int) -> Figures:
+    """timings: every request has at least one token.
+
+    >>> of_one = figures([RequestTiming(0.0, [0.5, 0.6, 0.8])], num_prompt_tokens=5)
+    >>> of_one.ttft_ms.p50, of_one.itl_ms.p50, of_one.tpot_ms.p50, of_one.output_tokens_per_s
+    (500.0, 150.0, 150.0, 3.75)
+    """
+    num_output_tokens = sum(len(timing.token_times) for timing in timings)
+    duration = max(timing.token_times[-1] for timing in timings) - min(timing.arrival for timing in timings)
+    gaps = [np.diff(timing.token_times) for timing in timings if len(timing.token_times) > 1]
+    return Figures(
+        num_requests=len(timings),
+        num_prompt_tokens=num_prompt_tokens,
+        num_output_tokens=num_output_tokens,
+        duration_s=duration,
+        output_tokens_per_s=num_output_tokens / duration,
+        total_tokens_per_s=(num_output_tokens + num_prompt_tokens) / duration,
+        requests_per_s=len(timings) / duration,
+        ttft_ms=_percentiles(np.array([timing.token_times[0] - timing.arrival for timing in timings])),
+        tpot_ms=_percentiles(np.array([gap.mean() for gap in gaps])) if gaps else None,
+        itl_ms=_percentiles(np.concatenate(gaps)) if gaps else None,
+    )
+
+
+def _percentiles(seconds: np.ndarray) -> Percentiles:
+    return Percentiles(*(round(float(value) * 1e3, 3) for value in np.percentile(seconds, (50, 95, 99))))

@@ -1,0 +1,113 @@
+"""What is measured: the standard workloads by name, and those a user describes.
+
+In: a name, or lengths and a rate. Out: a Workload, which gives token-id prompts and SamplingParams.
+"""
+
+import math
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanoinfer.errors import InvalidValueError
+from nanoinfer.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Requests of given lengths. input_lens, output_lens: tokens, one number per request; EOS is ignored.
+
+    sampling: of SamplingParams, for all requests. arrivals: seconds after the start, rising.
+    """
+
+    name: str
+    input_lens: tuple[int, ...]
+    output_lens: tuple[int, ...]
+    sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
+    arrivals: tuple[float, ...] = ()  # () all at the start
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.input_lens)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest prompt with the longest answer: a peer that pads computes that many."""
+        return max(self.input_lens) + max(self.output_lens)
+
+    def prompts(self, vocab_size: int, run: int) -> list[list[int]]:
+        """Random ids. Every run gets others, so that no prefix cache knows them."""
+        rng = random.Random(run)
+        return [[rng.randrange(vocab_size) for _ in range(length)] for length in self.input_lens]
+
+    def params(self) -> list[SamplingParams]:
+        return [
+            SamplingParams(max_tokens=length, ignore_eos=True, detokenize=False, **self.sampling) for length in self.output_lens
+        ]
+
+
+def _mixed(num_requests: int) -> Workload:
+    rng = random.Random(0)
+    lens = [(rng.randint(16, 256), rng.randint(16, 128)) for _ in range(num_requests)]
+    return Workload(name="D", input_lens=tuple(i for i, _ in lens), output_lens=tuple(o for _, o in lens))
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload(name="A", input_lens=(32,), output_lens=(128,)),  # one stream
+        Workload(name="B16", input_lens=(64,) * 16, output_lens=(64,) * 16),
+        Workload(name="B64", input_lens=(64,) * 64, output_lens=(64,) * 64),
+        Workload(name="C", input_lens=(1023,), output_lens=(1,)),  # prefill alone: its figure is the TTFT
+        _mixed(32),  # D: nano-vllm's benchmark, scaled down
+        Workload(
+            name="E",  # sampled
+            input_lens=(1,) * 64,
+            output_lens=(128,) * 64,
+            sampling={"temperature": 1.0, "top_k": 40, "top_p": 0.9},
+        ),
+    )
+}
+
+
+def named(names: str) -> list[Workload]:
+    """Of a list like "A,B16". Raises: InvalidValueError for a name that is none."""
+    for name in (picked := names.split(",")):
+        if name not in WORKLOADS:
+            raise InvalidValueError(f"workload must be some of {', '.join(WORKLOADS)}, with commas between them, got {name!r}")
+    return [WORKLOADS[name] for name in picked]
+
+
+def described(
+    *, num_prompts: int, input_len: str, output_len: str, request_rate: float, sampling: dict[str, Any], seed: int
+) -> Workload:
+    """input_len, output_len: tokens, "128", or drawn evenly from "16-256". request_rate: requests per second on average, at
+    random times (a Poisson process); inf is all at once.
+
+    Raises: InvalidValueError.
+    """
+    rng = random.Random(seed)
+    if not request_rate > 0:
+        raise InvalidValueError(f"request_rate must be > 0 requests per second, got {request_rate}; inf is all at once")
+    inputs, outputs = _range("input_len", input_len), _range("output_len", output_len)
+    now, arrivals = 0.0, []
+    for _ in range(num_prompts):
+        arrivals.append(now)
+        now += 0.0 if math.isinf(request_rate) else rng.expovariate(request_rate)
+    return Workload(
+        name="yours",
+        input_lens=tuple(rng.randint(*inputs) for _ in range(num_prompts)),
+        output_lens=tuple(rng.randint(*outputs) for _ in range(num_prompts)),
+        sampling=sampling,
+        arrivals=() if math.isinf(request_rate) else tuple(arrivals),
+    )
+
+
+def _range(name: str, text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    try:
+        bounds = int(low), int(high or low)
+    except ValueError:
+        bounds = 0, 0
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise InvalidValueError(f"{name} must be a number of tokens such as 128, or a range such as 16-256, got {text!r}")
+    return bounds
