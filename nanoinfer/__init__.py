@@ -52,6 +52,14 @@ The map, in floors. A file imports only from the floors below its own, and from 
       beam_search.py       the likeliest answers, over forked sequences
       llm.py               LLM.generate, stream, chat, beam_search
       bench/sampler.py     the sampler beside transformers' warpers
+      bench/workloads.py   what is measured: lengths, times, sampling
+      bench/shapes.py      checkpoints of random weights
+      bench/timing.py      when tokens came -> tokens per second, TTFT, TPOT, ITL
+      bench/runners.py     a workload through nanoinfer, and through transformers
+      bench/compare.py     both in turns, and the bars
+      bench/roofline.py    what the machine allows, and how near a model comes
+      terminal.py          errors as one sentence
+      bench/cli.py         the `nanoinfer bench` command
       cli.py               the `nanoinfer` command
 
 Beside the floors: checkpoints/, the models in the box and the script that trains them.

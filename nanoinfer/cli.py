@@ -1,27 +1,22 @@
 """`nanoinfer`: generate, chat and measure from a terminal. A thin layer over LLM, whose names the options have."""
 
 import io
-import json
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from nanoinfer import __version__
+from nanoinfer.bench.cli import app as bench_app
 from nanoinfer.errors import InvalidPromptError, NanoinferError
+from nanoinfer.terminal import errors_for_people, tell
 
-bench_app = typer.Typer(no_args_is_help=True, help="What nanoinfer costs, beside what others cost.")
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="A small LLM inference engine.", pretty_exceptions_enable=False
 )
 app.add_typer(bench_app, name="bench")
-errors = Console(stderr=True)
 
 Model = Annotated[str | None, typer.Option(help="A folder, a hub name, tiny-qwen3 or tiny-gpt2. Default: tiny-qwen3.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
@@ -85,7 +80,7 @@ def generate(
     echo: Annotated[bool, typer.Option("--echo", help="Show the prompt, too.")] = False,
 ) -> None:
     """Continue a text, and show it as it comes."""
-    with _errors_for_people():
+    with errors_for_people():
         llm = _load(
             model=model,
             revision=revision,
@@ -141,7 +136,7 @@ def chat(
     stop: Stop = None,
 ) -> None:
     """Talk to a model that has a chat template. Ctrl-C stops an answer; /reset forgets, /exit or Ctrl-D leaves."""
-    with _errors_for_people():
+    with errors_for_people():
         llm = _load(
             model=model,
             revision=revision,
@@ -175,7 +170,7 @@ def chat(
                 try:
                     answer, _ = _show(llm, llm.render_chat([*messages, question]), params)
                 except NanoinferError as error:  # too long, say: the conversation stays as it was
-                    _tell(error)
+                    tell(error)
                     continue
                 if answer:
                     messages += [question, {"role": "assistant", "content": answer}]
@@ -217,26 +212,6 @@ def _standard_input() -> str:
         raise InvalidPromptError(f"standard input is not valid text ({error})") from error
 
 
-@bench_app.command("sampler")
-def bench_sampler(
-    repeats: Annotated[int, typer.Option(min=1, help="How many times each side of a case runs.")] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """Drawing the tokens of 64 rows, beside transformers' warpers and multinomial; a minute or two."""
-    from nanoinfer.bench import sampler  # takes a second: only who measures waits for it
-
-    results = sampler.run(repeats)
-    if as_json:
-        print(json.dumps([asdict(result) | {"ratio": result.ratio} for result in results], indent=1))
-        return
-    table = Table("case", "vocabulary", "nanoinfer ms", "other ms", "ratio", "bar", title=f"{sampler.NUM_ROWS} rows")
-    for result in results:
-        bar = f"{result.bar}: {'reached' if result.is_reached else 'missed'}" if result.bar else ""
-        numbers = (f"{result.ours_ms:.2f}", f"{result.theirs_ms:.2f}", f"{result.ratio:.1f}")
-        table.add_row(result.name, str(result.vocab_size), *numbers, bar)
-    Console().print(table)
-
-
 def _load(**arguments: Any) -> Any:
     from nanoinfer.llm import LLM  # torch takes a second to import: not before --help and --version have had their chance
 
@@ -246,17 +221,3 @@ def _load(**arguments: Any) -> Any:
 def _params(llm: Any, **given: Any) -> Any:
     """The checkpoint's own defaults, with what was given on the command line in their place."""
     return replace(llm.get_default_sampling_params(), **{name: value for name, value in given.items() if value is not None})
-
-
-def _tell(error: NanoinferError) -> None:
-    errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _errors_for_people() -> Iterator[None]:
-    """One sentence instead of a traceback, and exit code 1 (2 is typer's own, for the command line)."""
-    try:
-        yield
-    except NanoinferError as error:
-        _tell(error)
-        raise typer.Exit(1) from None

@@ -80,6 +80,7 @@ class EngineConfig:
     tokenizer: str | None = None  # a folder or hub name; None: the model's own
     revision: str | None = None
     dtype: str = "auto"
+    quantization: str | None = None  # or "int8": linear layers in 8 bits
     device: str = "auto"
     max_model_len: int | None = None  # tokens of prompt + output; None: the model's own
     attention_backend: str = "auto"
@@ -101,6 +102,10 @@ class EngineConfig:
                 raise InvalidTypeError(f"{name} must be a string, got {getattr(self, name)!r}")
         if self.dtype not in DTYPES:
             raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.quantization not in (None, "int8"):
+            raise InvalidValueError(f"quantization must be None or 'int8', got {self.quantization!r}")
+        if self.quantization is not None and DTYPES[self.dtype] not in ("auto", "bfloat16"):
+            raise InvalidValueError(f"quantization='int8' computes in bfloat16, got dtype={self.dtype!r}; leave dtype out")
         check_integer("max_model_len", self.max_model_len, 1, None, ">= 1", or_none=True)
         check_flag("enforce_eager", self.enforce_eager)
         check_integer("seed", self.seed, 0, 2**64 - 1, "in 0 .. 2**64 - 1")

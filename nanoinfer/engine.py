@@ -22,7 +22,7 @@ from nanoinfer.checkpoint import Checkpoint, locate
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import CheckpointNotFoundError, InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError
 from nanoinfer.forward_batch import ForwardBatch
-from nanoinfer.kv_cache import KVCache, bytes_per_block, memory_for_cache
+from nanoinfer.kv_cache import KVCache, blocks_that_fit, bytes_per_block
 from nanoinfer.model_runner import ModelRunner
 from nanoinfer.outputs import LogprobsOnePosition
 from nanoinfer.request import Request, named_logprobs
@@ -77,7 +77,7 @@ class LLMEngine:
             head_dim=self.model_config.head_dim,
             dtype=weight.dtype,
         )
-        num_blocks = _num_blocks(config, block_bytes, block_size, asked_len, self.device)
+        num_blocks = blocks_that_fit(config, block_bytes, block_size, asked_len, self.device)
         self.max_model_len = min(asked_len, num_blocks * block_size)
         logger.info(
             "%s on %s, attention %s, KV cache of %d blocks of %d tokens (%.0f MiB), max_model_len %d",
@@ -111,9 +111,11 @@ class LLMEngine:
     @classmethod
     def load(cls, config: EngineConfig) -> tuple["LLMEngine", Checkpoint]:
         """An engine for a checkpoint, and the checkpoint, for its generation_config."""
-        device = _resolve_device(config.device)
+        device = models.resolve_device(config.device)
         checkpoint = Checkpoint.open(config.model, config.revision)
-        model = models.load(checkpoint, config.dtype, device)
+        model = models.load(checkpoint, "bfloat16" if config.quantization else config.dtype, device)
+        if config.quantization:
+            linear.quantize(model)
         is_invariant = device.type == "cpu" and linear.pack(model)
         if config.scheduler.batch_invariant and not is_invariant:
             raise UnsupportedError("batch_invariant needs a CPU on which torch can pack linear layers; leave it out")
@@ -362,36 +364,10 @@ class LLMEngine:
             self.tracer.emit(RequestFinished(request.request_id, finish_reason, request.output.metrics.num_output_tokens))
 
 
-def _resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InvalidValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise InvalidValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InvalidValueError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} GPUs; use 'cpu'")
-    return device
-
-
 def _checked_model_len(asked: int | None, model_len: int) -> int:
     if asked is not None and asked > model_len:
         raise InvalidValueError(f"max_model_len must be <= {model_len}, the positions this model knows, got {asked}")
     return asked or model_len
-
-
-def _num_blocks(config: EngineConfig, block_bytes: int, block_size: int, max_len: int, device: torch.device) -> int:
-    """As many blocks as the memory holds, and no more than max_num_seqs sequences of max_len could use."""
-    memory = memory_for_cache(device, config.cache.kv_cache_memory, config.cache.gpu_memory_utilization)
-    num_blocks = min(memory // block_bytes, config.scheduler.max_num_seqs * -(-max_len // block_size))
-    if num_blocks < 1:
-        raise InvalidValueError(
-            f"the KV cache may take {memory} bytes, less than one block of {block_size} tokens ({block_bytes} bytes); "
-            f"raise kv_cache_memory{' or gpu_memory_utilization' if device.type == 'cuda' else ''}, or lower block_size"
-        )
-    return num_blocks
 
 
 def _distinct_seed(engine_seed: int, num_requests: int) -> int:

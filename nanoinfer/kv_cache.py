@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError
 
 Layout = Literal["NHD", "HND"]
@@ -102,6 +103,21 @@ def bytes_per_block(*, num_layers: int, block_size: int, num_kv_heads: int, head
     1179648
     """
     return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+def blocks_that_fit(config: EngineConfig, block_bytes: int, block_size: int, max_len: int, device: torch.device) -> int:
+    """As many blocks as the memory holds, and no more than max_num_seqs sequences of max_len could use.
+
+    Raises: InvalidValueError if not one block fits.
+    """
+    memory = memory_for_cache(device, config.cache.kv_cache_memory, config.cache.gpu_memory_utilization)
+    num_blocks = min(memory // block_bytes, config.scheduler.max_num_seqs * -(-max_len // block_size))
+    if num_blocks < 1:
+        raise InvalidValueError(
+            f"the KV cache may take {memory} bytes, less than one block of {block_size} tokens ({block_bytes} bytes); "
+            f"raise kv_cache_memory{' or gpu_memory_utilization' if device.type == 'cuda' else ''}, or lower block_size"
+        )
+    return num_blocks
 
 
 def memory_for_cache(device: torch.device, kv_cache_memory: int | None, gpu_memory_utilization: float) -> int:

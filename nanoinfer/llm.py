@@ -54,6 +54,7 @@ class LLM:
         tokenizer: str | os.PathLike[str] | None = None,
         revision: str | None = None,
         dtype: str | torch.dtype = "auto",
+        quantization: str | None = None,
         device: str = "auto",
         block_size: int | None = None,
         max_num_seqs: int = SchedulerConfig.max_num_seqs,
@@ -80,6 +81,7 @@ class LLM:
         revision: branch, tag or commit of a hub model.
         dtype: "auto" (the checkpoint's own; float32 on a CPU that is slow at it), "float32"/"float", "bfloat16",
             "float16"/"half", or torch's own.
+        quantization: "int8" keeps the linear layers in 8 bits and computes in bfloat16, on a CPU: for few sequences at a time.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
         block_size: tokens per cache block; None takes the attention backend's own.
         max_num_seqs: sequences that run at once.
@@ -107,6 +109,7 @@ class LLM:
             tokenizer=None if tokenizer is None else _path_string("tokenizer", tokenizer),
             revision=revision,
             dtype=str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype,
+            quantization=quantization,
             device=device,
             max_model_len=max_model_len,
             attention_backend=attention_backend,

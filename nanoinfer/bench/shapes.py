@@ -56,6 +56,7 @@ def write_checkpoint(shape: str, folder: Path, dtype: str = "auto") -> None:
         raise InvalidValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
     config_class, differing, own_dtype = SHAPES[shape]
     config = getattr(transformers, config_class)(**differing)
+    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, own_dtype if dtype == "auto" else dtype))
     model.save_pretrained(folder)

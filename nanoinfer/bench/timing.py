@@ -1,14 +1,8 @@
-"""When each token came, and the figures that follow from it: tokens per second, TTFT, TPOT, ITL."""
+"""When each token came, and the figures that follow from it: tokens per second, TTFT, TPOT, ITL (bench/cli.py defines them)."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
-
-DEFINITIONS = """\
-TTFT, time to first token: from a request's arrival to its first token.
-TPOT, time per output token: of one request, (last token - first token) / (tokens - 1).
-ITL, inter-token latency: the times between one token of a request and its next, of all requests together.
-Tokens per second: output tokens over the time from the first arrival to the last token; prefill included."""
 
 
 @dataclass(slots=True)

@@ -97,18 +97,21 @@ def load(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device | str
     dtype: one of config.DTYPES; "auto" is the checkpoint's own (fp32 on a CPU that is slow at it). Returns a Model.
     Raises: UnsupportedError, CheckpointError, WeightsError, InvalidValueError for another dtype.
     """
-    if dtype not in DTYPES:
-        raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     device = torch.device(device)
+    resolved = resolve_dtype(dtype, checkpoint, device)
+    model = on_meta(checkpoint)
+    load_weights(model, WeightFiles(checkpoint.weight_files), model.weight_rules, resolved, device)
+    return model.to(device).eval()
+
+
+def on_meta(checkpoint: Checkpoint) -> Any:
+    """The checkpoint's model on the meta device: every shape, and no weights yet. Raises: as load does."""
     model_class = find_model(checkpoint.config)
     config = _read_config(model_class.Config, checkpoint)
     files = WeightFiles(checkpoint.weight_files)
-    rules = model_class.weight_rules
-    config = dataclasses.replace(config, tie_word_embeddings=head_is_tied(config.tie_word_embeddings, files, rules))
+    is_tied = head_is_tied(config.tie_word_embeddings, files, model_class.weight_rules)
     with torch.device("meta"):
-        model = model_class(config)
-    load_weights(model, files, rules, _resolve_dtype(DTYPES[dtype], checkpoint, files, device), device)
-    return model.to(device).eval()
+        return model_class(dataclasses.replace(config, tie_word_embeddings=is_tied))
 
 
 def _read_config(config_class: Any, checkpoint: Checkpoint) -> Any:
@@ -134,12 +137,30 @@ def _read_config(config_class: Any, checkpoint: Checkpoint) -> Any:
     return config
 
 
-def _resolve_dtype(dtype: str, checkpoint: Checkpoint, files: WeightFiles, device: torch.device) -> torch.dtype:
-    if dtype != "auto":
-        return getattr(torch, dtype)
+def resolve_device(name: str) -> torch.device:
+    """`auto` is a GPU if there is one. Raises: InvalidValueError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidValueError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} GPUs; use 'cpu'")
+    return device
+
+
+def resolve_dtype(dtype: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """What a checkpoint is run in. dtype: one of config.DTYPES. Raises: InvalidValueError, UnsupportedError."""
+    if dtype not in DTYPES:
+        raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if DTYPES[dtype] != "auto":
+        return getattr(torch, DTYPES[dtype])
     name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")  # newer and older transformers
     own = {"float64": torch.float32, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    resolved = own.get(str(name).removeprefix("torch.")) if name else dtype_of(files)
+    resolved = own.get(str(name).removeprefix("torch.")) if name else dtype_of(WeightFiles(checkpoint.weight_files))
     if resolved is None:
         raise UnsupportedError(f"the checkpoint's dtype is {name!r}; {', '.join(own)} are covered. Pass dtype= to choose one")
     if device.type == "cpu" and resolved != torch.float32:

@@ -50,8 +50,11 @@ class ActivatedLinear(nn.Linear):
         self.activation = activation
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
-        out = super().forward(x)
-        return F.silu(out) if self.activation == "silu" else F.gelu(out, approximate="tanh")
+        return activate(super().forward(x), self.activation)
+
+
+def activate(x: Float[Tensor, "*rows size"], activation: Literal["silu", "gelu_tanh"]) -> Float[Tensor, "*rows size"]:
+    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
 
 
 class ResidualLinear(nn.Linear):

@@ -4,7 +4,7 @@ In: a model built on the "meta" device (shapes without memory) and the checkpoin
 weights. The names are the checkpoint's own; each family's WeightRules declares the exceptions.
 
 Files are memory-mapped: a tensor is read from the file when it is copied into its parameter, one at a time, so loading takes
-the memory of the parameters and little more.
+the memory of the parameters and little more. On a CPU the embedding is not copied at all: leave the file as it is meanwhile.
 """
 
 import logging
@@ -109,8 +109,12 @@ def load_weights(model: nn.Module, files: WeightFiles, rules: WeightRules, dtype
             if source is None:  # the second name of a shared parameter
                 continue
             tensor = files.read(source)
-            filled = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False)
-            filled.data.copy_(tensor.T if source.endswith(rules.transpose) else tensor)
+            if name == rules.embedding and tensor.dtype is dtype and device.type == "cpu":
+                # A table to look rows up in: left in the file. A tied head that is packed has its own copy of it.
+                filled = nn.Parameter(tensor, requires_grad=False)
+            else:
+                filled = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False)
+                filled.data.copy_(tensor.T if source.endswith(rules.transpose) else tensor)
             _replace(model, parameter, filled)
 
 

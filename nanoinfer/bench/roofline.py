@@ -1,0 +1,178 @@
+"""The roofline: how fast this machine can be at best, what a phase must read and compute, and how near to that it comes.
+
+A part of a phase takes at least max(bytes / bandwidth, operations / rate); a phase takes at least the sum over its parts.
+Source: Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model", https://doi.org/10.1145/1498765.1498785
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer import models
+from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.linear import pack
+from nanoinfer.llm import LLM
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.tracing import Recorder, StepTimed
+
+READ_BYTES = 256 * 2**20  # far more than any cache holds
+GEMM_SIZE = 2048
+NUM_STEPS = 16  # decode steps whose median counts
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """bandwidth: bytes per second read from memory. gemm_rates: operations per second of a matrix product, by dtype."""
+
+    num_threads: int
+    bandwidth: float
+    gemm_rates: dict[torch.dtype, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one part of a phase must move and do: bytes read or written once, multiplications and additions."""
+
+    name: str
+    num_bytes: int
+    num_operations: int
+
+    def least_s(self, machine: Machine, dtype: torch.dtype) -> float:
+        return max(self.num_bytes / machine.bandwidth, self.num_operations / machine.gemm_rates[dtype])
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One step of num_seqs sequences with num_new tokens each, the last of which sees `context` tokens. measured_s: a step."""
+
+    name: str
+    parts: tuple[Part, ...]
+    measured_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def num_operations(self) -> int:
+        return sum(part.num_operations for part in self.parts)
+
+    def least_s(self, machine: Machine, dtype: torch.dtype) -> float:
+        return sum(part.least_s(machine, dtype) for part in self.parts)
+
+
+def measure_machine(device: torch.device) -> Machine:
+    """A sum over 256 MiB, and matrix products of 2,048 x 2,048 in the engine's own linear layer. The best of ten each."""
+    data = torch.ones(READ_BYTES // 8, dtype=torch.int64, device=device)
+    rates = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = nn.Sequential(nn.Linear(GEMM_SIZE, GEMM_SIZE, bias=False, dtype=dtype, device=device))
+        if device.type == "cpu":
+            pack(layer)
+        x = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=dtype, device=device)
+        with torch.inference_mode():
+            rates[dtype] = 2 * GEMM_SIZE**3 / _best_s(partial(layer, x), device)
+    return Machine(torch.get_num_threads(), READ_BYTES / _best_s(data.sum, device), rates)
+
+
+def count(model: Any, dtype: torch.dtype, *, num_seqs: int, num_new: int, context: int) -> tuple[Part, ...]:
+    """A step's parts. model: on the meta device. Attention is counted causally: a token sees itself and what is before it."""
+    config = model.config
+    size, num_tokens = dtype.itemsize, num_seqs * num_new
+    weights = {"attention projections": 0, "MLP": 0}
+    for name, weight in model.named_parameters():
+        if (weight.dim() == 2 and ".attn." in name) or ".self_attn." in name:
+            weights["attention projections"] += weight.numel()
+        elif weight.dim() == 2 and ".mlp." in name:
+            weights["MLP"] += weight.numel()
+    hidden, head = config.hidden_size, config.vocab_size * config.hidden_size
+    layers, kv = config.num_hidden_layers, 2 * config.num_key_value_heads * config.head_dim
+    num_seen = num_seqs * sum(context - num_new + i + 1 for i in range(num_new))  # pairs of a token and one that it sees
+    return (
+        Part("embedding", num_tokens * hidden * size, 0),
+        *(Part(name, number * size, 2 * num_tokens * number) for name, number in weights.items()),
+        Part(
+            "attention",
+            num_seqs * context * kv * layers * size,
+            4 * num_seen * config.num_attention_heads * config.head_dim * layers,
+        ),
+        Part("cache write", num_tokens * kv * layers * size, 0),
+        Part("LM head", head * size + num_seqs * config.vocab_size * 4, 2 * num_seqs * head),
+    )
+
+
+def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, list[Phase]]:
+    """Measure the machine, then prefills and decodes of a model. engine: LLM's arguments."""
+    recorder = Recorder()
+    llm = LLM(checkpoint, tracer=recorder, **engine)
+    machine = measure_machine(llm.engine.device)
+    model, dtype = models.on_meta(Checkpoint.open(checkpoint)), llm.engine.runner.cache.layer(0)[0].dtype
+    most = llm.engine.max_model_len - NUM_STEPS - 2
+    phases = []
+    for num_seqs, length in ((1, 1023), (1, 128), (16, 128), (64, 128), (16, 900)):
+        length = min(length, most)
+        prefill_s, decode_s = _measure(llm, recorder, num_seqs, length)
+        if num_seqs == 1 and length != 128:
+            parts = count(model, dtype, num_seqs=1, num_new=length, context=length)
+            phases.append(Phase(f"prefill of {length}", parts, prefill_s))
+        else:
+            parts = count(model, dtype, num_seqs=num_seqs, num_new=1, context=length + NUM_STEPS // 2)
+            phases.append(Phase(f"decode, {num_seqs} x {length}", parts, decode_s))
+    return machine, dtype, phases
+
+
+def plot(machine: Machine, dtype: torch.dtype, phases: list[Phase], path: Path) -> None:
+    """Roofs of both dtypes, and a point for each phase: operations per byte against operations per second. PNG, log-log."""
+    import matplotlib  # of the extra "notebooks"
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    intensities = [2.0**i for i in range(-2, 12)]
+    for roof_dtype, rate in machine.gemm_rates.items():
+        roof = [min(machine.bandwidth * intensity, rate) / 1e9 for intensity in intensities]
+        axes.loglog(intensities, roof, label=f"roof, {_name(roof_dtype)}")
+    for phase in phases:
+        intensity, reached = phase.num_operations / phase.num_bytes, phase.num_operations / phase.measured_s / 1e9
+        share = phase.least_s(machine, dtype) / phase.measured_s
+        axes.plot(intensity, reached, "o", label=f"{phase.name}: {share:.0%} of its limit")
+    axes.set(xlabel="operations per byte", ylabel="GFLOP/s", title=f"{_name(dtype)}, {machine.num_threads} threads")
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
+
+
+def _measure(llm: LLM, recorder: Recorder, num_seqs: int, length: int) -> tuple[float, float]:
+    """Seconds of a prefill step and of a decode step, of the second of two runs; the scheduler and the like included."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_STEPS + 1, ignore_eos=True, detokenize=False)
+    for run in range(2):
+        generator = torch.Generator().manual_seed(run)
+        prompts = torch.randint(llm.engine.model_config.vocab_size, (num_seqs, length), generator=generator).tolist()
+        recorder.events.clear()
+        llm.generate(prompts, params, use_tqdm=False)
+    steps = [event for event in recorder.events if isinstance(event, StepTimed)]
+    seconds = [step.outside_model_and_sampler + step.forward + step.sample for step in steps]
+    return seconds[0], statistics.median(seconds[-NUM_STEPS:])
+
+
+def _best_s(function: Callable[[], Tensor], device: torch.device) -> float:
+    times = []
+    for _ in range(12):
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times[2:])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
