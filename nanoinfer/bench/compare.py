@@ -17,6 +17,7 @@ from nanoinfer.bench.shapes import write_checkpoint
 from nanoinfer.bench.timing import Figures, figures
 from nanoinfer.bench.workloads import Workload
 from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.errors import InvalidValueError
 from nanoinfer.kv_cache import bytes_per_block
 from nanoinfer.llm import LLM
 
@@ -74,6 +75,12 @@ def compare(
     dtype = models.resolve_dtype(its_dtype, opened, models.resolve_device(engine["device"]))
     model = models.on_meta(opened)
     config = model.config
+    for workload in workloads:
+        if workload.max_model_len > config.max_position_embeddings:
+            raise InvalidValueError(
+                f"workload {workload.name} pads to {workload.max_model_len} tokens, but this model knows "
+                f"{config.max_position_embeddings} positions; pick shorter ones"
+            )
     if engine.get("kv_cache_memory") is None:
         block = 256  # tokens: a multiple of every backend's
         num_blocks = max(sum(-(-(i + o) // block) for i, o in zip(w.input_lens, w.output_lens, strict=True)) for w in workloads)
