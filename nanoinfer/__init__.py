@@ -31,7 +31,7 @@ The map, in floors. A file imports only from the floors below its own, and from 
       attention/reference.py    paged, in plain torch, on any device
       attention/cpu.py          paged, fast on a CPU
       models/layers.py          RMSNorm, RoPE and YaRN, SwiGLU
-      linear.py            linear layers packed for a CPU
+      linear.py            linear layers packed for a CPU, or in 8 bits
       models/weights.py         safetensors -> parameters
       models/gpt2.py            GPT-2
       models/qwen.py            Qwen2, Qwen2.5, Qwen3

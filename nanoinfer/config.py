@@ -1,7 +1,7 @@
 """The engine's settings, split by who owns them. Frozen and checked: what is derived from them is returned, never written back.
 
 In: the arguments of LLM. Out: values that cannot be wrong by themselves; what depends on the model or on the machine
-(max_model_len, the number of blocks) is settled in engine.py, where both are known.
+(max_model_len, the number of blocks) is settled in engine.py and kv_cache.py.
 """
 
 import math

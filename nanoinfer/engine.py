@@ -112,6 +112,8 @@ class LLMEngine:
     def load(cls, config: EngineConfig) -> tuple["LLMEngine", Checkpoint]:
         """An engine for a checkpoint, and the checkpoint, for its generation_config."""
         device = models.resolve_device(config.device)
+        if config.quantization and device.type != "cpu":
+            raise UnsupportedError(f"quantization='int8' runs on a CPU only, got device {str(device)!r}; leave it out")
         checkpoint = Checkpoint.open(config.model, config.revision)
         model = models.load(checkpoint, "bfloat16" if config.quantization else config.dtype, device)
         if config.quantization:

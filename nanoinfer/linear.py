@@ -21,7 +21,7 @@ from nanoinfer.models.layers import ActivatedLinear, ResidualLinear, activate
 logger = logging.getLogger(__name__)
 
 _ROWS_HINT = 64  # rows to expect; from 16 on, the packing serves any number
-_INT8_COLUMNS = 16  # the operator reads so many at a time, and beyond the row's end if they are no multiple
+_INT8_COLUMNS = 32  # the operator reads 16 at a time, and beyond the row's end if they are no multiple; activations take 32
 _LINEARS = (nn.Linear, ActivatedLinear, ResidualLinear)
 _FUSED = {None: ("none", ""), "silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh")}  # activation -> oneDNN's names
 
@@ -87,13 +87,11 @@ class Int8Linear(nn.Module):
 def quantize(model: nn.Module) -> None:
     """Replace a CPU model's linear layers by Int8Linear, the head included. A tied embedding keeps its table.
 
-    Raises: UnsupportedError on another device, or for a layer whose rows the operator cannot read.
+    Raises: UnsupportedError for a layer whose rows the operator cannot read.
     """
     linears = _linears(model)
     for parent, name in linears:
         layer = getattr(parent, name)
-        if layer.weight.device.type != "cpu":
-            raise UnsupportedError(f"quantization='int8' runs on a CPU only, got device '{layer.weight.device}'; leave it out")
         if layer.in_features % _INT8_COLUMNS:
             raise UnsupportedError(
                 f"quantization='int8' needs layers with inputs in multiples of {_INT8_COLUMNS}, and {name} has "
@@ -107,12 +105,10 @@ def quantize(model: nn.Module) -> None:
 def pack(model: nn.Module) -> bool:
     """Replace a model's linear layers by their packed forms. False, and a log line, where there is no such thing.
 
-    Only these themselves: another subclass may do more than multiply. One layer is packed at a time, and its
+    Only _LINEARS themselves: another subclass may do more than multiply. One layer is packed at a time, and its
     plain weight given back, unless something else holds it: a tied head leaves the embedding its own copy.
     """
-    linears = [
-        (parent, name) for parent in model.modules() for name, child in parent.named_children() if type(child) in _LINEARS
-    ]
+    linears = _linears(model)
     try:
         with torch.inference_mode():
             for parent, name in linears:

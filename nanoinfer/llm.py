@@ -353,7 +353,6 @@ _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
-    "quantization": (None,),
     "trust_remote_code": (False, True),  # a permission: there is no remote code to run
     "disable_log_stats": (True, False),
     "load_format": ("auto", "safetensors"),

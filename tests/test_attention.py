@@ -165,6 +165,27 @@ for i in range(3):
         pytest.skip("there is no C++ compiler here; the plain form was used")
 
 
+@pytest.mark.parametrize(("num_heads", "head_dim", "block_size"), [(6, 32, 64), (12, 64, 64), (4, 64, 16), (2, 32, 64)])
+def test_masked_blocks_at_the_end_of_a_table_change_no_bit_of_the_plain_form(num_heads, head_dim, block_size):
+    """As a row is padded beside longer ones. Sums of few columns would be interleaved by fours: 6 blocks unlike 8."""
+    from nanoinfer.attention import cpu
+
+    generator = torch.Generator().manual_seed(0)
+    for num_blocks in (1, 2, 3, 5, 6, 7, 11):
+        q, k, v = torch.randn(3, 1, num_heads, head_dim, generator=generator)
+        k_pages = torch.randn(40, num_heads, block_size, head_dim, generator=generator)
+        v_pages = torch.randn(40, num_heads, head_dim, block_size, generator=generator)
+        seq_len = num_blocks * block_size - 3
+        table = torch.randperm(40, generator=generator)[:num_blocks].unsqueeze(0)
+        alone = None
+        for padding in (0, 1, 2, 3, 9, 20):
+            tables = torch.nn.functional.pad(table, (0, padding))
+            where = table[:, -1], torch.tensor([(seq_len - 1) % block_size]), tables, torch.tensor([seq_len])
+            out = cpu.paged_decode(q, k, v, k_pages, v_pages, *where)
+            alone = out if alone is None else alone
+            assert torch.equal(out, alone), (num_blocks, padding)
+
+
 def test_without_a_compiler_the_plain_form_stays(monkeypatch, caplog):
     from nanoinfer.attention import cpu
 

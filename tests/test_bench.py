@@ -40,6 +40,8 @@ def test_every_run_of_a_workload_has_other_tokens_and_the_same_lengths():
     assert [*map(len, first)] == [*map(len, second)] == [3, 9, 1]
     assert first != second
     assert first == SMALL.prompts(50, 1)
+    one, other = (workloads.WORKLOADS[name].prompts(50257, 1)[0][:32] for name in ("A", "C"))
+    assert one != other
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ def test_throughput_as_json_beside_transformers():
     assert told["ratio"] == pytest.approx(told["ours"]["output_tokens_per_s"] / told["theirs"]["output_tokens_per_s"])
     assert told["bar"] is None  # bars are for known shapes
     assert told["num_weight_bytes"] == pytest.approx(Checkpoint.open("tiny-gpt2").weight_files[0].stat().st_size, rel=0.01)
-    assert told["peak_memory"] > told["num_weight_bytes"]
+    assert told["memory_in_use"] > told["num_weight_bytes"]
 
 
 def test_latency_is_a_table_of_percentiles():
@@ -167,7 +169,13 @@ def test_the_roofline_tells_shares_of_the_limit_and_draws(tmp_path):
         (("--compare", "vllm"), "compare must be transformers, got 'vllm'"),
         (("--shape", "gpt5"), "shape must be one of gpt2,"),
         (("--shape", "gpt2", "--model", "tiny-gpt2"), "give a model or a shape, not both, got 'tiny-gpt2' and 'gpt2'"),
-        (("--model", "tiny-gpt2", "--workload", "C"), "workload C pads to 1024 tokens, but this model knows 512 positions"),
+        (
+            ("--model", "tiny-gpt2", "--workload", "C"),
+            "workload C needs 1024 tokens at a time, but max_model_len is 512; pick a",
+        ),
+        (("--input-len", "4"), "describe a workload of your own; give num_prompts, too"),
+        (("--shape", "gpt2", "--dtype", "int3"), "dtype must be one of auto, half"),
+        (("--num-prompts", "1", "--request-rate", "2", "--compare", "transformers"), "generate takes all requests at once"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, sentence):

@@ -369,7 +369,7 @@ print(max(peak, anonymous_bytes()) - before, size)
 """
 
 
-# What an LLM holds once it has answered, above a process that imported it and ran a small model.
+# What an LLM holds once it has answered, above a process that imported it.
 _MEASURE_RUN = """
 import sys
 from nanoinfer import LLM, SamplingParams
@@ -378,7 +378,7 @@ def anonymous_bytes():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("RssAnon:")) * 1024
 
-LLM("tiny-gpt2", enforce_eager=True).generate("Once", use_tqdm=False)
+import nanoinfer.attention.cpu, nanoinfer.models.gpt2
 before = anonymous_bytes()
 llm = LLM(sys.argv[1], kv_cache_memory=2**25, enforce_eager=True)
 params = SamplingParams(temperature=0, max_tokens=10, detokenize=False)

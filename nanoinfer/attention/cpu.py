@@ -6,9 +6,10 @@ in the cache's "HND" blocks (keys along head_dim, values along the slots): 1.3 t
 keys. Until it is compiled it runs as it stands, on as many sequences at a time as keep the gathered pages small.
 
 Small models are not worth compiling for (measured on 2 cores: 64 rows of 2 heads of 32 take 0.3-0.5 ms as they stand and 0.6 ms
-compiled; 64 rows of 12 heads of 64 take twice as long as they stand). For the others it takes seconds at the first token; torch
-keeps the result on disk for later runs. `enforce_eager=True` never compiles. The two forms may differ in the last bit, so an
-engine uses one of them from beginning to end (unless a new shape fails to compile, which is told).
+compiled; 64 rows of 12 heads of 64 take twice as long as they stand). For the others it takes seconds, at the first token and
+where a row first stands alone or first has a second block; torch keeps the results on disk for later runs. `enforce_eager=True`
+never compiles. The two forms may differ in the last bit, so an engine uses one of them from beginning to end (unless a new
+shape fails to compile, which is told).
 """
 
 import logging
@@ -46,8 +47,9 @@ def paged_decode(
 ) -> Float[Tensor, "num_seqs num_heads head_dim"]:
     """Store each sequence's new k and v; then its one query over all of its tokens, by way of its block table. Sums in fp32.
 
-    Products and sums rather than matmul, because Inductor fuses those with the gather and cannot fuse a matmul. Sums go block
-    by block, so that a masked block added to a table changes no bit.
+    Products and sums rather than matmul, because Inductor fuses those with the gather and cannot fuse a matmul. What is summed
+    over the blocks has at least 64 columns (heads times head_dim or slots): torch adds those up one block after another, so
+    that masked blocks at the end of a table change no bit; with few columns it would interleave.
     """
     k_pages[blocks, :, offsets] = k
     v_pages[blocks, :, :, offsets] = v
@@ -64,7 +66,7 @@ def paged_decode(
 
     largest = scores.amax(-1).amax(1)  # [num_seqs, num_kv_heads, group]
     weights = (scores - largest[:, None, :, :, None]).exp()
-    total = weights.sum(-1).sum(1)
+    total = weights.sum(1).sum(-1)
     values = v_pages[block_tables].float().unsqueeze(3)  # [num_seqs, max_blocks, num_kv_heads, 1, head_dim, block_size]
     out = (weights.unsqueeze(4) * values).sum(-1).sum(1) / total.unsqueeze(-1)  # [num_seqs, num_kv_heads, group, head_dim]
     return out.view(num_seqs, num_heads, head_dim).to(k_pages.dtype)
@@ -77,7 +79,7 @@ class CPUBackend:
     def __init__(self, *, enforce_eager: bool = False) -> None:
         self._may_compile = not enforce_eager
         self._decode: Callable[..., Tensor] | None = None  # the compiled form
-        self._compiled_kinds: set[tuple[bool, bool, bool]] = set()  # (one sequence?, one block each?, q without gaps?)
+        self._compiled_kinds: set[tuple[bool, bool, tuple[int, ...]]] = set()  # (one sequence?, one block?, strides)
         _keep_freed_memory()
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
@@ -106,7 +108,7 @@ class CPUBackend:
         """
         if self._decode is None:
             self._decode = torch.compile(paged_decode, dynamic=False)
-        kind = (len(q) == 1, where.block_tables.shape[1] == 1, q.is_contiguous())
+        kind = (len(q) == 1, where.block_tables.shape[1] == 1, q.stride())
         if kind not in self._compiled_kinds:
             if not self._compiled_kinds:
                 logger.warning(

@@ -43,7 +43,7 @@ Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Compile nothing.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Named = Annotated[str | None, typer.Option("--workload", help="Some of A,B16,B64,C,D,E, with commas. Default: A,B16,C.")]
+Named = Annotated[str | None, typer.Option("--workload", help="Some of A,B16,B64,C,D,E, with commas. Default: A,B16.")]
 NumPrompts = Annotated[int | None, typer.Option(min=1, help="A workload of your own: how many requests.")]
 InputLen = Annotated[str, typer.Option(help="Its prompts' tokens: 128, or drawn from 16-256.")]
 OutputLen = Annotated[str, typer.Option(help="Its answers' tokens, in the same way.")]
@@ -71,6 +71,8 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     if context.invoked_subcommand is not None:
+        if roofline or (model, shape, dtype, device, enforce_eager, as_json) != (None, None, "auto", "auto", False, False):
+            raise typer.BadParameter(f"give options after {context.invoked_subcommand}: those before it are --roofline's")
         return
     if not roofline:
         typer.echo(context.get_help())
@@ -150,10 +152,18 @@ def _measuring(show: Callable[[list["Comparison"]], None], summary: str) -> Call
 
             if compare not in (None, "transformers"):
                 raise InvalidValueError(f"compare must be transformers, got {compare!r}")
-            if model is not None and shape is not None:
-                raise InvalidValueError(f"give a model or a shape, not both, got {model!r} and {shape!r}")
+            if compare and math.isfinite(request_rate):
+                raise InvalidValueError(
+                    f"generate takes all requests at once; leave compare out, or request_rate={request_rate}"
+                )
+            own = (input_len, output_len, request_rate, temperature, top_k, top_p, seed)
+            if num_prompts is None and own != ("128", "128", math.inf, 0.0, 0, 1.0, 0):
+                raise InvalidValueError(
+                    "input_len, output_len, request_rate, temperature, top_k, top_p and seed describe a workload of your own; "
+                    "give num_prompts, too"
+                )
             if num_prompts is None:
-                picked = workloads.named(workload or "A,B16,C")
+                picked = workloads.named(workload or "A,B16")
             elif workload is not None:
                 raise InvalidValueError("give workload, or num_prompts for one of your own, not both")
             else:
@@ -220,8 +230,8 @@ def _show_latency(results: list["Comparison"]) -> None:
 
 
 def _show_memory(result: "Comparison") -> None:
-    weights, cache, peak = (n / 1e6 for n in (result.num_weight_bytes, result.num_cache_bytes, result.peak_memory))
-    print(f"memory: weights {weights:.0f} MB, KV cache {cache:.0f} MB; in use after the workloads {peak:.0f} MB")
+    weights, cache, peak = (n / 1e6 for n in (result.num_weight_bytes, result.num_cache_bytes, result.memory_in_use))
+    print(f"memory: weights {weights:.0f} MB, KV cache {cache:.0f} MB; in use {peak:.0f} MB")
 
 
 app.command("throughput")(_measuring(_show_throughput, "Tokens per second."))

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nanoinfer import models
-from nanoinfer.bench.runners import NanoinferRunner, TransformersRunner
+from nanoinfer.bench.runners import NanoinferRunner, TransformersRunner, memory_in_use
 from nanoinfer.bench.shapes import write_checkpoint
 from nanoinfer.bench.timing import Figures, figures
 from nanoinfer.bench.workloads import Workload
 from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.kv_cache import bytes_per_block
 from nanoinfer.llm import LLM
@@ -32,7 +35,7 @@ BARS = {
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """ours, theirs: the run with the median tokens per second. ratio: how many times as fast, by tokens per second, or by TTFT
-    where a request has one token only; of medians. Memory in bytes, before transformers is loaded.
+    where a request has one token only; of medians. Memory in bytes; memory_in_use (runners.py) before transformers is loaded.
     """
 
     workload: str
@@ -40,14 +43,19 @@ class Comparison:
     theirs: Figures | None
     ratio: float | None
     bar: float | None
-    peak_memory: int
+    memory_in_use: int
     num_weight_bytes: int
     num_cache_bytes: int
 
 
 @contextmanager
 def checkpoint_of(model: str | None, shape: str | None, dtype: str) -> Iterator[str | None]:
-    """The model's name, or a folder of random weights in the shape, which is removed in the end."""
+    """The model's name, or a folder of random weights in the shape, which is removed in the end.
+
+    Raises: InvalidValueError for both, or a shape that is not known.
+    """
+    if model is not None and shape is not None:
+        raise InvalidValueError(f"give a model or a shape, not both, got {model!r} and {shape!r}")
     if shape is None:
         yield model
         return
@@ -75,15 +83,13 @@ def compare(
     dtype = models.resolve_dtype(its_dtype, opened, models.resolve_device(engine["device"]))
     model = models.on_meta(opened)
     config = model.config
-    for workload in workloads:
-        if workload.max_model_len > config.max_position_embeddings:
-            raise InvalidValueError(
-                f"workload {workload.name} pads to {workload.max_model_len} tokens, but this model knows "
-                f"{config.max_position_embeddings} positions; pick shorter ones"
-            )
-    if engine.get("kv_cache_memory") is None:
+    is_cache_given = engine.get("kv_cache_memory") is not None
+    if not is_cache_given:
         block = 256  # tokens: a multiple of every backend's
-        num_blocks = max(sum(-(-(i + o) // block) for i, o in zip(w.input_lens, w.output_lens, strict=True)) for w in workloads)
+        num_blocks = max(
+            sum(sorted((-(-tokens // block) for tokens in workload.num_tokens), reverse=True)[: SchedulerConfig.max_num_seqs])
+            for workload in workloads
+        )
         engine["kv_cache_memory"] = num_blocks * bytes_per_block(
             num_layers=config.num_hidden_layers,
             block_size=block,
@@ -92,12 +98,19 @@ def compare(
             dtype=dtype,
         )
     llm = LLM(checkpoint, **engine)
+    for workload in workloads:
+        if (needed := workload.longest(padded=with_transformers)) > llm.engine.max_model_len:
+            raise InvalidValueError(
+                f"workload {workload.name} needs {needed} tokens at a time, but max_model_len is "
+                f"{llm.engine.max_model_len}; pick a shorter one{', or raise kv_cache_memory' if is_cache_given else ''}"
+            )
     runner, peer = NanoinferRunner(llm), None
     for workload in workloads:
         runner.run(workload, 0)
-    peak_memory = runner.peak_memory
+    in_use = memory_in_use(llm.engine.device)
     if with_transformers:
         peer = TransformersRunner(opened.path, dtype, llm.engine.device)
+    is_barred = llm.engine.device.type == "cpu" and torch.get_num_threads() == 2 and not engine["quantization"]
     results = []
     for workload in workloads:
         ours, theirs = [], []
@@ -107,7 +120,7 @@ def compare(
             ours.append(figures(runner.run(workload, run), sum(workload.input_lens)))
             if peer is not None:
                 theirs.append(figures(peer.run(workload, run), sum(workload.input_lens)))
-        bars = BARS.get((shape or "", str(dtype).removeprefix("torch.")), {}) if peer is not None else {}
+        bars = BARS.get((shape or "", str(dtype).removeprefix("torch.")), {}) if peer is not None and is_barred else {}
         results.append(
             Comparison(
                 workload=workload.name,
@@ -115,9 +128,11 @@ def compare(
                 theirs=_middle(theirs) if theirs else None,
                 ratio=_speed(ours) / _speed(theirs) if theirs else None,
                 bar=bars.get(workload.name),
-                peak_memory=peak_memory,
+                memory_in_use=in_use,
                 num_weight_bytes=sum(weight.numel() for weight in model.parameters()) * dtype.itemsize,
-                num_cache_bytes=engine["kv_cache_memory"],
+                num_cache_bytes=sum(
+                    pages.nbytes for i in range(config.num_hidden_layers) for pages in llm.engine.runner.cache.layer(i)
+                ),
             )
         )
     return results

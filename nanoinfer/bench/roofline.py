@@ -72,7 +72,7 @@ def measure_machine(device: torch.device) -> Machine:
     """A sum over 256 MiB, and matrix products of 2,048 x 2,048 in the engine's own linear layer. The best of ten each."""
     data = torch.ones(READ_BYTES // 8, dtype=torch.int64, device=device)
     rates = {}
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32, torch.bfloat16):
         layer = nn.Sequential(nn.Linear(GEMM_SIZE, GEMM_SIZE, bias=False, dtype=dtype, device=device))
         if device.type == "cpu":
             pack(layer)

@@ -1,7 +1,7 @@
 """One workload through nanoinfer, and the same through transformers' generate: when did each token come?
 
-Both get the same token ids and run in one process, in turns. Requests come when the workload says so; transformers' generate
-takes one batch of what is there, padded on the left to its longest prompt and run to its longest answer.
+Both get the same token ids and run in one process, in turns. nanoinfer's requests come when the workload says so; transformers'
+generate takes all of them as one batch, padded on the left to the longest prompt and run to the longest answer.
 """
 
 import resource
@@ -17,11 +17,8 @@ from nanoinfer.llm import LLM
 
 
 class NanoinferRunner:
-    """peak_memory: most bytes seen after any run, see `memory_in_use`."""
-
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self.peak_memory = 0
 
     def run(self, workload: Workload, run: int) -> list[RequestTiming]:
         engine = self.llm.engine
@@ -45,7 +42,6 @@ class NanoinferRunner:
                 if request.sequences[0].num_output_tokens > len(timing.token_times):
                     timing.token_times.append(now)
             running = [(request, timing) for request, timing in running if request.output is None]
-        self.peak_memory = max(self.peak_memory, memory_in_use(engine.device))
         return timings
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nanoinfer.config import DTYPES
 from nanoinfer.errors import InvalidValueError
 
 # name -> (transformers' config class, what differs from its defaults, the published checkpoint's dtype)
@@ -52,11 +53,15 @@ def write_checkpoint(shape: str, folder: Path, dtype: str = "auto") -> None:
     """
     import transformers
 
+    if dtype not in DTYPES:
+        raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if shape not in SHAPES:
         raise InvalidValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
     config_class, differing, own_dtype = SHAPES[shape]
     config = getattr(transformers, config_class)(**differing)
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, own_dtype if dtype == "auto" else dtype))
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=getattr(torch, own_dtype if dtype == "auto" else DTYPES[dtype])
+    )
     model.save_pretrained(folder)

@@ -30,13 +30,17 @@ class Workload:
         return len(self.input_lens)
 
     @property
-    def max_model_len(self) -> int:
-        """Tokens of the longest prompt with the longest answer: a peer that pads computes that many."""
-        return max(self.input_lens) + max(self.output_lens)
+    def num_tokens(self) -> list[int]:
+        """Of each request, prompt and answer."""
+        return [i + o for i, o in zip(self.input_lens, self.output_lens, strict=True)]
+
+    def longest(self, *, padded: bool) -> int:
+        """Tokens of the longest request; padded: of the longest prompt with the longest answer, as generate computes them."""
+        return max(self.input_lens) + max(self.output_lens) if padded else max(self.num_tokens)
 
     def prompts(self, vocab_size: int, run: int) -> list[list[int]]:
-        """Random ids. Every run gets others, so that no prefix cache knows them."""
-        rng = random.Random(run)
+        """Random ids. Every run of every workload gets others, so that no prefix cache knows them."""
+        rng = random.Random(f"{self.name} {run}")
         return [[rng.randrange(vocab_size) for _ in range(length)] for length in self.input_lens]
 
     def params(self) -> list[SamplingParams]:
@@ -45,9 +49,9 @@ class Workload:
         ]
 
 
-def _mixed(num_requests: int) -> Workload:
+def _workload_d() -> Workload:
     rng = random.Random(0)
-    lens = [(rng.randint(16, 256), rng.randint(16, 128)) for _ in range(num_requests)]
+    lens = [(rng.randint(16, 256), rng.randint(16, 128)) for _ in range(32)]
     return Workload(name="D", input_lens=tuple(i for i, _ in lens), output_lens=tuple(o for _, o in lens))
 
 
@@ -58,7 +62,7 @@ WORKLOADS = {
         Workload(name="B16", input_lens=(64,) * 16, output_lens=(64,) * 16),
         Workload(name="B64", input_lens=(64,) * 64, output_lens=(64,) * 64),
         Workload(name="C", input_lens=(1023,), output_lens=(1,)),  # prefill alone: its figure is the TTFT
-        _mixed(32),  # D: nano-vllm's benchmark, scaled down
+        _workload_d(),  # nano-vllm's benchmark, scaled down
         Workload(
             name="E",  # sampled
             input_lens=(1,) * 64,

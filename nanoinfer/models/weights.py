@@ -4,7 +4,8 @@ In: a model built on the "meta" device (shapes without memory) and the checkpoin
 weights. The names are the checkpoint's own; each family's WeightRules declares the exceptions.
 
 Files are memory-mapped: a tensor is read from the file when it is copied into its parameter, one at a time, so loading takes
-the memory of the parameters and little more. On a CPU the embedding is not copied at all: leave the file as it is meanwhile.
+the memory of the parameters and little more. On a CPU an embedding of the wanted dtype is not copied at all: leave the file as
+it is meanwhile.
 """
 
 import logging
