@@ -58,7 +58,7 @@ The map, in floors. A file imports only from the floors below its own, and from 
       bench/runners.py     a workload through nanoinfer, and through transformers
       bench/compare.py     both in turns, and the bars
       bench/roofline.py    what the machine allows, and how near a model comes
-      terminal.py          errors as one sentence
+      terminal.py          what the commands share: options, errors as one sentence
       bench/cli.py         the `nanoinfer bench` command
       cli.py               the `nanoinfer` command
 

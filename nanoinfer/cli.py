@@ -11,17 +11,14 @@ import typer
 from nanoinfer import __version__
 from nanoinfer.bench.cli import app as bench_app
 from nanoinfer.errors import InvalidPromptError, NanoinferError
-from nanoinfer.terminal import errors_for_people, tell
+from nanoinfer.terminal import Device, Dtype, Model, errors_for_people, tell
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="A small LLM inference engine.", pretty_exceptions_enable=False
 )
 app.add_typer(bench_app, name="bench")
 
-Model = Annotated[str | None, typer.Option(help="A folder, a hub name, tiny-qwen3 or tiny-gpt2. Default: tiny-qwen3.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 AttentionBackend = Annotated[str, typer.Option(help="auto, cpu or reference.")]
 KVCacheMemory = Annotated[int | None, typer.Option(help="Bytes for the KV cache.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")]

@@ -1,12 +1,17 @@
-"""How the commands tell errors: one sentence instead of a traceback."""
+"""What the commands share: options, and errors as one sentence instead of a traceback."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from nanoinfer.errors import NanoinferError
+
+Model = Annotated[str | None, typer.Option(help="A folder, a hub name, tiny-qwen3 or tiny-gpt2. Default: tiny-qwen3.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 
 _errors = Console(stderr=True)
 

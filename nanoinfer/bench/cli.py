@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.terminal import errors_for_people
+from nanoinfer.terminal import Device, Dtype, Model, errors_for_people
 
 if TYPE_CHECKING:
     from nanoinfer.bench.compare import Comparison
@@ -34,13 +34,10 @@ mixed lengths (16-256 in, 16-128 out); E 64 sampled streams (1 in, 128 out, top_
 
 app = typer.Typer(help="What nanoinfer costs, beside what others cost.")
 
-Model = Annotated[str | None, typer.Option(help="A folder, a hub name, tiny-qwen3 or tiny-gpt2. Default: tiny-qwen3.")]
 Shape = Annotated[
     str | None,
     typer.Option(help="Random weights instead of a model: gpt2, gpt2-medium, qwen2.5-0.5b or qwen3-0.6b."),
 ]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Compile nothing.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Named = Annotated[str | None, typer.Option("--workload", help="Some of A,B16,B64,C,D,E, with commas. Default: A,B16.")]
@@ -233,8 +230,8 @@ def _show_latency(results: list["Comparison"]) -> None:
 
 
 def _show_memory(result: "Comparison") -> None:
-    weights, cache, peak = (n / 1e6 for n in (result.num_weight_bytes, result.num_cache_bytes, result.memory_in_use))
-    print(f"memory: weights {weights:.0f} MB, KV cache {cache:.0f} MB; in use {peak:.0f} MB")
+    weights, cache, in_use = (n / 1e6 for n in (result.num_weight_bytes, result.num_cache_bytes, result.memory_in_use))
+    print(f"memory: weights {weights:.0f} MB, KV cache {cache:.0f} MB; in use {in_use:.0f} MB")
 
 
 app.command("throughput")(_measuring(_show_throughput, "Tokens per second."))

@@ -110,7 +110,9 @@ def compare(
     in_use = memory_in_use(llm.engine.device)
     if with_transformers:
         peer = TransformersRunner(opened.path, dtype, llm.engine.device)
-    is_barred = llm.engine.device.type == "cpu" and torch.get_num_threads() == 2 and not engine["quantization"]
+    bars: dict[str, float] = {}
+    if peer is not None and llm.engine.device.type == "cpu" and torch.get_num_threads() == 2 and not engine["quantization"]:
+        bars = BARS.get((shape or "", str(dtype).removeprefix("torch.")), {})
     results = []
     for workload in workloads:
         ours, theirs = [], []
@@ -120,7 +122,6 @@ def compare(
             ours.append(figures(runner.run(workload, run), sum(workload.input_lens)))
             if peer is not None:
                 theirs.append(figures(peer.run(workload, run), sum(workload.input_lens)))
-        bars = BARS.get((shape or "", str(dtype).removeprefix("torch.")), {}) if peer is not None and is_barred else {}
         results.append(
             Comparison(
                 workload=workload.name,

@@ -68,17 +68,20 @@ class Phase:
         return sum(part.least_s(machine, dtype) for part in self.parts)
 
 
-def measure_machine(device: torch.device) -> Machine:
-    """A sum over 256 MiB, and matrix products of 2,048 x 2,048 in the engine's own linear layer. The best of ten each."""
+def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
+    """A sum over 256 MiB, and matrix products of 2,048 x 2,048 in the engine's own linear layer. The best of ten each.
+
+    dtype: measured beside fp32 and bf16.
+    """
     data = torch.ones(READ_BYTES // 8, dtype=torch.int64, device=device)
     rates = {}
-    for dtype in (torch.float32, torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32, torch.bfloat16):
-        layer = nn.Sequential(nn.Linear(GEMM_SIZE, GEMM_SIZE, bias=False, dtype=dtype, device=device))
+    for one in dict.fromkeys((torch.float32, torch.bfloat16, dtype)):
+        layer = nn.Sequential(nn.Linear(GEMM_SIZE, GEMM_SIZE, bias=False, dtype=one, device=device))
         if device.type == "cpu":
             pack(layer)
-        x = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=dtype, device=device)
+        x = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=one, device=device)
         with torch.inference_mode():
-            rates[dtype] = 2 * GEMM_SIZE**3 / _best_s(partial(layer, x), device)
+            rates[one] = 2 * GEMM_SIZE**3 / _best_s(partial(layer, x), device)
     return Machine(torch.get_num_threads(), READ_BYTES / _best_s(data.sum, device), rates)
 
 
@@ -88,7 +91,7 @@ def count(model: Any, dtype: torch.dtype, *, num_seqs: int, num_new: int, contex
     size, num_tokens = dtype.itemsize, num_seqs * num_new
     weights = {"attention projections": 0, "MLP": 0}
     for name, weight in model.named_parameters():
-        if (weight.dim() == 2 and ".attn." in name) or ".self_attn." in name:
+        if weight.dim() == 2 and (".attn." in name or ".self_attn." in name):
             weights["attention projections"] += weight.numel()
         elif weight.dim() == 2 and ".mlp." in name:
             weights["MLP"] += weight.numel()
@@ -112,8 +115,8 @@ def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, li
     """Measure the machine, then prefills and decodes of a model. engine: LLM's arguments."""
     recorder = Recorder()
     llm = LLM(checkpoint, tracer=recorder, **engine)
-    machine = measure_machine(llm.engine.device)
     model, dtype = models.on_meta(Checkpoint.open(checkpoint)), llm.engine.runner.cache.layer(0)[0].dtype
+    machine = measure_machine(llm.engine.device, dtype)
     most = llm.engine.max_model_len - NUM_STEPS - 2
     phases = []
     for num_seqs, length in ((1, 1023), (1, 128), (16, 128), (64, 128), (16, 900)):
