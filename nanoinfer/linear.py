@@ -16,13 +16,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.models.layers import ActivatedLinear, ResidualLinear, activate
+from nanoinfer.models.layers import ActivatedLinear, MergedLinear, ResidualLinear, activate
 
 logger = logging.getLogger(__name__)
 
 _ROWS_HINT = 64  # rows to expect; from 16 on, the packing serves any number
 _INT8_COLUMNS = 32  # the operator reads 16 at a time, and beyond the row's end if they are no multiple; activations take 32
-_LINEARS = (nn.Linear, ActivatedLinear, ResidualLinear)
+_LINEARS = (nn.Linear, ActivatedLinear, MergedLinear, ResidualLinear)
 _FUSED = {None: ("none", ""), "silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh")}  # activation -> oneDNN's names
 
 

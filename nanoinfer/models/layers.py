@@ -39,6 +39,17 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
+class MergedLinear(nn.Linear):
+    """Linear layers of the checkpoint that read the same rows, as one: fewer products, and larger ones.
+
+    parts: their names and output sizes, in the order in which they stand in the rows that come out. weights.py stacks them.
+    """
+
+    def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool) -> None:
+        super().__init__(in_features, sum(parts.values()), bias=bias)
+        self.parts = parts
+
+
 class ActivatedLinear(nn.Linear):
     """activation(x @ weight.T + bias): one module, so that a packed form of it can do both at once (linear.py).
 

@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.models.layers import Embedding, ResidualLinear, RMSNorm, RopeConfig, RotaryEmbedding, SwiGLU, apply_rotary
+from nanoinfer.models.layers import (
+    Embedding,
+    MergedLinear,
+    ResidualLinear,
+    RMSNorm,
+    RopeConfig,
+    RotaryEmbedding,
+    SwiGLU,
+    apply_rotary,
+)
 from nanoinfer.models.weights import WeightRules
 
 
@@ -85,11 +94,12 @@ class QwenAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
+        self.num_heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]  # of q, k, v
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.qkv_proj = MergedLinear(
+            config.hidden_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, bias=config.qkv_bias
+        )
         self.o_proj = ResidualLinear(q_size, config.hidden_size, bias=config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
@@ -102,10 +112,9 @@ class QwenAttention(nn.Module):
         sin: Float[Tensor, "num_tokens 1 head_dim"],
         attend: Attend,
     ) -> Float[Tensor, "num_tokens hidden"]:
-        by_head = (len(x), -1, self.head_dim)
-        q = apply_rotary(self.q_norm(self.q_proj(x).view(by_head)), cos, sin)  # [num_tokens, num_heads, head_dim]
-        k = apply_rotary(self.k_norm(self.k_proj(x).view(by_head)), cos, sin)  # [num_tokens, num_kv_heads, head_dim]
-        v = self.v_proj(x).view(by_head)
+        q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.num_heads, dim=1)
+        q = apply_rotary(self.q_norm(q), cos, sin)  # [num_tokens, num_heads, head_dim]
+        k = apply_rotary(self.k_norm(k), cos, sin)  # [num_tokens, num_kv_heads, head_dim]; v the same
         return self.o_proj(attend(self.layer, q, k, v).flatten(1), residual)
 
 

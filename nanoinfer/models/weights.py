@@ -1,7 +1,8 @@
 """safetensors files -> a model's parameters: every tensor used once or skipped by name, every parameter filled once.
 
 In: a model built on the "meta" device (shapes without memory) and the checkpoint's files. Out: the same model with its
-weights. The names are the checkpoint's own; each family's WeightRules declares the exceptions.
+weights. The names are the checkpoint's own; each family's WeightRules declares the exceptions, and a MergedLinear's parameters
+are filled from several tensors.
 
 Files are memory-mapped: a tensor is read from the file when it is copied into its parameter, one at a time, so loading takes
 the memory of the parameters and little more. On a CPU an embedding of the wanted dtype is not copied at all: leave the file as
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nanoinfer.errors import WeightsError
+from nanoinfer.models.layers import MergedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -97,26 +99,52 @@ def load_weights(model: nn.Module, files: WeightFiles, rules: WeightRules, dtype
 
     Raises: WeightsError that lists every missing, unexpected and misshaped tensor. Nothing has been loaded then.
     """
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}  # a shared parameter counts once
-    sources, problems = _match(shapes, files, rules)
+    places = _places(model)
+    sources, problems = _match(places, files, rules)
     if problems:
         raise WeightsError(
             "the weights do not fit config.json; are both of the same model? Download them again, or correct config.json:\n  "
             + "\n  ".join(problems)
         )
-    for module_name, module in model.named_modules():
-        for name, parameter in module.named_parameters(prefix=module_name, recurse=False):
-            source = sources.get(name)
-            if source is None:  # the second name of a shared parameter
-                continue
-            tensor = files.read(source)
-            if name == rules.embedding and tensor.dtype is dtype and device.type == "cpu":
-                # A table to look rows up in: left in the file. A tied head that is packed has its own copy of it.
-                filled = nn.Parameter(tensor, requires_grad=False)
-            else:
-                filled = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False)
-                filled.data.copy_(tensor.T if source.endswith(rules.transpose) else tensor)
-            _replace(model, parameter, filled)
+    filled: dict[str, nn.Parameter] = {}
+    for name, place in places.items():
+        tensor = files.read(sources[name])
+        if name == rules.embedding and tensor.dtype is dtype and device.type == "cpu":
+            # A table to look rows up in: left in the file. A tied head that is packed has its own copy of it.
+            filled[place.parameter] = nn.Parameter(tensor, requires_grad=False)
+            continue
+        if place.parameter not in filled:
+            empty = torch.empty(model.get_parameter(place.parameter).shape, dtype=dtype, device=device)
+            filled[place.parameter] = nn.Parameter(empty, requires_grad=False)
+        filled[place.parameter].data[place.rows].copy_(tensor.T if sources[name].endswith(rules.transpose) else tensor)
+    for parameter_name, parameter in filled.items():
+        _replace(model, model.get_parameter(parameter_name), parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor of the checkpoint goes: a parameter, or some rows of one."""
+
+    parameter: str
+    shape: list[int]
+    rows: slice
+
+
+def _places(model: nn.Module) -> dict[str, _Place]:
+    """The tensors that a model needs, by the names they have in a checkpoint. A shared parameter has one place."""
+    places: dict[str, _Place] = {}
+    for name, parameter in model.named_parameters():
+        module_name, _, leaf = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        if isinstance(module, MergedLinear):
+            parent, start = module_name.rpartition(".")[0], 0
+            for part, size in module.parts.items():
+                rows = slice(start, start + size)
+                places[f"{parent}.{part}.{leaf}".lstrip(".")] = _Place(name, [size, *parameter.shape[1:]], rows)
+                start += size
+        else:
+            places[name] = _Place(name, list(parameter.shape), slice(None))
+    return places
 
 
 def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
@@ -131,17 +159,17 @@ def _parameter_name(tensor_name: str, rules: WeightRules) -> str:
     return tensor_name.removeprefix(rules.prefix)
 
 
-def _match(shapes: dict[str, torch.Size], files: WeightFiles, rules: WeightRules) -> tuple[dict[str, str], list[str]]:
-    """parameter name -> tensor name, and a line for everything that does not fit."""
+def _match(places: dict[str, _Place], files: WeightFiles, rules: WeightRules) -> tuple[dict[str, str], list[str]]:
+    """A place's name -> the tensor's name with its prefix, and a line for everything that does not fit."""
     sources: dict[str, str] = {}
     problems: list[str] = []
     for tensor_name in files:
         name = _parameter_name(tensor_name, rules)
         if name.endswith(rules.skip):
             continue
-        if name == rules.head and name not in shapes and rules.embedding in shapes:
+        if name == rules.head and name not in places and rules.embedding in places:
             continue  # tied: head_is_tied has seen that it equals the embedding
-        if name not in shapes:
+        if name not in places:
             problems.append(f"unexpected: {tensor_name}")
             continue
         if name in sources:
@@ -149,14 +177,14 @@ def _match(shapes: dict[str, torch.Size], files: WeightFiles, rules: WeightRules
             continue
         sources[name] = tensor_name
         shape = list(files[tensor_name].get_shape())
-        expected = list(shapes[name])
+        expected = places[name].shape
         if tensor_name.endswith(rules.transpose):
-            expected.reverse()
+            expected = expected[::-1]
         if shape != expected:
             problems.append(f"misshaped: {tensor_name} has shape {shape}, the config asks for {expected}")
         if files[tensor_name].get_dtype() not in _FLOAT_DTYPES:
             problems.append(
                 f"not a float: {tensor_name} is {files[tensor_name].get_dtype()}; quantised weights are not covered"
             )
-    problems += [f"missing: {name}" for name in shapes if name not in sources]
+    problems += [f"missing: {name}" for name in places if name not in sources]
     return sources, problems
