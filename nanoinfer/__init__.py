@@ -30,6 +30,9 @@ The map, in floors. A file imports only from the floors below its own, and from 
       attention/dense.py        no cache: the lesson and the oracle
       attention/reference.py    paged, in plain torch, on any device
       attention/cpu.py          paged, fast on a CPU
+      attention/varlen.py       the FlashAttention in torch, on CUDA
+      attention/flash.py        the flash-attn package, on CUDA
+      attention/triton.py       our own kernels, on CUDA
       models/layers.py          RMSNorm, RoPE and YaRN, SwiGLU
       linear.py            linear layers packed for a CPU, or in 8 bits
       models/weights.py         safetensors -> parameters

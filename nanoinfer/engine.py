@@ -67,7 +67,14 @@ class LLMEngine:
         self._is_stepping = False
         self._aborts_owed: list[str] = []
 
-        backend_name, backend = select_backend(config.attention_backend, self.device, enforce_eager=config.enforce_eager)
+        backend_name, backend = select_backend(
+            config.attention_backend,
+            self.device,
+            weight.dtype,
+            self.model_config.head_dim,
+            block_size=config.cache.block_size,
+            enforce_eager=config.enforce_eager,
+        )
         block_size = config.cache.block_size or backend.default_block_size
         asked_len = _checked_model_len(config.max_model_len, self.model_config.max_position_embeddings)
         block_bytes = bytes_per_block(

@@ -8,12 +8,18 @@ os.environ["OMP_WAIT_POLICY"] = "passive"  # a thread that waits leaves the core
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its kernels then run on the CPU, in numpy
+
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
 # Every shape and type that the arithmetic's annotations state is checked at each call, in this process. (Compiled code cannot
 # run under it: those tests start a process of their own. The front doors check their arguments themselves, and are tested.)
-ARITHMETIC = ["kv_cache", "attention", "models", "sampling", "forward_batch", "model_runner"]
+# Triton reads its kernels' source and must find it as it was written.
+BACKENDS = [f"attention.{name}" for name in ("base", "dense", "reference", "cpu", "varlen", "flash")]
+ARITHMETIC = ["kv_cache", *BACKENDS, "models", "sampling", "forward_batch", "model_runner"]
 install_import_hook([f"nanoinfer.{name}" for name in ARITHMETIC], "beartype.beartype")
 
 import tiny_models  # noqa: E402

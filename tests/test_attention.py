@@ -8,71 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_cases import FAULTS, compare
 
-from nanoinfer.attention.base import AttentionMetadata, select_backend
-from nanoinfer.attention.dense import DenseAttention, causal_attention
+from nanoinfer.attention.base import select_backend
+from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.kv_cache import KVCache, available_cpu_memory, memory_for_cache
 
 CPU = torch.device("cpu")
-
-
-def metadata_for(lengths, block_size, num_blocks, generator):
-    """lengths: (tokens in the cache before, new tokens) of each sequence, single-token ones first. Blocks are scattered."""
-    scattered = iter(torch.randperm(num_blocks, generator=generator).tolist())
-    tables = [[next(scattered) for _ in range(-(-(old + new) // block_size))] for old, new in lengths]
-    width = max(map(len, tables))
-    slots = [
-        table[i // block_size] * block_size + i % block_size
-        for table, (old, new) in zip(tables, lengths, strict=True)
-        for i in range(old, old + new)
-    ]
-    starts = [sum(new for _, new in lengths[:i]) for i in range(len(lengths) + 1)]
-    seq_lens = [old + new for old, new in lengths]
-    return AttentionMetadata(
-        query_start_loc=torch.tensor(starts),
-        seq_lens=torch.tensor(seq_lens),
-        block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables]),
-        slot_mapping=torch.tensor(slots),
-        max_query_len=max(new for _, new in lengths),
-        max_seq_len=max(seq_lens),
-        num_decodes=sum(new == 1 for _, new in lengths),
-        query_start_loc_cpu=starts,
-        seq_lens_cpu=seq_lens,
-    )
-
-
-def compare(backend_name, lengths, *, block_size, num_kv_heads, group, head_dim, dtype=torch.float32, spoil=None):
-    """The largest difference from dense attention. `spoil(metadata)` may plant a fault."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = sorted(lengths, key=lambda pair: pair[1] > 1)
-    num_blocks = sum(-(-(old + new) // block_size) for old, new in lengths) + 2
-    metadata = metadata_for(lengths, block_size, num_blocks, generator)
-    _, backend = select_backend(backend_name, CPU)
-    cache = KVCache(
-        num_layers=2,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        layout=backend.layout,
-    )
-    keys, values, queries, expected = [], [], [], []
-    for i, (old, new) in enumerate(lengths):
-        k, v = torch.randn(2, old + new, num_kv_heads, head_dim, generator=generator).to(dtype)
-        q = torch.randn(new, num_kv_heads * group, head_dim, generator=generator).to(dtype)
-        table = metadata.block_tables[i]
-        old_slots = [int(table[j // block_size]) * block_size + j % block_size for j in range(old)]
-        cache.write(1, torch.tensor(old_slots, dtype=torch.int64), k[:old], v[:old])
-        expected.append(causal_attention(q, k, v))
-        keys.append(k[old:])
-        values.append(v[old:])
-        queries.append(q)
-    attend = backend.begin_step(cache, spoil(metadata) if spoil else metadata)
-    out = attend(1, torch.cat(queries), torch.cat(keys), torch.cat(values))
-    assert not any(pages.count_nonzero() for pages in cache.layer(0))  # nobody's business
-    return (out.float() - torch.cat(expected).float()).abs().max().item()
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -95,23 +38,11 @@ def test_bf16_stays_within_its_rounding(backend):
     assert compare(backend, lengths, block_size=16, num_kv_heads=2, group=2, head_dim=16, dtype=torch.bfloat16) < 0.05
 
 
-def replaced(metadata, **changes):
-    return AttentionMetadata(**{name: changes.get(name, getattr(metadata, name)) for name in AttentionMetadata.__slots__})
-
-
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize(
-    "fault",
-    [
-        lambda m: replaced(m, block_tables=m.block_tables.flip(1)),
-        lambda m: replaced(m, seq_lens=m.seq_lens - 1, seq_lens_cpu=[n - 1 for n in m.seq_lens_cpu]),
-        lambda m: replaced(m, slot_mapping=m.slot_mapping.roll(1)),
-    ],
-    ids=["swapped blocks", "a length off by one", "swapped slots"],
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_comparison_notices_a_planted_fault(backend, fault):
     lengths = [(40, 1), (41, 1), (17, 5)]
-    assert compare(backend, lengths, block_size=16, num_kv_heads=2, group=2, head_dim=8, spoil=fault) > 1e-3
+    assert compare(backend, lengths, block_size=16, num_kv_heads=2, group=2, head_dim=8, spoil=FAULTS[fault]) > 1e-3
 
 
 def test_dense_attention_is_transformers_formula_by_hand():
@@ -202,12 +133,15 @@ def test_without_a_compiler_the_plain_form_stays(monkeypatch, caplog):
     assert caplog.text.count("could not be compiled (no C++ compiler)") == 1
 
 
-def test_an_unknown_backend_or_one_for_another_device_is_refused_by_name():
-    with pytest.raises(InvalidValueError, match="one of reference, cpu, got 'flashy'"):
-        select_backend("flashy", CPU)
-    with pytest.raises(UnsupportedError, match="runs on cpu only, got device 'meta'"):
-        select_backend("cpu", torch.device("meta"))
-    assert select_backend("auto", CPU)[0] == "cpu"
+def test_an_unknown_backend_or_one_that_cannot_serve_is_refused_by_name(caplog):
+    model = (torch.float32, 64)
+    with pytest.raises(InvalidValueError, match="one of reference, cpu, flash, triton, torch, got 'flashy'"):
+        select_backend("flashy", CPU, *model)
+    with pytest.raises(UnsupportedError, match="'cpu' cannot be used: it runs on cpu only, not on meta; use 'auto'"):
+        select_backend("cpu", torch.device("meta"), *model)
+    with pytest.raises(UnsupportedError, match="'torch' cannot be used: it runs on cuda only, not on cpu"):
+        select_backend("torch", CPU, *model)
+    assert select_backend("auto", CPU, *model)[0] == "cpu"
 
 
 def test_copied_blocks_hold_what_their_sources_held_before_any_copy():

@@ -5,9 +5,10 @@ always stays inside it. Swapping `DenseAttention()` for a backend's `begin_step(
 between a model without and with a KV cache.
 """
 
+import logging
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.kv_cache import KVCache, Layout
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -71,31 +74,62 @@ class AttentionBackend(Protocol):
     layout: Layout
     default_block_size: int
 
+    @staticmethod
+    def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+        """Why it cannot serve such a model and cache, as a sentence; None if it can. Asked before it is made."""
+        ...
+
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
         """What one step's layers share is done here, once; the result is called once per layer."""
         ...
 
 
-# name -> "module:class", imported when chosen; and the device types it runs on, None for all.
-BACKENDS: dict[str, tuple[str, tuple[str, ...] | None]] = {
-    "reference": ("nanoinfer.attention.reference:ReferenceBackend", None),
-    "cpu": ("nanoinfer.attention.cpu:CPUBackend", ("cpu",)),
+# name -> "module:class", imported when it is asked for: what it needs may not be installed.
+BACKENDS: dict[str, str] = {
+    "reference": "nanoinfer.attention.reference:ReferenceBackend",
+    "cpu": "nanoinfer.attention.cpu:CPUBackend",
+    "flash": "nanoinfer.attention.flash:FlashBackend",
+    "triton": "nanoinfer.attention.triton:TritonBackend",
+    "torch": "nanoinfer.attention.varlen:VarlenBackend",
 }
+# device type -> what "auto" takes, the first that can
+PREFERRED = {"cpu": ("cpu",), "cuda": ("flash", "triton", "torch", "reference")}
 
 
-def select_backend(name: str, device: torch.device, *, enforce_eager: bool = False) -> tuple[str, AttentionBackend]:
-    """The backend of that name; "auto" takes the best one for the device. Returns its name, too.
+def select_backend(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    block_size: int | None = None,
+    enforce_eager: bool = False,
+) -> tuple[str, AttentionBackend]:
+    """The backend of that name; "auto" takes the best one that can serve, and tells in the log why not a better one.
 
-    Raises: InvalidValueError for an unknown name, UnsupportedError where it cannot run on the device.
+    block_size: None is each backend's own. Returns the backend's name, too.
+    Raises: InvalidValueError for an unknown name, UnsupportedError where it cannot serve.
     """
-    if name == "auto":
-        name = "cpu" if device.type == "cpu" else "reference"
-    if name not in BACKENDS:
+    if name != "auto" and name not in BACKENDS:
         raise InvalidValueError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {name!r}")
-    target, device_types = BACKENDS[name]
-    if device_types is not None and device.type not in device_types:
-        raise UnsupportedError(
-            f"attention_backend={name!r} runs on {', '.join(device_types)} only, got device {str(device)!r}; use 'auto'"
-        )
-    module, _, class_name = target.partition(":")
-    return name, getattr(import_module(module), class_name)(enforce_eager=enforce_eager)
+    for candidate in PREFERRED.get(device.type, ("reference",)) if name == "auto" else (name,):
+        backend_class, reason = find_backend(candidate, device, dtype, head_dim, block_size)
+        if backend_class is not None:
+            return candidate, backend_class(enforce_eager=enforce_eager)
+        if name != "auto":
+            raise UnsupportedError(f"attention_backend={name!r} cannot be used: {reason}; use 'auto'")
+        logger.info("attention_backend: not %s, because %s", candidate, reason)
+    raise UnsupportedError(f"no attention backend can serve on {device}; use device='cpu'")
+
+
+def find_backend(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None
+) -> tuple[Any, str | None]:
+    """A backend's class, or None and the reason why it cannot serve."""
+    module, _, class_name = BACKENDS[name].partition(":")
+    try:
+        backend_class = getattr(import_module(module), class_name)
+    except ImportError as error:
+        return None, f"{error.name} is not installed"
+    reason = backend_class.why_not(device, dtype, head_dim, block_size or backend_class.default_block_size)
+    return (None, reason) if reason else (backend_class, None)

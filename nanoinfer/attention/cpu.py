@@ -122,6 +122,10 @@ class CPUBackend:
         self._compiled_kinds: set[tuple[bool, bool, tuple[int, ...]]] = set()  # (one sequence?, one block?, strides)
         _keep_freed_memory()
 
+    @staticmethod
+    def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+        return None if device.type == "cpu" else f"it runs on cpu only, not on {device}"
+
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
         return _Step(cache, metadata, self.decode)
 

@@ -21,6 +21,10 @@ class ReferenceBackend:
     def __init__(self, *, enforce_eager: bool = False) -> None:
         """enforce_eager changes nothing here: nothing is compiled."""
 
+    @staticmethod
+    def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+        return None
+
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
         return partial(paged_attention, cache, metadata)
 

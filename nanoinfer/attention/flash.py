@@ -1,0 +1,83 @@
+"""Paged attention by the flash-attn package (https://github.com/Dao-AILab/flash-attention), which the user installs.
+
+It reads pages itself, of 256 slots or a multiple, wants its indices as int32, and lines the causal mask up with the last key:
+the last query sees every key.
+"""
+
+import torch
+from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nanoinfer.attention.base import Attend, AttentionMetadata
+from nanoinfer.attention.varlen import why_not_flash_attention_2
+from nanoinfer.kv_cache import KVCache, Layout
+
+PAGE_SIZES = 256  # and its multiples
+
+
+class FlashBackend:
+    layout: Layout = "NHD"
+    default_block_size = PAGE_SIZES
+
+    def __init__(self, *, enforce_eager: bool = False) -> None:
+        """enforce_eager changes nothing here: the kernels came compiled."""
+
+    @staticmethod
+    def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+        if block_size % PAGE_SIZES:
+            return f"its blocks hold multiples of {PAGE_SIZES} tokens, not {block_size}"
+        return why_not_flash_attention_2(device, dtype, head_dim)
+
+    def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
+        return _Step(cache, metadata)
+
+
+class _Step:
+    """One step's attend. The decoding sequences come first, one token each."""
+
+    def __init__(self, cache: KVCache, metadata: AttentionMetadata) -> None:
+        self._cache = cache
+        self._metadata = metadata
+        self._num_decodes = n = metadata.num_decodes
+        self._seq_lens = metadata.seq_lens.int()
+        self._block_tables = metadata.block_tables.int()
+        self._query_starts = (metadata.query_start_loc[n:] - n).int()
+        self._key_starts = pad(self._seq_lens[n:].cumsum(0), (1, 0)).int()  # [num_prefills + 1]
+
+    def __call__(
+        self,
+        layer: int,
+        q: Float[Tensor, "num_tokens num_heads head_dim"],
+        k: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        v: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+    ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
+        self._cache.write(layer, self._metadata.slot_mapping, k, v)
+        k_pages, v_pages = self._cache.layer(layer)
+        n = self._num_decodes
+        parts = []
+        if n:
+            mixed = flash_attn_with_kvcache(
+                q[:n].unsqueeze(1),  # [num_seqs, 1 query, num_heads, head_dim]
+                k_pages,
+                v_pages,
+                cache_seqlens=self._seq_lens[:n],
+                block_table=self._block_tables[:n],
+                causal=True,
+            )
+            parts.append(mixed.squeeze(1))
+        if n < len(self._seq_lens):
+            mixed = flash_attn_varlen_func(
+                q[n:],
+                k_pages,
+                v_pages,
+                cu_seqlens_q=self._query_starts,
+                cu_seqlens_k=self._key_starts,
+                max_seqlen_q=self._metadata.max_query_len,
+                max_seqlen_k=self._metadata.max_seq_len,
+                causal=True,
+                block_table=self._block_tables[n:],
+            )
+            parts.append(mixed)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,274 @@
+r"""Paged attention on a GPU in three Triton kernels of our own: store, prefill, decode. They come with torch's CUDA build.
+
+All three read a page by way of the block table, so nothing is gathered first. What they share is the running softmax (Milakov
+and Gimelshein 2018, https://arxiv.org/abs/1805.02867; tiled: Dao et al. 2022, https://arxiv.org/abs/2205.14135): keys come a
+tile at a time, and three numbers a query are all that must be remembered of the tiles before:
+
+    m  the largest score so far          m' = max(m, max(s))
+    l  the sum of exp(score - m)         l' = l * exp(m - m') + sum(exp(s - m'))
+    o  the sum of exp(score - m) * v     o' = o * exp(m - m') + exp(s - m') @ v         the answer is o / l
+
+    prefill, a program per                         decode, a program per (sequence, KV head, split)
+    (sequence, tile of queries, head)
+                  keys ->                                          keys ->
+             +----+----+----+                                 | split 0   | split 1   |
+    queries  | 0  | 1  |\   |  one program walks       group  +-----+-----+-----+-----+  the queries that share a KV head
+       |     |    |    | \  |  right until the         of     |  0  |  1  |  0  |  1  |  are the tile's rows; each split has
+       v     +----+----+----+  diagonal               queries +-----+-----+-----+-----+  its own m, l, o, merged at the end
+
+Decode has one query a sequence, so without splits a few long sequences would leave most of the GPU idle. The plain version of
+both is reference.py; the formula is `attend` in _over_tiles below.
+"""
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from nanoinfer.attention.base import Attend, AttentionMetadata
+from nanoinfer.kv_cache import KVCache, Layout
+
+MOST_HEAD_DIM = 256  # what registers hold of a tile
+_ENOUGH_PROGRAMS = 512  # of decode: splits are made until there are so many (an H100 has 132 processors, each runs several)
+_MOST_SPLITS = 32
+_KEY_TILE = 64
+_LEAST_ROWS = 16  # of a matrix product on tensor cores
+
+
+@triton.jit
+def _store_kernel(k, v, k_pages, v_pages, slots, k_stride, v_stride, SIZE: tl.constexpr, SIZE_PADDED: tl.constexpr):
+    """A program copies one token's keys and values, SIZE = num_kv_heads * head_dim numbers each. Slot -1 stores nothing."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot >= 0:
+        columns = tl.arange(0, SIZE_PADDED)
+        inside = columns < SIZE
+        tl.store(k_pages + slot * SIZE + columns, tl.load(k + token * k_stride + columns, mask=inside), mask=inside)
+        tl.store(v_pages + slot * SIZE + columns, tl.load(v + token * v_stride + columns, mask=inside), mask=inside)
+
+
+@triton.jit
+def _over_tiles(
+    q, k_pages, v_pages, block_table, positions, kv_head, first_key, last_key, scale,
+    BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The running softmax of q's rows over keys first_key .. last_key - 1, TILE at a time; a row sees keys up to its position.
+
+    q: [rows, HEAD_DIM padded]. Returns m [rows], l [rows], o [rows, HEAD_DIM padded], in fp32; m is -inf where there is no key.
+    """
+    ROWS: tl.constexpr = q.shape[0]
+    DIM: tl.constexpr = q.shape[1]
+    dims = tl.arange(0, DIM)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    o = tl.zeros([ROWS, DIM], tl.float32)
+    for first in range(first_key, last_key, TILE):
+        keys = first + tl.arange(0, TILE)
+        inside = keys < last_key
+        blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        slots = blocks * BLOCK_SIZE + keys % BLOCK_SIZE
+        rows = (slots * NUM_KV_HEADS + kv_head) * HEAD_DIM  # where each key's numbers begin
+        there = inside[:, None] & (dims[None, :] < HEAD_DIM)
+        k = tl.load(k_pages + rows[:, None] + dims[None, :], mask=there, other=0.0)  # [TILE, DIM]
+        v = tl.load(v_pages + rows[:, None] + dims[None, :], mask=there, other=0.0)
+
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [ROWS, TILE]; "ieee": fp32 is not cut to tf32
+        visible = inside[None, :] & (keys[None, :] <= positions[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        largest = tl.maximum(m, tl.max(scores, 1))
+        shrink = tl.exp(m - largest)
+        weights = tl.exp(scores - largest[:, None])
+        l = l * shrink + tl.sum(weights, 1)
+        o = o * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        m = largest
+    return m, l, o
+
+
+@triton.jit
+def _prefill_kernel(
+    q, k_pages, v_pages, out, query_start_loc, seq_lens, block_tables, q_stride, table_stride, first_seq, scale,
+    BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A program: ROWS queries of one sequence and one head. It skips the keys that none of its queries sees."""
+    seq = first_seq + tl.program_id(0)
+    start = tl.load(query_start_loc + seq)
+    num_queries = tl.load(query_start_loc + seq + 1) - start
+    seq_len = tl.load(seq_lens + seq)
+    first = tl.program_id(1) * ROWS
+    head = tl.program_id(2)
+    if first < num_queries:
+        queries = first + tl.arange(0, ROWS)
+        positions = seq_len - num_queries + queries
+        dims = tl.arange(0, DIM)
+        inside = (queries[:, None] < num_queries) & (dims[None, :] < HEAD_DIM)
+        tokens = (start + queries).to(tl.int64)
+        tile = tl.load(q + tokens[:, None] * q_stride + head * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
+        last_key = tl.minimum(seq_len, seq_len - num_queries + first + ROWS)
+        _, l, o = _over_tiles(
+            tile, k_pages, v_pages, block_tables + seq * table_stride, positions, head // (NUM_HEADS // NUM_KV_HEADS),
+            0, last_key, scale, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE,
+        )  # fmt: skip
+        where = (tokens[:, None] * NUM_HEADS + head) * HEAD_DIM + dims[None, :]
+        tl.store(out + where, (o / l[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _decode_kernel(
+    q, k_pages, v_pages, partial_m, partial_l, partial_o, seq_lens, block_tables, q_stride, table_stride, scale,
+    BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """A program: the one query of each head that shares a KV head, over one split of the sequence's keys.
+
+    The rows beyond the group are padding up to what tensor cores take.
+    """
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    seq = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    seq_len = tl.load(seq_lens + seq)
+    split_size = tl.cdiv(tl.cdiv(seq_len, NUM_SPLITS), TILE) * TILE
+    first_key = split * split_size
+    last_key = tl.minimum(first_key + split_size, seq_len)
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM)
+    heads = kv_head * GROUP + rows
+    inside = (rows[:, None] < GROUP) & (dims[None, :] < HEAD_DIM)
+    tile = tl.load(q + seq * q_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
+    positions = tl.zeros([ROWS], tl.int32) + seq_len
+    m, l, o = _over_tiles(
+        tile, k_pages, v_pages, block_tables + seq * table_stride, positions, kv_head,
+        first_key, last_key, scale, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE,
+    )  # fmt: skip
+    where = (seq * NUM_HEADS + heads) * NUM_SPLITS + split
+    tl.store(partial_m + where, m, mask=rows < GROUP)
+    tl.store(partial_l + where, l, mask=rows < GROUP)
+    tl.store(partial_o + where[:, None] * HEAD_DIM + dims[None, :], o, mask=inside)
+
+
+@triton.jit
+def _merge_kernel(
+    partial_m, partial_l, partial_o, out, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, NUM_SPLITS: tl.constexpr
+):  # fmt: skip
+    """A program: one sequence's one head. The splits' m, l, o are merged as tiles are: shrunk to the largest m, and added."""
+    row = tl.program_id(0).to(tl.int64)
+    splits = tl.arange(0, NUM_SPLITS)
+    dims = tl.arange(0, DIM)
+    inside = dims < HEAD_DIM
+    m = tl.load(partial_m + row * NUM_SPLITS + splits)
+    shrink = tl.exp(m - tl.max(m, 0))  # 0 for a split without keys
+    total = tl.sum(tl.load(partial_l + row * NUM_SPLITS + splits) * shrink, 0)
+    where = (row * NUM_SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :]
+    o = tl.load(partial_o + where, mask=inside[None, :], other=0.0)
+    merged = tl.sum(o * shrink[:, None], 0) / total
+    tl.store(out + row * HEAD_DIM + dims, merged.to(out.dtype.element_ty), mask=inside)
+
+
+class TritonBackend:
+    layout: Layout = "NHD"
+    default_block_size = 16
+
+    def __init__(self, *, enforce_eager: bool = False) -> None:
+        """enforce_eager changes nothing here: kernels are compiled when they are first called, and kept on disk."""
+
+    @staticmethod
+    def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            return f"it runs on cuda only, not on {device} (TRITON_INTERPRET=1 lets a CPU play it, slowly)"
+        if device.type != "cuda" and dtype is torch.bfloat16:
+            return "Triton's interpreter cannot multiply bfloat16"
+        return None if head_dim <= MOST_HEAD_DIM else f"it takes a head_dim up to {MOST_HEAD_DIM}, not {head_dim}"
+
+    def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
+        return _Step(cache, metadata)
+
+
+def num_splits_for(num_seqs: int, num_kv_heads: int, max_seq_len: int) -> int:
+    """A power of 2, enough to keep the GPU busy, and no more than there are tiles of keys.
+
+    >>> num_splits_for(1, 8, 4096), num_splits_for(1, 8, 100), num_splits_for(256, 8, 4096)
+    (32, 2, 1)
+    """
+    num_splits = 1
+    while (
+        num_splits < _MOST_SPLITS
+        and num_splits * num_seqs * num_kv_heads < _ENOUGH_PROGRAMS
+        and num_splits * _KEY_TILE < max_seq_len
+    ):
+        num_splits *= 2
+    return num_splits
+
+
+class _Step:
+    """One step's attend."""
+
+    def __init__(self, cache: KVCache, metadata: AttentionMetadata) -> None:
+        self._cache = cache
+        self._metadata = metadata
+
+    def __call__(
+        self,
+        layer: int,
+        q: Float[Tensor, "num_tokens num_heads head_dim"],
+        k: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        v: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+    ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
+        k_pages, v_pages = self._cache.layer(layer)
+        q, k, v = (_with_packed_heads(x) for x in (q, k, v))
+        store(k, v, k_pages, v_pages, self._metadata.slot_mapping)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        n = self._metadata.num_decodes
+        if n:
+            decode(q[:n], k_pages, v_pages, out[:n], self._metadata)
+        if n < len(self._metadata.seq_lens):
+            prefill(q, k_pages, v_pages, out, self._metadata)
+        return out
+
+
+def store(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor) -> None:
+    """Each token's k and v into its slot."""
+    size = k.shape[1] * k.shape[2]
+    _store_kernel[(len(k),)](
+        k, v, k_pages, v_pages, slot_mapping, k.stride(0), v.stride(0), size, triton.next_power_of_2(size)
+    )  # fmt: skip
+
+
+def prefill(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: AttentionMetadata) -> None:
+    """Fill the rows of `out` that belong to the sequences after the decoding ones."""
+    _, num_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = k_pages.shape
+    first_seq = metadata.num_decodes
+    rows = min(64, max(triton.next_power_of_2(metadata.max_query_len), _LEAST_ROWS))
+    grid = (len(metadata.seq_lens) - first_seq, triton.cdiv(metadata.max_query_len, rows), num_heads)
+    _prefill_kernel[grid](
+        q, k_pages, v_pages, out, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables,
+        q.stride(0), metadata.block_tables.stride(0), first_seq, head_dim**-0.5,
+        block_size, num_heads, num_kv_heads, head_dim, max(triton.next_power_of_2(head_dim), 16), rows, _KEY_TILE,
+    )  # fmt: skip
+
+
+def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: AttentionMetadata) -> None:
+    """Fill `out`, a row for each decoding sequence."""
+    num_seqs, num_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = k_pages.shape
+    num_splits = num_splits_for(num_seqs, num_kv_heads, metadata.max_seq_len)
+    rows = max(triton.next_power_of_2(num_heads // num_kv_heads), _LEAST_ROWS)
+    dim = max(triton.next_power_of_2(head_dim), 16)
+    m, l = q.new_empty(2, num_seqs, num_heads, num_splits, dtype=torch.float32)
+    o = q.new_empty(num_seqs, num_heads, num_splits, head_dim, dtype=torch.float32)
+    _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
+        q, k_pages, v_pages, m, l, o, metadata.seq_lens, metadata.block_tables,
+        q.stride(0), metadata.block_tables.stride(0), head_dim**-0.5,
+        block_size, num_heads, num_kv_heads, head_dim, dim, rows, _KEY_TILE, num_splits,
+    )  # fmt: skip
+    _merge_kernel[(num_seqs * num_heads,)](m, l, o, out, head_dim, dim, num_splits)
+
+
+def _with_packed_heads(x: Float[Tensor, "num_tokens heads head_dim"]) -> Float[Tensor, "num_tokens heads head_dim"]:
+    """x itself, or a copy where a token's heads do not lie together. Tokens may be any distance apart."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

@@ -1,0 +1,96 @@
+"""Sequences scattered over a paged cache, for every backend: attend, and compare with the definition in float64."""
+
+import torch
+
+from nanoinfer.attention.base import AttentionMetadata, select_backend
+from nanoinfer.kv_cache import KVCache
+
+
+def in_float64(q, k, v):
+    """Causal attention, the queries being the last tokens of the sequence. [tokens, heads, head_dim]"""
+    q, k, v = q.double(), k.double(), v.double()
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) / q.shape[2] ** 0.5
+    future = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(len(k) - len(q) + 1)
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
+
+
+def metadata_for(lengths, block_size, num_blocks, generator, device="cpu"):
+    """lengths: (tokens in the cache before, new tokens) of each sequence, single-token ones first. Blocks are scattered."""
+    scattered = iter(torch.randperm(num_blocks, generator=generator).tolist())
+    tables = [[next(scattered) for _ in range(-(-(old + new) // block_size))] for old, new in lengths]
+    width = max(map(len, tables))
+    slots = [
+        table[i // block_size] * block_size + i % block_size
+        for table, (old, new) in zip(tables, lengths, strict=True)
+        for i in range(old, old + new)
+    ]
+    starts = [sum(new for _, new in lengths[:i]) for i in range(len(lengths) + 1)]
+    seq_lens = [old + new for old, new in lengths]
+    return AttentionMetadata(
+        query_start_loc=torch.tensor(starts, device=device),
+        seq_lens=torch.tensor(seq_lens, device=device),
+        block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], device=device),
+        slot_mapping=torch.tensor(slots, device=device),
+        max_query_len=max(new for _, new in lengths),
+        max_seq_len=max(seq_lens),
+        num_decodes=sum(new == 1 for _, new in lengths),
+        query_start_loc_cpu=starts,
+        seq_lens_cpu=seq_lens,
+    )
+
+
+def replaced(metadata, **changes):
+    return AttentionMetadata(**{name: changes.get(name, getattr(metadata, name)) for name in AttentionMetadata.__slots__})
+
+
+FAULTS = {  # each takes metadata, and gives it back with something wrong
+    "swapped blocks": lambda m: replaced(m, block_tables=m.block_tables.flip(1)),
+    "a length off by one": lambda m: replaced(m, seq_lens=m.seq_lens - 1, seq_lens_cpu=[n - 1 for n in m.seq_lens_cpu]),
+    "swapped slots": lambda m: replaced(m, slot_mapping=m.slot_mapping.roll(1)),
+}
+
+
+def compare(
+    backend, lengths, *, block_size, num_kv_heads, group, head_dim, dtype=torch.float32, spoil=None, device="cpu", packed=False
+):
+    """The largest difference from attention in float64. backend: a name, or a backend.
+
+    `spoil(metadata)` may plant a fault. packed: q, k and v are views of one tensor, as a fused projection gives them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    lengths = sorted(lengths, key=lambda pair: pair[1] > 1)
+    num_blocks = sum(-(-(old + new) // block_size) for old, new in lengths) + 2
+    metadata = metadata_for(lengths, block_size, num_blocks, generator, device)
+    if isinstance(backend, str):
+        _, backend = select_backend(backend, torch.device(device), dtype, head_dim, block_size=block_size)
+    cache = KVCache(
+        num_layers=2,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+        layout=backend.layout,
+    )
+    keys, values, queries, expected = [], [], [], []
+    for i, (old, new) in enumerate(lengths):
+        k, v = torch.randn(2, old + new, num_kv_heads, head_dim, generator=generator).to(device, dtype)
+        q = torch.randn(new, num_kv_heads * group, head_dim, generator=generator).to(device, dtype)
+        table = metadata.block_tables[i].tolist()
+        old_slots = [table[j // block_size] * block_size + j % block_size for j in range(old)]
+        cache.write(1, torch.tensor(old_slots, dtype=torch.int64, device=device), k[:old], v[:old])
+        expected.append(in_float64(q, k, v))
+        keys.append(k[old:])
+        values.append(v[old:])
+        queries.append(q)
+    q, k, v = torch.cat(queries), torch.cat(keys), torch.cat(values)
+    if packed:
+        q, k, v = torch.cat((q, k, v), dim=1).split([num_kv_heads * group, num_kv_heads, num_kv_heads], dim=1)
+    attend = backend.begin_step(cache, spoil(metadata) if spoil else metadata)
+    out = attend(1, q, k, v)
+    assert out.dtype is dtype
+    assert out.shape == q.shape
+    assert not any(pages.count_nonzero() for pages in cache.layer(0))  # nobody's business
+    return (out.double() - torch.cat(expected)).abs().max().item()

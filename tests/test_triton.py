@@ -1,0 +1,86 @@
+"""Our kernels, run by Triton's interpreter on a CPU (on a GPU they are compiled), against the definition in float64."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from paged_cases import FAULTS, compare
+
+from nanoinfer.attention.triton import TritonBackend, num_splits_for
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    # The interpreter keeps bfloat16 as 16-bit integers and (in 3.9) multiplies those: make numbers of them first.
+    from triton.runtime import interpreter
+
+    dot_of_numbers = interpreter.InterpreterBuilder.create_dot
+
+    def dot(builder, a, b, *more):
+        widened = (
+            builder.cast_impl(x, interpreter.tl.float32) if x.dtype.scalar == interpreter.tl.bfloat16 else x for x in (a, b)
+        )
+        return dot_of_numbers(builder, *widened, *more)
+
+    interpreter.InterpreterBuilder.create_dot = dot
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.03}
+RAGGED = [(0, 1), (15, 1), (16, 1), (299, 1), (0, 2), (0, 64), (0, 65), (40, 20), (64, 64), (200, 100)]  # 1 to 300 tokens
+
+
+def error_of(lengths, *, head_dim=64, heads=(1, 2), block_size=16, dtype=torch.float32, **more):
+    num_kv_heads, group = heads
+    return compare(
+        TritonBackend(), lengths, block_size=block_size, num_kv_heads=num_kv_heads, group=group, head_dim=head_dim,
+        dtype=dtype, device=DEVICE, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("heads", [(2, 1), (2, 2), (1, 7), (1, 8)], ids=lambda heads: f"{heads[0]}x{heads[1]}")
+def test_paged_attention_equals_the_definition(dtype, head_dim, heads):
+    """Decodes and prefills, with and without cached prefixes, in one step."""
+    assert error_of(RAGGED, head_dim=head_dim, heads=heads, dtype=dtype) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 256, 3])
+def test_blocks_of_any_size_hold_the_same(block_size):
+    assert error_of(RAGGED, block_size=block_size) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("lengths", [[(299, 1), (0, 1)], [(0, 33)], [(100, 50), (0, 7)]], ids=["decode", "prefill", "chunks"])
+def test_a_step_of_one_kind_and_a_fused_projections_views(lengths):
+    assert error_of(lengths, packed=True) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("lengths", [[(40, 1), (41, 1)], [(17, 5), (40, 30)]], ids=["decode", "prefill"])
+def test_the_comparison_notices_a_planted_fault(fault, lengths):
+    """The twin of the tests above: one wrong slot, block or length is far outside of their tolerance."""
+    assert error_of(lengths, spoil=FAULTS[fault]) > 1e-3
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 8, 32])
+def test_any_number_of_splits_gives_the_same(num_splits, monkeypatch):
+    """Also more splits than tiles: those without keys must weigh nothing."""
+    from nanoinfer.attention import triton as module
+
+    monkeypatch.setattr(module, "num_splits_for", lambda *_: num_splits)
+    assert error_of([(0, 1), (63, 1), (64, 1), (299, 1)]) < TOLERANCE[torch.float32]
+
+
+def test_a_long_sequence_alone_is_split_and_a_full_batch_is_not():
+    assert num_splits_for(1, 8, 30_000) == 32
+    assert num_splits_for(1, 8, 64) == 1
+    assert num_splits_for(64, 8, 30_000) == 1
+    assert num_splits_for(16, 8, 30_000) == 4
+
+
+def test_a_slot_of_minus_one_stores_nothing():
+    """Padded rows of a captured graph have it."""
+    from nanoinfer.attention.triton import store
+
+    pages = torch.zeros(2, 2, 4, 2, 8, device=DEVICE)
+    k, v = torch.ones(2, 3, 2, 8, device=DEVICE)
+    store(k, v, *pages, torch.tensor([5, -1, 0], device=DEVICE))
+    assert pages.view(2, 8, 16).any(-1).nonzero().tolist() == [[0, 0], [0, 5], [1, 0], [1, 5]]
