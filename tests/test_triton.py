@@ -1,12 +1,14 @@
 """Our kernels, run by Triton's interpreter on a CPU (on a GPU they are compiled), against the definition in float64."""
 
 import pytest
+import tiny_models
 import torch
 
 pytest.importorskip("triton")
 
 from paged_cases import FAULTS, compare
 
+from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.triton import TritonBackend, num_splits_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,3 +86,20 @@ def test_a_slot_of_minus_one_stores_nothing():
     k, v = torch.ones(2, 3, 2, 8, device=DEVICE)
     store(k, v, *pages, torch.tensor([5, -1, 0], device=DEVICE))
     assert pages.view(2, 8, 16).any(-1).nonzero().tolist() == [[0, 0], [0, 5], [1, 0], [1, 5]]
+
+
+@pytest.mark.parametrize(("family", "bytes_per_token"), [("gpt2", 768), ("qwen3", 512)])
+def test_the_engine_generates_the_same_with_it_as_with_the_reference(family, bytes_per_token, tmp_path):
+    """Ragged prompts in chunks, a shared prefix, a cache so small that sequences are preempted."""
+    path = tiny_models.save(family, tmp_path)
+    prompts = [[7] * 16 + [5, 6], [7] * 16 + [9], list(range(3, 40)), [1]]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    tokens = []
+    for backend in ("reference", "triton"):
+        llm = LLM(
+            str(path), attention_backend=backend, block_size=16, kv_cache_memory=6 * 16 * bytes_per_token, chunk_size=16,
+            device=DEVICE,
+        )  # fmt: skip
+        tokens.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+        tiny_models.assert_nothing_is_left(llm)
+    assert tokens[0] == tokens[1]
