@@ -35,6 +35,7 @@ The map, in floors. A file imports only from the floors below its own, and from 
       attention/triton.py       our own kernels, on CUDA
       models/layers.py          RMSNorm, RoPE and YaRN, SwiGLU
       linear.py            linear layers packed for a CPU, or in 8 bits
+      fused.py             norms, rotation and gate in one kernel each, on CUDA
       models/weights.py         safetensors -> parameters
       models/gpt2.py            GPT-2
       models/qwen.py            Qwen2, Qwen2.5, Qwen3

@@ -125,6 +125,8 @@ class LLMEngine:
         model = models.load(checkpoint, "bfloat16" if config.quantization else config.dtype, device)
         if config.quantization:
             linear.quantize(model)
+        if device.type == "cuda" and not config.enforce_eager:
+            models.fuse(model)
         is_invariant = device.type == "cpu" and linear.pack(model)
         if config.scheduler.batch_invariant and not is_invariant:
             raise UnsupportedError("batch_invariant needs a CPU on which torch can pack linear layers; leave it out")

@@ -78,16 +78,6 @@ def test_a_long_sequence_alone_is_split_and_a_full_batch_is_not():
     assert num_splits_for(16, 8, 30_000) == 4
 
 
-def test_a_slot_of_minus_one_stores_nothing():
-    """Padded rows of a captured graph have it."""
-    from nanoinfer.attention.triton import store
-
-    pages = torch.zeros(2, 2, 4, 2, 8, device=DEVICE)
-    k, v = torch.ones(2, 3, 2, 8, device=DEVICE)
-    store(k, v, *pages, torch.tensor([5, -1, 0], device=DEVICE))
-    assert pages.view(2, 8, 16).any(-1).nonzero().tolist() == [[0, 0], [0, 5], [1, 0], [1, 5]]
-
-
 @pytest.mark.parametrize(("family", "bytes_per_token"), [("gpt2", 768), ("qwen3", 512)])
 def test_the_engine_generates_the_same_with_it_as_with_the_reference(family, bytes_per_token, tmp_path):
     """Ragged prompts in chunks, a shared prefix, a cache so small that sequences are preempted."""

@@ -40,14 +40,13 @@ _LEAST_ROWS = 16  # of a matrix product on tensor cores
 
 @triton.jit
 def _store_kernel(k, v, k_pages, v_pages, slots, k_stride, v_stride, SIZE: tl.constexpr, SIZE_PADDED: tl.constexpr):
-    """A program copies one token's keys and values, SIZE = num_kv_heads * head_dim numbers each. Slot -1 stores nothing."""
+    """A program copies one token's keys and values, SIZE = num_kv_heads * head_dim numbers each."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
-    if slot >= 0:
-        columns = tl.arange(0, SIZE_PADDED)
-        inside = columns < SIZE
-        tl.store(k_pages + slot * SIZE + columns, tl.load(k + token * k_stride + columns, mask=inside), mask=inside)
-        tl.store(v_pages + slot * SIZE + columns, tl.load(v + token * v_stride + columns, mask=inside), mask=inside)
+    columns = tl.arange(0, SIZE_PADDED)
+    inside = columns < SIZE
+    tl.store(k_pages + slot * SIZE + columns, tl.load(k + token * k_stride + columns, mask=inside), mask=inside)
+    tl.store(v_pages + slot * SIZE + columns, tl.load(v + token * v_stride + columns, mask=inside), mask=inside)
 
 
 @triton.jit

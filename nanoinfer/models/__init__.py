@@ -104,6 +104,16 @@ def load(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device | str
     return model.to(device).eval()
 
 
+def fuse(model: nn.Module) -> None:
+    """Replace what fused.py has a Triton kernel for; without Triton the model stays as it is, and one log line says so."""
+    try:
+        fused = import_module("nanoinfer.fused")
+    except ImportError:
+        logger.info("triton is not installed: norms, rotations and gates run as torch's own operators, one after the other")
+        return
+    fused.fuse(model)
+
+
 def on_meta(checkpoint: Checkpoint) -> Any:
     """The checkpoint's model on the meta device: every shape, and no weights yet. Raises: as load does."""
     model_class = find_model(checkpoint.config)

@@ -188,6 +188,30 @@ def apply_rotary(
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+class Rotation(nn.Module):
+    """apply_rotary, as a module that can be replaced by a fused one (fused.py)."""
+
+    def forward(
+        self,
+        x: Float[Tensor, "num_tokens heads head_dim"],
+        cos: Float[Tensor, "num_tokens 1 head_dim"],
+        sin: Float[Tensor, "num_tokens 1 head_dim"],
+    ) -> Float[Tensor, "num_tokens heads head_dim"]:
+        return apply_rotary(x, cos, sin)
+
+
+class NormedRotation(RMSNorm):
+    """An RMSNorm over each head, then the rotation: one module for Rotation's reason."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Float[Tensor, "num_tokens heads head_dim"],
+        cos: Float[Tensor, "num_tokens 1 head_dim"],
+        sin: Float[Tensor, "num_tokens 1 head_dim"],
+    ) -> Float[Tensor, "num_tokens heads head_dim"]:
+        return apply_rotary(super().forward(x), cos, sin)
+
+
 def rope_frequencies(head_dim: int, rope: RopeConfig) -> Float[Tensor, "half_head_dim"]:
     """Radians per position of each pair: theta ** (-2i / head_dim), and YaRN's blend where rope.factor is not 1.
 

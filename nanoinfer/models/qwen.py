@@ -2,7 +2,7 @@
 
     qkv_bias   Qwen2 and Qwen2.5 always; Qwen3 with attention_bias
     o_bias     Qwen3 with attention_bias; Qwen2 never
-    qk_norm    Qwen3: an RMSNorm over each head of q and of k, before the rotation
+    qk_norm    Qwen3: an RMSNorm over each head of q and of k, before the rotation (the module has both)
 
 Source: https://arxiv.org/abs/2407.10671 (Qwen2), https://arxiv.org/abs/2505.09388 (Qwen3); names as in their checkpoints.
 """
@@ -18,12 +18,13 @@ from nanoinfer.errors import UnsupportedError
 from nanoinfer.models.layers import (
     Embedding,
     MergedLinear,
+    NormedRotation,
     ResidualLinear,
     RMSNorm,
     RopeConfig,
     RotaryEmbedding,
+    Rotation,
     SwiGLU,
-    apply_rotary,
 )
 from nanoinfer.models.weights import WeightRules
 
@@ -101,8 +102,9 @@ class QwenAttention(nn.Module):
             config.hidden_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, bias=config.qkv_bias
         )
         self.o_proj = ResidualLinear(q_size, config.hidden_size, bias=config.o_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = (
+            NormedRotation(config.head_dim, config.rms_norm_eps) if config.qk_norm else Rotation() for _ in range(2)
+        )
 
     def forward(
         self,
@@ -113,8 +115,8 @@ class QwenAttention(nn.Module):
         attend: Attend,
     ) -> Float[Tensor, "num_tokens hidden"]:
         q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.num_heads, dim=1)
-        q = apply_rotary(self.q_norm(q), cos, sin)  # [num_tokens, num_heads, head_dim]
-        k = apply_rotary(self.k_norm(k), cos, sin)  # [num_tokens, num_kv_heads, head_dim]; v the same
+        q = self.q_norm(q, cos, sin)  # [num_tokens, num_heads, head_dim]
+        k = self.k_norm(k, cos, sin)  # [num_tokens, num_kv_heads, head_dim]; v the same
         return self.o_proj(attend(self.layer, q, k, v).flatten(1), residual)
 
 
