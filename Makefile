@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint gpu clean
 
 demo: .venv/installed
 	$(BIN)/nanoinfer generate "Once upon a time" --echo --seed 1
@@ -15,6 +15,13 @@ lint: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# On a machine with a CUDA device, with the Python at hand: installs nothing, and adds an entry to BENCHMARKS.md.
+gpu:
+	$(PYTHON) -m pytest -m gpu tests
+	$(PYTHON) -m pytest tests/test_triton.py tests/test_fused.py tests/test_model_runner.py
+	$(PYTHON) -m nanoinfer doctor
+	(echo; $(PYTHON) -m nanoinfer bench report --shape qwen3-0.6b --device cuda --workload A,C,E,F) >> BENCHMARKS.md
 
 clean:
 	rm -rf .venv

@@ -49,7 +49,7 @@ The map, in floors. A file imports only from the floors below its own, and from 
       sampling/logprobs.py      log-probabilities and ranks
       sampling/sampler.py       the list of stages, then the draw
       forward_batch.py     scheduled sequences -> the tensors of one step
-      model_runner.py      tensors -> logits
+      model_runner.py      tensors -> logits; CUDA graphs of decode steps
     floor 4
       engine.py            LLMEngine.step(): the whole story in a few lines
     floor 5: front doors
@@ -62,8 +62,10 @@ The map, in floors. A file imports only from the floors below its own, and from 
       bench/runners.py     a workload through nanoinfer, and through transformers
       bench/compare.py     both in turns, and the bars
       bench/roofline.py    what the machine allows, and how near a model comes
+      bench/report.py      a dated entry for BENCHMARKS.md
       terminal.py          what the commands share: options, errors as one sentence
       bench/cli.py         the `nanoinfer bench` command
+      doctor.py            what this machine has, and whether the backends are right on it
       cli.py               the `nanoinfer` command
 
 Beside the floors: checkpoints/, the models in the box and the script that trains them.

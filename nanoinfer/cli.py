@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from nanoinfer import __version__
 from nanoinfer.bench.cli import app as bench_app
@@ -19,7 +21,7 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
-AttentionBackend = Annotated[str, typer.Option(help="auto, cpu or reference.")]
+AttentionBackend = Annotated[str, typer.Option(help="auto, or flash, triton, torch, cpu, reference.")]
 KVCacheMemory = Annotated[int | None, typer.Option(help="Bytes for the KV cache.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy. Default: the checkpoint's, or 1.")]
@@ -109,6 +111,26 @@ def generate(
         _, interrupted = _show(llm, text, params)
         if interrupted:
             raise typer.Exit(130)  # as a shell has it
+
+
+@app.command()
+def doctor() -> None:
+    """What this machine has, what the engine will use of it, and whether each attention backend computes rightly here."""
+    from nanoinfer.doctor import examine
+
+    report = examine()
+    console = Console()
+    for title, pairs in (("this machine", report.machine), ("what the engine will use", report.engine)):
+        table = Table("", "", title=title, title_justify="left", show_header=False)
+        for pair in pairs:
+            table.add_row(*pair)
+        console.print(table)
+    table = Table("", "", title="attention backends, beside the reference", title_justify="left", show_header=False)
+    for check in report.checks:
+        table.add_row(check.backend, check.words)
+    console.print(table)
+    if any(check.failed for check in report.checks):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -23,7 +23,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import CheckpointNotFoundError, InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError
 from nanoinfer.forward_batch import ForwardBatch
 from nanoinfer.kv_cache import KVCache, blocks_that_fit, bytes_per_block
-from nanoinfer.model_runner import ModelRunner
+from nanoinfer.model_runner import CUDACapture, DecodeGraphs, ModelRunner
 from nanoinfer.outputs import LogprobsOnePosition
 from nanoinfer.request import Request, named_logprobs
 from nanoinfer.sampling.batch import SamplingBatch
@@ -99,9 +99,18 @@ class LLMEngine:
 
         self.block_manager = BlockManager(num_blocks, block_size, config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(config.scheduler, self.block_manager, config.tracer)
+        graphs = None
+        if self.device.type == "cuda" and backend.can_be_recorded and not config.enforce_eager:
+            graphs = DecodeGraphs(
+                max_num_seqs=config.scheduler.max_num_seqs,
+                max_model_len=self.max_model_len,
+                block_size=block_size,
+                padding_block=num_blocks,
+                capture=CUDACapture(),
+            )
         cache = KVCache(
             num_layers=self.model_config.num_hidden_layers,
-            num_blocks=num_blocks,
+            num_blocks=num_blocks + (graphs is not None),
             block_size=block_size,
             num_kv_heads=self.model_config.num_key_value_heads,
             head_dim=self.model_config.head_dim,
@@ -109,7 +118,7 @@ class LLMEngine:
             device=self.device,
             layout=backend.layout,
         )
-        self.runner = ModelRunner(model, cache, backend)
+        self.runner = ModelRunner(model, cache, backend, graphs)
         self.sampler = Sampler(
             STAGES if config.stages is None else config.stages, processed_logprobs=config.logprobs_mode == "processed"
         )

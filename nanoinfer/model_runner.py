@@ -2,29 +2,163 @@
 
 In: a ForwardBatch. Out: hidden rows, and for some of them logits [num_rows, vocab] in fp32. It knows tensors, and neither
 requests nor sampling.
+
+On a GPU a decode step of a small model launches hundreds of kernels that each run for microseconds, and Python cannot launch
+them so fast. A CUDA graph is a recording of those launches, started at once. It replays the same kernels on the same memory, so
+each step's tensors are copied into places that never move, and a batch is padded to one of a few sizes ("buckets"), each
+recorded when it first comes. Padding rows read and write a block of their own, which no sequence ever has.
 """
 
-from jaxtyping import Float
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from nanoinfer.attention.base import AttentionBackend
+from nanoinfer.attention.base import AttentionBackend, AttentionMetadata
 from nanoinfer.forward_batch import ForwardBatch
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.models import Model
 
+logger = logging.getLogger(__name__)
+
+# Records what a function launches. Returns a replay of it, and the tensor that the replay fills.
+Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+
 
 class ModelRunner:
-    def __init__(self, model: Model, cache: KVCache, backend: AttentionBackend) -> None:
+    """graphs: how decode steps are replayed; None runs every step as it comes."""
+
+    def __init__(self, model: Model, cache: KVCache, backend: AttentionBackend, graphs: "DecodeGraphs | None" = None) -> None:
         self.model = model
         self.cache = cache
         self.backend = backend
+        self.graphs = graphs
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
+        """The hidden rows stay as they are until the next forward."""
         if batch.block_copies:
             self.cache.copy_blocks(batch.block_copies)
-        attend = self.backend.begin_step(self.cache, batch.attention)
-        return self.model(batch.input_ids, batch.positions, attend)
+        if self.graphs is not None and self.graphs.covers(batch):
+            return self.graphs.replay(batch, self._run)
+        return self._run(batch)
 
     def compute_logits(self, hidden: Float[Tensor, "num_rows hidden"]) -> Float[Tensor, "num_rows vocab"]:
         """Call it with few rows: 1,000 of them over 151,936 ids are 600 MB."""
         return self.model.compute_logits(hidden).float()
+
+    def _run(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
+        attend = self.backend.begin_step(self.cache, batch.attention)
+        return self.model(batch.input_ids, batch.positions, attend)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """A recording for num_rows rows: the places it reads, and what it fills."""
+
+    places: ForwardBatch
+    replay: Callable[[], None]
+    hidden: Float[Tensor, "num_rows hidden"]
+
+
+class DecodeGraphs:
+    """Recordings of decode steps, by their number of rows: 1, 2, 4, 8, 16, 32, 48 and so on.
+
+    padding_block: the block of the padding rows. max_model_len: a recording must serve sequences of every length up to it.
+    """
+
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, padding_block: int, capture: Capture) -> None:
+        self.sizes = [size for size in (1, 2, 4, 8) if size < max_num_seqs]
+        self.sizes += [*range(16, max_num_seqs, 16), max_num_seqs]
+        self._max_model_len = max_model_len
+        self._max_blocks = -(-max_model_len // block_size)
+        self._padding_block = padding_block
+        self._padding_slot = padding_block * block_size
+        self._capture = capture
+        self._buckets: dict[int, _Bucket] = {}
+
+    def covers(self, batch: ForwardBatch) -> bool:
+        """Steps of single tokens alone."""
+        return batch.attention.num_decodes == len(batch.input_ids) <= self.sizes[-1]
+
+    def replay(self, batch: ForwardBatch, run: Callable[[ForwardBatch], Tensor]) -> Float[Tensor, "num_tokens hidden"]:
+        """The hidden rows of run(batch), by the recording of the smallest bucket that holds it."""
+        num_rows = len(batch.input_ids)
+        size = next(size for size in self.sizes if size >= num_rows)
+        bucket = self._buckets.get(size)
+        if bucket is None:
+            places = self._places(size, batch.input_ids.device)
+            _fill(places, batch)
+            replay, hidden = self._capture(lambda: run(places))
+            bucket = self._buckets[size] = _Bucket(places, replay, hidden)
+        self._pad(bucket.places, num_rows)
+        _fill(bucket.places, batch)
+        bucket.replay()
+        return bucket.hidden[:num_rows]
+
+    def _places(self, size: int, device: torch.device) -> ForwardBatch:
+        """Tensors that never move, of padding rows alone."""
+
+        def rows(value: int, *shape: int) -> Int[Tensor, "..."]:
+            return torch.full((size, *shape), value, dtype=torch.int64, device=device)
+
+        attention = AttentionMetadata(
+            query_start_loc=torch.arange(size + 1, device=device),
+            seq_lens=rows(1),
+            block_tables=rows(self._padding_block, self._max_blocks),
+            slot_mapping=rows(self._padding_slot),
+            max_query_len=1,
+            max_seq_len=self._max_model_len,
+            num_decodes=size,
+            query_start_loc_cpu=list(range(size + 1)),
+            seq_lens_cpu=[self._max_model_len] * size,
+        )
+        return ForwardBatch(rows(0), rows(0), torch.arange(size, device=device), attention, [])
+
+    def _pad(self, places: ForwardBatch, num_rows: int) -> None:
+        """The rows from num_rows on: one token each, in the padding block."""
+        for place, value in (
+            (places.input_ids, 0),
+            (places.positions, 0),
+            (places.attention.slot_mapping, self._padding_slot),
+            (places.attention.seq_lens, 1),
+            (places.attention.block_tables, self._padding_block),
+        ):
+            place[num_rows:] = value
+
+
+def _fill(places: ForwardBatch, batch: ForwardBatch) -> None:
+    """Copy a batch into the first rows."""
+    num_rows, max_blocks = batch.attention.block_tables.shape
+    places.input_ids[:num_rows] = batch.input_ids
+    places.positions[:num_rows] = batch.positions
+    places.attention.slot_mapping[:num_rows] = batch.attention.slot_mapping
+    places.attention.seq_lens[:num_rows] = batch.attention.seq_lens
+    places.attention.block_tables[:num_rows, :max_blocks] = batch.attention.block_tables
+
+
+class CUDACapture:
+    """A Capture of CUDA graphs, which share one pool of memory: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None  # torch's handle of it
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        before = torch.cuda.memory_reserved()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()  # compiles kernels and chooses algorithms, neither of which can be recorded
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            out = run()
+        self._pool = graph.pool()
+        taken = (torch.cuda.memory_reserved() - before) / 2**20
+        logger.info(
+            "recorded a CUDA graph for a decode step of %d rows (%.0f MiB); enforce_eager=True does without", len(out), taken
+        )
+        return graph.replay, out

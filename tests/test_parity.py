@@ -110,17 +110,3 @@ def test_greedy_tokens_equal_transformers_over_a_ragged_batch(family, backend, t
     params = SamplingParams(temperature=0, max_tokens=64, detokenize=False)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
-def test_greedy_tokens_on_a_gpu_equal_those_on_a_cpu(family, tmp_path):
-    path = tiny_models.save(family, tmp_path)
-    params = SamplingParams(temperature=0, max_tokens=64, detokenize=False)
-    answers = []
-    for device in ("cpu", "cuda"):
-        llm = LLM(path, device=device, block_size=16, chunk_size=64, kv_cache_memory=2**24)
-        outputs = llm.generate([PROMPT[:length].tolist() for length in (1, 7, 150)], params, use_tqdm=False)
-        answers.append([output.outputs[0].token_ids for output in outputs])
-    assert answers[0] == answers[1]

@@ -73,6 +73,7 @@ class AttentionBackend(Protocol):
 
     layout: Layout
     default_block_size: int
+    can_be_recorded: bool  # into a CUDA graph: a decode step of it asks the host for nothing but shapes
 
     @staticmethod
     def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:

@@ -115,6 +115,7 @@ def causal_attention(
 class CPUBackend:
     layout: Layout = "HND"
     default_block_size = 64
+    can_be_recorded = False
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         self._may_compile = not enforce_eager

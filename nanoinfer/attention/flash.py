@@ -20,6 +20,7 @@ PAGE_SIZES = 256  # and its multiples
 class FlashBackend:
     layout: Layout = "NHD"
     default_block_size = PAGE_SIZES
+    can_be_recorded = True
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         """enforce_eager changes nothing here: the kernels came compiled."""

@@ -17,6 +17,7 @@ from nanoinfer.kv_cache import KVCache, Layout
 class ReferenceBackend:
     layout: Layout = "NHD"
     default_block_size = 16
+    can_be_recorded = False
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         """enforce_eager changes nothing here: nothing is compiled."""

@@ -171,6 +171,7 @@ def _merge_kernel(
 class TritonBackend:
     layout: Layout = "NHD"
     default_block_size = 16
+    can_be_recorded = True
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         """enforce_eager changes nothing here: kernels are compiled when they are first called, and kept on disk."""

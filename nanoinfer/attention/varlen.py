@@ -22,6 +22,7 @@ from nanoinfer.kv_cache import KVCache, Layout
 class VarlenBackend:
     layout: Layout = "NHD"
     default_block_size = 256
+    can_be_recorded = False
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         """enforce_eager changes nothing here: the kernels came compiled."""

@@ -30,7 +30,8 @@ Tokens per second: output tokens over the time from the first arrival to the las
 
 WORKLOADS_HELP = """\
 Workloads: A one stream (32 tokens in, 128 out); B16, B64 batches (64 in, 64 out); C prefill (1,023 in, 1 out); D 32 requests of
-mixed lengths (16-256 in, 16-128 out); E 64 sampled streams (1 in, 128 out, top_k 40, top_p 0.9). The others are greedy."""
+mixed lengths (16-256 in, 16-128 out); E 64 sampled streams (1 in, 128 out, top_k 40, top_p 0.9); F for a GPU, 256
+requests (100-1,024 in and out). All but E are greedy."""
 
 app = typer.Typer(help="What nanoinfer costs, beside what others cost.")
 
@@ -40,7 +41,7 @@ Shape = Annotated[
 ]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Compile nothing.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Named = Annotated[str | None, typer.Option("--workload", help="Some of A,B16,B64,C,D,E, with commas. Default: A,B16.")]
+Named = Annotated[str | None, typer.Option("--workload", help="Some of A,B16,B64,C,D,E,F, with commas. Default: A,B16.")]
 NumPrompts = Annotated[int | None, typer.Option(min=1, help="A workload of your own: how many requests.")]
 InputLen = Annotated[str, typer.Option(help="Its prompts' tokens: 128, or drawn from 16-256.")]
 OutputLen = Annotated[str, typer.Option(help="Its answers' tokens, in the same way.")]
@@ -256,3 +257,35 @@ def sampler(
         numbers = (f"{result.ours_ms:.2f}", f"{result.theirs_ms:.2f}", f"{result.ratio:.1f}")
         table.add_row(result.name, str(result.vocab_size), *numbers, bar)
     Console().print(table)
+
+
+@app.command("report")
+def report(
+    model: Model = None,
+    shape: Shape = None,
+    workload: Named = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs that count, after one to warm up.")] = 1,
+) -> None:
+    """Throughput beside transformers and the roofline, as a dated entry for BENCHMARKS.md."""
+    from nanoinfer import models
+    from nanoinfer.bench import compare as comparing
+    from nanoinfer.bench import roofline as measured
+    from nanoinfer.bench import workloads
+    from nanoinfer.bench.report import entry
+
+    with errors_for_people(), comparing.checkpoint_of(model, shape, dtype) as checkpoint:
+        results = comparing.compare(
+            checkpoint,
+            workloads.named(workload or "A,B16"),
+            shape=shape,
+            repeats=repeats,
+            with_transformers=True,
+            dtype=dtype,
+            device=device,
+            quantization=None,
+        )
+        machine, its_dtype, phases = measured.run(checkpoint, dtype=dtype, device=device)
+        name = shape or model or "tiny-qwen3"
+        print(entry(name, models.resolve_device(device), machine, its_dtype, phases, results))

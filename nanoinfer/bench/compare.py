@@ -24,11 +24,12 @@ from nanoinfer.errors import InvalidValueError
 from nanoinfer.kv_cache import bytes_per_block
 from nanoinfer.llm import LLM
 
-# (shape, dtype) -> workload -> how many times transformers' speed has to be reached on a CPU with 2 threads
+# (device type, shape, dtype) -> workload -> how many times transformers' speed has to be reached; on a CPU, with 2 threads
 BARS = {
-    ("gpt2", "bfloat16"): {"A": 2.9, "B16": 2.7, "B64": 2.7, "C": 1.7, "D": 6.5, "E": 4.6},
-    ("gpt2", "float32"): {"A": 2.5, "B16": 3.4, "B64": 3.2, "C": 2.3, "D": 8.5, "E": 4.2},
-    ("qwen3-0.6b", "bfloat16"): {"A": 2.3, "B16": 2.8, "B64": 2.9},
+    ("cpu", "gpt2", "bfloat16"): {"A": 2.9, "B16": 2.7, "B64": 2.7, "C": 1.7, "D": 6.5, "E": 4.6},
+    ("cpu", "gpt2", "float32"): {"A": 2.5, "B16": 3.4, "B64": 3.2, "C": 2.3, "D": 8.5, "E": 4.2},
+    ("cpu", "qwen3-0.6b", "bfloat16"): {"A": 2.3, "B16": 2.8, "B64": 2.9},
+    ("cuda", "qwen3-0.6b", "bfloat16"): {"F": 15.0},
 }
 
 
@@ -111,8 +112,9 @@ def compare(
     if with_transformers:
         peer = TransformersRunner(opened.path, dtype, llm.engine.device)
     bars: dict[str, float] = {}
-    if peer is not None and llm.engine.device.type == "cpu" and torch.get_num_threads() == 2 and not engine["quantization"]:
-        bars = BARS.get((shape or "", str(dtype).removeprefix("torch.")), {})
+    device_type = llm.engine.device.type
+    if peer is not None and (device_type == "cuda" or torch.get_num_threads() == 2) and not engine["quantization"]:
+        bars = BARS.get((device_type, shape or "", str(dtype).removeprefix("torch.")), {})
     results = []
     for workload in workloads:
         ours, theirs = [], []

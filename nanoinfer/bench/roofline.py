@@ -22,8 +22,13 @@ from nanoinfer.llm import LLM
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tracing import Recorder, StepTimed
 
-READ_BYTES = 256 * 2**20  # far more than any cache holds
-GEMM_SIZE = 2048
+READ_BYTES = {"cpu": 256 * 2**20, "cuda": 2**32}  # far more than any cache holds, and long enough to be timed
+GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
+# (sequences, tokens of each) whose steps are measured; the first is the prefill, the others decode
+STEPS = {
+    "cpu": ((1, 1023), (1, 128), (16, 128), (64, 128), (16, 900)),
+    "cuda": ((1, 1023), (1, 128), (16, 900), (64, 900), (256, 1000)),
+}
 NUM_STEPS = 16  # decode steps whose median counts
 
 
@@ -69,20 +74,21 @@ class Phase:
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """A sum over 256 MiB, and matrix products of 2,048 x 2,048 in the engine's own linear layer. The best of ten each.
+    """A sum over READ_BYTES, and square matrix products of GEMM_SIZE in the engine's own linear layer. The best of ten each.
 
     dtype: measured beside fp32 and bf16.
     """
-    data = torch.ones(READ_BYTES // 8, dtype=torch.int64, device=device)
+    num_bytes, size = READ_BYTES[device.type], GEMM_SIZE[device.type]
+    data = torch.ones(num_bytes // 8, dtype=torch.int64, device=device)
     rates = {}
     for one in dict.fromkeys((torch.float32, torch.bfloat16, dtype)):
-        layer = nn.Sequential(nn.Linear(GEMM_SIZE, GEMM_SIZE, bias=False, dtype=one, device=device))
+        layer = nn.Sequential(nn.Linear(size, size, bias=False, dtype=one, device=device))
         if device.type == "cpu":
             pack(layer)
-        x = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=one, device=device)
+        x = torch.ones(size, size, dtype=one, device=device)
         with torch.inference_mode():
-            rates[one] = 2 * GEMM_SIZE**3 / _best_s(partial(layer, x), device)
-    return Machine(torch.get_num_threads(), READ_BYTES / _best_s(data.sum, device), rates)
+            rates[one] = 2 * size**3 / _best_s(partial(layer, x), device)
+    return Machine(torch.get_num_threads(), num_bytes / _best_s(data.sum, device), rates)
 
 
 def count(model: Any, dtype: torch.dtype, *, num_seqs: int, num_new: int, context: int) -> tuple[Part, ...]:
@@ -119,10 +125,10 @@ def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, li
     machine = measure_machine(llm.engine.device, dtype)
     most = llm.engine.max_model_len - NUM_STEPS - 2
     phases = []
-    for num_seqs, length in ((1, 1023), (1, 128), (16, 128), (64, 128), (16, 900)):
-        length = min(length, most)
+    for i, (num_seqs, asked) in enumerate(STEPS[llm.engine.device.type]):
+        length = min(asked, most)
         prefill_s, decode_s = _measure(llm, recorder, num_seqs, length)
-        if num_seqs == 1 and length != 128:
+        if i == 0:
             parts = count(model, dtype, num_seqs=1, num_new=length, context=length)
             phases.append(Phase(f"prefill of {length}", parts, prefill_s))
         else:

@@ -49,10 +49,10 @@ class Workload:
         ]
 
 
-def _workload_d() -> Workload:
+def _mixed(name: str, num_requests: int, input_len: tuple[int, int], output_len: tuple[int, int]) -> Workload:
     rng = random.Random(0)
-    lens = [(rng.randint(16, 256), rng.randint(16, 128)) for _ in range(32)]
-    return Workload(name="D", input_lens=tuple(i for i, _ in lens), output_lens=tuple(o for _, o in lens))
+    lens = [(rng.randint(*input_len), rng.randint(*output_len)) for _ in range(num_requests)]
+    return Workload(name=name, input_lens=tuple(i for i, _ in lens), output_lens=tuple(o for _, o in lens))
 
 
 WORKLOADS = {
@@ -62,13 +62,14 @@ WORKLOADS = {
         Workload(name="B16", input_lens=(64,) * 16, output_lens=(64,) * 16),
         Workload(name="B64", input_lens=(64,) * 64, output_lens=(64,) * 64),
         Workload(name="C", input_lens=(1023,), output_lens=(1,)),  # prefill alone: its figure is the TTFT
-        _workload_d(),  # nano-vllm's benchmark, scaled down
+        _mixed("D", 32, (16, 256), (16, 128)),  # nano-vllm's benchmark, scaled down
         Workload(
             name="E",  # sampled
             input_lens=(1,) * 64,
             output_lens=(128,) * 64,
             sampling={"temperature": 1.0, "top_k": 40, "top_p": 0.9},
         ),
+        _mixed("F", 256, (100, 1024), (100, 1024)),  # nano-vllm's benchmark, for a GPU: hours on a CPU
     )
 }
 

@@ -162,6 +162,10 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def cpu_has_fast_bf16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
 def resolve_dtype(dtype: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     """What a checkpoint is run in. dtype: one of config.DTYPES. Raises: InvalidValueError, UnsupportedError."""
     if dtype not in DTYPES:
@@ -173,10 +177,8 @@ def resolve_dtype(dtype: str, checkpoint: Checkpoint, device: torch.device) -> t
     resolved = own.get(str(name).removeprefix("torch.")) if name else dtype_of(WeightFiles(checkpoint.weight_files))
     if resolved is None:
         raise UnsupportedError(f"the checkpoint's dtype is {name!r}; {', '.join(own)} are covered. Pass dtype= to choose one")
-    if device.type == "cpu" and resolved != torch.float32:
-        has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        fast = resolved is torch.bfloat16 and has_bf16
-        if not fast:
-            logger.info("the checkpoint is %s, which this CPU is slow at: using float32 (dtype= chooses)", resolved)
-            return torch.float32
+    is_fast = device.type != "cpu" or resolved is torch.float32 or (resolved is torch.bfloat16 and cpu_has_fast_bf16())
+    if not is_fast:
+        logger.info("the checkpoint is %s, which this CPU is slow at: using float32 (dtype= chooses)", resolved)
+        return torch.float32
     return resolved

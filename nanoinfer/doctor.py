@@ -1,0 +1,153 @@
+"""`nanoinfer doctor`: what this machine has, what the engine will use of it, and whether each attention backend is right here.
+
+In: nothing. Out: a Report. Right means: on a small step with random numbers a backend gives what the reference does in fp32.
+"""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+
+import torch
+
+from nanoinfer import linear, models
+from nanoinfer.attention.base import BACKENDS, AttentionBackend, AttentionMetadata, find_backend, select_backend
+from nanoinfer.attention.reference import ReferenceBackend
+from nanoinfer.kv_cache import KVCache, memory_for_cache
+
+HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 64, 4, 2
+# (tokens in the cache, new tokens) of each sequence of the step: two that decode, a chunk behind a prefix, a whole prompt
+LENGTHS = ((40, 1), (300, 1), (70, 30), (0, 90))
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A backend's verdict: the largest difference from the reference, or why it was not run, or how it failed."""
+
+    backend: str
+    difference: float | None
+    words: str
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """machine, engine: (what, its value) pairs to print."""
+
+    machine: list[tuple[str, str]]
+    engine: list[tuple[str, str]]
+    checks: list[Check]
+
+
+def examine() -> Report:
+    """Look at the machine, and run every backend that can run."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" or models.cpu_has_fast_bf16() else torch.float32
+    return Report(_machine(device), _engine(device, dtype), [_check(name, device) for name in BACKENDS])
+
+
+def _machine(device: torch.device) -> list[tuple[str, str]]:
+    found = [
+        ("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"),
+        ("CPU threads torch uses", f"{torch.get_num_threads()} of {os.cpu_count()}"),
+        ("CPU with fast bfloat16", "yes" if models.cpu_has_fast_bf16() else "no"),
+        ("C++ compiler", next((path for name in ("g++", "clang++", "cl") if (path := shutil.which(name))), "none")),
+        ("GPU", "none that torch sees"),
+    ]
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        major, minor = torch.cuda.get_device_capability()
+        found[-1] = (
+            "GPU",
+            f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, {free / 2**30:.1f} of "
+            f"{total / 2**30:.1f} GiB free",
+        )
+    for package in ("torch", "transformers", "triton", "flash-attn"):
+        try:
+            found.append((package, importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            found.append((package, "not installed"))
+    return found
+
+
+def _engine(device: torch.device, dtype: torch.dtype) -> list[tuple[str, str]]:
+    """What LLM(...) with its defaults would take for a checkpoint in bfloat16 with heads of HEAD_DIM."""
+    name, backend = select_backend("auto", device, dtype, HEAD_DIM)
+    told = [
+        ("device", str(device)),
+        ("dtype of a bfloat16 checkpoint", str(dtype).removeprefix("torch.")),
+        ("attention", f"{name}, blocks of {backend.default_block_size} tokens"),
+        ("memory for the KV cache", f"{memory_for_cache(device, None, 0.9) / 2**30:.1f} GiB, less the weights on a GPU"),
+    ]
+    if device.type == "cpu":
+        layer = torch.nn.Sequential(torch.nn.Linear(64, 64, dtype=dtype))
+        told.append(("packed linear layers", "yes" if linear.pack(layer) else "no: slower, and bits may depend on the batch"))
+    return told
+
+
+def _check(name: str, device: torch.device) -> Check:
+    reason = None
+    for dtype in (torch.float32, torch.bfloat16):  # the first that the backend takes
+        backend_class, reason = find_backend(name, device, dtype, HEAD_DIM, None)
+        if backend_class is None:
+            continue
+        try:
+            backend = backend_class(enforce_eager=True)
+            difference = (
+                (_attend(backend, device, dtype) - _attend(ReferenceBackend(), device, torch.float32)).abs().max().item()
+            )
+        except Exception as error:  # whatever a broken installation raises
+            return Check(name, None, f"failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}", True)
+        is_right = difference < TOLERANCE[dtype]
+        words = f"{'right' if is_right else 'WRONG'} in {str(dtype).removeprefix('torch.')}, off by {difference:.1e}"
+        return Check(name, difference, words, not is_right)
+    return Check(name, None, f"cannot be used: {reason}", False)
+
+
+def _attend(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """One step over random numbers, the same for every backend: tokens in the cache first, then the new ones' attention."""
+    block_size = backend.default_block_size
+    generator = torch.Generator().manual_seed(0)
+    num_blocks = [-(-(old + new) // block_size) for old, new in LENGTHS]
+    cache = KVCache(
+        num_layers=1,
+        num_blocks=sum(num_blocks),
+        block_size=block_size,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=dtype,
+        device=device,
+        layout=backend.layout,
+    )
+    ids = iter(range(sum(num_blocks)))
+    tables = [[next(ids) for _ in range(count)] for count in num_blocks]
+    width = max(num_blocks)
+
+    def slots(table: list[int], positions: range) -> torch.Tensor:
+        return torch.tensor([table[i // block_size] * block_size + i % block_size for i in positions], device=device).long()
+
+    queries, keys, values, new_slots = [], [], [], []
+    for table, (old, new) in zip(tables, LENGTHS, strict=True):
+        k, v = torch.randn(2, old + new, NUM_KV_HEADS, HEAD_DIM, generator=generator).to(device, dtype)
+        queries.append(torch.randn(new, NUM_HEADS, HEAD_DIM, generator=generator).to(device, dtype))
+        cache.write(0, slots(table, range(old)), k[:old], v[:old])
+        keys.append(k[old:])
+        values.append(v[old:])
+        new_slots.append(slots(table, range(old, old + new)))
+    seq_lens = [old + new for old, new in LENGTHS]
+    starts = [sum(new for _, new in LENGTHS[:i]) for i in range(len(LENGTHS) + 1)]
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor(starts, device=device),
+        seq_lens=torch.tensor(seq_lens, device=device),
+        block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], device=device),
+        slot_mapping=torch.cat(new_slots),
+        max_query_len=max(new for _, new in LENGTHS),
+        max_seq_len=max(seq_lens),
+        num_decodes=2,
+        query_start_loc_cpu=starts,
+        seq_lens_cpu=seq_lens,
+    )
+    out = backend.begin_step(cache, metadata)(0, torch.cat(queries), torch.cat(keys), torch.cat(values))
+    return out.float()

@@ -1,0 +1,91 @@
+"""On a CUDA device: every backend against the definition, replayed steps against plain ones, the engine against transformers.
+
+It uses torch, transformers, numpy, pytest, hypothesis and jaxtyping only. `make gpu` runs it, with the benchmark.
+"""
+
+import pytest
+import tiny_models
+import torch
+import transformers
+from paged_cases import compare
+
+from nanoinfer import LLM, SamplingParams, models
+from nanoinfer.attention.base import BACKENDS, find_backend
+from nanoinfer.attention.dense import DenseAttention
+from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.errors import InvalidValueError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+PROMPTS = [[(31 * i) % tiny_models.VOCAB_SIZE for i in range(1, length + 1)] for length in (1, 7, 40, 150)]
+RAGGED = [(0, 1), (15, 1), (256, 1), (2000, 1), (0, 2), (0, 65), (40, 20), (256, 44), (1200, 300)]
+
+
+def greedy(path, max_tokens=64, **options):
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    llm = LLM(str(path), chunk_size=64, kv_cache_memory=2**26, **options)
+    tokens = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    tiny_models.assert_nothing_is_left(llm)
+    return tokens, llm
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "head_dim"), [((2, 1), 64), ((2, 7), 64), ((1, 8), 128), ((4, 1), 80)])
+def test_every_backend_equals_the_definition(backend, dtype, heads, head_dim):
+    _, reason = find_backend(backend, torch.device("cuda"), dtype, head_dim, 256)
+    if reason:
+        pytest.skip(reason)
+    num_kv_heads, group = heads
+    error = compare(
+        backend, RAGGED, block_size=256, num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, dtype=dtype, device="cuda",
+        packed=True,
+    )  # fmt: skip
+    assert error < {torch.float32: 2e-5, torch.bfloat16: 0.03, torch.float16: 0.004}[dtype]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen3"])
+def test_greedy_tokens_equal_transformers_in_fp32(family, tmp_path):
+    path = tiny_models.save(family, tmp_path)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda().eval()
+    expected = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt], device="cuda")
+        mask = torch.ones_like(ids)
+        out = oracle.generate(ids, attention_mask=mask, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+        expected.append(out[0, len(prompt) :].tolist())
+    assert greedy(path, device="cuda")[0] == expected
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_bf16_logits_stand_as_near_the_truth_as_transformers(family, tmp_path):
+    path = tiny_models.save(family, tmp_path)
+    ids = torch.tensor(PROMPTS[-1], device="cuda")
+
+    def there(dtype):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).cuda().eval()
+        with torch.inference_mode():
+            return model(ids[None]).logits[0].float()
+
+    model = models.load(Checkpoint.open(str(path)), "bfloat16", "cuda")
+    models.fuse(model)
+    with torch.inference_mode():
+        here = model.compute_logits(model(ids, torch.arange(len(ids), device="cuda"), DenseAttention())).float()
+    truth = there(torch.float32)
+    assert (here - truth).abs().mean() < 1.25 * (there(torch.bfloat16) - truth).abs().mean()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_recorded_and_fused_steps_give_the_tokens_of_plain_ones(family, tmp_path):
+    path = tiny_models.save(family, tmp_path)
+    recorded, llm = greedy(path, device="cuda")
+    assert llm.engine.runner.graphs._buckets  # it did record
+    plain, llm = greedy(path, device="cuda", enforce_eager=True)
+    assert llm.engine.runner.graphs is None
+    assert recorded == plain == greedy(path, device="cpu")[0]
+
+
+def test_more_cache_than_there_is_memory_says_what_to_lower(tmp_path):
+    path = tiny_models.save("qwen3", tmp_path)
+    with pytest.raises(InvalidValueError, match="lower kv_cache_memory"):
+        LLM(str(path), device="cuda", kv_cache_memory=2**50)
