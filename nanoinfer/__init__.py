@@ -51,6 +51,7 @@ The map, in floors. A file imports only from the floors below its own, and from 
       forward_batch.py     scheduled sequences -> the tensors of one step
       model_runner.py      tensors -> logits; CUDA graphs of decode steps
     floor 4
+      admission.py         what a request may ask of this engine
       engine.py            LLMEngine.step(): the whole story in a few lines
     floor 5: front doors
       beam_search.py       the likeliest answers, over forked sequences

@@ -39,7 +39,7 @@ class BeamSearch:
         for index, prompt in enumerate(prompts):
             with naming_the_prompt(index):
                 parsed = parse_prompt(prompt, engine.tokenizer)
-                engine.check_request(parsed.token_ids, SamplingParams(detokenize=False))
+                engine.admission.check(parsed.token_ids, SamplingParams(detokenize=False))
                 group = _Group(engine, parsed, params)
                 self._check_fits(group, params.beam_width)
                 self._groups.append(group)
@@ -124,7 +124,7 @@ class _Group:
         num_prompt, block_size = len(prompt.token_ids), engine.block_manager.block_size
         self.max_tokens = min(params.max_tokens, engine.max_model_len - num_prompt)  # most that can be generated
         if self.max_tokens < 1:
-            self.error = engine.too_long(num_prompt)
+            self.error = engine.admission.too_long(num_prompt)
             self.is_done = True
         num_shared = num_prompt // block_size
         num_own = engine.block_manager.num_blocks_for(num_prompt + self.max_tokens) - num_shared

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanoinfer.checks import check_flag, check_integer, check_number
-from nanoinfer.errors import InvalidTypeError, InvalidValueError
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, unknown_argument
 from nanoinfer.tracing import Tracer
 
 DTYPES = {
@@ -85,6 +85,7 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens of prompt + output; None: the model's own
     attention_backend: str = "auto"
     enforce_eager: bool = False
+    async_scheduling: bool | None = None  # launch a step before the one before it is read; None: on a GPU
     seed: int = 0
     tracer: Tracer | None = None
     stages: tuple[Any, ...] | None = None  # the sampler's; None: sampling.sampler.STAGES
@@ -108,6 +109,8 @@ class EngineConfig:
             raise InvalidValueError(f"quantization='int8' computes in bfloat16, got dtype={self.dtype!r}; leave dtype out")
         check_integer("max_model_len", self.max_model_len, 1, None, ">= 1", or_none=True)
         check_flag("enforce_eager", self.enforce_eager)
+        if self.async_scheduling is not None:
+            check_flag("async_scheduling", self.async_scheduling)
         check_integer("seed", self.seed, 0, 2**64 - 1, "in 0 .. 2**64 - 1")
         if self.logprobs_mode not in ("raw", "processed"):
             raise InvalidValueError(f"logprobs_mode must be 'raw' or 'processed', got {self.logprobs_mode!r}")
@@ -115,3 +118,32 @@ class EngineConfig:
             raise InvalidTypeError(f"stages must be a list of functions (logits, SamplingBatch) -> logits, got {self.stages!r}")
         if self.tracer is not None and not callable(getattr(self.tracer, "emit", None)):
             raise InvalidTypeError(f"tracer must have a method emit(event), got {self.tracer!r}; see nanoinfer.Recorder")
+
+
+# vLLM's arguments that nanoinfer has no use for, with the values that change nothing here: the first is how it acts. Any other
+# value asks for what it does not do.
+COVERED_VALUES: dict[str, tuple[Any, ...]] = {
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "trust_remote_code": (False, True),  # a permission: there is no remote code to run
+    "disable_log_stats": (True, False),
+    "load_format": ("auto", "safetensors"),
+    "tokenizer_mode": ("auto",),
+    "skip_tokenizer_init": (False,),
+    "enable_chunked_prefill": (True, None),
+    "enable_lora": (False, None),
+    "speculative_config": (None,),
+    "kv_cache_dtype": ("auto",),
+    "cpu_offload_gb": (0,),
+    "swap_space": (0, 4),  # the most it may swap; 4 was vLLM's default
+}
+
+
+def refuse_unknown(unknown: dict[str, Any], known: list[str]) -> None:
+    """Arguments of LLM() that are not among the known ones. Raises: UnsupportedError, InvalidTypeError."""
+    for name, value in unknown.items():
+        if name not in COVERED_VALUES:
+            raise unknown_argument("LLM()", name, known)
+        if value not in COVERED_VALUES[name]:
+            raise UnsupportedError(f"{name}={value!r} is not covered; leave it out (it acts as {COVERED_VALUES[name][0]!r})")

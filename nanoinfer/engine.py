@@ -9,29 +9,30 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from collections.abc import Sequence as Ids
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from nanoinfer import linear, models
+from nanoinfer.admission import Admission
 from nanoinfer.attention.base import select_backend
 from nanoinfer.block_manager import BlockManager
 from nanoinfer.checkpoint import Checkpoint, locate
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import CheckpointNotFoundError, InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError
-from nanoinfer.forward_batch import ForwardBatch
+from nanoinfer.errors import CheckpointNotFoundError, InvalidValueError, NanoinferError, UnsupportedError
+from nanoinfer.forward_batch import ForwardBatch, LastDrawn
 from nanoinfer.kv_cache import KVCache, blocks_that_fit, bytes_per_block
 from nanoinfer.model_runner import CUDACapture, DecodeGraphs, ModelRunner
 from nanoinfer.outputs import LogprobsOnePosition
 from nanoinfer.request import Request, named_logprobs
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.logprobs import TokenLogprobs, token_logprobs
-from nanoinfer.sampling.sampler import STAGES, Sampler
+from nanoinfer.sampling.sampler import STAGES, Drawn, Sampler
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduler import PromptRows, Scheduler, SchedulerPlan
-from nanoinfer.sequence import Sequence
+from nanoinfer.sequence import Sequence, SequenceStatus
 from nanoinfer.stopping import Stop
 from nanoinfer.tokenizer import Tokenizer
 from nanoinfer.tracing import RequestFinished, StepTimed
@@ -39,6 +40,17 @@ from nanoinfer.tracing import RequestFinished, StepTimed
 logger = logging.getLogger(__name__)
 
 _PROMPT_LOGITS = 2**22  # logits of a prompt computed at a time, for prompt_logprobs: 16 MB
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step whose tokens have been drawn, and not yet read. is_wanted_now: the next step cannot be launched without them."""
+
+    plan: SchedulerPlan
+    drawn: Drawn
+    prompts_told: list[tuple[PromptRows, list[LogprobsOnePosition]]]
+    is_wanted_now: bool
+    times: dict[str, float]
 
 
 class LLMEngine:
@@ -86,6 +98,7 @@ class LLMEngine:
         )
         num_blocks = blocks_that_fit(config, block_bytes, block_size, asked_len, self.device)
         self.max_model_len = min(asked_len, num_blocks * block_size)
+        self.admission = Admission(self.model_config, tokenizer, self.max_model_len)
         logger.info(
             "%s on %s, attention %s, KV cache of %d blocks of %d tokens (%.0f MiB), max_model_len %d",
             str(weight.dtype).removeprefix("torch."), self.device, backend_name, num_blocks, block_size,
@@ -119,10 +132,13 @@ class LLMEngine:
             layout=backend.layout,
         )
         self.runner = ModelRunner(model, cache, backend, graphs)
-        self.sampler = Sampler(
-            STAGES if config.stages is None else config.stages, processed_logprobs=config.logprobs_mode == "processed"
-        )
+        stages = STAGES if config.stages is None else config.stages
+        self._has_own_stages = stages != STAGES  # those may look at what they like
+        self.sampler = Sampler(stages, processed_logprobs=config.logprobs_mode == "processed")
         self._last_asked: SamplingBatch | None = None  # of the step before, whose columns may serve again
+        self._under_way: _Launched | None = None  # the step that has been launched, and not collected
+        asked = config.async_scheduling
+        self.async_scheduling = self.device.type == "cuda" if asked is None else asked
 
     @classmethod
     def load(cls, config: EngineConfig) -> tuple["LLMEngine", Checkpoint]:
@@ -150,49 +166,15 @@ class LLMEngine:
 
     # ---- requests
 
-    def check_request(self, prompt_token_ids: Ids[int], params: SamplingParams) -> None:
-        """Refuse what can be seen to be wrong before any work. Too long is not wrong: it becomes an error result.
-
-        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError.
-        """
-        if not isinstance(params, SamplingParams):
-            raise InvalidTypeError(f"sampling_params must be SamplingParams, got {params!r}")
-        if not prompt_token_ids:
-            raise InvalidPromptError("the prompt has no tokens; give at least one, such as the model's BOS")
-        vocab_size = self.model_config.vocab_size
-        for name, ids in (
-            ("the prompt", prompt_token_ids),
-            ("stop_token_ids", params.stop_token_ids or ()),
-            ("allowed_token_ids", params.allowed_token_ids or ()),
-            ("logit_bias", tuple(params.logit_bias or ())),
-            *(("bad_words", word) for word in params.bad_words or () if not isinstance(word, str)),
-        ):
-            # max and min in C: a loop over a prompt of 100,000 ids would be felt
-            if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-                bad = next(i for i in ids if not 0 <= i < vocab_size)
-                error = f"{name} has the token id {bad}; this model's ids are 0 .. {vocab_size - 1}"
-                raise InvalidPromptError(error) if ids is prompt_token_ids else InvalidValueError(error)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > vocab_size:
-                raise InvalidValueError(
-                    f"{name} must be at most the vocabulary's {vocab_size}, got {getattr(params, name)}; use -1 for all"
-                )
-        self._bad_word_ids(params)  # raises for what cannot be one
-        if params.detokenize and self.tokenizer is None:
-            raise InvalidValueError(
-                "this checkpoint has no tokenizer, so there can be no text; pass SamplingParams(detokenize=False), "
-                "or LLM(tokenizer=...)"
-            )
-
     def add_request(
         self, prompt_token_ids: list[int], params: SamplingParams, *, prompt: str | None = None, streaming: bool = False
     ) -> Request:
         """Queue a prompt. The Request it returns fills as step() is called; one that can never fit has ended already."""
         arrival_time = time.perf_counter()
-        self.check_request(prompt_token_ids, params)
+        self.admission.check(prompt_token_ids, params)
         num_prompt_tokens = len(prompt_token_ids)
         seed = params.seed if params.seed is not None else _distinct_seed(self._seed, self._num_requests)
-        bad_words = self._bad_word_ids(params)
+        bad_words = self.admission.bad_word_ids(params)
         first, *others = (
             Sequence(
                 request_id=str(self._num_requests),
@@ -210,7 +192,7 @@ class LLMEngine:
         self._num_requests += 1
         request = Request([first, *others], prompt, self.tokenizer, arrival_time=arrival_time, streaming=streaming)
         if num_prompt_tokens >= self.max_model_len:
-            self._end([request], Stop("error", error=self.too_long(num_prompt_tokens)))
+            self._end([request], Stop("error", error=self.admission.too_long(num_prompt_tokens)))
         else:
             self._requests[request.request_id] = request
             self.scheduler.add(first)
@@ -234,57 +216,80 @@ class LLMEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Run one step for whoever is scheduled. Returns the requests that ended in it.
+        """Launch one step for whoever is scheduled, and collect what was drawn. Returns the requests that ended.
+
+        With async_scheduling, what is collected is the step before: while a GPU runs a step, the next is prepared and the last
+        one's tokens become text. A sequence that turns out to have ended has then one token too many under way; it is dropped.
 
         Whatever is raised in it, by a user's stage or for want of memory, leaves every request as it was, to be computed again.
         """
         with self._undivided(), self._restarting():
-            start = time.perf_counter()
-            plan = self.scheduler.schedule()  # who runs, how many tokens of each
-            if not plan.scheduled:
-                return []
-            scheduled = time.perf_counter()
-            batch = ForwardBatch.build(plan, self.block_manager.block_size, self.device)  # sequences -> tensors
-            built = time.perf_counter()
-            hidden = self.runner.forward(batch)  # the model
-            logits = self.runner.compute_logits(hidden[batch.logits_indices])  # the LM head, on the wanted rows
-            forwarded = time.perf_counter()
-            sequences = [seq for seq, _ in plan.rows]
-            asked = SamplingBatch.build(sequences, self.model_config.vocab_size, self.device, self._last_asked)
-            sampled, self._last_asked = self.sampler(logits, asked), asked
-            told = {i: self._named(seq, sampled.logprobs[i]) for i, seq in enumerate(sequences) if i in sampled.logprobs}
-            prompts_told = [(part, self._prompt_logprobs(part, hidden)) for part in plan.prompt_rows]
-            drawn = time.perf_counter()
-            # From here to the last row no user's code runs: what is committed must also be advanced.
-            self.scheduler.commit(plan)  # these tokens are now in the cache
-            for part, logprobs in prompts_told:
-                self._requests[part.sequence.request_id].add_prompt_logprobs(part.position + 1, logprobs)
-            ended = []
-            for row, (seq, token_id) in enumerate(zip(sequences, sampled.token_ids, strict=True)):
-                request = self._requests[seq.request_id]
-                stop: Stop | None
-                if error := sampled.errors.get(row):
-                    request.end(stop := Stop("error", error=error), seq)
-                else:
-                    stop = request.advance(seq, token_id, told.get(row))  # stop ids -> detokenize -> stop strings -> output
-                if stop:
-                    self.scheduler.finish(seq)
-                if request.output:
-                    self._retire(request)
-                    ended.append(request)
-            advanced = time.perf_counter()
-            self._trace_ends(ended)
-            if self.tracer is not None:
-                self.tracer.emit(
-                    StepTimed(
-                        schedule=scheduled - start,
-                        build=built - scheduled,
-                        forward=forwarded - built,
-                        sample=drawn - forwarded,
-                        advance=advanced - drawn,
-                    )
-                )
+            previous, self._under_way = self._under_way, None
+            launched = self._launch(previous)
+            ended = self._collect(previous) if previous else []
+            if launched and self.async_scheduling and not launched.is_wanted_now:
+                self._under_way = launched
+            elif launched:
+                ended += self._collect(launched)
             return ended
+
+    def _launch(self, previous: "_Launched | None") -> "_Launched | None":
+        """From the queue to the drawn tokens, without reading them. None if nobody can run."""
+        start = time.perf_counter()
+        plan = self.scheduler.schedule()  # who runs, how many tokens of each
+        if not plan.scheduled:
+            return None
+        scheduled = time.perf_counter()
+        last_drawn = None
+        if previous:
+            last_drawn = LastDrawn(previous.drawn.token_ids, {seq: row for row, (seq, _) in enumerate(previous.plan.rows)})
+        batch = ForwardBatch.build(plan, self.block_manager.block_size, self.device, last_drawn)  # sequences -> tensors
+        built = time.perf_counter()
+        hidden = self.runner.forward(batch)  # the model
+        logits = self.runner.compute_logits(hidden[batch.logits_indices])  # the LM head, on the wanted rows
+        forwarded = time.perf_counter()
+        sequences = [seq for seq, _ in plan.rows]
+        asked = SamplingBatch.build(sequences, self.model_config.vocab_size, self.device, self._last_asked)
+        drawn, self._last_asked = self.sampler(logits, asked), asked
+        prompts_told = [(part, self._prompt_logprobs(part, hidden)) for part in plan.prompt_rows]
+        self.scheduler.commit(plan)  # these tokens are now in the cache
+        for seq in sequences:
+            seq.num_pending_tokens += 1
+        is_wanted_now = self._has_own_stages or bool(prompts_told) or any(map(_wants_its_token, sequences))
+        times = {"schedule": scheduled - start, "build": built - scheduled, "forward": forwarded - built}
+        return _Launched(plan, drawn, prompts_told, is_wanted_now, times | {"sample": time.perf_counter() - forwarded})
+
+    def _collect(self, launched: "_Launched") -> list[Request]:
+        """Read what a step drew, and take every sequence a token on. Returns the requests that ended."""
+        start = time.perf_counter()
+        sampled = launched.drawn.read()
+        drawn = time.perf_counter()
+        rows = [(row, seq) for row, (seq, _) in enumerate(launched.plan.rows) if seq.status is not SequenceStatus.FINISHED]
+        told = {row: self._named(seq, sampled.logprobs[row]) for row, seq in rows if row in sampled.logprobs}
+        # From here to the last row no user's code runs: what is pending must also be advanced.
+        for part, logprobs in launched.prompts_told:
+            if request := self._requests.get(part.sequence.request_id):
+                request.add_prompt_logprobs(part.position + 1, logprobs)
+        ended = []
+        for row, seq in rows:
+            seq.num_pending_tokens -= 1
+            request = self._requests[seq.request_id]
+            stop: Stop | None
+            if error := sampled.errors.get(row):
+                request.end(stop := Stop("error", error=error), seq)
+            else:  # stop ids -> detokenize -> stop strings -> output
+                stop = request.advance(seq, sampled.token_ids[row], told.get(row))
+            if stop:
+                self.scheduler.finish(seq)
+            if request.output:
+                self._retire(request)
+                ended.append(request)
+        advanced = time.perf_counter()
+        self._trace_ends(ended)
+        if self.tracer is not None:
+            times = launched.times | {"sample": launched.times["sample"] + drawn - start}
+            self.tracer.emit(StepTimed(**times, advance=advanced - drawn))
+        return ended
 
     @torch.inference_mode()
     def compute(self, plan: SchedulerPlan) -> torch.Tensor:
@@ -292,15 +297,6 @@ class LLMEngine:
         with self._undivided():
             batch = ForwardBatch.build(plan, self.block_manager.block_size, self.device)
             return self.runner.compute_logits(self.runner.forward(batch)[batch.logits_indices])
-
-    def too_long(self, num_prompt_tokens: int) -> str:
-        """What to say about a prompt that leaves no room for an answer."""
-        error = f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {self.max_model_len}, answer included; "
-        error += "shorten the prompt"
-        if self.max_model_len < self.model_config.max_position_embeddings:
-            most = self.model_config.max_position_embeddings
-            error += f", or raise max_model_len (this model: up to {most}) and kv_cache_memory"
-        return error
 
     # ---- inside
 
@@ -331,20 +327,12 @@ class LLMEngine:
         try:
             yield
         except BaseException:
+            self._under_way = None
+            for request in self._requests.values():
+                for seq in request.sequences:
+                    seq.num_pending_tokens = 0  # they are drawn again, and come out the same
             self.scheduler.restart()
             raise
-
-    def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """params.bad_words as ids. Some tokenizers have ids that the model lacks: what needs one cannot come out anyway."""
-        words: list[tuple[int, ...]] = []
-        for word in params.bad_words or ():
-            if isinstance(word, str):
-                if self.tokenizer is None:
-                    raise InvalidValueError(f"bad_words has {word!r}, but there is no tokenizer; give lists of token ids")
-                words += self.tokenizer.word_forms(word)
-            else:
-                words.append(tuple(word))
-        return tuple(ids for ids in words if max(ids) < self.model_config.vocab_size)
 
     def _named(self, seq: Sequence, told: TokenLogprobs) -> LogprobsOnePosition:
         return named_logprobs(told.ids, told.values, told.ranks, self.tokenizer if seq.params.detokenize else None)
@@ -382,6 +370,12 @@ class LLMEngine:
             finish_reason = request.output.outputs[0].finish_reason
             assert finish_reason is not None
             self.tracer.emit(RequestFinished(request.request_id, finish_reason, request.output.metrics.num_output_tokens))
+
+
+def _wants_its_token(seq: Sequence) -> bool:
+    """Must the sequence's newest token be known before the next can be drawn, or its log-probability told?"""
+    params = seq.params
+    return bool(params.needs_state or seq.bad_words or params.logits_processors) or params.logprobs is not None
 
 
 def _checked_model_len(asked: int | None, model_len: int) -> int:

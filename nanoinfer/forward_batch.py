@@ -12,6 +12,15 @@ from torch import Tensor
 
 from nanoinfer.attention.base import AttentionMetadata
 from nanoinfer.scheduler import SchedulerPlan
+from nanoinfer.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class LastDrawn:
+    """What a step drew, before anybody has read it: rows[seq] is the sequence's place in token_ids."""
+
+    token_ids: Int[Tensor, "num_rows"]
+    rows: dict[Sequence, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +34,12 @@ class ForwardBatch:
     block_copies: list[tuple[int, int]]
 
     @classmethod
-    def build(cls, plan: SchedulerPlan, block_size: int, device: torch.device) -> "ForwardBatch":
+    def build(
+        cls, plan: SchedulerPlan, block_size: int, device: torch.device, last_drawn: "LastDrawn | None" = None
+    ) -> "ForwardBatch":
+        """last_drawn: of the step before, if there are sequences whose newest token is on the device alone."""
+        drawn_at: list[int] = []
+        drawn_rows: list[int] = []
         input_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -34,6 +48,10 @@ class ForwardBatch:
             start = seq.num_computed_tokens
             end = start + item.num_new_tokens
             input_ids += seq.token_ids[start:end]
+            if last_drawn is not None and end > len(seq.token_ids):
+                drawn_at.append(len(input_ids))
+                drawn_rows.append(last_drawn.rows[seq])
+                input_ids.append(0)  # until the device fills it in
             positions += range(start, end)
             slots += [seq.block_table[i // block_size] * block_size + i % block_size for i in range(start, end)]
 
@@ -59,4 +77,9 @@ class ForwardBatch:
             query_start_loc_cpu=query_start_loc,
             seq_lens_cpu=seq_lens,
         )
-        return cls(tensor(input_ids), tensor(positions), tensor([i for _, i in plan.rows]), attention, list(plan.block_copies))
+        ids = tensor(input_ids)
+        if last_drawn is not None and drawn_at:
+            ids[tensor(drawn_at)] = last_drawn.token_ids[tensor(drawn_rows)].clamp(
+                min=0
+            )  # -1: none, and its row will be dropped
+        return cls(ids, tensor(positions), tensor([i for _, i in plan.rows]), attention, list(plan.block_copies))

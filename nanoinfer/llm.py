@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from nanoinfer.beam_search import BeamSearch
-from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
+from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, refuse_unknown
 from nanoinfer.engine import LLMEngine
 from nanoinfer.errors import (
     InvalidPromptError,
@@ -27,7 +27,6 @@ from nanoinfer.errors import (
     InvalidValueError,
     NanoinferError,
     UnsupportedError,
-    unknown_argument,
 )
 from nanoinfer.outputs import BeamSearchOutput, Delta, RequestOutput
 from nanoinfer.prompts import Prompt, as_list, naming_the_prompt, parse_prompt
@@ -67,6 +66,7 @@ class LLM:
         batch_invariant: bool = SchedulerConfig.batch_invariant,
         attention_backend: str = "auto",
         enforce_eager: bool = False,
+        async_scheduling: bool | None = None,
         seed: int = 0,
         stages: list[Stage] | tuple[Stage, ...] | None = None,
         logprobs_mode: str = "raw",
@@ -94,8 +94,10 @@ class LLM:
         enable_prefix_caching: compute what prompts have in common once.
         batch_invariant: on a CPU, a prompt's logits have the same bits whatever else is in the batch; with this, also after a
             prefix hit (only whole chunks are reused) and a preemption (an answer is computed again token by token).
-        attention_backend: "auto", "cpu" or "reference".
-        enforce_eager: compile nothing.
+        attention_backend: "auto" (the best that is installed and can serve: the log says which, and why not a better one), or
+            "cpu", "flash", "triton", "torch", "reference".
+        enforce_eager: compile and record nothing.
+        async_scheduling: prepare a step while the one before it runs. The tokens are the same. None: on a GPU, where it pays.
         seed: of requests without a seed of their own, 0 .. 2**64 - 1.
         stages: the sampler's, in their order: `[*STAGES, mine]`, from nanoinfer.sampling.sampler, adds one of yours.
         logprobs_mode: "raw" tells the model's own log-probabilities, "processed" those after all stages.
@@ -103,7 +105,7 @@ class LLM:
 
         Raises: InvalidValueError, InvalidTypeError, UnsupportedError, CheckpointNotFoundError, CheckpointError, WeightsError.
         """
-        _refuse_unknown(unknown)
+        refuse_unknown(unknown, [name for name in LLM.__init__.__annotations__ if name not in ("unknown", "return")])
         config = EngineConfig(
             model=None if model is None else _path_string("model", model),
             tokenizer=None if tokenizer is None else _path_string("tokenizer", tokenizer),
@@ -114,6 +116,7 @@ class LLM:
             max_model_len=max_model_len,
             attention_backend=attention_backend,
             enforce_eager=enforce_eager,
+            async_scheduling=async_scheduling,
             seed=seed,
             stages=tuple(stages) if isinstance(stages, list) else stages,
             logprobs_mode=logprobs_mode,
@@ -343,37 +346,8 @@ class LLM:
 
     def _checked(self, prompt: Any, params: Any) -> Prompt:
         parsed = parse_prompt(prompt, self.engine.tokenizer)
-        self.engine.check_request(parsed.token_ids, params)
+        self.engine.admission.check(parsed.token_ids, params)
         return parsed
-
-
-# vLLM's arguments that nanoinfer has no use for, with the values that change nothing here: the first is how it acts. Any other
-# value asks for what it does not do.
-_COVERED_VALUES: dict[str, tuple[Any, ...]] = {
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "trust_remote_code": (False, True),  # a permission: there is no remote code to run
-    "disable_log_stats": (True, False),
-    "load_format": ("auto", "safetensors"),
-    "tokenizer_mode": ("auto",),
-    "skip_tokenizer_init": (False,),
-    "enable_chunked_prefill": (True, None),
-    "enable_lora": (False, None),
-    "speculative_config": (None,),
-    "kv_cache_dtype": ("auto",),
-    "cpu_offload_gb": (0,),
-    "swap_space": (0, 4),  # the most it may swap; 4 was vLLM's default
-}
-
-
-def _refuse_unknown(unknown: dict[str, Any]) -> None:
-    known = [name for name in LLM.__init__.__annotations__ if name not in ("unknown", "return")]
-    for name, value in unknown.items():
-        if name not in _COVERED_VALUES:
-            raise unknown_argument("LLM()", name, known)
-        if value not in _COVERED_VALUES[name]:
-            raise UnsupportedError(f"{name}={value!r} is not covered; leave it out (it acts as {_COVERED_VALUES[name][0]!r})")
 
 
 def _path_string(name: str, value: Any) -> str:

@@ -109,7 +109,9 @@ class Scheduler:
         while index < len(self._running):
             seq = self._running[index]
             num_new = self.next_chunk(seq)
-            if num_new > 1 and budget < num_new:
+            if seq.num_pending_tokens and seq.num_tokens >= seq.max_num_tokens:
+                pass  # the token that is on its way is its last
+            elif num_new > 1 and budget < num_new:
                 budget = 0  # it waits, and no younger prompt passes it
             elif self._make_room(seq, num_new, preempted):
                 copies += self.block_manager.allocate(seq, num_new)
@@ -121,7 +123,7 @@ class Scheduler:
             seq = self._waiting[0]
             prefix = [] if seq.wants_prompt_logprobs else self.match_prefix(seq)  # those need the prompt computed as a whole
             num_owed = sum(self._num_blocks_owed(running) for running in self._running)
-            if not self.block_manager.can_start(len(seq.token_ids), prefix, num_kept_free=num_owed):
+            if not self.block_manager.can_start(seq.num_tokens, prefix, num_kept_free=num_owed):
                 break
             num_cached = len(prefix) * self.block_manager.block_size
             num_new = self.next_chunk(seq, num_cached)
@@ -154,7 +156,9 @@ class Scheduler:
         return plan
 
     def commit(self, plan: SchedulerPlan) -> None:
-        """The forward pass is done: the plan's tokens are in the cache, and the blocks they filled can be found."""
+        """The forward pass is done, or under way: for all that follows, the plan's tokens are in the cache, and the blocks they
+        filled can be found.
+        """
         for item in plan.scheduled:
             item.sequence.num_computed_tokens += item.num_new_tokens
             self.block_manager.cache_finished_blocks(item.sequence, self.num_cacheable(item.sequence))
@@ -173,7 +177,7 @@ class Scheduler:
     def next_chunk(self, seq: Sequence, num_computed_tokens: int | None = None) -> int:
         """How many tokens bring the sequence from where it is (or from there) to the next multiple of the grid, or its end."""
         start = seq.num_computed_tokens if num_computed_tokens is None else num_computed_tokens
-        grid, end = self.config.chunk_grid, len(seq.token_ids)
+        grid, end = self.config.chunk_grid, seq.num_tokens
         if self.config.batch_invariant:
             num_prompt = len(seq.prompt_token_ids)
             end = num_prompt if start < num_prompt else start + 1
@@ -191,7 +195,7 @@ class Scheduler:
     def num_cacheable(self, seq: Sequence) -> int:
         """How many of its computed tokens others may find; with batch_invariant, those of whole chunks of its prompt."""
         if not self.config.batch_invariant:
-            return seq.num_computed_tokens
+            return min(seq.num_computed_tokens, len(seq.token_ids))  # a block's tokens must be known to be found
         num_tokens = min(seq.num_computed_tokens, len(seq.prompt_token_ids))
         return num_tokens // self.config.chunk_grid * self.config.chunk_grid
 
@@ -222,7 +226,7 @@ class Scheduler:
 
     def _num_blocks_owed(self, seq: Sequence) -> int:
         """Blocks that a running sequence will soon ask for: for its known tokens, one more, and one for each fork."""
-        return max(self.block_manager.num_blocks_for(len(seq.token_ids)) - len(seq.block_table), 0) + 1 + len(seq.forks)
+        return max(self.block_manager.num_blocks_for(seq.num_tokens) - len(seq.block_table), 0) + 1 + len(seq.forks)
 
     def _make_forks_wait(self, scheduled: list[ScheduledSequence]) -> None:
         """Of the prompts that end in this step, queue the answers that there is no place for."""

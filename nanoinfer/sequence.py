@@ -39,7 +39,8 @@ class Sequence:
     index: int = 0  # which of the prompt's n answers it is
 
     token_ids: list[int] = field(init=False)  # prompt + output; Request.advance appends (beam search writes its own beams')
-    num_computed_tokens: int = field(default=0, init=False)  # how many of token_ids are in the cache; the scheduler
+    num_pending_tokens: int = field(default=0, init=False)  # drawn, but not yet read back and in token_ids; the engine
+    num_computed_tokens: int = field(default=0, init=False)  # how many of its tokens are in the cache; the scheduler
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)  # the scheduler
     num_preemptions: int = field(default=0, init=False)  # the scheduler
     num_cached_tokens: int = field(default=0, init=False)  # in the prefix cache when it first ran; the scheduler
@@ -59,8 +60,13 @@ class Sequence:
         return self.params.prompt_logprobs is not None and self.index == 0 and self.num_output_tokens == 0
 
     @property
+    def num_tokens(self) -> int:
+        """Those in token_ids, and those drawn whose ids are not known here yet."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
     def num_new_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return self.num_tokens - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:

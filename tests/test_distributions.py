@@ -66,7 +66,7 @@ def chi_square(sampler, what):
     counts = torch.zeros(16, dtype=torch.int64)
     for start in range(0, NUM_ROWS * NUM_TIMES, NUM_ROWS):
         u = uniform(range(start, start + NUM_ROWS), [1] * NUM_ROWS)
-        sampled = sampler(logits, replace(batch_asking(what), u=u))
+        sampled = sampler(logits, replace(batch_asking(what), u=u)).read()
         assert sampled.errors == {}
         counts += torch.tensor(sampled.token_ids).bincount(minlength=16)
     expected = torch.tensor(exact(**ASKING[what]), dtype=torch.float64) * counts.sum()

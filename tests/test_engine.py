@@ -25,7 +25,9 @@ def model(request, tmp_path_factory):
     return models.load(Checkpoint.open(str(tiny_models.save(request.param, tmp_path_factory.mktemp(request.param)))))
 
 
-def engine_for(model, *, num_blocks=64, chunk_size=1024, backend="cpu", tracer=None, prefix_caching=True, max_num_seqs=256):
+def engine_for(
+    model, *, num_blocks=64, chunk_size=1024, backend="cpu", tracer=None, prefix_caching=True, max_num_seqs=256, is_async=False
+):
     one_block = bytes_per_block(
         num_layers=model.config.num_hidden_layers,
         block_size=BLOCK_SIZE,
@@ -35,6 +37,7 @@ def engine_for(model, *, num_blocks=64, chunk_size=1024, backend="cpu", tracer=N
     )
     config = EngineConfig(
         attention_backend=backend,
+        async_scheduling=is_async,
         tracer=tracer,
         cache=CacheConfig(block_size=BLOCK_SIZE, kv_cache_memory=num_blocks * one_block, enable_prefix_caching=prefix_caching),
         scheduler=SchedulerConfig(chunk_size=chunk_size, max_num_batched_tokens=64, max_num_seqs=max_num_seqs),
@@ -80,6 +83,9 @@ WAYS = {
     "few blocks, so that sequences are preempted": {"num_blocks": 22, "chunk_size": 16},
     "the reference backend": {"backend": "reference", "chunk_size": 16},
     "one at a time": {"max_num_seqs": 1},
+    "launched before the step before is read": {"is_async": True},
+    "the same, chunked": {"is_async": True, "chunk_size": 7},
+    "the same, preempted": {"is_async": True, "num_blocks": 22, "chunk_size": 16},
 }
 
 
@@ -145,15 +151,23 @@ LENGTHS = st.integers(1, 300)
     chunk_size=st.integers(1, 64),
     num_blocks=st.integers(4, 64),
     backend=st.sampled_from(["cpu", "cpu", "reference"]),
+    is_async=st.booleans(),
 )
-def test_random_loads_give_the_tokens_of_one_by_one_greedy_generation(model, seed, chunk_size, num_blocks, backend):
+def test_random_loads_give_the_tokens_of_one_by_one_greedy_generation(model, seed, chunk_size, num_blocks, backend, is_async):
     """25 requests per example, 200 in all: lengths 1 to 300, shared prefixes, aborts; too-long ones get their own error.
 
     Always the same examples: fresh ones would meet two logits within rounding of each other once in a hundred runs or so (a
     rough estimate).
     """
     rng = random.Random(seed)
-    engine = engine_for(model, num_blocks=num_blocks, chunk_size=chunk_size, backend=backend, max_num_seqs=rng.choice([3, 16]))
+    engine = engine_for(
+        model,
+        num_blocks=num_blocks,
+        chunk_size=chunk_size,
+        backend=backend,
+        max_num_seqs=rng.choice([3, 16]),
+        is_async=is_async,
+    )
     alone = engine_for(model, num_blocks=num_blocks, prefix_caching=False)
     shared = random_prompt(rng, 200)
     requests, aborted = [], set()
@@ -310,3 +324,73 @@ def test_few_blocks_do_not_make_sequences_start_only_to_be_preempted_again(model
     requests = [engine.add_request(random_prompt(rng, 20), greedy(40)) for _ in range(6)]
     run(engine, requests)
     assert sum(request.output.metrics.num_preemptions for request in requests) <= 6
+
+
+# ---- async_scheduling: a step is launched before the tokens of the one before it are read
+
+ASKED = {
+    "drawn": {"temperature": 1.0, "top_k": 5, "seed": 3},
+    "of several answers": {"temperature": 1.0, "n": 3, "seed": 4},
+    "no id that stops at first": {"temperature": 1.0, "min_tokens": 6, "stop_token_ids": list(range(48)), "seed": 5},
+    "stopped by an id": {"temperature": 1.0, "stop_token_ids": list(range(12)), "seed": 6},
+    "that look at the output": {"temperature": 0.0, "repetition_penalty": 1.5, "no_repeat_ngram_size": 2},
+    "with log-probabilities": {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
+    "with bad words": {"temperature": 0.0, "bad_words": [[5, 7], [9]]},
+    "of one token": {"temperature": 0.0, "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("num_blocks", [64, 12])
+def test_async_scheduling_gives_the_same_outputs_whatever_is_asked_for(model, num_blocks):
+    rng = random.Random(2)
+    prompts = [random_prompt(rng, length) for length in (1, 5, 13, 17, 2, 8, 3, 11)]
+    outputs = []
+    for is_async in (False, True):
+        engine = engine_for(model, num_blocks=num_blocks, chunk_size=8, is_async=is_async)
+        requests = [
+            engine.add_request(prompt, SamplingParams(**{"max_tokens": 12, "detokenize": False} | asked))
+            for prompt, asked in zip(prompts, ASKED.values(), strict=True)
+        ]
+        run(engine, requests)
+        outputs.append([(request.output.outputs, request.output.prompt_logprobs) for request in requests])
+    assert outputs[0] == outputs[1]
+
+
+def test_async_scheduling_launches_before_it_reads_except_where_a_token_is_wanted_first(model):
+    """A decoding request is a step ahead; one with a penalty never is."""
+    for asked, is_ahead in (({}, True), ({"presence_penalty": 1.0}, False)):
+        engine = engine_for(model, is_async=True)
+        request = engine.add_request([1, 2, 3], greedy(6, ignore_eos=True, **asked))
+        engine.step()
+        seq = request.sequences[0]
+        assert (seq.num_pending_tokens, seq.num_output_tokens) == ((1, 0) if is_ahead else (0, 1))
+        engine.step()
+        assert (seq.num_computed_tokens, seq.num_output_tokens) == (4, 1 if is_ahead else 2)
+        run(engine, [request])
+
+
+def test_a_token_too_many_is_dropped_and_so_is_a_step_under_way_when_its_request_is_aborted(model):
+    engine = engine_for(model, is_async=True)
+    first = engine.add_request([1, 2, 3], greedy(8, ignore_eos=True))
+    engine.step()
+    engine.step()
+    engine.abort(first.request_id)
+    assert engine.block_manager.num_free_blocks == engine.block_manager.num_blocks
+    second = engine.add_request([4, 5], greedy(8, ignore_eos=True))
+    answers = run(engine, [second])
+    assert len(first.output.outputs[0].token_ids) == 1  # the second was never read
+    assert answers[0].token_ids == dense_greedy(model, [4, 5], 8)
+
+
+def test_a_failing_step_with_another_under_way_leaves_the_requests_as_they_were(model):
+    engine = engine_for(model, is_async=True)
+    request = engine.add_request([1, 2, 3], greedy(8, ignore_eos=True))
+    engine.step()
+    engine.step()
+    forward = engine.runner.forward
+    engine.runner.forward = lambda batch: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert request.sequences[0].num_pending_tokens == 0
+    engine.runner.forward = forward
+    assert run(engine, [request])[0].token_ids == dense_greedy(model, [1, 2, 3], 8)

@@ -40,7 +40,7 @@ def batch_of(sequences, vocab_size):
 
 def disagreeing(logits, batch):
     """The rows whose token differs between the two ways, once neither has an error."""
-    ways = [sampler(logits.clone(), batch) for sampler in SAMPLERS.values()]
+    ways = [sampler(logits.clone(), batch).read() for sampler in SAMPLERS.values()]
     assert ways[0].errors == ways[1].errors == {}
     return [row for row, (a, b) in enumerate(zip(*[way.token_ids for way in ways], strict=True)) if a != b]
 
@@ -237,9 +237,9 @@ def test_a_bad_row_of_any_group_is_an_error_of_its_own_and_changes_no_other_toke
         for row, bad_row in enumerate(is_bad):
             if bad_row:
                 BAD[bad](mixed[row])
-        expected = SAMPLERS["plain"](good.clone(), batch_of(sequences, vocab_size)).token_ids
+        expected = SAMPLERS["plain"](good.clone(), batch_of(sequences, vocab_size)).read().token_ids
         for sampler in SAMPLERS.values():
-            sampled = sampler(mixed.clone(), batch_of(sequences, vocab_size))
+            sampled = sampler(mixed.clone(), batch_of(sequences, vocab_size)).read()
             assert sampled.token_ids == [-1 if b else token_id for b, token_id in zip(is_bad, expected, strict=True)]
             assert sorted(sampled.errors) == [row for row, b in enumerate(is_bad) if b]
             assert all("logits are not finite" in error for error in sampled.errors.values())
@@ -255,9 +255,9 @@ def test_a_row_whose_parameters_leave_no_token_is_an_error_of_its_own(vocab_size
     }
     sequences = [sequence(0, **ASKING[group]), sequence(1, **ASKING[group], **nothing), sequence(2, **ASKING[group])]
     logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(0))
-    alone = [Sampler()(logits[[row]].clone(), batch_of([sequences[row]], vocab_size)).token_ids[0] for row in (0, 2)]
+    alone = [Sampler()(logits[[row]].clone(), batch_of([sequences[row]], vocab_size)).read().token_ids[0] for row in (0, 2)]
     for sampler in SAMPLERS.values():
-        sampled = sampler(logits.clone(), batch_of(sequences, vocab_size))
+        sampled = sampler(logits.clone(), batch_of(sequences, vocab_size)).read()
         assert sampled.token_ids == [alone[0], -1, alone[1]]
         assert list(sampled.errors) == [1]
         assert "apply_logits_processors" in sampled.errors[1]
@@ -269,7 +269,7 @@ def test_a_nan_that_a_mask_hides_is_still_an_error(group):
     logits[1, 7] = NAN
     sequences = [sequence(seed, allowed_token_ids=[3], **ASKING[group]) for seed in range(2)]
     for sampler in SAMPLERS.values():
-        assert sampler(logits.clone(), batch_of(sequences, 400)).token_ids == [3, -1]
+        assert sampler(logits.clone(), batch_of(sequences, 400)).read().token_ids == [3, -1]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

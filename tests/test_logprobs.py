@@ -27,7 +27,7 @@ def sequence(seed=0, prompt=(0,), output=(), **params):
 
 
 def sample(sampler, logits, *sequences):
-    return sampler(logits.clone(), SamplingBatch.build(list(sequences), logits.shape[1], logits.device))
+    return sampler(logits.clone(), SamplingBatch.build(list(sequences), logits.shape[1], logits.device)).read()
 
 
 def assert_told_of(entry, logits, token_id, num_top):

@@ -25,7 +25,9 @@ def sequence(*, seed=0, num_prompt=1, num_output=0, **params):
 
 def sample(logits, *sequences):
     logits = torch.as_tensor(logits)
-    return Sampler()(logits.clone(), SamplingBatch.build(list(sequences), logits.shape[1], logits.device))  # it may write them
+    return Sampler()(
+        logits.clone(), SamplingBatch.build(list(sequences), logits.shape[1], logits.device)
+    ).read()  # it may write them
 
 
 def test_greedy_takes_the_lowest_id_among_equal_logits():
@@ -134,7 +136,7 @@ def test_the_stage_that_took_the_last_token_is_named_and_not_one_before_it():
 
     sampler = Sampler((*STAGES[:2], take_everything, *STAGES[2:]))
     sequences = [sequence(temperature=0), sequence(temperature=0.7, min_tokens=1, top_p=0.5)]
-    sampled = sampler(torch.randn(2, 4), SamplingBatch.build(sequences, 4, torch.device("cpu")))
+    sampled = sampler(torch.randn(2, 4), SamplingBatch.build(sequences, 4, torch.device("cpu"))).read()
     assert sampled.token_ids == [-1, -1]
     assert all("no token is left to draw after take_everything" in error for error in sampled.errors.values())
 

@@ -95,7 +95,7 @@ def _sample(vocab_size: int, params: dict[str, Any]) -> Step:
     def step(logits: Tensor) -> object:
         nonlocal batch
         batch = SamplingBatch.build(sequences, vocab_size, logits.device, batch)  # as the engine does it
-        output = sampler(logits, batch)
+        output = sampler(logits, batch).read()
         for seq, token_id in zip(sequences, output.token_ids, strict=True):
             seq.token_ids.append(token_id)
         return output

@@ -97,7 +97,7 @@ class SamplingBatch:
         if columns["all_greedy"]:
             u = torch.zeros(len(sequences), dtype=torch.float64)
         else:
-            u = uniform([seq.seed for seq in sequences], [len(seq.token_ids) for seq in sequences])
+            u = uniform([seq.seed for seq in sequences], [seq.num_tokens for seq in sequences])
         history = _history_fields(sequences, device)
         return cls(u=u.to(device), params=params, columns=columns, **columns, **history)
 
@@ -162,7 +162,7 @@ def _history_fields(sequences: list[Sequence], device: torch.device) -> dict[str
     processors = []
     for row, seq in enumerate(sequences):
         params = seq.params
-        if seq.num_output_tokens < params.min_tokens and seq.stop_ids:
+        if seq.num_tokens - len(seq.prompt_token_ids) < params.min_tokens and seq.stop_ids:
             entries.setdefault("min_tokens", []).append((row, seq.stop_ids, None))
         if completing := _completing_ids(seq):
             entries.setdefault("bad_words", []).append((row, completing, None))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.errors import InvalidTypeError, InvalidValueError
@@ -64,6 +64,26 @@ class SamplerOutput:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
 
 
+class Drawn:
+    """What a step drew, still on its device. read() waits for it; until then the device may go on with other work."""
+
+    def __init__(self, token_ids: Int[Tensor, "batch"], read: Callable[[list[int]], SamplerOutput]) -> None:
+        """token_ids: -1 where a row has none. read: from the ids on the host to all that was asked for."""
+        self.token_ids = token_ids
+        self._read = read
+        self._on_host, self._is_there = token_ids, None
+        if token_ids.is_cuda:  # copied behind the drawing, and before whatever the device is given next
+            self._on_host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
+            self._on_host.copy_(token_ids, non_blocking=True)
+            self._is_there = torch.cuda.Event()
+            self._is_there.record()
+
+    def read(self) -> SamplerOutput:
+        if self._is_there is not None:
+            self._is_there.synchronize()
+        return self._read(self._on_host.tolist())
+
+
 class Sampler:
     """Callable once per step. Greedy rows pass through the stages like the others, and take the argmax at the end.
 
@@ -81,10 +101,10 @@ class Sampler:
         self.stages = stages
         self.processed_logprobs = processed_logprobs
 
-    def __call__(self, logits: Float[Tensor, "batch vocab"], batch: SamplingBatch) -> SamplerOutput:
+    def __call__(self, logits: Float[Tensor, "batch vocab"], batch: SamplingBatch) -> Drawn:
         """The argmax of a greedy row is the lowest id among equals. logits: fp32; the stages may write into them."""
         if not len(logits):  # only prompts that go on: no stage of yours is called for nothing
-            return SamplerOutput([], {})
+            return Drawn(torch.empty(0, dtype=torch.int64), lambda _: SamplerOutput([], {}))
         logits = logits.contiguous()  # a copy if it was expanded, which cannot be written
         told = logits[[row for row, _ in batch.logprobs]]  # a copy: the model's own
         is_plain = self.stages != STAGES or (self.processed_logprobs and batch.logprobs)
@@ -103,13 +123,17 @@ class Sampler:
         else:
             logits = self._apply(logits, batch, STAGES[: -len(fast.LAST_STAGES)])
             token_ids, largest = fast.sample(logits, batch)
-        sampled = torch.where(were_finite & largest.isfinite(), token_ids, -1).tolist()  # one read-back for tokens and failures
-        errors = {
-            row: self._what_left_nothing(logits, batch, row) if were_finite[row] else NOT_FINITE
-            for row, token_id in enumerate(sampled)
-            if token_id < 0
-        }
-        return SamplerOutput(sampled, errors, _logprobs(told, batch, sampled))
+        token_ids = torch.where(were_finite & largest.isfinite(), token_ids, -1)  # tokens and failures in one read-back
+
+        def read(sampled: list[int]) -> SamplerOutput:
+            errors = {
+                row: self._what_left_nothing(logits, batch, row) if were_finite[row] else NOT_FINITE
+                for row, token_id in enumerate(sampled)
+                if token_id < 0
+            }
+            return SamplerOutput(sampled, errors, _logprobs(told, batch, sampled))
+
+        return Drawn(token_ids, read)
 
     def _apply(self, logits: Tensor, batch: SamplingBatch, stages: tuple[Stage, ...]) -> Tensor:
         for stage in stages:

@@ -1,0 +1,76 @@
+"""What may enter the engine: requests are checked before any work, and their words become ids, once.
+
+In: token ids and SamplingParams. Out: nothing, or the error that says what is wrong, which value, and what to do. It knows the
+model's sizes and the tokenizer, and neither queue nor cache.
+"""
+
+from collections.abc import Sequence as Ids
+
+from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError
+from nanoinfer.models import ModelConfig
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.tokenizer import Tokenizer
+
+
+class Admission:
+    """max_model_len: the engine's, which may be less than the model's."""
+
+    def __init__(self, model_config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+
+    def check(self, prompt_token_ids: Ids[int], params: SamplingParams) -> None:
+        """Refuse what can be seen to be wrong before any work. Too long is not wrong: it becomes an error result.
+
+        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError.
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidTypeError(f"sampling_params must be SamplingParams, got {params!r}")
+        if not prompt_token_ids:
+            raise InvalidPromptError("the prompt has no tokens; give at least one, such as the model's BOS")
+        vocab_size = self.model_config.vocab_size
+        for name, ids in (
+            ("the prompt", prompt_token_ids),
+            ("stop_token_ids", params.stop_token_ids or ()),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logit_bias", tuple(params.logit_bias or ())),
+            *(("bad_words", word) for word in params.bad_words or () if not isinstance(word, str)),
+        ):
+            # max and min in C: a loop over a prompt of 100,000 ids would be felt
+            if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+                bad = next(i for i in ids if not 0 <= i < vocab_size)
+                error = f"{name} has the token id {bad}; this model's ids are 0 .. {vocab_size - 1}"
+                raise InvalidPromptError(error) if ids is prompt_token_ids else InvalidValueError(error)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > vocab_size:
+                raise InvalidValueError(
+                    f"{name} must be at most the vocabulary's {vocab_size}, got {getattr(params, name)}; use -1 for all"
+                )
+        self.bad_word_ids(params)  # raises for what cannot be one
+        if params.detokenize and self.tokenizer is None:
+            raise InvalidValueError(
+                "this checkpoint has no tokenizer, so there can be no text; pass SamplingParams(detokenize=False), "
+                "or LLM(tokenizer=...)"
+            )
+
+    def too_long(self, num_prompt_tokens: int) -> str:
+        """What to say about a prompt that leaves no room for an answer."""
+        error = f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {self.max_model_len}, answer included; "
+        error += "shorten the prompt"
+        if self.max_model_len < self.model_config.max_position_embeddings:
+            most = self.model_config.max_position_embeddings
+            error += f", or raise max_model_len (this model: up to {most}) and kv_cache_memory"
+        return error
+
+    def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """params.bad_words as ids. Some tokenizers have ids that the model lacks: what needs one cannot come out anyway."""
+        words: list[tuple[int, ...]] = []
+        for word in params.bad_words or ():
+            if isinstance(word, str):
+                if self.tokenizer is None:
+                    raise InvalidValueError(f"bad_words has {word!r}, but there is no tokenizer; give lists of token ids")
+                words += self.tokenizer.word_forms(word)
+            else:
+                words.append(tuple(word))
+        return tuple(ids for ids in words if max(ids) < self.model_config.vocab_size)
