@@ -143,7 +143,7 @@ class Scheduler:
         self._make_forks_wait(scheduled)
         scheduled.sort(key=lambda item: item.num_new_tokens > 1)  # stable: each group stays in order of arrival
         plan = SchedulerPlan(tuple(scheduled), rows_of(scheduled), _prompt_rows(scheduled), tuple(copies), tuple(preempted))
-        if self.tracer is not None:
+        if self.tracer is not None and scheduled:
             self.tracer.emit(
                 StepScheduled(
                     request_ids=tuple(item.sequence.request_id for item in plan.scheduled),
