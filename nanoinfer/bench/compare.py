@@ -86,18 +86,7 @@ def compare(
     config = model.config
     is_cache_given = engine.get("kv_cache_memory") is not None
     if not is_cache_given:
-        block = 256  # tokens: a multiple of every backend's
-        num_blocks = max(
-            sum(sorted((-(-tokens // block) for tokens in workload.num_tokens), reverse=True)[: SchedulerConfig.max_num_seqs])
-            for workload in workloads
-        )
-        engine["kv_cache_memory"] = num_blocks * bytes_per_block(
-            num_layers=config.num_hidden_layers,
-            block_size=block,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            dtype=dtype,
-        )
+        engine["kv_cache_memory"] = max(cache_bytes(config, dtype, workload.num_tokens) for workload in workloads)
     llm = LLM(checkpoint, **engine)
     for workload in workloads:
         if (needed := workload.longest(padded=with_transformers)) > llm.engine.max_model_len:
@@ -139,6 +128,19 @@ def compare(
             )
         )
     return results
+
+
+def cache_bytes(config: Any, dtype: torch.dtype, num_tokens: list[int]) -> int:
+    """What the KV cache takes for sequences of so many tokens, as many as run at once. config: the model's."""
+    block = 256  # tokens: a multiple of every backend's
+    num_blocks = sum(sorted((-(-tokens // block) for tokens in num_tokens), reverse=True)[: SchedulerConfig.max_num_seqs])
+    return num_blocks * bytes_per_block(
+        num_layers=config.num_hidden_layers,
+        block_size=block,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
 
 
 def _speed(runs: list[Figures]) -> float:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer import models
+from nanoinfer.bench.compare import cache_bytes
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.linear import pack
 from nanoinfer.llm import LLM
@@ -120,8 +121,11 @@ def count(model: Any, dtype: torch.dtype, *, num_seqs: int, num_new: int, contex
 def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, list[Phase]]:
     """Measure the machine, then prefills and decodes of a model. engine: LLM's arguments."""
     recorder = Recorder()
-    llm = LLM(checkpoint, tracer=recorder, **engine)
-    model, dtype = models.on_meta(Checkpoint.open(checkpoint)), llm.engine.runner.cache.layer(0)[0].dtype
+    opened, device = Checkpoint.open(checkpoint), models.resolve_device(engine["device"])
+    model, dtype = models.on_meta(opened), models.resolve_dtype(engine["dtype"], opened, device)
+    # No more than is needed: memory that is touched for the first time would be measured, too.
+    most_bytes = max(cache_bytes(model.config, dtype, [length + NUM_STEPS + 2] * n) for n, length in STEPS[device.type])
+    llm = LLM(checkpoint, tracer=recorder, kv_cache_memory=most_bytes, **engine)
     machine = measure_machine(llm.engine.device, dtype)
     most = llm.engine.max_model_len - NUM_STEPS - 2
     phases = []
