@@ -25,6 +25,7 @@ The map, in floors. A file imports only from the floors below its own, and from 
       request.py           one request from outside: its text, its stream, its output
       prompts.py           prompts in the forms people have them -> token ids
     floor 2: arithmetic. torch; knows nothing of scheduling
+      transfer.py          host to device without waiting
       kv_cache.py          the tensors: write slots, read blocks, copy blocks, how many fit
       attention/base.py         what a model calls, what a backend is told, the table of backends
       attention/dense.py        no cache: the lesson and the oracle

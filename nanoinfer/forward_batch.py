@@ -13,6 +13,7 @@ from torch import Tensor
 from nanoinfer.attention.base import AttentionMetadata
 from nanoinfer.scheduler import SchedulerPlan
 from nanoinfer.sequence import Sequence
+from nanoinfer.transfer import integers_on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +60,30 @@ class ForwardBatch:
         query_start_loc = [0, *accumulate(query_lens)]
         seq_lens = [item.sequence.num_computed_tokens + item.num_new_tokens for item in plan.scheduled]
         max_blocks = max(len(item.sequence.block_table) for item in plan.scheduled)
-        block_tables = [
-            item.sequence.block_table + [0] * (max_blocks - len(item.sequence.block_table)) for item in plan.scheduled
-        ]
+        block_tables: list[int] = []
+        for item in plan.scheduled:
+            table = item.sequence.block_table
+            block_tables += table + [0] * (max_blocks - len(table))
 
-        def tensor(values: list) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
+        ids, at, starts, lens, tables, slot_mapping, wanted, drawn_from, drawn_to = integers_on_device(
+            [
+                input_ids, positions, query_start_loc, seq_lens, block_tables, slots, [i for _, i in plan.rows],
+                drawn_rows, drawn_at,
+            ],
+            device,
+        )  # fmt: skip
+        if last_drawn is not None and drawn_at:
+            # -1 means that there is none; such a row will be dropped
+            ids[drawn_to] = last_drawn.token_ids[drawn_from].clamp(min=0)
         attention = AttentionMetadata(
-            query_start_loc=tensor(query_start_loc),
-            seq_lens=tensor(seq_lens),
-            block_tables=tensor(block_tables),
-            slot_mapping=tensor(slots),
+            query_start_loc=starts,
+            seq_lens=lens,
+            block_tables=tables.view(len(seq_lens), max_blocks),
+            slot_mapping=slot_mapping,
             max_query_len=max(query_lens),
             max_seq_len=max(seq_lens),
             num_decodes=plan.num_decode_tokens,
             query_start_loc_cpu=query_start_loc,
             seq_lens_cpu=seq_lens,
         )
-        ids = tensor(input_ids)
-        if last_drawn is not None and drawn_at:
-            ids[tensor(drawn_at)] = last_drawn.token_ids[tensor(drawn_rows)].clamp(
-                min=0
-            )  # -1: none, and its row will be dropped
-        return cls(ids, tensor(positions), tensor([i for _, i in plan.rows]), attention, list(plan.block_copies))
+        return cls(ids, at, wanted, attention, list(plan.block_copies))

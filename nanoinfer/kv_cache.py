@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.transfer import integers_on_device
 
 Layout = Literal["NHD", "HND"]
 
@@ -92,7 +93,7 @@ class KVCache:
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, in every layer, all (from, to) pairs at once."""
         device = self._layers[0][0].device
-        sources, targets = (torch.tensor(column, device=device) for column in zip(*copies, strict=True))
+        sources, targets = integers_on_device([list(column) for column in zip(*copies, strict=True)], device)
         for pages in chain.from_iterable(self._layers):
             pages[targets] = pages[sources]
 

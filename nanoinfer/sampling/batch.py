@@ -19,6 +19,7 @@ from nanoinfer.sampling.draw import uniform
 from nanoinfer.sampling.state import SamplingState
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.sequence import Sequence
+from nanoinfer.transfer import on_device
 
 _NUMBERS = operator.attrgetter("temperature", "min_p", "top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -99,7 +100,7 @@ class SamplingBatch:
         else:
             u = uniform([seq.seed for seq in sequences], [seq.num_tokens for seq in sequences])
         history = _history_fields(sequences, device)
-        return cls(u=u.to(device), params=params, columns=columns, **columns, **history)
+        return cls(u=on_device(u, device), params=params, columns=columns, **columns, **history)
 
     @property
     def masks_logits(self) -> bool:
@@ -130,13 +131,13 @@ def _columns(params: tuple[SamplingParams, ...], vocab_size: int, device: torch.
     has_top_k, has_top_p = top_k < vocab_size, top_p < 1.0
 
     def tensor(column: np.ndarray, off: float | int, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        return None if (column == off).all() else torch.tensor(column, dtype=dtype, device=device)
+        return None if (column == off).all() else on_device(torch.tensor(column, dtype=dtype), device)
 
     def rows(condition: np.ndarray) -> tuple[int, ...]:
         return tuple(condition.nonzero()[0].tolist())
 
     return {
-        "greedy": torch.tensor(greedy, device=device) if greedy.any() else None,
+        "greedy": on_device(torch.tensor(greedy), device) if greedy.any() else None,
         "all_greedy": bool(greedy.all()),
         "temperature": tensor(temperature, 1.0),
         "min_p": tensor(min_p, 0.0),
@@ -193,7 +194,8 @@ def _pack(rows: list[tuple[int, Any, Any]], device: torch.device) -> Entries:
     ids = [_tensor(ids) for _, ids, _ in rows]
     values = [_tensor(values) for _, _, values in rows if values is not None]
     row_numbers = torch.tensor([row for row, _, _ in rows]).repeat_interleave(torch.tensor([len(part) for part in ids]))
-    return Entries(row_numbers.to(device), torch.cat(ids).to(device), torch.cat(values).to(device) if values else None)
+    packed_values = on_device(torch.cat(values), device) if values else None
+    return Entries(on_device(row_numbers, device), on_device(torch.cat(ids), device), packed_values)
 
 
 def _tensor(numbers: Any) -> Tensor:

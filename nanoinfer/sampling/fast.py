@@ -23,6 +23,7 @@ from torch import Tensor
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import draw, integer_weights
+from nanoinfer.transfer import on_device
 
 LAST_STAGES = (stages.apply_temperature, stages.keep_min_p, stages.keep_top_k, stages.keep_top_p)
 TIE_MARGIN = 32  # columns beyond the k-th, for what ties with it
@@ -44,7 +45,7 @@ def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     largest = torch.empty(len(logits), dtype=logits.dtype, device=logits.device)
     if batch.greedy_rows:
-        rows = torch.tensor(batch.greedy_rows, device=logits.device)
+        rows = on_device(torch.tensor(batch.greedy_rows), logits.device)
         token_ids[rows], largest[rows] = _first_largest(logits[rows])
     for row_numbers, way in (
         (batch.top_k_rows, _sample_top_k),
@@ -54,7 +55,7 @@ def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
         if len(row_numbers) == len(logits):  # the usual step: everybody asks for the same
             return way(logits, batch)
         if row_numbers:
-            rows = torch.tensor(row_numbers, device=logits.device)
+            rows = on_device(torch.tensor(row_numbers), logits.device)
             token_ids[rows], largest[rows] = way(logits[rows], batch.only_rows(rows))
     return token_ids, largest
 

@@ -30,6 +30,7 @@ from nanoinfer.sampling.stages import (
     mask_min_tokens,
     mask_repeated_ngrams,
 )
+from nanoinfer.transfer import on_device
 
 Stage = Callable[[Tensor, SamplingBatch], Tensor]
 
@@ -106,7 +107,7 @@ class Sampler:
         if not len(logits):  # only prompts that go on: no stage of yours is called for nothing
             return Drawn(torch.empty(0, dtype=torch.int64), lambda _: SamplerOutput([], {}))
         logits = logits.contiguous()  # a copy if it was expanded, which cannot be written
-        told = logits[[row for row, _ in batch.logprobs]]  # a copy: the model's own
+        told = self._told(logits, batch)  # a copy: the model's own
         is_plain = self.stages != STAGES or (self.processed_logprobs and batch.logprobs)
         if is_plain or batch.masks_logits:
             were_finite = logits.amax(dim=-1).isfinite()  # a mask may hide a NaN or an infinity of the model's
@@ -119,7 +120,7 @@ class Sampler:
             if batch.greedy is not None:
                 token_ids = torch.where(batch.greedy, argmax, token_ids)
             if self.processed_logprobs:
-                told = logits[[row for row, _ in batch.logprobs]]
+                told = self._told(logits, batch)
         else:
             logits = self._apply(logits, batch, STAGES[: -len(fast.LAST_STAGES)])
             token_ids, largest = fast.sample(logits, batch)
@@ -134,6 +135,11 @@ class Sampler:
             return SamplerOutput(sampled, errors, _logprobs(told, batch, sampled))
 
         return Drawn(token_ids, read)
+
+    def _told(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """The rows that want log-probabilities."""
+        rows = torch.tensor([row for row, _ in batch.logprobs], dtype=torch.int64)
+        return logits[on_device(rows, logits.device)] if batch.logprobs else logits[:0]
 
     def _apply(self, logits: Tensor, batch: SamplingBatch, stages: tuple[Stage, ...]) -> Tensor:
         for stage in stages:

@@ -136,7 +136,7 @@ def keep_top_k(logits: Logits, batch: SamplingBatch) -> Logits:
         return logits
     is_on = batch.top_k < logits.shape[-1]
     k = torch.where(is_on, batch.top_k, 1)  # rows without top_k must not make topk sort the whole vocabulary
-    largest = logits.topk(int(k.max()), dim=-1).values  # [batch, largest k], in falling order
+    largest = logits.topk(max(batch.max_top_k, 1), dim=-1).values  # [batch, largest k], in falling order
     kth = largest.gather(-1, k.unsqueeze(-1) - 1).squeeze(-1)  # [batch]
     bar = torch.where(is_on, kth, float("-inf"))
     return logits.masked_fill(logits < bar.unsqueeze(-1), float("-inf"))
