@@ -24,7 +24,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import CheckpointNotFoundError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.forward_batch import ForwardBatch, LastDrawn
 from nanoinfer.kv_cache import KVCache, blocks_that_fit, bytes_per_block
-from nanoinfer.model_runner import CUDACapture, DecodeGraphs, ModelRunner
+from nanoinfer.model_runner import CUDACapture, DecodeGraphs, ModelRunner, bytes_of_a_step
 from nanoinfer.outputs import LogprobsOnePosition
 from nanoinfer.request import Request, named_logprobs
 from nanoinfer.sampling.batch import SamplingBatch
@@ -96,7 +96,12 @@ class LLMEngine:
             head_dim=self.model_config.head_dim,
             dtype=weight.dtype,
         )
-        num_blocks = blocks_that_fit(config, block_bytes, block_size, asked_len, self.device)
+        step_bytes = 0
+        if self.device.type == "cuda":
+            most_rows = config.scheduler.max_num_seqs
+            num_tokens = config.scheduler.max_num_batched_tokens + most_rows
+            step_bytes = bytes_of_a_step(model, num_tokens=num_tokens, num_rows=most_rows, device=self.device)
+        num_blocks = blocks_that_fit(config, block_bytes, block_size, asked_len, self.device, step_bytes=step_bytes)
         self.max_model_len = min(asked_len, num_blocks * block_size)
         self.admission = Admission(self.model_config, tokenizer, self.max_model_len)
         logger.info(

@@ -30,6 +30,8 @@ Layout = Literal["NHD", "HND"]
 # On a CPU the cache takes at most this much unless kv_cache_memory says otherwise, and never more than half of what is free.
 DEFAULT_CPU_MEMORY = 4 * 2**30
 
+_MORE_ON_A_GPU = " or gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs"
+
 
 class KVCache:
     """One pool of blocks; each block has its keys and values in every layer."""
@@ -107,29 +109,34 @@ def bytes_per_block(*, num_layers: int, block_size: int, num_kv_heads: int, head
     return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
 
 
-def blocks_that_fit(config: EngineConfig, block_bytes: int, block_size: int, max_len: int, device: torch.device) -> int:
+def blocks_that_fit(
+    config: EngineConfig, block_bytes: int, block_size: int, max_len: int, device: torch.device, *, step_bytes: int = 0
+) -> int:
     """As many blocks as the memory holds, and no more than max_num_seqs sequences of max_len could use.
 
+    step_bytes: kept free on a GPU for what a step needs beside weights and cache.
     Raises: InvalidValueError if not one block fits.
     """
-    memory = memory_for_cache(device, config.cache.kv_cache_memory, config.cache.gpu_memory_utilization)
+    memory = memory_for_cache(device, config.cache.kv_cache_memory, config.cache.gpu_memory_utilization, step_bytes=step_bytes)
     num_blocks = min(memory // block_bytes, config.scheduler.max_num_seqs * -(-max_len // block_size))
     if num_blocks < 1:
         raise InvalidValueError(
             f"the KV cache may take {memory} bytes, less than one block of {block_size} tokens ({block_bytes} bytes); "
-            f"raise kv_cache_memory{' or gpu_memory_utilization' if device.type == 'cuda' else ''}, or lower block_size"
+            f"raise kv_cache_memory{_MORE_ON_A_GPU if device.type == 'cuda' else ''}, or lower block_size"
         )
     return num_blocks
 
 
-def memory_for_cache(device: torch.device, kv_cache_memory: int | None, gpu_memory_utilization: float) -> int:
+def memory_for_cache(
+    device: torch.device, kv_cache_memory: int | None, gpu_memory_utilization: float, *, step_bytes: int = 0
+) -> int:
     """How many bytes the cache may take: what was asked for, or what the machine can spare. Call it with the weights loaded.
 
     Raises: InvalidValueError if more was asked for than is free.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        spare = int(total * gpu_memory_utilization) - (total - free)
+        spare = int(total * gpu_memory_utilization) - (total - free) - step_bytes
         way_out = "lower kv_cache_memory, or leave it out"
     else:
         free = available_cpu_memory()

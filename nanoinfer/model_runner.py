@@ -25,6 +25,8 @@ from nanoinfer.models import Model
 
 logger = logging.getLogger(__name__)
 
+LOGITS_COPIES = 6  # fp32 copies of [num_rows, vocab] that a sampler of every parameter may hold: int64 weights count twice
+
 # Records what a function launches. Returns a replay of it, and the tensor that the replay fills.
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 
@@ -53,6 +55,27 @@ class ModelRunner:
     def _run(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         attend = self.backend.begin_step(self.cache, batch.attention)
         return self.model(batch.input_ids, batch.positions, attend)
+
+
+@torch.inference_mode()
+def bytes_of_a_step(model: Model, *, num_tokens: int, num_rows: int, device: torch.device) -> int:
+    """What a GPU needs for the largest step, beside weights and cache: measured on one whose attention is left out.
+
+    num_tokens: of the step. num_rows: of them, those that meet the LM head; the sampler is counted as LOGITS_COPIES of theirs.
+    """
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q.contiguous()
+
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    hidden = model(ids, ids, attend)
+    logits = model.compute_logits(hidden[:num_rows]).float()
+    needed = torch.cuda.max_memory_allocated(device) - before + LOGITS_COPIES * logits.nbytes
+    del hidden, logits
+    torch.cuda.empty_cache()
+    return needed
 
 
 @dataclass(frozen=True, slots=True)

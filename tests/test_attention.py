@@ -144,6 +144,17 @@ def test_an_unknown_backend_or_one_that_cannot_serve_is_refused_by_name(caplog):
     assert select_backend("auto", CPU, *model)[0] == "cpu"
 
 
+def test_a_gpus_cache_leaves_room_for_what_else_is_on_it_and_for_a_step(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))  # free, total
+    cuda = torch.device("cuda")
+    assert memory_for_cache(cuda, None, 0.9) == 500  # 900 in all, less the 400 that are taken
+    assert memory_for_cache(cuda, None, 0.9, step_bytes=120) == 380
+    assert memory_for_cache(cuda, None, 0.9, step_bytes=800) == 0
+    assert memory_for_cache(cuda, 600, 0.9, step_bytes=120) == 600  # asked for
+    with pytest.raises(InvalidValueError, match="601 bytes, but 600 are free on cuda; lower kv_cache_memory"):
+        memory_for_cache(cuda, 601, 0.9)
+
+
 def test_copied_blocks_hold_what_their_sources_held_before_any_copy():
     cache = KVCache(num_layers=1, num_blocks=3, block_size=1, num_kv_heads=1, head_dim=1)
     cache.write(0, torch.arange(3), *(torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1),) * 2)
