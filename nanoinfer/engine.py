@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +151,8 @@ class LLMEngine:
         device = models.resolve_device(config.device)
         if config.quantization and device.type != "cpu":
             raise UnsupportedError(f"quantization='int8' runs on a CPU only, got device {str(device)!r}; leave it out")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # kernels of our own are launched on the current one
         checkpoint = Checkpoint.open(config.model, config.revision)
         model = models.load(checkpoint, "bfloat16" if config.quantization else config.dtype, device)
         if config.quantization:
@@ -320,7 +322,8 @@ class LLMEngine:
             )
         self._is_stepping = True
         try:
-            yield
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():  # of several, this one
+                yield
         finally:
             self._is_stepping = False
             owed, self._aborts_owed = self._aborts_owed, []

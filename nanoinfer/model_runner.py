@@ -25,7 +25,7 @@ from nanoinfer.models import Model
 
 logger = logging.getLogger(__name__)
 
-LOGITS_COPIES = 6  # fp32 copies of [num_rows, vocab] that a sampler of every parameter may hold: int64 weights count twice
+LOGITS_COPIES = 12  # fp32 copies of [num_rows, vocab] that a sampler of every parameter may hold: int64 weights count twice
 
 # Records what a function launches. Returns a replay of it, and the tensor that the replay fills.
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
@@ -101,7 +101,7 @@ class DecodeGraphs:
         self._padding_block = padding_block
         self._padding_slot = padding_block * block_size
         self._capture = capture
-        self._buckets: dict[int, _Bucket] = {}
+        self._buckets: dict[int, _Bucket | None] = {}  # None: could not be recorded
 
     def covers(self, batch: ForwardBatch) -> bool:
         """Steps of single tokens alone."""
@@ -111,12 +111,20 @@ class DecodeGraphs:
         """The hidden rows of run(batch), by the recording of the smallest bucket that holds it."""
         num_rows = len(batch.input_ids)
         size = next(size for size in self.sizes if size >= num_rows)
-        bucket = self._buckets.get(size)
-        if bucket is None:
+        if size not in self._buckets:
             places = self._places(size, batch.input_ids.device)
             _fill(places, batch)
-            replay, hidden = self._capture(lambda: run(places))
-            bucket = self._buckets[size] = _Bucket(places, replay, hidden)
+            try:
+                self._buckets[size] = _Bucket(places, *self._capture(lambda: run(places)))
+            except RuntimeError as error:  # torch's, out of memory included
+                first_line = str(error).split("\n", maxsplit=1)[0]
+                logger.warning(
+                    "a decode step of %d rows could not be recorded (%s); such steps run as they come", size, first_line
+                )
+                self._buckets[size] = None
+        bucket = self._buckets[size]
+        if bucket is None:
+            return run(batch)
         self._pad(bucket.places, num_rows)
         _fill(bucket.places, batch)
         bucket.replay()
@@ -168,16 +176,16 @@ class CUDACapture:
 
     def __init__(self) -> None:
         self._pool: Any = None  # torch's handle of it
+        self._stream = torch.cuda.Stream()  # one for all: each would have a workspace of its own
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         before = torch.cuda.memory_reserved()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             run()  # compiles kernels and chooses algorithms, neither of which can be recorded
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             out = run()
         self._pool = graph.pool()
         taken = (torch.cuda.memory_reserved() - before) / 2**20

@@ -22,5 +22,7 @@ def integers_on_device(lists: list[list[int]], device: torch.device) -> list[Int
     """
     if device.type == "cpu":
         return [torch.tensor(numbers, dtype=torch.int64) for numbers in lists]
-    together = torch.tensor(list(chain.from_iterable(lists)), dtype=torch.int64)
-    return list(on_device(together, device).split([len(numbers) for numbers in lists]))
+    # Each begins at a multiple of 16 bytes: Triton compiles a kernel once more for a pointer that does not.
+    even = [numbers + [0] * (len(numbers) % 2) for numbers in lists]
+    parts = on_device(torch.tensor(list(chain.from_iterable(even)), dtype=torch.int64), device).split(list(map(len, even)))
+    return [part[: len(numbers)] for part, numbers in zip(parts, lists, strict=True)]

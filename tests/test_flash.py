@@ -166,7 +166,7 @@ def a_gpu(monkeypatch):
 def test_auto_takes_the_first_that_can_and_says_why_not_the_others(a_gpu, monkeypatch, caplog):
     pytest.importorskip("triton")
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="nanoinfer")
     assert base.select_backend("auto", CUDA, torch.bfloat16, 128)[0] == "triton"
     assert "attention_backend: not flash, because flash_attn is not installed" in caplog.text
     monkeypatch.setitem(sys.modules, "nanoinfer.attention.triton", None)

@@ -12,7 +12,7 @@ from nanoinfer.model_runner import DecodeGraphs, ModelRunner
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MEMORY = 40 * 16 * 512  # 40 blocks of 16 tokens of the tiny qwen3
-PARAMS = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in (3, 20, 9, 14, 1, 17)]
+PARAMS = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in (2, 9, 4, 7, 1, 8)]
 PROMPTS = [[7] * 16 + [5, 6], [7] * 16 + [9], list(range(3, 40)), [1], [4, 4], [8, 9, 10]]
 
 
@@ -58,7 +58,7 @@ def test_replayed_steps_give_the_tokens_of_steps_run_as_they_come(path):
     assert tokens_of(llm) == expected
     assert sorted(record.sizes) == sorted(set(record.sizes))  # each once
     assert set(record.sizes) <= {1, 2, 4, 5}
-    assert len(record.sizes) > 2
+    assert len(record.sizes) >= 2
     before = list(record.sizes)
     assert tokens_of(llm) == expected
     assert record.sizes == before
@@ -93,3 +93,12 @@ def test_padding_rows_write_into_their_own_block_alone(path):
 def test_there_is_a_recording_for_every_number_of_rows(max_num_seqs, sizes):
     graphs = DecodeGraphs(max_num_seqs=max_num_seqs, max_model_len=64, block_size=16, padding_block=9, capture=record)
     assert graphs.sizes == sizes
+
+
+def test_what_cannot_be_recorded_runs_as_it_comes_and_is_told_once(path, caplog):
+    def fail(run):
+        raise RuntimeError("CUDA out of memory\nand so on")
+
+    expected = tokens_of(LLM(str(path), attention_backend="reference", block_size=16, kv_cache_memory=MEMORY))
+    assert tokens_of(llm_with(path, fail)) == expected
+    assert caplog.text.count("a decode step of 4 rows could not be recorded (CUDA out of memory)") == 1

@@ -130,7 +130,9 @@ def find_backend(
     module, _, class_name = BACKENDS[name].partition(":")
     try:
         backend_class = getattr(import_module(module), class_name)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         return None, f"{error.name} is not installed"
+    except (ImportError, OSError) as error:  # built for another torch, say
+        return None, f"it cannot be imported: {str(error).splitlines()[0]}"
     reason = backend_class.why_not(device, dtype, head_dim, block_size or backend_class.default_block_size)
     return (None, reason) if reason else (backend_class, None)

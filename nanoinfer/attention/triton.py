@@ -34,7 +34,8 @@ from nanoinfer.kv_cache import KVCache, Layout
 MOST_HEAD_DIM = 256  # what registers hold of a tile
 _ENOUGH_PROGRAMS = 512  # of decode: splits are made until there are so many (an H100 has 132 processors, each runs several)
 _MOST_SPLITS = 32
-_KEY_TILE = 64
+_TILE = 64  # of queries, and of keys; WIDE_TILE where a head's numbers take more than WIDE bytes, for the sake of shared memory
+_WIDE, _WIDE_TILE = 256, 32
 _LEAST_ROWS = 16  # of a matrix product on tensor cores
 
 
@@ -86,7 +87,7 @@ def _over_tiles(
     return m, l, o
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_seq", "table_stride"])  # they change all the time: not a compilation for each
 def _prefill_kernel(
     q, k_pages, v_pages, out, query_start_loc, seq_lens, block_tables, q_stride, table_stride, first_seq, scale,
     BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
@@ -115,7 +116,7 @@ def _prefill_kernel(
         tl.store(out + where, (o / l[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q, k_pages, v_pages, partial_m, partial_l, partial_o, seq_lens, block_tables, q_stride, table_stride, scale,
     BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
@@ -198,7 +199,7 @@ def num_splits_for(num_seqs: int, num_kv_heads: int, max_seq_len: int) -> int:
     while (
         num_splits < _MOST_SPLITS
         and num_splits * num_seqs * num_kv_heads < _ENOUGH_PROGRAMS
-        and num_splits * _KEY_TILE < max_seq_len
+        and num_splits * _TILE < max_seq_len
     ):
         num_splits *= 2
     return num_splits
@@ -243,12 +244,13 @@ def prefill(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: 
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_pages.shape
     first_seq = metadata.num_decodes
-    rows = min(64, max(triton.next_power_of_2(metadata.max_query_len), _LEAST_ROWS))
+    dim, tile = _tile_sizes(q)
+    rows = min(tile, max(triton.next_power_of_2(metadata.max_query_len), _LEAST_ROWS))
     grid = (len(metadata.seq_lens) - first_seq, triton.cdiv(metadata.max_query_len, rows), num_heads)
     _prefill_kernel[grid](
         q, k_pages, v_pages, out, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables,
         q.stride(0), metadata.block_tables.stride(0), first_seq, head_dim**-0.5,
-        block_size, num_heads, num_kv_heads, head_dim, max(triton.next_power_of_2(head_dim), 16), rows, _KEY_TILE,
+        block_size, num_heads, num_kv_heads, head_dim, dim, rows, tile,
     )  # fmt: skip
 
 
@@ -258,15 +260,21 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: A
     _, block_size, num_kv_heads, _ = k_pages.shape
     num_splits = num_splits_for(num_seqs, num_kv_heads, metadata.max_seq_len)
     rows = max(triton.next_power_of_2(num_heads // num_kv_heads), _LEAST_ROWS)
-    dim = max(triton.next_power_of_2(head_dim), 16)
+    dim, tile = _tile_sizes(q)
     m, l = q.new_empty(2, num_seqs, num_heads, num_splits, dtype=torch.float32)
     o = q.new_empty(num_seqs, num_heads, num_splits, head_dim, dtype=torch.float32)
     _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
         q, k_pages, v_pages, m, l, o, metadata.seq_lens, metadata.block_tables,
         q.stride(0), metadata.block_tables.stride(0), head_dim**-0.5,
-        block_size, num_heads, num_kv_heads, head_dim, dim, rows, _KEY_TILE, num_splits,
+        block_size, num_heads, num_kv_heads, head_dim, dim, rows, tile, num_splits,
     )  # fmt: skip
     _merge_kernel[(num_seqs * num_heads,)](m, l, o, out, head_dim, dim, num_splits)
+
+
+def _tile_sizes(q: Tensor) -> tuple[int, int]:
+    """head_dim as a power of 2 that tensor cores take, and the tokens of a tile."""
+    dim = max(triton.next_power_of_2(q.shape[2]), _LEAST_ROWS)
+    return dim, _WIDE_TILE if dim * q.element_size() > _WIDE else _TILE
 
 
 def _with_packed_heads(x: Float[Tensor, "num_tokens heads head_dim"]) -> Float[Tensor, "num_tokens heads head_dim"]:

@@ -269,6 +269,10 @@ def report(
     repeats: Annotated[int, typer.Option(min=1, help="Runs that count, after one to warm up.")] = 1,
 ) -> None:
     """Throughput beside transformers and the roofline, as a dated entry for BENCHMARKS.md."""
+    import gc
+
+    import torch
+
     from nanoinfer import models
     from nanoinfer.bench import compare as comparing
     from nanoinfer.bench import roofline as measured
@@ -286,6 +290,9 @@ def report(
             device=device,
             quantization=None,
         )
+        gc.collect()  # both models
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         machine, its_dtype, phases = measured.run(checkpoint, dtype=dtype, device=device)
         name = shape or model or "tiny-qwen3"
         print(entry(name, models.resolve_device(device), machine, its_dtype, phases, results))

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from nanoinfer import models
 from nanoinfer.bench.compare import cache_bytes
 from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.config import SchedulerConfig
 from nanoinfer.linear import pack
 from nanoinfer.llm import LLM
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.tracing import Recorder, StepTimed
+from nanoinfer.tracing import Recorder, StepScheduled, StepTimed
 
 READ_BYTES = {"cpu": 256 * 2**20, "cuda": 2**32}  # far more than any cache holds, and long enough to be timed
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
@@ -124,19 +125,21 @@ def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, li
     opened, device = Checkpoint.open(checkpoint), models.resolve_device(engine["device"])
     model, dtype = models.on_meta(opened), models.resolve_dtype(engine["dtype"], opened, device)
     # No more than is needed: memory that is touched for the first time would be measured, too.
-    most_bytes = max(cache_bytes(model.config, dtype, [length + NUM_STEPS + 2] * n) for n, length in STEPS[device.type])
-    llm = LLM(checkpoint, tracer=recorder, kv_cache_memory=most_bytes, **engine)
+    most_bytes = max(
+        cache_bytes(model.config, dtype, [length + num_steps(n, length) + 2] * n) for n, length in STEPS[device.type]
+    )
+    # Not async: a step's time is then that of its own work.
+    llm = LLM(checkpoint, tracer=recorder, kv_cache_memory=most_bytes, async_scheduling=False, **engine)
     machine = measure_machine(llm.engine.device, dtype)
-    most = llm.engine.max_model_len - NUM_STEPS - 2
     phases = []
     for i, (num_seqs, asked) in enumerate(STEPS[llm.engine.device.type]):
-        length = min(asked, most)
+        length = min(asked, llm.engine.max_model_len - num_steps(num_seqs, asked) - 2)
         prefill_s, decode_s = _measure(llm, recorder, num_seqs, length)
         if i == 0:
             parts = count(model, dtype, num_seqs=1, num_new=length, context=length)
             phases.append(Phase(f"prefill of {length}", parts, prefill_s))
         else:
-            parts = count(model, dtype, num_seqs=num_seqs, num_new=1, context=length + NUM_STEPS // 2)
+            parts = count(model, dtype, num_seqs=num_seqs, num_new=1, context=length + num_steps(num_seqs, length) // 2)
             phases.append(Phase(f"decode, {num_seqs} x {length}", parts, decode_s))
     return machine, dtype, phases
 
@@ -165,15 +168,26 @@ def plot(machine: Machine, dtype: torch.dtype, phases: list[Phase], path: Path) 
 
 def _measure(llm: LLM, recorder: Recorder, num_seqs: int, length: int) -> tuple[float, float]:
     """Seconds of a prefill step and of a decode step, of the second of two runs; the scheduler and the like included."""
-    params = SamplingParams(temperature=0, max_tokens=NUM_STEPS + 1, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=num_steps(num_seqs, length) + 1, ignore_eos=True, detokenize=False)
     for run in range(2):
         generator = torch.Generator().manual_seed(run)
         prompts = torch.randint(llm.engine.model_config.vocab_size, (num_seqs, length), generator=generator).tolist()
         recorder.events.clear()
         llm.generate(prompts, params, use_tqdm=False)
-    steps = [event for event in recorder.events if isinstance(event, StepTimed)]
-    seconds = [step.outside_model_and_sampler + step.forward + step.sample for step in steps]
-    return seconds[0], statistics.median(seconds[-NUM_STEPS:])
+    seconds: list[float] = []
+    decodes = []  # of all sequences at once
+    for event in recorder.events:
+        if isinstance(event, StepScheduled):
+            decodes_all = event.num_new_tokens == (1,) * num_seqs
+        elif isinstance(event, StepTimed):
+            seconds.append(event.outside_model_and_sampler + event.forward + event.sample)
+            decodes += seconds[-1:] if decodes_all else []
+    return seconds[0], statistics.median(decodes)
+
+
+def num_steps(num_seqs: int, length: int) -> int:
+    """Decode steps enough that in NUM_STEPS of them all sequences decode: prompts may start some steps apart."""
+    return NUM_STEPS + -(-num_seqs * length // SchedulerConfig.max_num_batched_tokens)
 
 
 def _best_s(function: Callable[[], Tensor], device: torch.device) -> float:
