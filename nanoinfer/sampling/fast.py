@@ -9,15 +9,17 @@ torch's exp gives a number the same bits wherever it stands (tests/test_fast.py 
     only top_p       the 256 largest are enough, if those above the smallest of them reach top_p of the total weight
     neither          every token may be drawn: weights of all, but no sort
 
+On a GPU it is dear to ask for a value, and cheap to go over all logits: a threshold is found by bisection there.
+
 A row for which the few were not enough takes the plain way. (With bf16 logits ties are the rule: over 50,257 of them the 40th
 largest tied with the 41st in 64% of rows.)
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from nanoinfer.sampling import stages
@@ -47,17 +49,25 @@ def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     if batch.greedy_rows:
         rows = on_device(torch.tensor(batch.greedy_rows), logits.device)
         token_ids[rows], largest[rows] = _first_largest(logits[rows])
-    for row_numbers, way in (
+    ways: tuple[tuple[tuple[int, ...], Callable[[Logits, SamplingBatch], tuple[Ids, Largest]]], ...] = (
         (batch.top_k_rows, _sample_top_k),
         (batch.top_p_rows, _sample_top_p),
         (batch.other_rows, _sample_other),
-    ):
+    )
+    if not may_ask(logits):
+        ways = ((tuple(sorted(batch.top_k_rows + batch.top_p_rows + batch.other_rows)), _sample_by_threshold),)
+    for row_numbers, way in ways:
         if len(row_numbers) == len(logits):  # the usual step: everybody asks for the same
             return way(logits, batch)
         if row_numbers:
             rows = on_device(torch.tensor(row_numbers), logits.device)
             token_ids[rows], largest[rows] = way(logits[rows], batch.only_rows(rows))
     return token_ids, largest
+
+
+def may_ask(logits: Logits) -> bool:
+    """May the next thing to do depend on a value of these? On a GPU, reading one waits for all that it has been given."""
+    return not logits.is_cuda
 
 
 def sample_plainly(logits: Logits, batch: SamplingBatch) -> Ids:
@@ -98,18 +108,51 @@ def _sample_top_p(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
 
 def _sample_other(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     """Any token may be drawn. The ruler is searched in two steps: in which block of ids the mark lies, then where in it."""
-    token_ids = []
-    for weights, rows in _weights(logits, batch):
-        blocks = F.pad(weights, (0, -weights.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))  # [rows, num_blocks, BLOCK]
-        sums = blocks.sum(dim=-1)
-        running = sums.cumsum(dim=-1)
-        total = running[:, -1]
-        mark = torch.minimum((batch.u[rows] * total).floor().to(torch.int64), total - 1).unsqueeze(-1)
-        block = torch.searchsorted(running, mark, right=True).clamp_(max=sums.shape[-1] - 1)  # clamped for a row of zeros
-        before = (running - sums).gather(-1, block)
-        inside = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, BLOCK)).squeeze(1).cumsum(dim=-1)
-        token_ids.append((block * BLOCK + torch.searchsorted(inside, mark - before, right=True)).squeeze(-1))
-    return torch.cat(token_ids), logits.amax(dim=-1)
+    return torch.cat([_draw_in_two(weights, batch.u[rows]) for weights, rows in _weights(logits, batch)]), logits.amax(dim=-1)
+
+
+def _draw_in_two(weights: Int[Tensor, "batch vocab"], u: Float[Tensor, "batch"]) -> Ids:
+    """draw.draw of these weights."""
+    blocks = F.pad(weights, (0, -weights.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))  # [batch, num_blocks, BLOCK]
+    sums = blocks.sum(dim=-1)
+    running = sums.cumsum(dim=-1)
+    total = running[:, -1]
+    mark = torch.minimum((u * total).floor().to(torch.int64), total - 1).unsqueeze(-1)
+    block = torch.searchsorted(running, mark, right=True).clamp_(max=sums.shape[-1] - 1)  # clamped for a row of zeros
+    before = (running - sums).gather(-1, block)
+    inside = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, BLOCK)).squeeze(1).cumsum(dim=-1)
+    return (block * BLOCK + torch.searchsorted(inside, mark - before, right=True)).squeeze(-1)
+
+
+def _sample_by_threshold(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
+    """Any row, without a sort, and without a question that the host would have to answer: for a GPU."""
+    kept = stages.keep_top_k(stages.keep_min_p(stages.apply_temperature(logits, batch), batch), batch)
+    weights = integer_weights(kept)
+    if batch.top_p is not None:
+        weights = weights.masked_fill(_beyond(kept, weights, batch.top_p), 0)
+    return _draw_in_two(weights, batch.u), logits.amax(dim=-1)
+
+
+def _beyond(logits: Logits, weights: Int[Tensor, "batch vocab"], top_p: Float[Tensor, "batch"]) -> Bool[Tensor, "batch vocab"]:
+    """What stages.drop_beyond drops, by bisection: the largest logit such that it and those above it weigh top_p of the total.
+
+    The bits of a float, read as an integer, are in its order, if those of negative ones are flipped: 32 halvings find any.
+    """
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which it equals
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    enough = top_p * weights.sum(dim=-1)  # float64
+    low = torch.full_like(enough, -(2**31), dtype=torch.int64)
+    high = torch.full_like(enough, 2**31 - 1, dtype=torch.int64)
+    for _ in range(32):
+        middle = (low + high + 1) >> 1
+        is_enough = (weights * (keys >= middle.unsqueeze(-1))).sum(dim=-1) >= enough
+        low, high = torch.where(is_enough, middle, low), torch.where(is_enough, high, middle - 1)
+    threshold = low.unsqueeze(-1)
+    above = (weights * (keys > threshold)).sum(dim=-1, keepdim=True)
+    ties = keys == threshold  # they enter by rising id
+    before = above + (ties.cumsum(dim=-1) - 1) * (weights * ties).amax(dim=-1, keepdim=True)
+    dropped = (keys < threshold) | (ties & (before >= enough.unsqueeze(-1)))
+    return dropped & (top_p < 1.0).unsqueeze(-1)
 
 
 def _first_largest(logits: Logits) -> tuple[Ids, Largest]:
