@@ -79,7 +79,10 @@ def _engine(device: torch.device, dtype: torch.dtype) -> list[tuple[str, str]]:
         ("device", str(device)),
         ("dtype of a bfloat16 checkpoint", str(dtype).removeprefix("torch.")),
         ("attention", f"{name}, blocks of {backend.default_block_size} tokens"),
-        ("memory for the KV cache", f"{memory_for_cache(device, None, 0.9) / 2**30:.1f} GiB, less the weights on a GPU"),
+        (
+            "memory for the KV cache",
+            f"{memory_for_cache(device, None, 0.9) / 2**30:.1f} GiB{', less weights and a step' if device.type == 'cuda' else ''}",
+        ),
     ]
     if device.type == "cpu":
         layer = torch.nn.Sequential(torch.nn.Linear(64, 64, dtype=dtype))

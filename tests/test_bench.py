@@ -1,7 +1,9 @@
 """`nanoinfer bench`: workloads as described, figures by hand, the same work on both sides, counts by hand, tables and JSON."""
 
+import datetime
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -187,3 +189,15 @@ def test_mistakes_are_one_sentence(arguments, sentence):
 def test_a_bar_stands_beside_every_standard_workload():
     for bars in compare.BARS.values():
         assert set(bars) <= set(workloads.WORKLOADS)
+
+
+def test_a_report_is_a_dated_entry_in_markdown():
+    result = CliRunner().invoke(app, ["bench", "report", "--model", "tiny-gpt2", "--workload", "A", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("## tiny-gpt2 in float32 on ")
+    assert lines[0].endswith(str(datetime.date.today()))
+    assert "| workload | nanoinfer | transformers | times as fast | bar |" in lines
+    (row,) = [line for line in lines if line.startswith("| A |")]
+    assert re.fullmatch(r"\| A \| [\d,]+ tok/s \| [\d,]+ tok/s \| \d+\.\d\d \|  \|", row)
+    assert sum(line.startswith("| decode, ") for line in lines) == 4
