@@ -75,14 +75,12 @@ def _machine(device: torch.device) -> list[tuple[str, str]]:
 def _engine(device: torch.device, dtype: torch.dtype) -> list[tuple[str, str]]:
     """What LLM(...) with its defaults would take for a checkpoint in bfloat16 with heads of HEAD_DIM."""
     name, backend = select_backend("auto", device, dtype, HEAD_DIM)
+    besides = ", less weights and a step" if device.type == "cuda" else ""
     told = [
         ("device", str(device)),
         ("dtype of a bfloat16 checkpoint", str(dtype).removeprefix("torch.")),
         ("attention", f"{name}, blocks of {backend.default_block_size} tokens"),
-        (
-            "memory for the KV cache",
-            f"{memory_for_cache(device, None, 0.9) / 2**30:.1f} GiB{', less weights and a step' if device.type == 'cuda' else ''}",
-        ),
+        ("memory for the KV cache", f"{memory_for_cache(device, None, 0.9) / 2**30:.1f} GiB{besides}"),
     ]
     if device.type == "cpu":
         layer = torch.nn.Sequential(torch.nn.Linear(64, 64, dtype=dtype))
