@@ -181,10 +181,10 @@ class DecodeIndices(NamedTuple):
 
 
 def _keep_freed_memory() -> None:
-    """Make glibc keep freed blocks of up to KEPT_BYTES for the next step, instead of giving them back and faulting them in again.
+    """Make glibc keep freed blocks of up to KEPT_BYTES for the next step, instead of giving them back and faulting them in.
 
-    See `man mallopt`; where there is another allocator nothing happens. Of 64 rows of Qwen3-0.6B's shape, whose logits alone are
-    39 MB, the prefill took 7.4 s without this and 5.5 s with it, a decode step 206 and 181 ms.
+    See `man mallopt`; where there is another allocator nothing happens. Of 64 rows of Qwen3-0.6B's shape, whose logits alone
+    are 39 MB, the prefill took 7.4 s without this and 5.5 to 5.9 s with it, a decode step 206 and 181 to 192 ms.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
