@@ -138,8 +138,9 @@ class Sampler:
 
     def _told(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """The rows that want log-probabilities."""
-        rows = torch.tensor([row for row, _ in batch.logprobs], dtype=torch.int64)
-        return logits[on_device(rows, logits.device)] if batch.logprobs else logits[:0]
+        if not batch.logprobs:
+            return logits[:0]
+        return logits[on_device(torch.tensor([row for row, _ in batch.logprobs]), logits.device)]
 
     def _apply(self, logits: Tensor, batch: SamplingBatch, stages: tuple[Stage, ...]) -> Tensor:
         for stage in stages:
