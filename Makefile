@@ -20,7 +20,7 @@ lint: .venv/installed-test
 gpu:
 	$(PYTHON) -m pytest tests/test_gpu.py tests/test_triton.py tests/test_fused.py tests/test_model_runner.py
 	$(PYTHON) -m nanoinfer doctor
-	$(PYTHON) -m nanoinfer bench report --shape qwen3-0.6b --device cuda --workload A,C,E,F > gpu-report.md
+	$(PYTHON) -m nanoinfer bench report --shape qwen3-0.6b --device cuda --workload A,C,E,F > gpu-report.md || (rm gpu-report.md; exit 1)
 	(echo; cat gpu-report.md) >> BENCHMARKS.md
 	rm gpu-report.md
 
