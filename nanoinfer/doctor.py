@@ -12,9 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from nanoinfer import linear, models
-from nanoinfer.attention.base import BACKENDS, AttentionBackend, AttentionMetadata, find_backend, select_backend
+from nanoinfer.attention.base import BACKENDS, AttentionBackend, find_backend, select_backend
 from nanoinfer.attention.reference import ReferenceBackend
+from nanoinfer.errors import first_line
+from nanoinfer.forward_batch import ForwardBatch
 from nanoinfer.kv_cache import KVCache, memory_for_cache
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduler import ScheduledSequence, SchedulerPlan
+from nanoinfer.sequence import Sequence
 
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 64, 4, 2
 # (tokens in the cache, new tokens) of each sequence of the step: two that decode, a chunk behind a prefix, a whole prompt
@@ -100,7 +105,7 @@ def _check(name: str, device: torch.device) -> Check:
                 (_attend(backend, device, dtype) - _attend(ReferenceBackend(), device, torch.float32)).abs().max().item()
             )
         except Exception as error:  # whatever a broken installation raises
-            return Check(name, None, f"failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}", True)
+            return Check(name, None, f"failed: {first_line(error)}", True)
         is_right = difference < TOLERANCE[dtype]
         words = f"{'right' if is_right else 'WRONG'} in {str(dtype).removeprefix('torch.')}, off by {difference:.1e}"
         return Check(name, difference, words, not is_right)
@@ -108,9 +113,8 @@ def _check(name: str, device: torch.device) -> Check:
 
 
 def _attend(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """One step over random numbers, the same for every backend: tokens in the cache first, then the new ones' attention."""
+    """The new tokens' attention over random numbers, the same for every backend."""
     block_size = backend.default_block_size
-    generator = torch.Generator().manual_seed(0)
     num_blocks = [-(-(old + new) // block_size) for old, new in LENGTHS]
     cache = KVCache(
         num_layers=1,
@@ -122,33 +126,20 @@ def _attend(backend: AttentionBackend, device: torch.device, dtype: torch.dtype)
         device=device,
         layout=backend.layout,
     )
-    ids = iter(range(sum(num_blocks)))
-    tables = [[next(ids) for _ in range(count)] for count in num_blocks]
-    width = max(num_blocks)
-
-    def slots(table: list[int], positions: range) -> torch.Tensor:
-        return torch.tensor([table[i // block_size] * block_size + i % block_size for i in positions], device=device).long()
-
-    queries, keys, values, new_slots = [], [], [], []
-    for table, (old, new) in zip(tables, LENGTHS, strict=True):
-        k, v = torch.randn(2, old + new, NUM_KV_HEADS, HEAD_DIM, generator=generator).to(device, dtype)
-        queries.append(torch.randn(new, NUM_HEADS, HEAD_DIM, generator=generator).to(device, dtype))
-        cache.write(0, slots(table, range(old)), k[:old], v[:old])
-        keys.append(k[old:])
-        values.append(v[old:])
-        new_slots.append(slots(table, range(old, old + new)))
-    seq_lens = [old + new for old, new in LENGTHS]
-    starts = [sum(new for _, new in LENGTHS[:i]) for i in range(len(LENGTHS) + 1)]
-    metadata = AttentionMetadata(
-        query_start_loc=torch.tensor(starts, device=device),
-        seq_lens=torch.tensor(seq_lens, device=device),
-        block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], device=device),
-        slot_mapping=torch.cat(new_slots),
-        max_query_len=max(new for _, new in LENGTHS),
-        max_seq_len=max(seq_lens),
-        num_decodes=2,
-        query_start_loc_cpu=starts,
-        seq_lens_cpu=seq_lens,
-    )
-    out = backend.begin_step(cache, metadata)(0, torch.cat(queries), torch.cat(keys), torch.cat(values))
+    sequences = []
+    for i, (old, new) in enumerate(LENGTHS):
+        seq = Sequence(str(i), [0] * (old + new), SamplingParams(), seed=0, max_num_tokens=old + new)
+        seq.block_table = list(range(sum(num_blocks[:i]), sum(num_blocks[: i + 1])))
+        sequences.append(seq)
+    generator = torch.Generator().manual_seed(0)
+    out = torch.empty(0)
+    for nums in zip(*LENGTHS, strict=True):  # a step of the old tokens, then the one of the new
+        scheduled = tuple(ScheduledSequence(seq, num) for seq, num in zip(sequences, nums, strict=True) if num)
+        batch = ForwardBatch.build(SchedulerPlan(scheduled, (), (), (), ()), block_size, device)
+        q, k, v = torch.randn(len(batch.input_ids), NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM, generator=generator).split(
+            [NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], dim=1
+        )
+        out = backend.begin_step(cache, batch.attention)(0, *(x.to(device, dtype) for x in (q, k, v)))
+        for item in scheduled:
+            item.sequence.num_computed_tokens += item.num_new_tokens
     return out.float()

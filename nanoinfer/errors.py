@@ -53,3 +53,8 @@ def unknown_argument(owner: str, name: str, known: list[str]) -> InvalidTypeErro
     close = difflib.get_close_matches(name, known, n=1)
     way_out = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
     return InvalidTypeError(f"{owner} has no argument {name!r}; {way_out}")
+
+
+def first_line(error: BaseException) -> str:
+    """What somebody else's error says, for a sentence of ours."""
+    return str(error).split("\n", maxsplit=1)[0] or type(error).__name__

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from nanoinfer.errors import UnsupportedError
+from nanoinfer.errors import UnsupportedError, first_line
 from nanoinfer.models.layers import ActivatedLinear, MergedLinear, ResidualLinear, activate
 
 logger = logging.getLogger(__name__)
@@ -114,8 +114,7 @@ def pack(model: nn.Module) -> bool:
             for parent, name in linears:
                 setattr(parent, name, PackedLinear(getattr(parent, name)))
     except (RuntimeError, AttributeError) as error:  # at the first layer, or not at all
-        first_line = str(error).split("\n", maxsplit=1)[0]
-        logger.info("linear layers are not packed (%s): slower, and bits may depend on the batch", first_line)
+        logger.info("linear layers are not packed (%s): slower, and bits may depend on the batch", first_line(error))
         return False
     return True
 

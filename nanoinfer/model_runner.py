@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.attention.base import AttentionBackend, AttentionMetadata
+from nanoinfer.errors import first_line
 from nanoinfer.forward_batch import ForwardBatch
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.models import Model
@@ -117,9 +118,8 @@ class DecodeGraphs:
             try:
                 self._buckets[size] = _Bucket(places, *self._capture(lambda: run(places)))
             except RuntimeError as error:  # torch's, out of memory included
-                first_line = str(error).split("\n", maxsplit=1)[0]
                 logger.warning(
-                    "a decode step of %d rows could not be recorded (%s); such steps run as they come", size, first_line
+                    "a decode step of %d rows could not be recorded (%s); such steps run as they come", size, first_line(error)
                 )
                 self._buckets[size] = None
         bucket = self._buckets[size]

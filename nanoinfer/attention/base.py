@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nanoinfer.errors import InvalidValueError, UnsupportedError
+from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line
 from nanoinfer.kv_cache import KVCache, Layout
 
 logger = logging.getLogger(__name__)
@@ -133,6 +133,6 @@ def find_backend(
     except ModuleNotFoundError as error:
         return None, f"{error.name} is not installed"
     except (ImportError, OSError) as error:  # built for another torch, say
-        return None, f"it cannot be imported: {str(error).splitlines()[0]}"
+        return None, f"it cannot be imported: {first_line(error)}"
     reason = backend_class.why_not(device, dtype, head_dim, block_size or backend_class.default_block_size)
     return (None, reason) if reason else (backend_class, None)

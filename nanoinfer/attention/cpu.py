@@ -28,6 +28,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
+from nanoinfer.errors import first_line
 from nanoinfer.kv_cache import KVCache, Layout
 
 logger = logging.getLogger(__name__)
@@ -141,8 +142,7 @@ class CPUBackend:
                 return self._compiled(q, k, v, k_pages, v_pages, where)
             except Exception as error:  # whatever a missing or broken compiler makes Inductor raise
                 self._may_compile = False
-                first_line = str(error).split("\n", maxsplit=1)[0]
-                logger.warning("the attention could not be compiled (%s); the plain form is used", first_line)
+                logger.warning("the attention could not be compiled (%s); the plain form is used", first_line(error))
         rows = max(SCRATCH_BYTES // (where.block_tables.shape[1] * bytes_per_block), 1)
         parts = [
             paged_decode(q[part], k[part], v[part], k_pages, v_pages, *(its[part] for its in where))

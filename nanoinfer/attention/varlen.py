@@ -73,6 +73,10 @@ class _Step:
         self._cache = cache
         self._metadata = metadata
         k_pages, _ = cache.layer(0)
+        # How this torch is told to attend causally, and that query heads share KV heads: the names changed between versions.
+        names = inspect.signature(varlen_attn).parameters
+        self._causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+        self._takes_gqa = "enable_gqa" in names
         self._query_starts = metadata.query_start_loc.int()
         self._key_starts: Tensor | None = None
         self._slots: Tensor | None = None
@@ -92,13 +96,10 @@ class _Step:
     ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
         self._cache.write(layer, self._metadata.slot_mapping, k, v)
         keys, values = self._cache.layer(layer)
-        options = _causal(q, k)
-        if self._slots is not None:
-            keys, values = (
-                keys.flatten(0, 1)[self._slots],
-                values.flatten(0, 1)[self._slots],
-            )  # [num_keys, num_kv_heads, head_dim]
-            if "enable_gqa" not in options:
+        options = self._causal | ({"enable_gqa": q.shape[1] != k.shape[1]} if self._takes_gqa else {})
+        if self._slots is not None:  # to [num_keys, num_kv_heads, head_dim]
+            keys, values = (pages.flatten(0, 1)[self._slots] for pages in (keys, values))
+            if not self._takes_gqa:
                 group = q.shape[1] // k.shape[1]
                 keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
         out = varlen_attn(
@@ -107,15 +108,6 @@ class _Step:
         )  # fmt: skip
         assert isinstance(out, Tensor)  # as always without return_aux
         return out
-
-
-def _causal(q: Tensor, k: Tensor) -> dict[str, Any]:
-    """How this torch is told to attend causally, and that query heads share KV heads: the names changed between versions."""
-    names = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
-    if "enable_gqa" in names:
-        options["enable_gqa"] = q.shape[1] != k.shape[1]
-    return options
 
 
 def _slots_of_all_keys(metadata: AttentionMetadata, block_size: int) -> Tensor:

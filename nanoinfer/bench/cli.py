@@ -211,7 +211,7 @@ def _show_throughput(results: list["Comparison"]) -> None:
             by_ttft = ours.itl_ms is None
             row.append(f"{theirs.ttft_ms.p50:.0f} ms" if by_ttft else f"{theirs.output_tokens_per_s:.1f} tok/s")
             row.append(f"{result.ratio:.2f}")
-            row.append("" if result.bar is None else f"{result.bar}: {'reached' if result.ratio >= result.bar else 'missed'}")
+            row.append(result.verdict)
         table.add_row(*row)
     Console().print(table)
     _show_memory(results[0])

@@ -48,6 +48,13 @@ class Comparison:
     num_weight_bytes: int
     num_cache_bytes: int
 
+    @property
+    def verdict(self) -> str:
+        """The bar and whether it is reached; empty where there is none."""
+        if self.bar is None or self.ratio is None:
+            return ""
+        return f"{self.bar}: {'reached' if self.ratio >= self.bar else 'missed'}"
+
 
 @contextmanager
 def checkpoint_of(model: str | None, shape: str | None, dtype: str) -> Iterator[str | None]:

@@ -30,9 +30,8 @@ def entry(
     ]
     for result in results:
         ratio = "" if result.ratio is None else f"{result.ratio:.2f}"
-        bar = "" if result.bar is None or result.ratio is None else _verdict(result.ratio, result.bar)
         theirs = "" if result.theirs is None else _figure(result, of_transformers=True)
-        lines.append(f"| {result.workload} | {_figure(result)} | {theirs} | {ratio} | {bar} |")
+        lines.append(f"| {result.workload} | {_figure(result)} | {theirs} | {ratio} | {result.verdict} |")
     lines += ["", "| step | at least ms | measured ms | share of the limit |", "|---|---|---|---|"]
     for phase in phases:
         least, measured = phase.least_s(machine, dtype), phase.measured_s
@@ -44,10 +43,6 @@ def _figure(result: Comparison, *, of_transformers: bool = False) -> str:
     figures = result.theirs if of_transformers else result.ours
     assert figures is not None
     return f"{figures.ttft_ms.p50:.0f} ms" if result.ours.itl_ms is None else f"{figures.output_tokens_per_s:,.0f} tok/s"
-
-
-def _verdict(ratio: float, bar: float) -> str:
-    return f"{bar}: {'reached' if ratio >= bar else 'missed'}"
 
 
 def _device_name(device: torch.device) -> str:
