@@ -10,7 +10,8 @@ The map, in floors. A file imports only from the floors below its own, and from 
     floor 0: words. Pure Python
       errors.py            the error tree
       checks.py            is a user's value of the right type, and in its range?
-      tracing.py           frozen events, the Tracer protocol, Recorder
+      viewer.py            events -> a page that replays a generation
+      tracing.py           what happened, as frozen events; Recorder
       sampling_params.py   what one prompt may ask for
       outputs.py           RequestOutput, CompletionOutput, Delta, RequestMetrics
       config.py            CacheConfig, SchedulerConfig, EngineConfig
@@ -48,10 +49,12 @@ The map, in floors. A file imports only from the floors below its own, and from 
       sampling/stages.py        the functions from logits to logits
       sampling/fast.py          the same tokens from fewer logits
       sampling/logprobs.py      log-probabilities and ranks
+      sampling/watch.py         what each stage did, for the tracer
       sampling/sampler.py       the list of stages, then the draw
       forward_batch.py     scheduled sequences -> the tensors of one step
       model_runner.py      tensors -> logits; CUDA graphs of decode steps
     floor 4
+      loading.py           a checkpoint's name -> a model ready to run
       admission.py         what a request may ask of this engine
       engine.py            LLMEngine.step(): the whole story in a few lines
     floor 5: front doors

@@ -1,24 +1,62 @@
 """What may enter the engine: requests are checked before any work, and their words become ids, once.
 
-In: token ids and SamplingParams. Out: nothing, or the error that says what is wrong, which value, and what to do. It knows the
-model's sizes and the tokenizer, and neither queue nor cache.
+In: token ids and SamplingParams. Out: Sequences, or the error that says what is wrong, which value, and what to do. It knows
+the model's sizes and the tokenizer, and neither queue nor cache.
 """
 
+import hashlib
 from collections.abc import Sequence as Ids
+from itertools import count
 
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError
 from nanoinfer.models import ModelConfig
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sequence import Sequence
 from nanoinfer.tokenizer import Tokenizer
 
 
 class Admission:
-    """max_model_len: the engine's, which may be less than the model's."""
+    """max_model_len: the engine's, which may be less than the model's. seed: of requests without one of their own."""
 
-    def __init__(self, model_config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        seed: int = 0,
+    ) -> None:
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self._seed = seed
+        self._numbers = count()
+
+    def admit(self, prompt_token_ids: list[int], params: SamplingParams) -> list[Sequence]:
+        """The sequences of a request that `check` lets through: one for each of its n answers, with the next request id.
+
+        Two requests never get the same seed unless they ask for it: without one of its own, a request's comes from the engine's
+        and from its number.
+        """
+        number = next(self._numbers)
+        seed = params.seed if params.seed is not None else _distinct_seed(self._seed, number)
+        bad_words = self.bad_word_ids(params)
+        num_prompt = len(prompt_token_ids)
+        return [
+            Sequence(
+                request_id=str(number),
+                prompt_token_ids=prompt_token_ids,
+                params=params,
+                seed=(seed + index) % 2**64,
+                max_num_tokens=min(num_prompt + (params.max_tokens or self.max_model_len), self.max_model_len),
+                eos_token_ids=self.eos_token_ids,
+                bad_words=bad_words,
+                index=index,
+            )
+            for index in range(params.n)
+        ]
 
     def check(self, prompt_token_ids: Ids[int], params: SamplingParams) -> None:
         """Refuse what can be seen to be wrong before any work. Too long is not wrong: it becomes an error result.
@@ -74,3 +112,9 @@ class Admission:
             else:
                 words.append(tuple(word))
         return tuple(ids for ids in words if max(ids) < self.model_config.vocab_size)
+
+
+def _distinct_seed(engine_seed: int, number: int) -> int:
+    """64 bits that differ for every request of an engine, and for the same request of engines with other seeds."""
+    digest = hashlib.blake2b(f"{engine_seed}:{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

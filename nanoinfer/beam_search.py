@@ -40,7 +40,7 @@ class BeamSearch:
             with naming_the_prompt(index):
                 parsed = parse_prompt(prompt, engine.tokenizer)
                 engine.admission.check(parsed.token_ids, SamplingParams(detokenize=False))
-                group = _Group(engine, parsed, params)
+                group = _Group(engine, parsed, params, f"beam{index}")
                 self._check_fits(group, params.beam_width)
                 self._groups.append(group)
         self._waiting = deque(group for group in self._groups if group.error is None)
@@ -114,7 +114,7 @@ class BeamSearch:
 class _Group:
     """The beams of one prompt, and those of its answers that have ended."""
 
-    def __init__(self, engine: LLMEngine, prompt: Prompt, params: BeamSearchParams) -> None:
+    def __init__(self, engine: LLMEngine, prompt: Prompt, params: BeamSearchParams, name: str) -> None:
         self.prompt = prompt
         self.params = params
         self.width = params.beam_width
@@ -130,13 +130,14 @@ class _Group:
         num_own = engine.block_manager.num_blocks_for(num_prompt + self.max_tokens) - num_shared
         self.most_blocks = num_shared + self.width * num_own
         self.beams: list[Sequence] = []
+        self._name, self._num_beams = name, 0  # the tracer's names: beam0, beam0.1, beam0.2 and so on, as they come
         self.scores = torch.zeros(1)  # [num_beams], sums of log-probabilities in falling order
         self.finished: list[tuple[list[int], float]] = []  # (generated ids, sum of log-probabilities)
         self.finished_scores = torch.zeros(0)  # [len(finished)], falling
 
     def start(self, engine: LLMEngine) -> None:
         """One beam: the prompt."""
-        beam = Sequence("beam", list(self.prompt.token_ids), SamplingParams(), 0, len(self.prompt.token_ids) + self.max_tokens)
+        beam = self._beam(list(self.prompt.token_ids), len(self.prompt.token_ids) + self.max_tokens)
         prefix = engine.scheduler.match_prefix(beam)
         engine.block_manager.start(beam, prefix)
         beam.num_computed_tokens = len(prefix) * engine.block_manager.block_size
@@ -178,6 +179,10 @@ class _Group:
             sequences.append(BeamSearchSequence(text, token_ids, score, total, finish_reason))
         return BeamSearchOutput(self.prompt.text, self.prompt.token_ids, sequences, self.error)
 
+    def _beam(self, prompt_token_ids: list[int], max_num_tokens: int) -> Sequence:
+        self._num_beams += 1
+        return Sequence(self._name, prompt_token_ids, SamplingParams(), 0, max_num_tokens, index=self._num_beams - 1)
+
     def _generated(self, origin: int, token_id: int) -> list[int]:
         return [*self.beams[origin].output_token_ids, token_id]
 
@@ -205,7 +210,7 @@ class _Group:
         children = []
         for origin, token_id in continuations:
             parent = self.beams[origin]
-            child = Sequence("beam", parent.prompt_token_ids, parent.params, 0, parent.max_num_tokens)
+            child = self._beam(parent.prompt_token_ids, parent.max_num_tokens)
             engine.block_manager.fork(parent, child)
             child.token_ids = [*parent.token_ids, token_id]
             child.num_computed_tokens = parent.num_computed_tokens

@@ -21,6 +21,16 @@ from collections import OrderedDict
 from itertools import count
 
 from nanoinfer.sequence import Sequence
+from nanoinfer.tracing import (
+    BlockCopied,
+    BlockEvicted,
+    BlocksAllocated,
+    BlocksCached,
+    BlocksForked,
+    BlocksFreed,
+    BlocksShared,
+    Tracer,
+)
 
 _ROOT = -1  # the key before the first block
 
@@ -34,10 +44,13 @@ class BlockManager:
     ([], [0, 1], 2)
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, tracer: Tracer | None = None
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.tracer = tracer
         self._ref_counts = [0] * num_blocks
         # Free blocks in the order they will be taken: empty ones first, then cached ones, least recently used first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -91,6 +104,8 @@ class BlockManager:
             self._ref_counts[block] += 1
             seq.block_table.append(block)
             seq.prefix_keys.append(key)
+        if self.tracer is not None and prefix:
+            self.tracer.emit(BlocksShared(seq.sequence_id, tuple(seq.block_table)))
 
     def allocate(self, seq: Sequence, num_new_tokens: int) -> list[tuple[int, int]]:
         """Make room for the sequence's next tokens. Returns the copies owed before they are written, as (from, to) blocks.
@@ -103,14 +118,20 @@ class BlockManager:
             seq.block_table[index] = self._take()
             self._drop(shared)
             copies.append((shared, seq.block_table[index]))
+            if self.tracer is not None:
+                self.tracer.emit(BlockCopied(seq.sequence_id, *copies[-1]))
+        num_before = len(seq.block_table)
         while len(seq.block_table) * self.block_size < seq.num_computed_tokens + num_new_tokens:
             seq.block_table.append(self._take())
+        if self.tracer is not None and len(seq.block_table) > num_before:
+            self.tracer.emit(BlocksAllocated(seq.sequence_id, tuple(seq.block_table[num_before:])))
         return copies
 
     def cache_finished_blocks(self, seq: Sequence, num_tokens: int) -> None:
         """Make the blocks that the sequence's first num_tokens fill findable. Call it once those tokens are in the cache."""
         if not self.enable_prefix_caching:
             return
+        cached = []
         for index in range(len(seq.prefix_keys), num_tokens // self.block_size):
             parent = seq.prefix_keys[-1] if seq.prefix_keys else _ROOT
             start = index * self.block_size
@@ -119,9 +140,12 @@ class BlockManager:
                 block = seq.block_table[index]
                 self._cached[content] = (next(self._new_key), block)
                 self._content[block] = content
+                cached.append(block)
             # Where another sequence finished the same tokens first, its block stays the one that is found,
             # and this chain goes on from that block's key.
             seq.prefix_keys.append(self._cached[content][0])
+        if self.tracer is not None and cached:
+            self.tracer.emit(BlocksCached(seq.sequence_id, tuple(cached)))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a child share all of its parent's blocks. Its tokens and num_computed_tokens are the caller's to set."""
@@ -130,9 +154,13 @@ class BlockManager:
             self._ref_counts[block] += 1
         child.block_table = list(parent.block_table)
         child.prefix_keys = list(parent.prefix_keys)
+        if self.tracer is not None:
+            self.tracer.emit(BlocksForked(parent.sequence_id, child.sequence_id, tuple(child.block_table)))
 
     def free(self, seq: Sequence) -> None:
         """Give the sequence's blocks back: the last first, so that the start of a prompt, which others share, lives longest."""
+        if self.tracer is not None and seq.block_table:
+            self.tracer.emit(BlocksFreed(seq.sequence_id, tuple(seq.block_table)))
         while seq.block_table:
             self._drop(seq.block_table.pop())
         seq.prefix_keys.clear()
@@ -152,6 +180,8 @@ class BlockManager:
         block, _ = self._free.popitem(last=False)
         if block in self._content:  # evict: from here on nobody finds its old content
             del self._cached[self._content.pop(block)]
+            if self.tracer is not None:
+                self.tracer.emit(BlockEvicted(block))
         self._ref_counts[block] = 1
         return block
 

@@ -22,6 +22,11 @@ class Detokenizer:
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._held: list[int] = []  # ids whose text has not been given out
 
+    @property
+    def num_held_ids(self) -> int:
+        """How many ids wait for the rest of their character."""
+        return len(self._held)
+
     def push(self, token_id: int) -> str:
         """The text that this id makes certain: "" while a character is incomplete."""
         self._held.append(token_id)

@@ -4,7 +4,6 @@ In: token ids and SamplingParams. Out: Requests, whose outputs fill as step() is
 or progress bars: those are the front door's, llm.py.
 """
 
-import hashlib
 import logging
 import os
 import time
@@ -15,27 +14,29 @@ from typing import Any
 
 import torch
 
-from nanoinfer import linear, models
+from nanoinfer import models
 from nanoinfer.admission import Admission
 from nanoinfer.attention.base import select_backend
 from nanoinfer.block_manager import BlockManager
-from nanoinfer.checkpoint import Checkpoint, locate
+from nanoinfer.checkpoint import DEFAULT_MODEL, Checkpoint
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import CheckpointNotFoundError, InvalidValueError, NanoinferError, UnsupportedError
+from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.forward_batch import ForwardBatch, LastDrawn
 from nanoinfer.kv_cache import KVCache, blocks_that_fit, bytes_per_block
+from nanoinfer.loading import load
 from nanoinfer.model_runner import CUDACapture, DecodeGraphs, ModelRunner, bytes_of_a_step
 from nanoinfer.outputs import LogprobsOnePosition
 from nanoinfer.request import Request, named_logprobs
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.logprobs import TokenLogprobs, token_logprobs
 from nanoinfer.sampling.sampler import STAGES, Drawn, Sampler
+from nanoinfer.sampling.watch import StageWatch
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduler import PromptRows, Scheduler, SchedulerPlan
 from nanoinfer.sequence import Sequence, SequenceStatus
 from nanoinfer.stopping import Stop
 from nanoinfer.tokenizer import Tokenizer
-from nanoinfer.tracing import RequestFinished, StepTimed
+from nanoinfer.tracing import EngineStarted, Outbox, RequestAdded, RequestFinished, StepTimed
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +69,12 @@ class LLMEngine:
     ) -> None:
         """model: a models.Model, on its device. config.model, dtype and device have been used by then: see `load`."""
         weight = next(model.parameters())
-        self.device, self.tokenizer, self.tracer = weight.device, tokenizer, config.tracer
+        self.device, self.tokenizer = weight.device, tokenizer
+        self.tracer = None if config.tracer is None else Outbox(config.tracer)
+        self._wants_stages = bool(getattr(config.tracer, "wants_stages", False))
         self.model_config: models.ModelConfig = model.config
         # Some tokenizers have ids beyond the model's vocabulary: those can neither be drawn nor masked.
         self.eos_token_ids = frozenset(i for i in eos_token_ids if i < self.model_config.vocab_size)
-        self._seed = config.seed
-        self._num_requests = 0
         self._requests: dict[str, Request] = {}  # the unfinished ones
         self._pid = os.getpid()
         self._is_stepping = False
@@ -103,7 +104,9 @@ class LLMEngine:
             step_bytes = bytes_of_a_step(model, num_tokens=num_tokens, num_rows=most_rows, device=self.device)
         num_blocks = blocks_that_fit(config, block_bytes, block_size, asked_len, self.device, step_bytes=step_bytes)
         self.max_model_len = min(asked_len, num_blocks * block_size)
-        self.admission = Admission(self.model_config, tokenizer, self.max_model_len)
+        self.admission = Admission(
+            self.model_config, tokenizer, self.max_model_len, eos_token_ids=self.eos_token_ids, seed=config.seed
+        )
         logger.info(
             "%s on %s, attention %s, KV cache of %d blocks of %d tokens (%.0f MiB), max_model_len %d",
             str(weight.dtype).removeprefix("torch."), self.device, backend_name, num_blocks, block_size,
@@ -115,8 +118,8 @@ class LLMEngine:
                 self.max_model_len, config.max_model_len,
             )  # fmt: skip
 
-        self.block_manager = BlockManager(num_blocks, block_size, config.cache.enable_prefix_caching)
-        self.scheduler = Scheduler(config.scheduler, self.block_manager, config.tracer)
+        self.block_manager = BlockManager(num_blocks, block_size, config.cache.enable_prefix_caching, self.tracer)
+        self.scheduler = Scheduler(config.scheduler, self.block_manager, self.tracer)
         graphs = None
         if self.device.type == "cuda" and backend.can_be_recorded and not config.enforce_eager:
             graphs = DecodeGraphs(
@@ -142,34 +145,30 @@ class LLMEngine:
         self.sampler = Sampler(stages, processed_logprobs=config.logprobs_mode == "processed")
         self._last_asked: SamplingBatch | None = None  # of the step before, whose columns may serve again
         self._under_way: _Launched | None = None  # the step that has been launched, and not collected
+        if self.tracer is not None:
+            self.tracer.emit(
+                EngineStarted(
+                    model=os.path.basename(config.model or DEFAULT_MODEL),
+                    num_parameters=sum(weight.numel() for weight in model.parameters()),
+                    device=str(self.device),
+                    dtype=str(weight.dtype).removeprefix("torch."),
+                    attention_backend=backend_name,
+                    vocab_size=self.model_config.vocab_size,
+                    num_blocks=num_blocks,
+                    block_size=block_size,
+                    max_num_seqs=config.scheduler.max_num_seqs,
+                    max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+                    max_model_len=self.max_model_len,
+                )
+            )
         asked = config.async_scheduling
         self.async_scheduling = self.device.type == "cuda" if asked is None else asked
 
     @classmethod
     def load(cls, config: EngineConfig) -> tuple["LLMEngine", Checkpoint]:
         """An engine for a checkpoint, and the checkpoint, for its generation_config."""
-        device = models.resolve_device(config.device)
-        if config.quantization and device.type != "cpu":
-            raise UnsupportedError(f"quantization='int8' runs on a CPU only, got device {str(device)!r}; leave it out")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # kernels of our own are launched on the current one
-        checkpoint = Checkpoint.open(config.model, config.revision)
-        model = models.load(checkpoint, "bfloat16" if config.quantization else config.dtype, device)
-        if config.quantization:
-            linear.quantize(model)
-        if device.type == "cuda" and not config.enforce_eager:
-            models.fuse(model)
-        is_invariant = device.type == "cpu" and linear.pack(model)
-        if config.scheduler.batch_invariant and not is_invariant:
-            raise UnsupportedError("batch_invariant needs a CPU on which torch can pack linear layers; leave it out")
-        tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
-        tokenizer = Tokenizer.load(tokenizer_path)
-        if config.tokenizer is not None and tokenizer is None:
-            raise CheckpointNotFoundError(f"{tokenizer_path} holds no tokenizer files, such as tokenizer.json")
-        eos_token_ids = checkpoint.eos_token_ids
-        if not eos_token_ids and tokenizer is not None and tokenizer.hf.eos_token_id is not None:
-            eos_token_ids = frozenset([tokenizer.hf.eos_token_id])
-        return cls(model, tokenizer, config, eos_token_ids=eos_token_ids), checkpoint
+        loaded = load(config)
+        return cls(loaded.model, loaded.tokenizer, config, eos_token_ids=loaded.eos_token_ids), loaded.checkpoint
 
     # ---- requests
 
@@ -180,24 +179,12 @@ class LLMEngine:
         arrival_time = time.perf_counter()
         self.admission.check(prompt_token_ids, params)
         num_prompt_tokens = len(prompt_token_ids)
-        seed = params.seed if params.seed is not None else _distinct_seed(self._seed, self._num_requests)
-        bad_words = self.admission.bad_word_ids(params)
-        first, *others = (
-            Sequence(
-                request_id=str(self._num_requests),
-                prompt_token_ids=prompt_token_ids,
-                params=params,
-                seed=(seed + index) % 2**64,
-                max_num_tokens=min(num_prompt_tokens + (params.max_tokens or self.max_model_len), self.max_model_len),
-                eos_token_ids=self.eos_token_ids,
-                bad_words=bad_words,
-                index=index,
-            )
-            for index in range(params.n)
-        )
+        first, *others = self.admission.admit(prompt_token_ids, params)
         first.forks = others
-        self._num_requests += 1
         request = Request([first, *others], prompt, self.tokenizer, arrival_time=arrival_time, streaming=streaming)
+        if self.tracer is not None:
+            tokens = tuple(map(self.tokenizer.token_text, prompt_token_ids)) if self.tokenizer else ()
+            self.tracer.emit(RequestAdded(request.request_id, tuple(prompt_token_ids), tokens, params.differing()))
         if num_prompt_tokens >= self.max_model_len:
             self._end([request], Stop("error", error=self.admission.too_long(num_prompt_tokens)))
         else:
@@ -250,14 +237,15 @@ class LLMEngine:
         last_drawn = None
         if previous:
             last_drawn = LastDrawn(previous.drawn.token_ids, {seq: row for row, (seq, _) in enumerate(previous.plan.rows)})
-        batch = ForwardBatch.build(plan, self.block_manager.block_size, self.device, last_drawn)  # sequences -> tensors
+        batch = ForwardBatch.build(plan, self.block_manager.block_size, self.device, last_drawn, self.tracer)  # to tensors
         built = time.perf_counter()
         hidden = self.runner.forward(batch)  # the model
         logits = self.runner.compute_logits(hidden[batch.logits_indices])  # the LM head, on the wanted rows
         forwarded = time.perf_counter()
         sequences = [seq for seq, _ in plan.rows]
         asked = SamplingBatch.build(sequences, self.model_config.vocab_size, self.device, self._last_asked)
-        drawn, self._last_asked = self.sampler(logits, asked), asked
+        watch = StageWatch(self.tracer, sequences, self.tokenizer) if self.tracer and self._wants_stages else None
+        drawn, self._last_asked = self.sampler(logits, asked, watch), asked
         prompts_told = [(part, self._prompt_logprobs(part, hidden)) for part in plan.prompt_rows]
         self.scheduler.commit(plan)  # these tokens are now in the cache
         for seq in sequences:
@@ -286,23 +274,23 @@ class LLMEngine:
                 request.end(stop := Stop("error", error=error), seq)
             else:  # stop ids -> detokenize -> stop strings -> output
                 stop = request.advance(seq, sampled.token_ids[row], told.get(row))
+                if self.tracer is not None:
+                    self.tracer.emit(request.newest(seq))
             if stop:
                 self.scheduler.finish(seq)
             if request.output:
                 self._retire(request)
                 ended.append(request)
-        advanced = time.perf_counter()
-        self._trace_ends(ended)
         if self.tracer is not None:
             times = launched.times | {"sample": launched.times["sample"] + drawn - start}
-            self.tracer.emit(StepTimed(**times, advance=advanced - drawn))
+            self.tracer.emit(StepTimed(launched.plan.step, **times, advance=time.perf_counter() - drawn))
         return ended
 
     @torch.inference_mode()
     def compute(self, plan: SchedulerPlan) -> torch.Tensor:
         """Logits [num_rows, vocab] of a plan that is not the scheduler's: beam search makes its own."""
         with self._undivided():
-            batch = ForwardBatch.build(plan, self.block_manager.block_size, self.device)
+            batch = ForwardBatch.build(plan, self.block_manager.block_size, self.device, tracer=self.tracer)
             return self.runner.compute_logits(self.runner.forward(batch)[batch.logits_indices])
 
     # ---- inside
@@ -325,9 +313,12 @@ class LLMEngine:
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():  # of several, this one
                 yield
         finally:
-            self._is_stepping = False
-            owed, self._aborts_owed = self._aborts_owed, []
-            self.abort(*owed)
+            try:
+                self._tell()
+            finally:
+                self._is_stepping = False
+                owed, self._aborts_owed = self._aborts_owed, []
+                self.abort(*owed)
 
     @contextmanager
     def _restarting(self) -> Iterator[None]:
@@ -362,22 +353,21 @@ class LLMEngine:
         for request in requests:
             request.end(stop)
             self._retire(request)
-        self._trace_ends(requests)  # last, because a tracer may raise
+        self._tell()
 
     def _retire(self, request: Request) -> None:
         """A request has its output: its blocks go back, and the engine forgets it."""
         if self._requests.pop(request.request_id, None):
             for seq in request.sequences:
                 self.scheduler.finish(seq)
+        if self.tracer is not None and request.output is not None:
+            reason = str(request.output.outputs[0].finish_reason)
+            self.tracer.emit(RequestFinished(request.request_id, reason, request.output.metrics.num_output_tokens))
 
-    def _trace_ends(self, requests: list[Request]) -> None:
-        if self.tracer is None:
-            return
-        for request in requests:
-            assert request.output is not None
-            finish_reason = request.output.outputs[0].finish_reason
-            assert finish_reason is not None
-            self.tracer.emit(RequestFinished(request.request_id, finish_reason, request.output.metrics.num_output_tokens))
+    def _tell(self) -> None:
+        """Hand the user's tracer what has happened. Last of all, because it may raise."""
+        if self.tracer is not None:
+            self.tracer.flush()
 
 
 def _wants_its_token(seq: Sequence) -> bool:
@@ -390,9 +380,3 @@ def _checked_model_len(asked: int | None, model_len: int) -> int:
     if asked is not None and asked > model_len:
         raise InvalidValueError(f"max_model_len must be <= {model_len}, the positions this model knows, got {asked}")
     return asked or model_len
-
-
-def _distinct_seed(engine_seed: int, num_requests: int) -> int:
-    """64 bits that differ for every request of an engine, and for the same request of engines with other seeds."""
-    digest = hashlib.blake2b(f"{engine_seed}:{num_requests}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

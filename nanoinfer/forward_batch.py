@@ -13,6 +13,7 @@ from torch import Tensor
 from nanoinfer.attention.base import AttentionMetadata
 from nanoinfer.scheduler import SchedulerPlan
 from nanoinfer.sequence import Sequence
+from nanoinfer.tracing import BatchBuilt, Tracer
 from nanoinfer.transfer import integers_on_device
 
 
@@ -36,7 +37,12 @@ class ForwardBatch:
 
     @classmethod
     def build(
-        cls, plan: SchedulerPlan, block_size: int, device: torch.device, last_drawn: "LastDrawn | None" = None
+        cls,
+        plan: SchedulerPlan,
+        block_size: int,
+        device: torch.device,
+        last_drawn: "LastDrawn | None" = None,
+        tracer: Tracer | None = None,
     ) -> "ForwardBatch":
         """last_drawn: of the step before, if there are sequences whose newest token is on the device alone."""
         drawn_at: list[int] = []
@@ -64,10 +70,26 @@ class ForwardBatch:
         for item in plan.scheduled:
             table = item.sequence.block_table
             block_tables += table + [0] * (max_blocks - len(table))
+        logits_indices = [index for _, index in plan.rows]
+        if tracer is not None:
+            known_ids = list(input_ids)
+            for index in drawn_at:
+                known_ids[index] = -1
+            tracer.emit(
+                BatchBuilt(
+                    sequence_ids=tuple(item.sequence.sequence_id for item in plan.scheduled),
+                    query_start_loc=tuple(query_start_loc),
+                    seq_lens=tuple(seq_lens),
+                    input_ids=tuple(known_ids),
+                    positions=tuple(positions),
+                    slot_mapping=tuple(slots),
+                    logits_indices=tuple(logits_indices),
+                )
+            )
 
         ids, at, starts, lens, tables, slot_mapping, wanted, drawn_from, drawn_to = integers_on_device(
             [
-                input_ids, positions, query_start_loc, seq_lens, block_tables, slots, [i for _, i in plan.rows],
+                input_ids, positions, query_start_loc, seq_lens, block_tables, slots, logits_indices,
                 drawn_rows, drawn_at,
             ],
             device,

@@ -12,6 +12,7 @@ from nanoinfer.outputs import CompletionOutput, Delta, Logprob, LogprobsOnePosit
 from nanoinfer.sequence import Sequence
 from nanoinfer.stopping import Stop, StopStrings, check_token_ids
 from nanoinfer.tokenizer import Tokenizer
+from nanoinfer.tracing import TokenAppended
 
 
 class Request:
@@ -50,6 +51,10 @@ class Request:
         self._show([token_id], answer, None if logprobs is None else [logprobs])
         return answer.stop
 
+    def newest(self, seq: Sequence) -> TokenAppended:
+        """What the sequence's newest token has come to, for the tracer."""
+        return self._answers[seq.index].newest()
+
     def add_prompt_logprobs(self, position: int, logprobs: list[LogprobsOnePosition]) -> None:
         """Take those of the prompt's tokens from this position on, less what is known: a preempted prompt comes twice."""
         assert self._prompt_logprobs is not None
@@ -78,9 +83,9 @@ class Request:
                 metrics=self._metrics,
                 prompt_logprobs=self._prompt_logprobs,
             )
+        answer.shown = answer.text.release(everything=answer.stop is not None)
         if self._streaming:
-            text = answer.text.release(everything=answer.stop is not None)
-            self.deltas.append(Delta(text, new_token_ids, self.output, self.request_id, logprobs))
+            self.deltas.append(Delta(answer.shown, new_token_ids, self.output, self.request_id, logprobs))
 
 
 class _Answer:
@@ -89,7 +94,9 @@ class _Answer:
     def __init__(self, seq: Sequence, tokenizer: Tokenizer | None) -> None:
         self.seq = seq
         self.stop: Stop | None = None
+        self.shown = ""  # what the newest token let out
         self.text = StopStrings(seq.params.stop or (), include_in_output=seq.params.include_stop_str_in_output)
+        self._tokenizer = tokenizer
         self._detokenizer: Detokenizer | None = None
         if seq.params.detokenize and tokenizer is not None:
             self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=seq.params.skip_special_tokens)
@@ -115,6 +122,20 @@ class _Answer:
             stop = Stop("stop", matched)
         self.stop = stop
 
+    def newest(self) -> TokenAppended:
+        token_id = self.seq.token_ids[-1]
+        return TokenAppended(
+            self.seq.sequence_id,
+            position=len(self.seq.token_ids) - 1,
+            token_id=token_id,
+            token=self._tokenizer.token_text(token_id) if self._tokenizer else "",
+            text=self.shown,
+            held=self.text.held,
+            num_held_ids=self._detokenizer.num_held_ids if self._detokenizer else 0,
+            finish_reason=self.stop.finish_reason if self.stop else None,
+            stop_reason=self.stop.stop_reason if self.stop else None,
+        )
+
     def end(self, stop: Stop) -> None:
         if self._detokenizer:
             self.text.push(self._detokenizer.finish(), examine=False)
@@ -138,6 +159,6 @@ class _Answer:
 def named_logprobs(ids: list[int], values: list[float], ranks: list[int], tokenizer: Tokenizer | None) -> LogprobsOnePosition:
     """The sampler's numbers, in the shape that users get."""
     return {
-        token_id: Logprob(value, rank, tokenizer.decode([token_id], skip_special_tokens=False) if tokenizer else None)
+        token_id: Logprob(value, rank, tokenizer.token_text(token_id) if tokenizer else None)
         for token_id, value, rank in zip(ids, values, ranks, strict=True)
     }

@@ -6,7 +6,7 @@ model: what needs the vocabulary (lists of token ids) is checked where a request
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from nanoinfer.checks import check_flag, check_integer, check_number, out_of_range
@@ -145,6 +145,20 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
+
+    def differing(self) -> dict[str, int | float | str | bool | None]:
+        """The parameters that differ from their defaults, for the tracer: lists and functions as Python writes them.
+
+        >>> SamplingParams(temperature=0.5, stop="END").differing()
+        {'temperature': 0.5, 'stop': "('END',)"}
+        """
+        default = SamplingParams()
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            name: value if isinstance(value, int | float | str | None) else repr(value)
+            for name, value in values.items()
+            if value != getattr(default, name)
+        }
 
     @property
     def needs_state(self) -> bool:

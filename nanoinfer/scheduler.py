@@ -67,6 +67,7 @@ class SchedulerPlan:
     prompt_rows: tuple[PromptRows, ...]
     block_copies: tuple[tuple[int, int], ...]
     preempted: tuple[Sequence, ...]
+    step: int = -1  # the scheduler counts its own from 0
 
     @property
     def num_decode_tokens(self) -> int:
@@ -86,6 +87,7 @@ class Scheduler:
         self.tracer = tracer
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
+        self._num_steps = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -142,15 +144,20 @@ class Scheduler:
 
         self._make_forks_wait(scheduled)
         scheduled.sort(key=lambda item: item.num_new_tokens > 1)  # stable: each group stays in order of arrival
-        plan = SchedulerPlan(tuple(scheduled), rows_of(scheduled), _prompt_rows(scheduled), tuple(copies), tuple(preempted))
+        plan = SchedulerPlan(
+            tuple(scheduled), rows_of(scheduled), _prompt_rows(scheduled), tuple(copies), tuple(preempted), self._num_steps
+        )
+        self._num_steps += bool(scheduled)
         if self.tracer is not None and scheduled:
             self.tracer.emit(
                 StepScheduled(
-                    request_ids=tuple(item.sequence.request_id for item in plan.scheduled),
+                    step=plan.step,
+                    sequence_ids=tuple(item.sequence.sequence_id for item in plan.scheduled),
                     num_new_tokens=tuple(item.num_new_tokens for item in plan.scheduled),
+                    running=tuple(seq.sequence_id for seq in self._running),
                     num_waiting=len(self._waiting),
                     num_free_blocks=self.block_manager.num_free_blocks,
-                    preempted=tuple(seq.request_id for seq in preempted),
+                    preempted=tuple(seq.sequence_id for seq in preempted),
                 )
             )
         return plan

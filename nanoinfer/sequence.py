@@ -55,6 +55,11 @@ class Sequence:
         self.token_ids = list(self.prompt_token_ids)
 
     @property
+    def sequence_id(self) -> str:
+        """As the tracer's events name it."""
+        return f"{self.request_id}.{self.index}" if self.index else self.request_id
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Of n answers the first alone tells them, and only once."""
         return self.params.prompt_logprobs is not None and self.index == 0 and self.num_output_tokens == 0

@@ -80,6 +80,11 @@ class StopStrings:
         self._num_shown = max(self._num_shown, num_certain)
         return shown
 
+    @property
+    def held(self) -> str:
+        """The text that is there and has not been shown."""
+        return self.text[self._num_shown :]
+
     def _num_held(self) -> int:
         """The length of the longest end of the text that begins a stop string: at most the longest stop less one."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1

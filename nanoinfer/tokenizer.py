@@ -82,6 +82,10 @@ class Tokenizer:
         """The text of some ids. Ids that the tokenizer lacks decode to nothing; half a character to U+FFFD."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def token_text(self, token_id: int) -> str:
+        """The text of one id alone, special ones too."""
+        return self.decode([token_id], skip_special_tokens=False)
+
     def apply_chat_template(
         self,
         messages: list[dict[str, Any]],

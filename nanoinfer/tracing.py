@@ -1,22 +1,210 @@
 """What the engine tells about itself: frozen events, the Tracer that takes them, and a Recorder that keeps them.
 
-Each station gets the tracer in its constructor and makes an event only if there is one, so that no tracer costs nothing.
-Events hold plain numbers and names, never a tensor and never a live object.
+Each station gets the tracer in its constructor and makes an event only if there is one, so that no tracer costs nothing. Events
+hold plain numbers and names, never a tensor and never a live object. In the order of a token's journey:
+
+    EngineStarted      what runs here: model, backend, blocks
+    RequestAdded       a prompt, as text and as ids
+    BlocksShared, BlocksAllocated, BlockCopied, BlockEvicted, BlocksCached, BlocksForked, BlocksFreed
+                       what becomes of the cache's blocks
+    StepScheduled      who runs, and how many tokens of each
+    BatchBuilt         the step as the model sees it: packed ids, positions, slots
+    StageApplied       (asked for by Recorder(stages=True)) what a stage of the sampler did to one row
+    TokenDrawn         (likewise) the uniform number, and the interval that it fell in
+    TokenAppended      the token, what of its text was let out and what was held back, and whether the sequence ended
+    StepTimed          where the step's time went
+    RequestFinished
+
+A sequence_id is its request's id; the second answer to a prompt (n > 1) is "7.1" where the first is "7". A step's TokenAppended
+events stand before its StepTimed. With async_scheduling the next step's StepScheduled may stand before both.
 """
 
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol, runtime_checkable
+
+from nanoinfer import viewer
+from nanoinfer.errors import InvalidValueError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStarted:
+    model: str
+    num_parameters: int
+    device: str
+    dtype: str
+    attention_backend: str
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAdded:
+    """tokens[i] is the text of prompt_token_ids[i] alone. params: the SamplingParams that differ from their defaults."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    tokens: tuple[str, ...]
+    params: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksShared:
+    """A prefix hit: these blocks held the start of the sequence's tokens already."""
+
+    sequence_id: str
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksAllocated:
+    sequence_id: str
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopied:
+    """Copy on write: the sequence was to write into a shared block, and has a copy of its own instead."""
+
+    sequence_id: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvicted:
+    """A free block is taken for something else, and no prefix finds its old content from here on."""
+
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCached:
+    """These blocks are full, and can be found by a prefix from here on."""
+
+    sequence_id: str
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksForked:
+    """The sequence shares all of its parent's blocks."""
+
+    parent_id: str
+    sequence_id: str
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksFreed:
+    """The sequence gave its blocks back. Others may hold some of them still."""
+
+    sequence_id: str
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepScheduled:
-    """The scheduler decided. request_ids[i] computes num_new_tokens[i] tokens this step."""
+    """The scheduler decided. sequence_ids[i] computes num_new_tokens[i] tokens this step; running: whoever holds blocks."""
 
-    request_ids: tuple[str, ...]
+    step: int
+    sequence_ids: tuple[str, ...]
     num_new_tokens: tuple[int, ...]
+    running: tuple[str, ...]
     num_waiting: int
     num_free_blocks: int
     preempted: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchBuilt:
+    """The step's tensors. Sequence i has the packed tokens query_start_loc[i] .. query_start_loc[i + 1] - 1, and seq_lens[i]
+    tokens after the step. An input id is -1 where the token is known to the device alone (async_scheduling).
+    """
+
+    sequence_ids: tuple[str, ...]
+    query_start_loc: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    input_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    slot_mapping: tuple[int, ...]
+    logits_indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One token's probability before and after a stage; 0 where it cannot be drawn."""
+
+    token_id: int
+    token: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageApplied:
+    """A stage changed a row's logits, which are for the sequence's token at `position` (0 is the prompt's first).
+
+    The first stage of a row is called "model": what the model said, before = after. candidates: the likeliest before, and the
+    likeliest after, in falling order of `before`. num_left: how many tokens of the vocabulary can be drawn after it.
+    """
+
+    sequence_id: str
+    position: int
+    stage: str
+    num_left: int
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A token's part of the ruler, which is 1 long."""
+
+    token_id: int
+    token: str
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDrawn:
+    """u fell into [low, high). A greedy row takes the largest: its u is None, and the ruler is what it might have been.
+
+    ruler: the widest intervals and the drawn one, in order of their ids. Between them lie the others.
+    """
+
+    sequence_id: str
+    position: int
+    token_id: int
+    token: str
+    u: float | None
+    low: float
+    high: float
+    ruler: tuple[Interval, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAppended:
+    """text: what may be shown from here on. held: what is certain, but may yet become a stop string.
+
+    num_held_ids: newest ids that are no whole character yet. finish_reason and stop_reason: if this token was the last.
+    """
+
+    sequence_id: str
+    position: int
+    token_id: int
+    token: str
+    text: str
+    held: str
+    num_held_ids: int
+    finish_reason: str | None
+    stop_reason: int | str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +213,16 @@ class StepTimed:
 
     A GPU works on after `forward` has returned: there, `sample` holds the wait for it.
 
-    >>> round(StepTimed(schedule=1, build=2, forward=30, sample=4, advance=3).outside_model_and_sampler)
+    >>> round(StepTimed(step=0, schedule=1, build=2, forward=30, sample=4, advance=3).outside_model_and_sampler)
     6
     """
 
+    step: int
     schedule: float
     build: float
     forward: float
     sample: float
-    advance: float  # commit, stop rules, detokenizing
+    advance: float  # stop rules, detokenizing
 
     @property
     def outside_model_and_sampler(self) -> float:
@@ -47,16 +236,116 @@ class RequestFinished:
     num_output_tokens: int
 
 
+Event = (
+    EngineStarted | RequestAdded
+    | BlocksShared | BlocksAllocated | BlockCopied | BlockEvicted | BlocksCached | BlocksForked | BlocksFreed
+    | StepScheduled | BatchBuilt | StageApplied | TokenDrawn | TokenAppended | StepTimed | RequestFinished
+)  # fmt: skip
+
+_EVENTS: dict[str, type] = {event.__name__: event for event in Event.__args__}
+_PARTS: dict[str, type] = {"candidates": Candidate, "ruler": Interval}  # fields that hold tuples of these
+
+
 @runtime_checkable
 class Tracer(Protocol):
+    """Takes the engine's events. If it has an attribute wants_stages that is true, the sampler tells its stages, too.
+
+    It is called when a step is over, with all of the step's events in their order; what it raises ends the call that stepped.
+    """
+
     def emit(self, event: Any) -> None: ...
 
 
-class Recorder:
-    """Keeps every event in order: `LLM(tracer=Recorder())`, then look at `.events`."""
+class Outbox:
+    """Between the stations and a user's tracer: keeps events until the engine is in a state that may be interrupted."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._events: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self._events.append(event)
+
+    def flush(self) -> None:
+        events, self._events = self._events, []
+        for event in events:
+            self._tracer.emit(event)
+
+
+class Recorder:
+    """Keeps every event in order: `LLM(tracer=Recorder())`, then look at `.events`, or let to_html draw them.
+
+    >>> recorder = Recorder()
+    >>> recorder.emit(BlocksAllocated("0", (3, 4)))
+    >>> recorder.of(BlocksAllocated)
+    [BlocksAllocated(sequence_id='0', blocks=(3, 4))]
+    """
+
+    def __init__(self, *, stages: bool = False) -> None:
+        """stages: also what every stage of the sampler did, and the draw. The sampler takes its plain way then, which is slower
+        and draws the same tokens.
+        """
+        self.wants_stages = stages
         self.events: list[Any] = []
 
     def emit(self, event: Any) -> None:
         self.events.append(event)
+
+    def of(self, kind: type) -> list[Any]:
+        """The events of one class."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def clear(self) -> None:
+        """Forget all but what runs here, between two runs of one LLM."""
+        self.events = self.of(EngineStarted)
+
+    def to_jsonl(self, path: str | os.PathLike[str]) -> None:
+        """One event a line, as {"event": its class, its fields ...}, in UTF-8."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in _rows(self.events))
+
+    @classmethod
+    def from_jsonl(cls, path: str | os.PathLike[str]) -> "Recorder":
+        """The events that to_jsonl wrote.
+
+        Raises: InvalidValueError, naming the line that is no event.
+        """
+        recorder = cls()
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    recorder.emit(_event(json.loads(line)))
+                except (ValueError, TypeError, KeyError, AttributeError) as error:
+                    raise InvalidValueError(
+                        f"line {number} of {os.fspath(path)} is no event that Recorder.to_jsonl wrote: {error!r}"
+                    ) from error
+        return recorder
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """A page that replays what was recorded: one file, which needs no network and works from a disk.
+
+        Raises: InvalidValueError if there is nothing to show.
+        """
+        if not self.of(StepScheduled) or not self.of(EngineStarted):
+            raise InvalidValueError(
+                "there is no step to show; give the recorder to an LLM, LLM(tracer=recorder), generate something, then call "
+                "to_html(path)"
+            )
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(viewer.page(_rows(self.events)))
+
+
+def _rows(events: Iterable[Any]) -> Iterable[dict[str, Any]]:
+    return ({"event": type(event).__name__} | asdict(event) for event in events)
+
+
+def _event(row: dict[str, Any]) -> Any:
+    kind = _EVENTS[row["event"]]
+    return kind(**{field.name: _value(field.name, row[field.name]) for field in fields(kind)})
+
+
+def _value(name: str, value: Any) -> Any:
+    """JSON's lists are tuples, and what stands in some of them has a class."""
+    if isinstance(value, list):
+        return tuple(_PARTS[name](**part) for part in value) if name in _PARTS else tuple(value)
+    return value

@@ -185,8 +185,8 @@ def test_answers_that_wait_go_before_a_younger_request_that_waits(qwen3_path):
     recorder = Recorder()
     llm = load(qwen3_path, tracer=recorder, max_num_seqs=2)
     generate(llm, [[1, 2, 3], [4, 5, 6], [7, 8, 9]], [asked(n=n, max_tokens=5) for n in (4, 1, 1)])
-    turns = [event.request_ids for event in steps(recorder)]
-    assert turns == [("0", "1")] * 5 + [("0", "0")] * 5 + [("0", "2")] * 5  # two places, five steps each
+    turns = [event.sequence_ids for event in steps(recorder)]
+    assert turns == [("0", "1")] * 5 + [("0.1", "0.2")] * 5 + [("0.3", "2")] * 5  # two places, five steps each
 
 
 def test_blocks_are_taken_from_a_younger_request_and_not_from_the_further_answers_of_an_older(qwen3_path):
@@ -270,14 +270,14 @@ def test_ctrl_c_while_several_answers_run_leaves_nothing_behind(ids_llm, monkeyp
 @pytest.mark.parametrize("part", ["the tracer", "the forward pass", "the sampler"])
 def test_a_step_that_fails_can_be_made_again_with_several_answers(qwen3_path, monkeypatch, part, num_steps):
     """Also the first after the fork, when copies of the prompt's last block are owed."""
-    llm = load(qwen3_path, tracer=Recorder())
+    llm = load(qwen3_path, tracer=(tracer := Recorder()))
     engine, prompt, params = llm.engine, random_prompt(6), asked(n=3, max_tokens=5)
     expected = [token_ids(llm, prompt, asked(seed=3 + i, max_tokens=5)) for i in range(3)]
     request = engine.add_request(prompt, params)
     for _ in range(num_steps):
         engine.step()
     owner, name = {
-        "the tracer": (engine.scheduler.tracer, "emit"),  # its first event of a step is StepScheduled
+        "the tracer": (tracer, "emit"),
         "the forward pass": (engine.runner, "forward"),
         "the sampler": (engine, "sampler"),
     }[part]

@@ -30,6 +30,7 @@ from nanoinfer.sampling.stages import (
     mask_min_tokens,
     mask_repeated_ngrams,
 )
+from nanoinfer.sampling.watch import StageWatch
 from nanoinfer.transfer import on_device
 
 Stage = Callable[[Tensor, SamplingBatch], Tensor]
@@ -102,19 +103,22 @@ class Sampler:
         self.stages = stages
         self.processed_logprobs = processed_logprobs
 
-    def __call__(self, logits: Float[Tensor, "batch vocab"], batch: SamplingBatch) -> Drawn:
-        """The argmax of a greedy row is the lowest id among equals. logits: fp32; the stages may write into them."""
+    def __call__(self, logits: Float[Tensor, "batch vocab"], batch: SamplingBatch, watch: StageWatch | None = None) -> Drawn:
+        """The argmax of a greedy row is the lowest id among equals. logits: fp32; the stages may write into them.
+
+        watch: is told what every stage does; then, too, every row takes the plain list.
+        """
         if not len(logits):  # only prompts that go on: no stage of yours is called for nothing
             return Drawn(torch.empty(0, dtype=torch.int64), lambda _: SamplerOutput([], {}))
         logits = logits.contiguous()  # a copy if it was expanded, which cannot be written
         told = self._told(logits, batch)  # a copy: the model's own
-        is_plain = self.stages != STAGES or (self.processed_logprobs and batch.logprobs)
+        is_plain = watch is not None or self.stages != STAGES or (self.processed_logprobs and batch.logprobs)
         if is_plain or batch.masks_logits:
             were_finite = logits.amax(dim=-1).isfinite()  # a mask may hide a NaN or an infinity of the model's
         else:
             were_finite = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
         if is_plain:
-            logits = self._apply(logits, batch, self.stages)
+            logits = self._apply(logits, batch, self.stages, watch)
             largest, argmax = logits.max(dim=-1)  # the first of equal maxima
             token_ids = argmax if batch.all_greedy else draw(logits, batch.u)
             if batch.greedy is not None:
@@ -125,6 +129,9 @@ class Sampler:
             logits = self._apply(logits, batch, STAGES[: -len(fast.LAST_STAGES)])
             token_ids, largest = fast.sample(logits, batch)
         token_ids = torch.where(were_finite & largest.isfinite(), token_ids, -1)  # tokens and failures in one read-back
+        if watch is not None:
+            greedy = set(batch.greedy_rows)
+            watch.drew(logits, [None if row in greedy else u for row, u in enumerate(batch.u.tolist())], token_ids)
 
         def read(sampled: list[int]) -> SamplerOutput:
             errors = {
@@ -142,13 +149,19 @@ class Sampler:
             return logits[:0]
         return logits[on_device(torch.tensor([row for row, _ in batch.logprobs]), logits.device)]
 
-    def _apply(self, logits: Tensor, batch: SamplingBatch, stages: tuple[Stage, ...]) -> Tensor:
+    def _apply(
+        self, logits: Tensor, batch: SamplingBatch, stages: tuple[Stage, ...], watch: StageWatch | None = None
+    ) -> Tensor:
+        if watch is not None:
+            watch.saw("model", logits)
         for stage in stages:
             processed = stage(logits, batch)
             if not isinstance(processed, Tensor) or processed.shape != logits.shape:
                 got = tuple(processed.shape) if isinstance(processed, Tensor) else type(processed).__name__
                 raise InvalidTypeError(f"stage {_name(stage)} must return logits of shape {tuple(logits.shape)}, got {got}")
             logits = processed.contiguous()
+            if watch is not None:
+                watch.saw(_name(stage), logits)
         return logits
 
     def _what_left_nothing(self, logits: Tensor, batch: SamplingBatch, row: int) -> str:

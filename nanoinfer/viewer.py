@@ -1,0 +1,21 @@
+"""Events -> one HTML page that replays a generation: no network, no other file, works from a disk.
+
+In: the events as plain dicts, as they stand in the lines of Recorder.to_jsonl. Out: the page, which is viewer.html with the
+events in it. All else (the timeline, the block pool, the bars, the ruler) is drawn by its own script.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+_TEMPLATE = Path(__file__).with_name("viewer.html")
+_PLACE = "/* EVENTS */ []"
+
+
+def page(rows: Iterable[dict[str, Any]]) -> str:
+    """rows: {"event": its class, its fields ...}."""
+    template = _TEMPLATE.read_text(encoding="utf-8")
+    assert template.count(_PLACE) == 1
+    # "<" would end the script, where a text has "</script>"
+    return template.replace(_PLACE, json.dumps(list(rows), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"))
