@@ -70,6 +70,7 @@ The map, in floors. A file imports only from the floors below its own, and from 
       bench/report.py      a dated entry for BENCHMARKS.md
       terminal.py          what the commands share: options, errors as one sentence
       bench/cli.py         the `nanoinfer bench` command
+      explain.py           a recorded generation as a table
       doctor.py            what this machine has, and whether the backends are right on it
       cli.py               the `nanoinfer` command
 

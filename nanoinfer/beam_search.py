@@ -85,6 +85,7 @@ class BeamSearch:
         for group in self._running:
             group.free(self._engine)
         self._running.clear()
+        self._engine.tell()
 
     def _admit(self) -> None:
         """Start waiting prompts, in order, while there is room for all that their beams can grow to."""

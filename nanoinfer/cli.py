@@ -1,9 +1,11 @@
-"""`nanoinfer`: generate, chat and measure from a terminal. A thin layer over LLM, whose names the options have."""
+"""`nanoinfer`: generate, chat, explain and measure from a terminal. A thin layer over LLM, whose names the options have."""
 
 import io
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +15,9 @@ from rich.table import Table
 from nanoinfer import __version__
 from nanoinfer.bench.cli import app as bench_app
 from nanoinfer.errors import InvalidPromptError, NanoinferError
+from nanoinfer.explain import token_table
 from nanoinfer.terminal import Device, Dtype, Model, errors_for_people, tell
+from nanoinfer.tracing import Recorder
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="A small LLM inference engine.", pretty_exceptions_enable=False
@@ -111,6 +115,73 @@ def generate(
         _, interrupted = _show(llm, text, params)
         if interrupted:
             raise typer.Exit(130)  # as a shell has it
+
+
+@app.command()
+def explain(
+    prompts: Annotated[list[str], typer.Argument(help="The texts to continue, together.", metavar="PROMPT...")],
+    model: Model = None,
+    revision: Revision = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    attention_backend: AttentionBackend = "auto",
+    kv_cache_memory: KVCacheMemory = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per block of the KV cache; smaller ones show more.")] = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    seed: Seed = None,
+    max_tokens: MaxTokens = 32,
+    stop: Stop = None,
+    html: Annotated[Path, typer.Option(help="Where the page goes that replays it.")] = Path("trace.html"),
+    jsonl: Annotated[Path | None, typer.Option(help="Keep the events, too, a line of JSON each.")] = None,
+) -> None:
+    """Show how each token came about: a table here, and a page that replays the whole generation."""
+    with errors_for_people():
+        recorder = Recorder(stages=True)
+        llm = _load(
+            model=model,
+            revision=revision,
+            dtype=dtype,
+            device=device,
+            attention_backend=attention_backend,
+            kv_cache_memory=kv_cache_memory,
+            block_size=block_size,
+            tracer=recorder,
+        )
+        params = _params(
+            llm,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=stop,
+        )
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        Console().print(token_table(recorder))
+        for output in outputs:
+            if error := output.outputs[0].error:
+                tell(NanoinferError(error))
+        _write(recorder.to_html, html, "replays it in a browser, from the disk")
+        if jsonl:
+            _write(recorder.to_jsonl, jsonl, "has the events; Recorder.from_jsonl reads them")
+
+
+def _write(write: Callable[[Path], None], path: Path, what: str) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise NanoinferError(f"cannot write {path} ({error.strerror}); name another place") from error
+    print(f"{path} {what}")
 
 
 @app.command()

@@ -314,7 +314,7 @@ class LLMEngine:
                 yield
         finally:
             try:
-                self._tell()
+                self.tell()
             finally:
                 self._is_stepping = False
                 owed, self._aborts_owed = self._aborts_owed, []
@@ -353,7 +353,7 @@ class LLMEngine:
         for request in requests:
             request.end(stop)
             self._retire(request)
-        self._tell()
+        self.tell()
 
     def _retire(self, request: Request) -> None:
         """A request has its output: its blocks go back, and the engine forgets it."""
@@ -364,7 +364,7 @@ class LLMEngine:
             reason = str(request.output.outputs[0].finish_reason)
             self.tracer.emit(RequestFinished(request.request_id, reason, request.output.metrics.num_output_tokens))
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
         """Hand the user's tracer what has happened. Last of all, because it may raise."""
         if self.tracer is not None:
             self.tracer.flush()

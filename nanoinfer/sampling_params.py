@@ -21,7 +21,8 @@ class SamplingParams:
 
     - allowed_token_ids (at least one): nothing else can be drawn.
     - bad_words: strings, or lists of token ids, that cannot come out. The last token is masked once those before it stand at
-      the end of the output. A string is meant with and without a space before it.
+      the end of the output. A string is meant with and without a space before it, the latter only if it has as many tokens
+      (as in vLLM); give ids where " word" is one token and "word" is several.
     - min_tokens (>= 0): EOS and stop_token_ids cannot be drawn until so many tokens are out, and a stop string must complete
       in text after them.
     - logit_bias ({token id: -100 .. 100}): added to the logits.

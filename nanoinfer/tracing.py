@@ -12,8 +12,8 @@ hold plain numbers and names, never a tensor and never a live object. In the ord
     StageApplied       (asked for by Recorder(stages=True)) what a stage of the sampler did to one row
     TokenDrawn         (likewise) the uniform number, and the interval that it fell in
     TokenAppended      the token, what of its text was let out and what was held back, and whether the sequence ended
+    RequestFinished    every answer has ended
     StepTimed          where the step's time went
-    RequestFinished
 
 A sequence_id is its request's id; the second answer to a prompt (n > 1) is "7.1" where the first is "7". A step's TokenAppended
 events stand before its StepTimed. With async_scheduling the next step's StepScheduled may stand before both.

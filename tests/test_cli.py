@@ -10,9 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 import nanoinfer
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.cli import app
 from nanoinfer.model_runner import ModelRunner
+from nanoinfer.tracing import TokenAppended
 
 PROMPT = "Once upon a time"
 LILY, TOM = "Tell me a story about Lily", "Tell me a story about Tom"
@@ -257,3 +258,31 @@ def test_a_terminal_without_the_characters_shows_question_marks():
     command = [sys.executable, "-m", "nanoinfer", "generate", "一", "--echo", "--max-tokens", "1"]
     done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert (done.returncode, done.stdout[:1], done.stderr) == (0, b"?", b"")
+
+
+def test_explain_shows_every_token_and_writes_a_page_and_the_events(llm, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    page, lines = tmp_path / "page.html", tmp_path / "run.jsonl"
+    options = ["--top-k", "5", "--seed", "3", "--max-tokens", "6", "--stop", " kind"]
+    out = shown("explain", PROMPT, "Lily was", *options, "--html", str(page), "--jsonl", str(lines))
+    params = SamplingParams(top_k=5, seed=3, max_tokens=6, stop=[" kind"])
+    first, second = llm.generate([PROMPT, "Lily was"], replace(llm.get_default_sampling_params(), **differing(params)))
+    for token_id in [*first.outputs[0].token_ids, *second.outputs[0].token_ids]:
+        assert repr(llm.get_tokenizer().decode([token_id])) in out
+    assert "1959 > top_k 5" in out
+    assert "(end: stop, ' kind')" in out
+    assert str(page) in out
+    appended = Recorder.from_jsonl(lines).of(TokenAppended)
+    assert [event.token_id for event in appended if event.sequence_id == "1"] == second.outputs[0].token_ids
+    assert '"event":"TokenDrawn"' in page.read_text(encoding="utf-8")
+
+
+def differing(params):
+    return {name: getattr(params, name) for name in params.differing()}
+
+
+def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path):
+    result = run("explain", PROMPT, "--max-tokens", "1", "--html", str(tmp_path / "nowhere" / "page.html"))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: cannot write")
+    assert "name another place" in result.stderr
