@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint gpu clean
+.PHONY: demo test lint notebooks gpu clean
 
 demo: .venv/installed
 	$(BIN)/nanoinfer generate "Once upon a time" --echo --seed 1
@@ -15,6 +15,10 @@ lint: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Run every notebook anew and keep what it shows: the figures in it are this machine's then.
+notebooks: .venv/installed-test
+	$(BIN)/jupyter execute --inplace --NotebookClient.record_timing=False notebooks/*.ipynb
 
 # On a machine with a CUDA device, with the Python at hand: installs nothing, and adds an entry to BENCHMARKS.md.
 gpu:

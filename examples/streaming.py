@@ -1,6 +1,7 @@
 """Text as it comes, and how long each token took."""
 
 import time
+from itertools import pairwise
 
 from nanoinfer import LLM, SamplingParams
 
@@ -13,6 +14,6 @@ for delta in llm.stream("Once upon a time", params):  # leaving the loop early a
     times.append(time.perf_counter())
 
 answer = delta.output.outputs[0]  # the last delta carries the whole output
-gaps = sorted(later - earlier for earlier, later in zip(times[1:], times[2:], strict=False))
+gaps = sorted(later - earlier for earlier, later in pairwise(times[1:]))
 print(f"\n\n{len(answer.token_ids)} tokens, ended by {answer.stop_reason or answer.finish_reason!r}")
 print(f"first token after {1000 * (times[1] - times[0]):.1f} ms, then one in {1000 * gaps[len(gaps) // 2]:.2f} ms (median)")

@@ -8,7 +8,8 @@ import nanoinfer
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_the_sessions_are_real_output():
+def test_the_sessions_are_real_output(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # one of them writes a file
     text = README.read_text().replace("```", "")
     test = doctest.DocTestParser().get_doctest(text, {}, "README.md", str(README), 0)
     report: list[str] = []
