@@ -63,6 +63,7 @@ class SamplingBatch:
     u: Float[Tensor, "batch"]  # float64: draw.uniform(seed, index of the token in prompt + output); 0 if all are greedy
 
     allowed: Entries | None = None  # all that rows with allowed_token_ids may draw
+    allowed_rows: Int[Tensor, "some_rows"] | None = None  # which rows these are, once each
     bad_words: Entries | None = None  # the ids that would complete one
     min_tokens: Entries | None = None  # EOS and stop ids of rows that are too short to end
     logit_bias: Entries | None = None  # values: what is added
@@ -180,7 +181,10 @@ def _history_fields(sequences: list[Sequence], device: torch.device) -> dict[str
             entries.setdefault("seen", []).append((row, state.seen.ids, state.seen.output_counts))
         if state.ngrams is not None and (banned := state.ngrams.banned(seq.token_ids)):
             entries.setdefault("repeated_ngrams", []).append((row, banned, None))
-    return {name: _pack(rows, device) for name, rows in entries.items()} | {"processors": tuple(processors)}
+    fields: dict[str, Any] = {name: _pack(rows, device) for name, rows in entries.items()}
+    if "allowed" in entries:
+        fields["allowed_rows"] = on_device(torch.tensor([row for row, _, _ in entries["allowed"]]), device)
+    return fields | {"processors": tuple(processors)}
 
 
 def _completing_ids(seq: Sequence) -> list[int]:
