@@ -9,6 +9,7 @@ from nanoinfer import SamplingParams
 from nanoinfer.sampling import fast
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.logprobs import _token_and_likeliest
+from nanoinfer.sampling.recorded import SamplerGraphs
 from nanoinfer.sampling.sampler import STAGES, Sampler
 from nanoinfer.sequence import Sequence
 
@@ -34,14 +35,22 @@ EVERYTHING = {  # one parameter of each stage, in a row of its own
 class OnlyPinnedCopies(TorchDispatchMode):
     """What reaches the device from the host must be a copy that does not block, or a single number."""
 
+    may_copy = True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         out = func(*args, **kwargs)
         to_meta = any(isinstance(leaf, torch.Tensor) and leaf.device == META for leaf in tree_leaves(out))
         from_host = [t for t in tensors if t.device != META and t.ndim]
-        assert not (to_meta and from_host) or kwargs.get("non_blocking"), func
+        assert not (to_meta and from_host) or (self.may_copy and kwargs.get("non_blocking")), func
         return out
+
+
+class NoCopies(OnlyPinnedCopies):
+    """Inside a CUDA graph's recording not even those."""
+
+    may_copy = False
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +75,23 @@ def test_a_step_in_which_everything_is_asked_for_is_drawn_without_waiting(option
     assert drawn.token_ids.shape == (len(rows),)
     fields = ("allowed", "bad_words", "min_tokens", "logit_bias", "seen", "repeated_ngrams", "temperature", "top_k", "top_p")
     assert all(getattr(batch, name) is not None for name in fields)  # everything was
+
+
+@pytest.mark.parametrize("params", [[{"temperature": 0}], [{}, {"top_k": 9, "temperature": 0.3}, {"top_p": 0.9, "min_p": 0.1}]])
+def test_what_is_recorded_of_the_draw_asks_the_host_for_nothing(params):
+    def record(run):
+        with NoCopies():
+            out = run()
+        recorded.append(len(out))
+        return lambda: None, out
+
+    recorded = []
+    rows = [Sequence("r", [1], SamplingParams(**its), 0, 99) for its in params]
+    with OnlyPinnedCopies():
+        batch = SamplingBatch.build(rows, VOCAB_SIZE, META)
+        drawn = Sampler(graphs=SamplerGraphs(4, record))(torch.empty(len(rows), VOCAB_SIZE, device=META), batch)
+    assert drawn.token_ids.shape == (len(rows),)
+    assert recorded == [4] + [1] * (len(rows) == 1)
 
 
 @pytest.mark.parametrize("num_top", [0, 5, VOCAB_SIZE])
@@ -94,3 +120,11 @@ def test_the_stand_in_notices(wait):
     ids = torch.empty(4, dtype=torch.int64, device=META)
     with pytest.raises((AssertionError, RuntimeError, NotImplementedError)), OnlyPinnedCopies():
         wait(ids)
+
+
+def test_the_stand_in_notices_a_copy_inside_a_recording():
+    ids = torch.tensor([1, 2])
+    with OnlyPinnedCopies():
+        ids.to(META, non_blocking=True)
+    with pytest.raises(AssertionError), NoCopies():
+        ids.to(META, non_blocking=True)

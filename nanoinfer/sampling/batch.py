@@ -109,6 +109,11 @@ class SamplingBatch:
         entries = (self.allowed, self.bad_words, self.min_tokens, self.repeated_ngrams)
         return bool(self.processors) or any(field is not None for field in entries)
 
+    @property
+    def changes_logits(self) -> bool:
+        """Does any stage before the temperature change them?"""
+        return self.masks_logits or self.logit_bias is not None or self.seen is not None
+
     def only_rows(self, rows: Int[Tensor, "rows"] | slice) -> "SamplingBatch":
         """The same for some rows, as far as the stages from the temperature on and the draw read it."""
         columns = ("temperature", "min_p", "top_k", "top_p", "u")
