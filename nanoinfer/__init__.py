@@ -27,6 +27,7 @@ The map, in floors. A file imports only from the floors below its own, and from 
       prompts.py           prompts in the forms people have them -> token ids
     floor 2: arithmetic. torch; knows nothing of scheduling
       transfer.py          host to device without waiting
+      cuda_graphs.py       recordings of what is launched on a GPU
       kv_cache.py          the tensors: write slots, read blocks, copy blocks, how many fit
       attention/base.py         what a model calls, what a backend is told, the table of backends
       attention/dense.py        no cache: the lesson and the oracle
@@ -48,11 +49,12 @@ The map, in floors. A file imports only from the floors below its own, and from 
       sampling/batch.py         what each row asked for, as tensors
       sampling/stages.py        the functions from logits to logits
       sampling/fast.py          the same tokens from fewer logits
+      sampling/recorded.py      the draw from a CUDA graph
       sampling/logprobs.py      log-probabilities and ranks
       sampling/watch.py         what each stage did, for the tracer
       sampling/sampler.py       the list of stages, then the draw
       forward_batch.py     scheduled sequences -> the tensors of one step
-      model_runner.py      tensors -> logits; CUDA graphs of decode steps
+      model_runner.py      tensors -> logits; decode steps from a CUDA graph
     floor 4
       loading.py           a checkpoint's name -> a model ready to run
       admission.py         what a request may ask of this engine

@@ -20,15 +20,17 @@ from nanoinfer.attention.base import select_backend
 from nanoinfer.block_manager import BlockManager
 from nanoinfer.checkpoint import DEFAULT_MODEL, Checkpoint
 from nanoinfer.config import EngineConfig
+from nanoinfer.cuda_graphs import CUDACapture
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.forward_batch import ForwardBatch, LastDrawn
 from nanoinfer.kv_cache import KVCache, blocks_that_fit, bytes_per_block
 from nanoinfer.loading import load
-from nanoinfer.model_runner import CUDACapture, DecodeGraphs, ModelRunner, bytes_of_a_step
+from nanoinfer.model_runner import DecodeGraphs, ModelRunner, bytes_of_a_step
 from nanoinfer.outputs import LogprobsOnePosition
 from nanoinfer.request import Request, named_logprobs
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.logprobs import TokenLogprobs, token_logprobs
+from nanoinfer.sampling.recorded import SamplerGraphs
 from nanoinfer.sampling.sampler import STAGES, Drawn, Sampler
 from nanoinfer.sampling.watch import StageWatch
 from nanoinfer.sampling_params import SamplingParams
@@ -99,9 +101,7 @@ class LLMEngine:
         )
         step_bytes = 0
         if self.device.type == "cuda":
-            most_rows = config.scheduler.max_num_seqs
-            num_tokens = config.scheduler.max_num_batched_tokens + most_rows
-            step_bytes = bytes_of_a_step(model, num_tokens=num_tokens, num_rows=most_rows, device=self.device)
+            step_bytes = bytes_of_a_step(model, config.scheduler, self.device)
         num_blocks = blocks_that_fit(config, block_bytes, block_size, asked_len, self.device, step_bytes=step_bytes)
         self.max_model_len = min(asked_len, num_blocks * block_size)
         self.admission = Admission(
@@ -142,7 +142,8 @@ class LLMEngine:
         self.runner = ModelRunner(model, cache, backend, graphs)
         stages = STAGES if config.stages is None else config.stages
         self._has_own_stages = stages != STAGES  # those may look at what they like
-        self.sampler = Sampler(stages, processed_logprobs=config.logprobs_mode == "processed")
+        draws = SamplerGraphs(config.scheduler.max_num_seqs, CUDACapture()) if graphs else None
+        self.sampler = Sampler(stages, processed_logprobs=config.logprobs_mode == "processed", graphs=draws)
         self._last_asked: SamplingBatch | None = None  # of the step before, whose columns may serve again
         self._under_way: _Launched | None = None  # the step that has been launched, and not collected
         if self.tracer is not None:

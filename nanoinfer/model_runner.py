@@ -3,33 +3,27 @@
 In: a ForwardBatch. Out: hidden rows, and for some of them logits [num_rows, vocab] in fp32. It knows tensors, and neither
 requests nor sampling.
 
-On a GPU a decode step of a small model launches hundreds of kernels that each run for microseconds, and Python cannot launch
-them so fast. A CUDA graph is a recording of those launches, started at once. It replays the same kernels on the same memory, so
-each step's tensors are copied into places that never move, and a batch is padded to one of a few sizes ("buckets"), each
-recorded when it first comes. Padding rows read and write a block of their own, which no sequence ever has.
+On a GPU the model's part of a decode step is replayed from a recording (cuda_graphs.py). That reads and writes the same memory
+each time, so each step's tensors are copied into places that never move, and padding rows read and write a block of their own,
+which no sequence ever has.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.attention.base import AttentionBackend, AttentionMetadata
-from nanoinfer.errors import first_line
+from nanoinfer.config import SchedulerConfig
+from nanoinfer.cuda_graphs import Capture, Recording, record, sizes_up_to
 from nanoinfer.forward_batch import ForwardBatch
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.models import Model
-
-logger = logging.getLogger(__name__)
+from nanoinfer.sampling.recorded import BYTES_AT_A_TIME
 
 LOGITS_COPIES = 12  # fp32 copies of [num_rows, vocab] that a sampler of every parameter may hold: int64 weights count twice
-
-# Records what a function launches. Returns a replay of it, and the tensor that the replay fills.
-Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 
 
 class ModelRunner:
@@ -59,21 +53,25 @@ class ModelRunner:
 
 
 @torch.inference_mode()
-def bytes_of_a_step(model: Model, *, num_tokens: int, num_rows: int, device: torch.device) -> int:
+def bytes_of_a_step(model: Model, config: SchedulerConfig, device: torch.device) -> int:
     """What a GPU needs for the largest step, beside weights and cache: measured on one whose attention is left out.
 
-    num_tokens: of the step. num_rows: of them, those that meet the LM head; the sampler is counted as LOGITS_COPIES of theirs.
+    The sampler is counted as LOGITS_COPIES of the logits. Its recordings have memory of their own: one more copy to read, and
+    as many again as they work on at a time.
     """
+    num_rows = config.max_num_seqs
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return q.contiguous()
 
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    ids = torch.zeros(config.max_num_batched_tokens + num_rows, dtype=torch.int64, device=device)
     hidden = model(ids, ids, attend)
     logits = model.compute_logits(hidden[:num_rows]).float()
-    needed = torch.cuda.max_memory_allocated(device) - before + LOGITS_COPIES * logits.nbytes
+    sampler = LOGITS_COPIES * logits.nbytes
+    recordings = logits.nbytes + LOGITS_COPIES * min(logits.nbytes, BYTES_AT_A_TIME)
+    needed = torch.cuda.max_memory_allocated(device) - before + sampler + recordings
     del hidden, logits
     torch.cuda.empty_cache()
     return needed
@@ -81,22 +79,20 @@ def bytes_of_a_step(model: Model, *, num_tokens: int, num_rows: int, device: tor
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """A recording for num_rows rows: the places it reads, and what it fills."""
+    """The places that a recording reads, and the recording, which fills hidden rows."""
 
     places: ForwardBatch
-    replay: Callable[[], None]
-    hidden: Float[Tensor, "num_rows hidden"]
+    recording: Recording
 
 
 class DecodeGraphs:
-    """Recordings of decode steps, by their number of rows: 1, 2, 4, 8, 16, 32, 48 and so on.
+    """Recordings of the model's part of decode steps, by their number of rows: 1, 2, 4, 8, 16, 32, 48 and so on.
 
     padding_block: the block of the padding rows. max_model_len: a recording must serve sequences of every length up to it.
     """
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, padding_block: int, capture: Capture) -> None:
-        self.sizes = [size for size in (1, 2, 4, 8) if size < max_num_seqs]
-        self.sizes += [*range(16, max_num_seqs, 16), max_num_seqs]
+        self.sizes = sizes_up_to(max_num_seqs)
         self._max_model_len = max_model_len
         self._max_blocks = -(-max_model_len // block_size)
         self._padding_block = padding_block
@@ -115,20 +111,15 @@ class DecodeGraphs:
         if size not in self._buckets:
             places = self._places(size, batch.input_ids.device)
             _fill(places, batch)
-            try:
-                self._buckets[size] = _Bucket(places, *self._capture(lambda: run(places)))
-            except RuntimeError as error:  # torch's, out of memory included
-                logger.warning(
-                    "a decode step of %d rows could not be recorded (%s); such steps run as they come", size, first_line(error)
-                )
-                self._buckets[size] = None
+            recording = record(f"a decode step of {size} rows", lambda: run(places), self._capture)
+            self._buckets[size] = _Bucket(places, recording) if recording else None
         bucket = self._buckets[size]
         if bucket is None:
             return run(batch)
         self._pad(bucket.places, num_rows)
         _fill(bucket.places, batch)
-        bucket.replay()
-        return bucket.hidden[:num_rows]
+        bucket.recording.replay()
+        return bucket.recording.out[:num_rows]
 
     def _places(self, size: int, device: torch.device) -> ForwardBatch:
         """Tensors that never move, of padding rows alone."""
@@ -169,27 +160,3 @@ def _fill(places: ForwardBatch, batch: ForwardBatch) -> None:
     places.attention.slot_mapping[:num_rows] = batch.attention.slot_mapping
     places.attention.seq_lens[:num_rows] = batch.attention.seq_lens
     places.attention.block_tables[:num_rows, :max_blocks] = batch.attention.block_tables
-
-
-class CUDACapture:
-    """A Capture of CUDA graphs, which share one pool of memory: only one of them runs at a time."""
-
-    def __init__(self) -> None:
-        self._pool: Any = None  # torch's handle of it
-        self._stream = torch.cuda.Stream()  # one for all: each would have a workspace of its own
-
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        before = torch.cuda.memory_reserved()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            run()  # compiles kernels and chooses algorithms, neither of which can be recorded
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            out = run()
-        self._pool = graph.pool()
-        taken = (torch.cuda.memory_reserved() - before) / 2**20
-        logger.info(
-            "recorded a CUDA graph for a decode step of %d rows (%.0f MiB); enforce_eager=True does without", len(out), taken
-        )
-        return graph.replay, out

@@ -13,7 +13,12 @@ from nanoinfer import LLM, SamplingParams, models
 from nanoinfer.attention.base import BACKENDS, find_backend
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.cuda_graphs import CUDACapture
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.recorded import SamplerGraphs
+from nanoinfer.sampling.sampler import STAGES, Sampler
+from nanoinfer.sequence import Sequence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -83,6 +88,39 @@ def test_recorded_and_fused_steps_give_the_tokens_of_plain_ones(family, tmp_path
     plain, llm = greedy(path, device="cuda", enforce_eager=True)
     assert llm.engine.runner.graphs is None
     assert recorded == plain == greedy(path, device="cpu")[0]
+
+
+ASKING = [{"temperature": 0}, {}, {"top_k": 20, "temperature": 0.7}, {"top_p": 0.9}, {"min_p": 0.05, "top_k": 5, "top_p": 0.8}]
+
+
+@pytest.mark.parametrize("vocab_size", [100, 50_257])
+def test_recorded_draws_are_those_of_the_plain_list(vocab_size):
+    """One kind of row for all, then all kinds together; rising and falling numbers of rows."""
+    device, generator = torch.device("cuda"), torch.Generator("cuda").manual_seed(0)
+    recorded, plain = Sampler(graphs=SamplerGraphs(40, CUDACapture())), Sampler((*STAGES, lambda logits, batch: logits))
+    for asking in ([ASKING[0]], [ASKING[1]], [ASKING[2]], [ASKING[3]], ASKING):
+        for step, num_rows in enumerate((3, 1, 40, 17, 40)):
+            params = [SamplingParams(**asking[row % len(asking)]) for row in range(num_rows)]
+            rows = [Sequence("r", [1], its, 99 * step + row, 999) for row, its in enumerate(params)]
+            logits = torch.randn(num_rows, vocab_size, device=device, generator=generator) * 3
+            logits = logits.bfloat16().float() if step % 2 else logits  # which tie
+            batch = SamplingBatch.build(rows, vocab_size, device)
+            assert recorded(logits.clone(), batch).read() == plain(logits.clone(), batch).read()
+    assert recorded.graphs._recordings
+    assert None not in recorded.graphs._recordings.values()
+
+
+def test_an_engine_with_recorded_draws_gives_the_tokens_of_one_without(tmp_path):
+    """The forward is recorded in both, so that the logits are the same bits."""
+    path, tokens = tiny_models.save("qwen3", tmp_path), []
+    params = [SamplingParams(max_tokens=30, ignore_eos=True, detokenize=False, seed=seed, **ASKING[seed]) for seed in range(4)]
+    for is_recorded in (True, False):
+        llm = LLM(str(path), device="cuda", kv_cache_memory=2**26)
+        if not is_recorded:
+            llm.engine.sampler = Sampler()
+        tokens.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)])
+        assert not is_recorded or llm.engine.sampler.graphs._recordings
+    assert tokens[0] == tokens[1]
 
 
 def test_more_cache_than_there_is_memory_says_what_to_lower(tmp_path):

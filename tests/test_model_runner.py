@@ -9,6 +9,8 @@ pytest.importorskip("triton")
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.model_runner import DecodeGraphs, ModelRunner
+from nanoinfer.sampling.recorded import SamplerGraphs
+from nanoinfer.sampling.sampler import Sampler
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MEMORY = 40 * 16 * 512  # 40 blocks of 16 tokens of the tiny qwen3
@@ -19,12 +21,14 @@ PROMPTS = [[7] * 16 + [5, 6], [7] * 16 + [9], list(range(3, 40)), [1], [4, 4], [
 def record(run):
     """As a CUDA graph: what is replayed reads and writes the same tensors as when it was recorded."""
     out = run().clone()
-    record.sizes.append(len(out))
+    (record.draws if out.ndim == 1 else record.sizes).append(len(out))  # token ids or hidden rows
     return lambda: out.copy_(run()), out
 
 
-def llm_with(path, capture):
-    llm = LLM(str(path), attention_backend="triton", block_size=16, kv_cache_memory=MEMORY, max_num_seqs=5, device=DEVICE)
+def llm_with(path, capture, **options):
+    llm = LLM(
+        str(path), attention_backend="triton", block_size=16, kv_cache_memory=MEMORY, max_num_seqs=5, device=DEVICE, **options
+    )
     engine = llm.engine
     pages, _ = engine.runner.cache.layer(0)
     num_blocks, block_size, num_kv_heads, head_dim = pages.shape
@@ -41,12 +45,12 @@ def llm_with(path, capture):
 
 @pytest.fixture
 def path(tmp_path):
-    record.sizes = []
+    record.sizes, record.draws = [], []
     return tiny_models.save("qwen3", tmp_path)
 
 
-def tokens_of(llm):
-    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+def tokens_of(llm, params=PARAMS):
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     tiny_models.assert_nothing_is_left(llm)
     return [output.outputs[0].token_ids for output in outputs]
 
@@ -73,6 +77,17 @@ def test_the_comparison_notices_a_recording_that_reads_old_tensors(path):
 
     expected = tokens_of(LLM(str(path), attention_backend="reference", block_size=16, kv_cache_memory=MEMORY))
     assert tokens_of(llm_with(path, stale)) != expected
+
+
+def test_draws_are_replayed_behind_replayed_steps(path):
+    """A step is read when the next has been launched, as on a GPU. (tests/test_recorded.py has the draws by themselves.)"""
+    asking = ({"temperature": 0}, {"top_k": 9, "seed": 1}, {"top_p": 0.9, "seed": 2})
+    params = [SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False, **asking[i % 3]) for i in range(len(PROMPTS))]
+    llm = llm_with(path, record, async_scheduling=True)
+    llm.engine.sampler = Sampler(graphs=SamplerGraphs(5, record))
+    expected = tokens_of(LLM(str(path), attention_backend="reference", block_size=16, kv_cache_memory=MEMORY), params)
+    assert tokens_of(llm, params) == expected
+    assert record.draws
 
 
 def test_padding_rows_write_into_their_own_block_alone(path):

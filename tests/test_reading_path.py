@@ -6,7 +6,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 # | [engine.py 202-224](nanoinfer/engine.py#L202-L224) `step` | ... : the lines are those from the first name to the last one's end
-ROW = re.compile(r"^\| \[(?P<file>\S+) \d+-\d+\]\(nanoinfer/(?P=file)#L\d+-L\d+\) (?P<names>`[\w.]+`(?:, `[\w.]+`)*) \|", re.MULTILINE)
+ROW = re.compile(
+    r"^\| \[(?P<file>\S+) \d+-\d+\]\(nanoinfer/(?P=file)#L\d+-L\d+\) (?P<names>`[\w.]+`(?:, `[\w.]+`)*) \|", re.MULTILINE
+)
 
 
 def lines_of(file, name):

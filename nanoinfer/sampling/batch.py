@@ -63,6 +63,7 @@ class SamplingBatch:
     u: Float[Tensor, "batch"]  # float64: draw.uniform(seed, index of the token in prompt + output); 0 if all are greedy
 
     allowed: Entries | None = None  # all that rows with allowed_token_ids may draw
+    allowed_rows: Int[Tensor, "some_rows"] | None = None  # which rows these are, once each
     bad_words: Entries | None = None  # the ids that would complete one
     min_tokens: Entries | None = None  # EOS and stop ids of rows that are too short to end
     logit_bias: Entries | None = None  # values: what is added
@@ -107,6 +108,11 @@ class SamplingBatch:
         """Does any stage before the temperature write logits without reading them?"""
         entries = (self.allowed, self.bad_words, self.min_tokens, self.repeated_ngrams)
         return bool(self.processors) or any(field is not None for field in entries)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Does any stage before the temperature change them?"""
+        return self.masks_logits or self.logit_bias is not None or self.seen is not None
 
     def only_rows(self, rows: Int[Tensor, "rows"] | slice) -> "SamplingBatch":
         """The same for some rows, as far as the stages from the temperature on and the draw read it."""
@@ -180,7 +186,10 @@ def _history_fields(sequences: list[Sequence], device: torch.device) -> dict[str
             entries.setdefault("seen", []).append((row, state.seen.ids, state.seen.output_counts))
         if state.ngrams is not None and (banned := state.ngrams.banned(seq.token_ids)):
             entries.setdefault("repeated_ngrams", []).append((row, banned, None))
-    return {name: _pack(rows, device) for name, rows in entries.items()} | {"processors": tuple(processors)}
+    fields: dict[str, Any] = {name: _pack(rows, device) for name, rows in entries.items()}
+    if "allowed" in entries:
+        fields["allowed_rows"] = on_device(torch.tensor([row for row, _, _ in entries["allowed"]]), device)
+    return fields | {"processors": tuple(processors)}
 
 
 def _completing_ids(seq: Sequence) -> list[int]:

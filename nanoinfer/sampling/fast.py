@@ -70,6 +70,18 @@ def may_ask(logits: Logits) -> bool:
     return not logits.is_cuda
 
 
+def sample_both_ways(logits: Logits, batch: SamplingBatch) -> Ids:
+    """Every row greedily, and unless all are greedy drawn as well: the same launches whatever the values, to be recorded.
+
+    -1 for a row whose largest logit is not finite.
+    """
+    token_ids, largest = _first_largest(logits)
+    if not batch.all_greedy:
+        drawn, _ = _sample_by_threshold(logits, batch)
+        token_ids = drawn if batch.greedy is None else torch.where(batch.greedy, token_ids, drawn)
+    return torch.where(largest.isfinite(), token_ids, -1)
+
+
 def sample_plainly(logits: Logits, batch: SamplingBatch) -> Ids:
     """The definition: the last four stages, and the draw."""
     for stage in LAST_STAGES:

@@ -7,8 +7,10 @@ TokenLogprobs, plain numbers. They are probabilities of all ids at temperature 1
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+
+from nanoinfer.transfer import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +31,41 @@ def token_logprobs(logits: Float[Tensor, "rows vocab"], token_ids: list[int], nu
     Example: p = [.5, .25, .25], token 2, num_top 1: ids [2, 0], values [log .25, log .5], ranks [3, 1].
     """
     logprobs = logits.log_softmax(dim=-1)
-    return [_one(row, token_id, num) for row, token_id, num in zip(logprobs, token_ids, num_top, strict=True)]
+    tokens = on_device(torch.tensor(token_ids, dtype=torch.int64), logits.device).unsqueeze(-1)  # [rows, 1]
+    groups = []
+    for num in sorted(set(num_top)):  # rows that ask for as many go together; mostly these are all
+        rows = [row for row, its_num in enumerate(num_top) if its_num == num]
+        some = slice(None) if len(rows) == len(num_top) else on_device(torch.tensor(rows), logits.device)
+        groups.append((rows, _token_and_likeliest(logprobs[some], tokens[some], num)))
+    told: dict[int, TokenLogprobs] = {}
+    for rows, columns in groups:  # read when everything has been launched: a GPU is waited for once
+        told |= zip(rows, map(_without_repeat, *(column.tolist() for column in columns)), strict=True)
+    return [told[row] for row in range(len(num_top))]
 
 
-def _one(logprobs: Float[Tensor, "vocab"], token_id: int, num_top: int) -> TokenLogprobs:
-    top = logprobs.sort(descending=True, stable=True) if num_top == len(logprobs) else logprobs.topk(num_top)
-    others = top.indices != token_id
-    ids = torch.cat((torch.tensor([token_id], device=logprobs.device), top.indices[others]))
-    values = logprobs[ids]
+def _token_and_likeliest(
+    logprobs: Float[Tensor, "rows vocab"], tokens: Int[Tensor, "rows 1"], num_top: int
+) -> tuple[Int[Tensor, "rows told"], Float[Tensor, "rows told"], Int[Tensor, "rows told"]]:
+    """Ids, values and ranks: each row's token, then its num_top likeliest, of which it may itself be one."""
+    values = logprobs.gather(-1, tokens)
+    ranks = (logprobs >= values).sum(dim=-1, keepdim=True)
+    if num_top == 0:
+        return tokens, values, ranks
+    is_all = num_top == logprobs.shape[-1]
+    top = logprobs.sort(dim=-1, descending=True, stable=True) if is_all else logprobs.topk(num_top, dim=-1)
     # Among the likeliest a rank is how many of them are as large; the smallest of them may tie with ids beyond.
-    ranks = torch.searchsorted(-top.values, -values, right=True)
-    smallest = top.values[-1] if num_top else torch.inf
-    beyond = torch.tensor([int((logprobs >= values[0]).sum()), int((logprobs >= smallest).sum())], device=logprobs.device)
-    ranks = torch.where(values <= smallest, beyond[1], ranks)
-    ranks[0] = beyond[0]
-    return TokenLogprobs(ids.tolist(), values.tolist(), ranks.tolist())
+    smallest = top.values[:, -1:]
+    beyond = (logprobs >= smallest).sum(dim=-1, keepdim=True)
+    rising = -top.values
+    top_ranks = torch.searchsorted(rising, rising, right=True)
+    top_ranks = torch.where(top.values == smallest, beyond, top_ranks)
+    return torch.cat((tokens, top.indices), -1), torch.cat((values, top.values), -1), torch.cat((ranks, top_ranks), -1)
+
+
+def _without_repeat(ids: list[int], values: list[float], ranks: list[int]) -> TokenLogprobs:
+    """The token is told once, though it be one of the likeliest."""
+    if ids.count(ids[0]) > 1:
+        place = ids.index(ids[0], 1)
+        for numbers in (ids, values, ranks):
+            del numbers[place]
+    return TokenLogprobs(ids, values, ranks)

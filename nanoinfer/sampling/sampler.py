@@ -15,6 +15,7 @@ from nanoinfer.sampling import fast
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import draw
 from nanoinfer.sampling.logprobs import TokenLogprobs, token_logprobs
+from nanoinfer.sampling.recorded import SamplerGraphs
 from nanoinfer.sampling.stages import (
     add_logit_bias,
     apply_frequency_penalty,
@@ -92,9 +93,12 @@ class Sampler:
     stages: in their order; `[*STAGES, mine]` adds one of yours, (logits [batch, vocab], SamplingBatch) -> logits. With stages
     of yours every row takes the plain list; otherwise fast.py finds the same tokens sooner.
     processed_logprobs: tell the log-probabilities after all stages, instead of the model's own.
+    graphs: recordings that find them sooner still on a GPU, in the steps that they cover.
     """
 
-    def __init__(self, stages: tuple[Stage, ...] = STAGES, *, processed_logprobs: bool = False) -> None:
+    def __init__(
+        self, stages: tuple[Stage, ...] = STAGES, *, processed_logprobs: bool = False, graphs: SamplerGraphs | None = None
+    ) -> None:
         if missing := [_name(stage) for stage in STAGES if stage not in stages]:
             raise InvalidValueError(
                 f"stages lacks {', '.join(missing)}, so parameters would be ignored; use [*STAGES, mine], STAGES being in "
@@ -102,6 +106,7 @@ class Sampler:
             )
         self.stages = stages
         self.processed_logprobs = processed_logprobs
+        self.graphs = graphs
 
     def __call__(self, logits: Float[Tensor, "batch vocab"], batch: SamplingBatch, watch: StageWatch | None = None) -> Drawn:
         """The argmax of a greedy row is the lowest id among equals. logits: fp32; the stages may write into them.
@@ -110,9 +115,12 @@ class Sampler:
         """
         if not len(logits):  # only prompts that go on: no stage of yours is called for nothing
             return Drawn(torch.empty(0, dtype=torch.int64), lambda _: SamplerOutput([], {}))
+        has_own_way = watch is not None or self.stages != STAGES
+        if self.graphs and not has_own_way and (replayed := self.graphs.sample(logits, batch)) is not None:
+            return Drawn(replayed, _read_replayed)
         logits = logits.contiguous()  # a copy if it was expanded, which cannot be written
         told = self._told(logits, batch)  # a copy: the model's own
-        is_plain = watch is not None or self.stages != STAGES or (self.processed_logprobs and batch.logprobs)
+        is_plain = has_own_way or (self.processed_logprobs and batch.logprobs)
         if is_plain or batch.masks_logits:
             were_finite = logits.amax(dim=-1).isfinite()  # a mask may hide a NaN or an infinity of the model's
         else:
@@ -186,6 +194,11 @@ class Sampler:
 
 def _name(stage: Stage) -> str:
     return getattr(stage, "__name__", repr(stage))
+
+
+def _read_replayed(sampled: list[int]) -> SamplerOutput:
+    """Of a step in which no stage takes a row's last token: one without a token had no finite logits."""
+    return SamplerOutput(sampled, {row: NOT_FINITE for row, token_id in enumerate(sampled) if token_id < 0})
 
 
 def _logprobs(told: Tensor, batch: SamplingBatch, sampled: list[int]) -> dict[int, TokenLogprobs]:

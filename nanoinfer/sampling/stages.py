@@ -21,10 +21,10 @@ Logits = Float[Tensor, "batch vocab"]
 
 def keep_allowed(logits: Logits, batch: SamplingBatch) -> Logits:
     """Forbid all but allowed_token_ids."""
-    if (allowed := batch.allowed) is None:
+    if (allowed := batch.allowed) is None or batch.allowed_rows is None:
         return logits
     kept = allowed.read(logits)
-    logits[allowed.rows.unique()] = float("-inf")
+    logits.index_fill_(0, batch.allowed_rows, float("-inf"))
     allowed.write(logits, kept)
     return logits
 
