@@ -1,4 +1,5 @@
 """What lies between the products of a model, in one Triton kernel each instead of up to ten of torch's: norms, rotation, gate.
+The residual is added by the product before it.
 
 In: a finished model on a GPU. Out: the same model, some modules replaced. Nothing else knows of it (linear.py is the CPU's).
 
@@ -12,7 +13,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from nanoinfer.models.layers import NormedRotation, RMSNorm, Rotation, SwiGLU
+from nanoinfer.models.layers import NormedRotation, ResidualLinear, RMSNorm, Rotation, SwiGLU
 
 
 @triton.jit
@@ -115,7 +116,7 @@ class FusedSwiGLU(nn.Module):
     def __init__(self, mlp: SwiGLU) -> None:
         super().__init__()
         self.gate_up_weight = nn.Parameter(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)), requires_grad=False)
-        self.down_proj = mlp.down_proj
+        self.down_proj = FusedResidualLinear(mlp.down_proj)
 
     def forward(
         self, x: Float[Tensor, "num_tokens hidden"], residual: Float[Tensor, "num_tokens hidden"]
@@ -127,12 +128,35 @@ class FusedSwiGLU(nn.Module):
         return self.down_proj(out, residual)
 
 
-_FUSED = {RMSNorm: FusedRMSNorm, Rotation: FusedRotation, NormedRotation: FusedRotation, SwiGLU: FusedSwiGLU}
+class FusedResidualLinear(nn.Module):
+    """ResidualLinear without bias: the product is added to the residual where it lies, by the product's own kernel.
+
+    So no kernel goes over the residual for the sum alone, and the norm that follows reads it once. The residual that was handed
+    in is gone afterwards.
+    """
+
+    def __init__(self, linear: ResidualLinear) -> None:
+        super().__init__()
+        self.weight = linear.weight
+
+    def forward(
+        self, x: Float[Tensor, "num_tokens in"], residual: Float[Tensor, "num_tokens out"]
+    ) -> Float[Tensor, "num_tokens out"]:
+        return residual.addmm_(x, self.weight.t())
+
+
+_FUSED = {
+    RMSNorm: FusedRMSNorm,
+    Rotation: FusedRotation,
+    NormedRotation: FusedRotation,
+    SwiGLU: FusedSwiGLU,
+    ResidualLinear: FusedResidualLinear,
+}
 
 
 def fuse(model: nn.Module) -> None:
     """Replace a model's modules that have a fused form. Only those themselves: a subclass may do more. One at a time."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) in _FUSED:
+            if type(child) in _FUSED and getattr(child, "bias", None) is None:  # a sum of three is left to torch
                 setattr(parent, name, _FUSED[type(child)](child))

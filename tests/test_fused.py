@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 from nanoinfer import models
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.checkpoint import Checkpoint
-from nanoinfer.fused import FusedRMSNorm, FusedRotation, FusedSwiGLU, fuse
-from nanoinfer.models.layers import NormedRotation, RMSNorm, Rotation, SwiGLU
+from nanoinfer.fused import FusedResidualLinear, FusedRMSNorm, FusedRotation, FusedSwiGLU, fuse
+from nanoinfer.models.layers import NormedRotation, ResidualLinear, RMSNorm, Rotation, SwiGLU
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}  # of numbers around 1
@@ -66,12 +66,23 @@ def test_swiglu(dtype, size):
     assert difference(mlp, FusedSwiGLU(mlp), x, residual) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_yarn"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_product_added_to_the_residual_where_it_lies(dtype):
+    linear = filled(ResidualLinear(48, 30, bias=False), dtype)
+    x, residual = torch.randn(5, 48, device=DEVICE).to(dtype), torch.randn(5, 30, device=DEVICE).to(dtype)
+    before = residual.clone()
+    assert difference(linear, FusedResidualLinear(linear), x, residual) < TOLERANCE[dtype]
+    assert (residual != before).any()  # as its docstring says
+    torch.testing.assert_close(residual, linear(x, before), atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_yarn", "qwen3_attention_bias"])
 def test_a_fused_model_gives_the_same_logits(family, tmp_path):
     checkpoint = Checkpoint.open(str(tiny_models.save(family, tmp_path)))
     plain, fused = (models.load(checkpoint, "float32", DEVICE) for _ in range(2))
     fuse(fused)
-    assert not any(type(module) in (RMSNorm, Rotation, NormedRotation, SwiGLU) for module in fused.modules())
+    left = {type(module) for module in fused.modules()} & {RMSNorm, Rotation, NormedRotation, SwiGLU, ResidualLinear}
+    assert left == ({ResidualLinear} if family == "qwen3_attention_bias" else set())  # o_proj has a bias there
     ids = torch.arange(1, 20, device=DEVICE)
     with torch.inference_mode():
         logits = [

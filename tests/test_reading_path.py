@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# | [engine.py 202-224](nanoinfer/engine.py#L202-L224) `step` | ... : the lines are those from the first name to the last one's end
+# | [engine.py 2-4](nanoinfer/engine.py#L2-L4) `step` | ... : from the first line of the names to the last
 ROW = re.compile(
     r"^\| \[(?P<file>\S+) \d+-\d+\]\(nanoinfer/(?P=file)#L\d+-L\d+\) (?P<names>`[\w.]+`(?:, `[\w.]+`)*) \|", re.MULTILINE
 )
