@@ -1,6 +1,7 @@
 """What the README shows is what happens."""
 
 import doctest
+import re
 from pathlib import Path
 
 import nanoinfer
@@ -27,3 +28,8 @@ def test_the_map_is_the_packages_own():
 def test_the_two_commands_stand_in_the_readme():
     assert "make demo" in README.read_text()
     assert "make test" in README.read_text()
+
+
+def test_every_notebook_and_no_other_stands_in_the_readme():
+    linked = re.findall(r"\]\(notebooks/(\S+\.ipynb)\)", README.read_text())
+    assert linked == sorted(path.name for path in (README.parent / "notebooks").glob("*.ipynb"))
