@@ -82,7 +82,7 @@ class LLMEngine:
         self._is_stepping = False
         self._aborts_owed: list[str] = []
 
-        backend_name, backend = select_backend(
+        self.attention_backend, backend = select_backend(
             config.attention_backend,
             self.device,
             weight.dtype,
@@ -109,7 +109,7 @@ class LLMEngine:
         )
         logger.info(
             "%s on %s, attention %s, KV cache of %d blocks of %d tokens (%.0f MiB), max_model_len %d",
-            str(weight.dtype).removeprefix("torch."), self.device, backend_name, num_blocks, block_size,
+            str(weight.dtype).removeprefix("torch."), self.device, self.attention_backend, num_blocks, block_size,
             num_blocks * block_bytes / 2**20, self.max_model_len,
         )  # fmt: skip
         if config.max_model_len is not None and self.max_model_len < config.max_model_len:
@@ -146,22 +146,6 @@ class LLMEngine:
         self.sampler = Sampler(stages, processed_logprobs=config.logprobs_mode == "processed", graphs=draws)
         self._last_asked: SamplingBatch | None = None  # of the step before, whose columns may serve again
         self._under_way: _Launched | None = None  # the step that has been launched, and not collected
-        if self.tracer is not None:
-            self.tracer.emit(
-                EngineStarted(
-                    model=os.path.basename(config.model or DEFAULT_MODEL),
-                    num_parameters=sum(weight.numel() for weight in model.parameters()),
-                    device=str(self.device),
-                    dtype=str(weight.dtype).removeprefix("torch."),
-                    attention_backend=backend_name,
-                    vocab_size=self.model_config.vocab_size,
-                    num_blocks=num_blocks,
-                    block_size=block_size,
-                    max_num_seqs=config.scheduler.max_num_seqs,
-                    max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-                    max_model_len=self.max_model_len,
-                )
-            )
         asked = config.async_scheduling
         self.async_scheduling = self.device.type == "cuda" if asked is None else asked
 
@@ -169,7 +153,25 @@ class LLMEngine:
     def load(cls, config: EngineConfig) -> tuple["LLMEngine", Checkpoint]:
         """An engine for a checkpoint, and the checkpoint, for its generation_config."""
         loaded = load(config)
-        return cls(loaded.model, loaded.tokenizer, config, eos_token_ids=loaded.eos_token_ids), loaded.checkpoint
+        engine = cls(loaded.model, loaded.tokenizer, config, eos_token_ids=loaded.eos_token_ids)
+        if engine.tracer is not None:
+            engine.tracer.emit(
+                EngineStarted(
+                    model=os.path.basename(config.model or DEFAULT_MODEL),
+                    num_parameters=loaded.num_parameters,
+                    device=str(engine.device),
+                    dtype=str(engine.runner.cache.layer(0)[0].dtype).removeprefix("torch."),
+                    attention_backend=engine.attention_backend,
+                    vocab_size=engine.model_config.vocab_size,
+                    num_blocks=engine.block_manager.num_blocks,
+                    block_size=engine.block_manager.block_size,
+                    max_num_seqs=config.scheduler.max_num_seqs,
+                    max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+                    max_model_len=engine.max_model_len,
+                )
+            )
+            engine.tell()
+        return engine, loaded.checkpoint
 
     # ---- requests
 

@@ -16,10 +16,14 @@ from nanoinfer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """tokenizer: None if there is none; then the model takes token ids."""
+    """num_parameters: as the checkpoint has them; a layer that is packed or quantised is no parameter any more.
+
+    tokenizer: None if there is none; then the model takes token ids.
+    """
 
     checkpoint: Checkpoint
     model: models.Model
+    num_parameters: int
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
 
@@ -33,6 +37,7 @@ def load(config: EngineConfig) -> Loaded:
         torch.cuda.set_device(device)  # kernels of our own are launched on the current one
     checkpoint = Checkpoint.open(config.model, config.revision)
     model = models.load(checkpoint, "bfloat16" if config.quantization else config.dtype, device)
+    num_parameters = sum(weight.numel() for weight in model.parameters())
     if config.quantization:
         linear.quantize(model)
     if device.type == "cuda" and not config.enforce_eager:
@@ -47,4 +52,4 @@ def load(config: EngineConfig) -> Loaded:
     eos_token_ids = checkpoint.eos_token_ids
     if not eos_token_ids and tokenizer is not None and tokenizer.hf.eos_token_id is not None:
         eos_token_ids = frozenset([tokenizer.hf.eos_token_id])
-    return Loaded(checkpoint, model, tokenizer, eos_token_ids)
+    return Loaded(checkpoint, model, num_parameters, tokenizer, eos_token_ids)

@@ -296,3 +296,12 @@ def test_clear_keeps_what_runs_here():
 def test_a_page_of_nothing_is_refused(tmp_path):
     with pytest.raises(InvalidValueError, match="there is no step to show"):
         Recorder().to_html(tmp_path / "page.html")
+
+
+def test_what_runs_here_is_told_at_once():
+    recorder = Recorder()
+    llm = LLM("tiny-gpt2", tracer=recorder, block_size=16, max_num_seqs=7)
+    [event] = recorder.events
+    assert (event.model, event.num_parameters, event.dtype, event.device) == ("tiny-gpt2", 1_109_632, "float32", "cpu")
+    assert (event.vocab_size, event.block_size, event.max_num_seqs) == (1959, 16, 7)
+    assert event.num_blocks == llm.engine.block_manager.num_blocks
