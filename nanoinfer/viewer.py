@@ -17,5 +17,14 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
     """rows: {"event": its class, its fields ...}."""
     template = _TEMPLATE.read_text(encoding="utf-8")
     assert template.count(_PLACE) == 1
-    # "<" would end the script, where a text has "</script>"
-    return template.replace(_PLACE, json.dumps(list(rows), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"))
+    events = json.dumps([_shortened(row) for row in rows], ensure_ascii=False, separators=(",", ":"))
+    return template.replace(_PLACE, events.replace("<", "\\u003c"))  # "<" would end the script, where a text has "</script>"
+
+
+def _shortened(value: Any) -> Any:
+    """Floats to nine digits, which tell every float32 apart. The others would be an eighth of the page."""
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    if isinstance(value, dict):
+        return {name: _shortened(part) for name, part in value.items()}
+    return [_shortened(part) for part in value] if isinstance(value, list | tuple) else value

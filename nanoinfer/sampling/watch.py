@@ -63,9 +63,8 @@ class StageWatch:
             )
 
     def _candidates(self, before: Float[Tensor, "vocab"], after: Float[Tensor, "vocab"]) -> tuple[Candidate, ...]:
-        num = min(NUM_CANDIDATES, len(before))
-        ids = torch.cat((before.topk(num).indices, after.topk(num).indices)).unique()
-        ids = ids[(before[ids] > 0) | (after[ids] > 0)]
+        leading = [probs.topk(min(NUM_CANDIDATES, len(probs))) for probs in (before, after)]
+        ids = torch.cat([top.indices[top.values > 0] for top in leading]).unique()
         ids = ids[before[ids].sort(descending=True, stable=True).indices]
         numbers = zip(ids.tolist(), before[ids].tolist(), after[ids].tolist(), strict=True)
         return tuple(Candidate(i, self._text(i), earlier, later) for i, earlier, later in numbers)

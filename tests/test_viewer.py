@@ -1,0 +1,624 @@
+"""The page that replays a recording, in a real browser, from a file.
+
+What it shows is compared with the engine's own state and with the events.
+"""
+
+import json
+import re
+import shutil
+import time
+from dataclasses import asdict
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+
+from nanoinfer import LLM, BeamSearchParams, Recorder, SamplingParams
+from nanoinfer.errors import InvalidValueError
+from nanoinfer.tracing import (
+    BatchBuilt,
+    BlocksAllocated,
+    EngineStarted,
+    RequestAdded,
+    StageApplied,
+    StepScheduled,
+    StepTimed,
+    TokenAppended,
+    TokenDrawn,
+)
+
+PREFIX = (
+    "Once upon a time, there was a kind duck named Max. Every morning, he ate three pancakes for breakfast. One Wednesday, he"
+)
+NASTY = 'Once upon a </script><b>bold</b> <img src="x" onerror="alert(1)">\n\ttab &amp; 🙂'
+
+
+# ---- recordings
+
+
+def looking_on(llm):
+    """{step: the engine's own state when the model has just seen that step}."""
+    seen = {}
+    scheduler, manager = llm.engine.scheduler, llm.engine.block_manager
+    commit = scheduler.commit
+
+    def commit_and_look(plan):
+        commit(plan)
+        seen[plan.step] = SimpleNamespace(
+            tables={seq.sequence_id: list(seq.block_table) for seq in scheduler._running if seq.block_table},
+            num_tokens={seq.sequence_id: seq.num_computed_tokens for seq in scheduler._running},
+            content=dict(manager._content),
+            num_free=manager.num_free_blocks,
+        )
+
+    scheduler.commit = commit_and_look
+    return seen
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Four requests of 64 tokens with stages; the third finds the first one's beginning in the cache."""
+    recorder = Recorder(stages=True)
+    llm = LLM(tracer=recorder, block_size=16, kv_cache_memory=2**22)
+    seen = looking_on(llm)
+    add = lambda prompt, **params: llm.engine.add_request(  # noqa: E731
+        llm.get_tokenizer().encode(prompt), SamplingParams(max_tokens=64, **params)
+    )
+    add(PREFIX, n=2, temperature=1.0, top_k=5, top_p=0.9, min_p=0.001, seed=1)
+    add(NASTY, temperature=1.5, top_k=50, top_p=0.95, repetition_penalty=1.2, seed=3)
+    for _ in range(4):
+        llm.engine.step()
+    add(PREFIX + " put on", temperature=0.0)
+    add("Lily was", seed=7, stop=["She looked down"])
+    while llm.engine.num_unfinished:
+        llm.engine.step()
+    path = tmp_path_factory.mktemp("viewer") / "recorded.html"
+    recorder.to_html(path)
+    return SimpleNamespace(recorder=recorder, seen=seen, path=path)
+
+
+@pytest.fixture(scope="module", params=["async_scheduling", "one step after the other"])
+def crowded(request, tmp_path_factory):
+    """More than the cache holds, so that there are preemptions and evictions; one request is aborted."""
+    recorder = Recorder()
+    probe = LLM(block_size=8, kv_cache_memory=2**20)
+    per_block = 2**20 // probe.engine.block_manager.num_blocks
+    llm = LLM(
+        tracer=recorder,
+        block_size=8,
+        kv_cache_memory=15 * per_block,
+        chunk_size=16,
+        async_scheduling=request.param == "async_scheduling",
+    )
+    seen = looking_on(llm)
+    for i, prompt in enumerate([PREFIX, "Lily was", PREFIX + " put", "Anna", "A fox", PREFIX]):
+        params = SamplingParams(seed=i, max_tokens=25, ignore_eos=True, n=2 if i == 2 else 1)
+        last = llm.engine.add_request(llm.get_tokenizer().encode(prompt), params)
+    for number in range(1000):
+        if number == 20:
+            llm.abort(last.request_id)
+        if not llm.engine.num_unfinished:
+            break
+        llm.engine.step()
+    path = tmp_path_factory.mktemp("viewer") / "crowded.html"
+    recorder.to_html(path)
+    return SimpleNamespace(recorder=recorder, seen=seen, path=path)
+
+
+ENGINE = EngineStarted("made", 1_000_000, "cpu", "float32", "cpu", 500, 40, 16, 8, 4096, 512)
+
+
+def scheduled(step, **num_new_tokens):
+    return StepScheduled(step, tuple(num_new_tokens), tuple(num_new_tokens.values()), tuple(num_new_tokens), 0, 10, ())
+
+
+def batch(sequence_id, positions, *, ids, rows=()):
+    """Blocks are 0, 1, 2 ... in order."""
+    num = len(positions)
+    return BatchBuilt((sequence_id,), (0, num), (positions[-1] + 1,), tuple(ids), tuple(positions), tuple(positions), rows)
+
+
+def appended(position, token, **rest):
+    told = {"text": token, "held": "", "num_held_ids": 0, "finish_reason": None, "stop_reason": None}
+    return TokenAppended("a", position, 7, token, **told | rest)
+
+
+MADE = [  # a prompt longer than the table; texts that cannot be seen; an id that is not read yet; a last step that failed
+    ENGINE,
+    RequestAdded("a", tuple(range(250)), tuple(f"<i>{i}" for i in range(250)), {"stop": "('<b>',)"}),
+    RequestAdded("b", (1,), (), {}),
+    BlocksAllocated("a", tuple(range(16))),
+    scheduled(5, a=250),
+    batch("a", range(250), ids=range(250), rows=(249,)),
+    appended(250, ""),
+    StepTimed(5, 0.001, 0.001, 0.01, 0.001, 0.001),
+    scheduled(6, a=1),
+    batch("a", [250], ids=[-1], rows=(0,)),
+    appended(251, "�\n", text="", held="<b", num_held_ids=0),
+    StepTimed(6, 0.001, 0.001, 0.01, 0.001, 0.001),
+    scheduled(7, a=1),
+    batch("a", [251], ids=[7], rows=(0,)),
+]
+
+
+# ---- the browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if executable is None:
+        pytest.skip("no chromium on this machine")
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def show(browser):
+    """show(path) opens the page. At the end: nothing was complained about, and nothing but the file was asked for."""
+    contexts, complaints, requests, expected = [], [], [], []
+
+    def open_page(path, **options):
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        expected.append(path.as_uri())
+        page.goto(path.as_uri())
+        assert step_of(page) is not None
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+    assert requests == expected
+
+
+@pytest.fixture
+def show_events(show, tmp_path):
+    def open_events(events):
+        recorder = Recorder()
+        recorder.events = list(events)
+        recorder.to_html(tmp_path / "made.html")
+        return show(tmp_path / "made.html")
+
+    return open_events
+
+
+def step_of(page):
+    """The step that the page says it shows: in two places."""
+    title, label = page.evaluate("[byId('step-title').innerText, byId('step-label').innerText]")  # at once: it may be playing
+    step = int(re.fullmatch(r"Step (\d+)", title)[1])
+    assert label.startswith(f"{step} (")
+    return step
+
+
+def until(page, condition):
+    """Playwright's own wait_for_function evaluates strings, which the page forbids."""
+    for _ in range(300):
+        if condition():
+            return
+        page.wait_for_timeout(100)
+    raise AssertionError("waited for 30 seconds")
+
+
+def as_seen(text):
+    return text.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
+
+
+def percent(p):
+    return "0%" if p == 0 else "<0.01%" if p < 0.0001 else f"{p * 100:.{2 if p < 0.1 else 1}f}%"
+
+
+def texts(page, selector):
+    return [text.strip() for text in page.locator(selector).all_inner_texts()]
+
+
+def go_to(page, step):
+    page.evaluate(
+        "step => { const slider = byId('slider'); slider.value = step; slider.dispatchEvent(new Event('input')); }", step
+    )
+    assert step_of(page) == step
+
+
+# ---- the file
+
+
+def test_without_events_there_is_no_page(tmp_path):
+    with pytest.raises(InvalidValueError, match="no step to show"):
+        Recorder().to_html(tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_the_page_holds_every_event_and_is_small(recorded):
+    page = recorded.path.read_text(encoding="utf-8")
+    assert len(page.encode()) < 2_000_000
+    [line] = [line for line in page.splitlines() if line.startswith("const EVENTS = ")]
+    told = json.loads(line.removeprefix("const EVENTS = ").removesuffix(";"))
+    expected = json.dumps([{"event": type(event).__name__} | asdict(event) for event in recorded.recorder.events])
+    assert told == json.loads(expected, parse_float=lambda digits: float(f"{float(digits):.9g}"))
+    assert page.count("</script>") == 1
+
+
+def test_it_opens_soon_with_what_ran_in_its_header(recorded, show):
+    start = time.perf_counter()
+    page = show(recorded.path)
+    seconds = time.perf_counter() - start
+    print(f"\n{recorded.path.stat().st_size / 1e6:.2f} MB, ready after {seconds:.2f} s")
+    assert seconds < 5
+    header = page.inner_text("#facts")
+    engine = recorded.recorder.of(EngineStarted)[0]
+    for fact in [engine.model, f"{engine.num_parameters:,}", engine.dtype, f"{engine.num_blocks} blocks × 16 tokens"]:
+        assert fact in header
+    assert re.search(r"requests\s*4\b", header)
+    assert re.search(rf"tokens drawn\s*{len(recorded.recorder.of(TokenAppended))}\b", header)
+    assert not page.get_by_text("packed into one batch").is_visible()
+    page.get_by_text("How to read this page").click()
+    assert page.get_by_text("packed into one batch").is_visible()
+
+
+# ---- moving
+
+
+def test_keys_slider_and_play_move_through_the_steps(recorded, show):
+    page = show(recorded.path)
+    last = len(recorded.seen) - 1
+    assert step_of(page) == 0
+    for key, step in [("ArrowLeft", 0), ("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", last), ("Home", 0)]:
+        page.keyboard.press(key)
+        assert step_of(page) == step
+    page.focus("#slider")
+    for key, step in [("ArrowRight", 1), ("ArrowRight", 2), ("End", last), ("ArrowLeft", last - 1)]:  # the slider's own
+        page.keyboard.press(key)
+        assert step_of(page) == step
+        assert page.input_value("#slider") == str(step)
+    go_to(page, 3)
+    page.click("#play")
+    until(page, lambda: step_of(page) >= 5)
+    assert page.inner_text("#play") == "Pause"
+    page.click("#play")
+    stopped = step_of(page)
+    page.wait_for_timeout(500)
+    assert step_of(page) == stopped
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("Space")
+    until(page, lambda: step_of(page) > stopped)
+    page.keyboard.press("Space")
+    assert page.inner_text("#play") == "Play"
+    go_to(page, last - 1)
+    page.click("#play")
+    until(page, lambda: page.inner_text("#play") == "Play")  # it stops by itself
+    assert step_of(page) == last
+
+
+def test_a_click_on_a_cell_goes_there(recorded, show):
+    page = show(recorded.path)
+    width = page.evaluate("WIDTH")
+    for sequence_id, step in [("1", 11), ("0.1", 2), ("2", 30)]:
+        page.locator(f".track[data-sequence='{sequence_id}']").click(position={"x": (step + 0.5) * width, "y": 8})
+        assert step_of(page) == step
+        [token] = [t for t in drawn_in(recorded.recorder, step) if t.sequence_id == sequence_id]
+        assert f"id {token.token_id}, position {token.position}, drawn in step {step}" in page.inner_text("#token p >> nth=0")
+        band, track = page.locator("#band").bounding_box(), page.locator(".track >> nth=1").bounding_box()
+        assert band["x"] == pytest.approx(track["x"] + step * width, abs=3)
+
+
+def test_a_click_on_a_token_selects_it_and_goes_to_its_step(recorded, show):
+    page = show(recorded.path)
+    for request, answer, index in [(0, 1, 17), (3, 0, 4), (2, 0, 0)]:
+        chip = page.locator(f"#requests details >> nth={request}").locator("p").nth(1 + answer).locator("button").nth(index)
+        chip.click()
+        sequence_id = f"{request}.{answer}" if answer else f"{request}"
+        token = [event for event in recorded.recorder.of(TokenAppended) if event.sequence_id == sequence_id][index]
+        assert page.inner_text("#token-title") == f"Token “{as_seen(token.token)}”"
+        assert token in drawn_in(recorded.recorder, step_of(page))
+        assert chip.get_attribute("aria-pressed") == "true"
+        assert page.locator("[aria-pressed=true]").count() == 1
+    chip.focus()
+    page.keyboard.press("ArrowRight")  # the focus stays, and so does the sequence
+    assert page.inner_text("#token p >> nth=0").startswith("2 id ")
+
+
+def drawn_in(recorder, step):
+    """The tokens that a step drew: those since the StepTimed before its own."""
+    tokens = []
+    for event in recorder.events:
+        if isinstance(event, TokenAppended):
+            tokens.append(event)
+        if isinstance(event, StepTimed):
+            if event.step == step:
+                return tokens
+            tokens = []
+    raise AssertionError(step)
+
+
+# ---- a step
+
+
+def test_the_timeline_marks_what_happened(crowded, show):
+    page = show(crowded.path)
+    steps = crowded.recorder.of(StepScheduled)
+    num_preempted = sum(len(step.preempted) for step in steps)
+    assert num_preempted > 0
+    assert page.locator(".track .preempted").count() == num_preempted
+    assert page.locator(".track .fork").count() == 1
+    assert page.locator(".track .waiting").count() > 0
+    endings = sorted(text.removeprefix("■ ") for text in texts(page, ".track .end"))
+    assert endings == ["abort"] + ["length"] * 6
+    prefills = [sum(num for seq, num in zip(step.sequence_ids, step.num_new_tokens, strict=True) if num > 1) for step in steps]
+    assert sum(int(text) for text in texts(page, ".track .prefill") if text not in ("", "1")) == sum(prefills)
+
+
+def test_the_step_panel_is_the_scheduler_and_the_batch(crowded, show):
+    page = show(crowded.path)
+    for event, following in pairwise(crowded.recorder.events):
+        if not isinstance(event, StepScheduled) or event.step % 7:
+            continue
+        assert isinstance(following, BatchBuilt)
+        go_to(page, event.step)
+        facts = dict(zip(texts(page, "#step dt"), texts(page, "#step dd"), strict=True))
+        assert facts == {
+            "running": str(len(event.running)),
+            "waiting": str(event.num_waiting),
+            "free blocks": f"{event.num_free_blocks} of 15",
+            "preempted": ", ".join(event.preempted) or "none",
+            "packed tokens": str(sum(event.num_new_tokens)),
+        }
+        runs = zip(event.sequence_ids, event.num_new_tokens, strict=True)
+        assert [re.sub(r"(prefill|decode|dropped) ", "", text) for text in texts(page, ".runs .owner")] == [
+            f"{sequence_id}: {num}" for sequence_id, num in runs
+        ]
+        table = page.evaluate(
+            "[...document.querySelectorAll('#batch tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
+        )
+        assert [row[0] for row in table] == [str(i) for i in range(len(following.input_ids))]
+        assert [int(row[3]) for row in table] == list(following.positions)
+        assert [row[4] for row in table] == [f"{slot // 8}·{slot % 8}" for slot in following.slot_mapping]
+        assert {i for i, row in enumerate(table) if row[5]} == set(following.logits_indices)
+        starts = following.query_start_loc
+        assert [table[start][1] for start in starts[:-1]] == list(following.sequence_ids)
+
+
+def test_the_pool_is_the_engines_own_in_every_step_when_it_is_crowded(crowded, show):
+    assert check_pool(crowded, show, block_size=8) > 0
+
+
+def test_the_pool_is_the_engines_own_in_every_step_when_much_is_shared(recorded, show):
+    assert check_pool(recorded, show, block_size=16) == 0
+
+
+def check_pool(run, show, block_size):
+    """Compare every step with what the engine had in its hands. Returns how many blocks were evicted."""
+    page = show(run.path)
+    pools = page.evaluate(
+        """run.steps.map(step => {
+            goTo(step.index);
+            return [byId('pool-counts').textContent, [...document.querySelectorAll('.block')].map(cell => ({
+                block: Number(cell.dataset.block), who: cell.querySelector('b').textContent, kind: cell.className.split(' '),
+                name: cell.firstChild.textContent, badge: cell.querySelector('.badge').textContent,
+                words: cell.getAttribute('aria-label')}))];
+        })"""
+    )
+    assert sorted(run.seen) == list(range(len(pools)))
+    before, num_evicted = {}, 0
+    for step, (counts, cells) in enumerate(pools):
+        seen = run.seen[step]
+        owners = {cell["block"]: {} for cell in cells}
+        for sequence_id, table in seen.tables.items():
+            for index, block in enumerate(table):
+                owners[block][sequence_id] = index * block_size
+        assert {cell["block"]: set(cell["who"].split()) for cell in cells} == {block: set(its) for block, its in owners.items()}
+        held = {block for block, its in owners.items() if its}
+        assert {cell["block"] for cell in cells if "held" in cell["kind"]} == held
+        assert {cell["block"] for cell in cells if "•" in cell["name"]} == set(seen.content)
+        assert {cell["block"] for cell in cells if "cached" in cell["kind"]} == set(seen.content) - held
+        assert f": {len(held)} held, {len(set(seen.content) - held)} free but findable" in counts
+        assert run.recorder.of(EngineStarted)[0].num_blocks - len(held) == seen.num_free
+        evicted = {block for block, content in before.items() if seen.content.get(block) != content}
+        assert {cell["block"] for cell in cells if "evicted" in cell["kind"]} == evicted
+        for cell in cells:
+            its = owners[cell["block"]]
+            assert cell["badge"] == (f"×{len(its)}" if len(its) > 1 else "")
+            for sequence_id, start in its.items():
+                stop = min(start + block_size, seen.num_tokens[sequence_id])
+                assert f"sequence {sequence_id}, positions {start}–{stop - 1}" in cell["words"]
+        before, num_evicted = seen.content, num_evicted + len(evicted)
+    assert "gave back" in page.inner_text("#pool-news")  # after the last step all are free
+    return num_evicted
+
+
+def test_pointing_at_a_block_tells_its_text(recorded, show):
+    page = show(recorded.path)
+    go_to(page, 10)
+    page.locator(".block >> nth=0").hover()
+    words = page.inner_text("#block-words")
+    assert "sequence 0, positions 0–15; sequence 0.1, positions 0–15; sequence 2, positions 0–15; can be found" in words
+    assert as_seen("Once upon a time, there was") in words
+    page.locator(".block >> nth=1").focus()
+    assert page.inner_text("#block-words").startswith("block 1")
+
+
+# ---- text and one token
+
+
+def test_the_text_panel_shows_tokens_as_they_come(recorded, show):
+    page = show(recorded.path)
+    tokens = [event for event in recorded.recorder.of(TokenAppended) if event.sequence_id == "3"]
+    [held] = [i for i, event in enumerate(tokens) if event.held == "She looked"]
+    chips = page.locator("#requests details >> nth=3").locator("button")
+    assert chips.all_inner_texts() == [as_seen(event.token) for event in tokens]
+    chips.nth(held).click()
+    assert (
+        chips.nth(held).evaluate("chip => chip.nextSibling.textContent") == "held back: “She␣looked”, may become a stop string"
+    )
+    assert chips.nth(held + 1).get_attribute("class") == "token later"
+    assert "now" in chips.nth(held).get_attribute("class")
+    page.keyboard.press("End")
+    details = page.locator("#requests details >> nth=3")
+    assert details.locator(".tail").inner_text() == "ended: stop “She␣looked␣down”"
+    assert details.locator(".later").count() == 0
+    assert page.locator("#requests details >> nth=2").locator(".tail").inner_text() == "ended: length"
+
+
+def test_a_prompt_that_looks_like_markup_is_text(recorded, show):
+    page = show(recorded.path)
+    added = recorded.recorder.of(RequestAdded)[1]
+    prompt = page.locator("#requests details >> nth=1").locator("p >> nth=0")
+    assert prompt.text_content() == as_seen("".join(added.tokens))
+    assert "</script><b>bold</b>" in prompt.text_content()
+    assert page.locator("#requests b").count() == 4  # the headings
+    assert page.locator("img").count() == 0
+    assert "1 Once upon a </script><b>" in page.locator(".row >> nth=3").text_content()
+    page.locator("#requests details >> nth=1").locator("button >> nth=0").click()
+    assert "repetition_penalty=1.2" in page.inner_text("#stages")
+
+
+def test_the_bars_are_the_stages_and_the_ruler_is_the_draw(recorded, show):
+    page = show(recorded.path)
+    stages, draws = {}, {}
+    for event in recorded.recorder.events:
+        if isinstance(event, StageApplied):
+            stages.setdefault((event.sequence_id, event.position), []).append(event)
+        if isinstance(event, TokenDrawn):
+            draws[event.sequence_id, event.position] = event
+    names = set()
+    for row, sequence_id in enumerate(["0", "0.1", "1", "3"]):
+        tokens = [event for event in recorded.recorder.of(TokenAppended) if event.sequence_id == sequence_id]
+        for index in (row, len(tokens) // 2, len(tokens) - 1):
+            page.evaluate(
+                "([id, i]) => { const s = run.sequences.get(id); goTo(s.tokens[i].step.index, s); }", [sequence_id, index]
+            )
+            key = (sequence_id, tokens[index].position)
+            shown = page.locator(".stage")
+            assert shown.count() == len(stages[key])
+            for i, stage in enumerate(stages[key]):
+                names.add(stage.stage)
+                check_stage(shown.nth(i), stage, tokens[index])
+            check_ruler(page, draws[key])
+    assert {"model", "apply_repetition_penalty", "apply_temperature", "keep_min_p", "keep_top_k", "keep_top_p"} <= names
+
+
+def check_stage(shown, stage, token):
+    """Dropped candidates are told only as far as they were among the ten likeliest."""
+    candidates = [one for i, one in enumerate(stage.candidates) if one.after > 0 or i < 10]
+    assert shown.locator("h3").inner_text() == stage.stage
+    assert f"{stage.num_left} of 1959 tokens left" in shown.locator("p").inner_text()
+    assert shown.locator(".text").all_inner_texts() == [as_seen(one.token) for one in candidates]
+    assert shown.locator(".percent").all_inner_texts() == [percent(one.after) for one in candidates]
+    dropped = [as_seen(one.token) for one in candidates if one.after == 0]
+    assert shown.locator(".out .text").all_inner_texts() == dropped
+    assert shown.locator(".drawn .text").all_inner_texts() in ([as_seen(token.token)], [])
+    assert shown.locator(".cut").count() == stage.stage.startswith("keep_")
+    if stage.stage == "keep_top_k":
+        assert re.search(r"top_k=(5|50)\b", shown.locator("p").inner_text())
+    if dropped:  # the line stands between what is kept and what is not
+        order = shown.evaluate("stage => [...stage.children].slice(2).map(row => row.className.trim())")
+        cut = order.index("cut")
+        assert not any("out" in name.split() for name in order[:cut])
+        assert all("out" in name.split() for name in order[cut + 1 :])
+
+
+def check_ruler(page, draw):
+    interval = f"[{draw.low:.4f}, {draw.high:.4f}), the interval of “{as_seen(draw.token)}”"
+    assert page.inner_text("#draw-words") == f"u = {draw.u:.4f} fell into {interval}"
+    assert page.inner_text("#ruler .u") == f"u = {draw.u:.4f}"
+    assert page.locator("#ruler [data-label]").count() == len(draw.ruler)
+    ruler, mark = page.locator("#ruler").bounding_box(), page.locator("#ruler .mark").bounding_box()
+    assert (mark["x"] + 1 - ruler["x"]) / ruler["width"] == pytest.approx(draw.u, abs=0.003)
+    drawn = page.locator("#ruler .drawn").bounding_box()
+    assert drawn["x"] - 2 <= mark["x"] + 1 <= drawn["x"] + drawn["width"] + 2
+
+
+def test_greedy_rows_and_recordings_without_stages_say_so(recorded, crowded, show):
+    page = show(recorded.path)
+    page.locator("#requests details >> nth=2").locator("button >> nth=5").click()
+    assert page.inner_text("#draw-words").startswith("greedy: takes the largest")
+    assert page.locator("#ruler .mark").count() == 0
+    page = show(crowded.path)
+    assert "Recorder(stages=True), or nanoinfer explain" in page.inner_text("#token") or "No token" in page.inner_text("#token")
+    page.keyboard.press("End")
+    assert "Recorder(stages=True), or nanoinfer explain" in page.inner_text("#token")
+    assert page.locator("#stages, #ruler").count() == 0
+
+
+# ---- odd recordings
+
+
+def test_odd_events_are_shown_as_well_as_can_be(show_events):
+    page = show_events(MADE)
+    assert step_of(page) == 5  # the recorder may have been cleared before
+    assert page.inner_text("#step-label") == "5 (1 of 3)"
+    assert page.locator("#batch tbody tr").count() == 200
+    assert "50 more" in page.inner_text("#batch")
+    assert page.locator("#requests button").all_text_contents() == ["#7", "�⏎"]  # an empty text is its id
+    assert page.inner_text("#token-title") == "Token “#7”"
+    page.keyboard.press("ArrowRight")
+    assert "(on the device)" in page.inner_text("#batch tbody")
+    assert page.inner_text(".tail") == "held back: “<b”, may become a stop string"
+    page.keyboard.press("ArrowRight")
+    assert "no times" in page.inner_text("#step")
+    assert "No token was drawn" in page.inner_text("#token")
+    assert page.locator("i:has-text('<i>')").count() == 0
+
+
+def test_beam_search_in_the_same_recording_is_passed_over(show, tmp_path):
+    recorder = Recorder()
+    llm = LLM(tracer=recorder, block_size=16, kv_cache_memory=2**20)
+    llm.beam_search(PREFIX, BeamSearchParams(beam_width=3, max_tokens=8))
+    with pytest.raises(InvalidValueError, match="no step to show"):
+        recorder.to_html(tmp_path / "page.html")
+    llm.generate(PREFIX, SamplingParams(max_tokens=4, seed=1), use_tqdm=False)
+    recorder.to_html(tmp_path / "page.html")
+    page = show(tmp_path / "page.html")
+    assert texts(page, "#timeline .owner") == ["0"]
+    assert "hit" in page.locator(".block >> nth=0").inner_text()  # what the beams left behind is found
+    page.keyboard.press("End")
+    assert page.locator(".block.held").count() == 2
+
+
+# ---- looks
+
+
+@pytest.mark.parametrize("width", [360, 860, 1280])
+def test_the_body_never_scrolls_sideways(recorded, crowded, show, width):
+    for run in (recorded, crowded):
+        page = show(run.path, viewport={"width": width, "height": 740})
+        for step in (0, 7, len(run.seen) - 1):
+            go_to(page, step)
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.evaluate("byId('timeline').scrollWidth > byId('timeline').clientWidth") or width > 360
+        band, panel = page.locator("#band").bounding_box(), page.locator("#timeline").bounding_box()
+        assert panel["x"] < band["x"] < panel["x"] + panel["width"]  # the panel has scrolled to the step instead
+
+
+def test_dark_and_light_can_both_be_read(recorded, show):
+    backgrounds = set()
+    for scheme in ("light", "dark"):
+        page = show(recorded.path, color_scheme=scheme, reduced_motion="reduce")
+        background, *words = page.evaluate(
+            """['.panel', 'h2', '.legend', '.facts dd', 'button.token', '.sign'].map((selector, i) =>
+                getComputedStyle(document.querySelector(selector))[i ? 'color' : 'backgroundColor'])"""
+        )
+        backgrounds.add(background)
+        for color in words:
+            assert contrast(color, background) >= 4.5
+        assert page.evaluate("PACE") == 1200
+    assert len(backgrounds) == 2
+
+
+def contrast(one, other):
+    """WCAG 2's ratio of two rgb() colours."""
+
+    def luminance(color):
+        parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
