@@ -232,8 +232,11 @@ class Scheduler:
         self._waiting.appendleft(seq)
 
     def _num_blocks_owed(self, seq: Sequence) -> int:
-        """Blocks that a running sequence will soon ask for: for its known tokens, one more, and one for each fork."""
-        return max(self.block_manager.num_blocks_for(seq.num_tokens) - len(seq.block_table), 0) + 1 + len(seq.forks)
+        """Blocks that a running sequence will soon ask for: for its known tokens, one more if it may grow so far, and one for each
+        fork.
+        """
+        num_for_known, num_for_all = map(self.block_manager.num_blocks_for, (seq.num_tokens, seq.max_num_tokens))
+        return max(min(num_for_known + 1, num_for_all) - len(seq.block_table), 0) + len(seq.forks)
 
     def _make_forks_wait(self, scheduled: list[ScheduledSequence]) -> None:
         """Of the prompts that end in this step, queue the answers that there is no place for."""

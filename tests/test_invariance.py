@@ -45,11 +45,11 @@ def logits_of(llm, prompts, watched, params=PARAMS):
             Watching.sequences = list(sequences)
             return build(sequences, *arguments)
 
-    def watching(logits, batch):
+    def watching(logits, batch, watch):
         for row, seq in enumerate(Watching.sequences):
             if seq is watched:
                 rows[seq.num_output_tokens] = logits[row].clone()
-        return sampler(logits, batch)
+        return sampler(logits, batch, watch)
 
     llm.engine.sampler = watching
     SamplingBatch.build = Watching.build
