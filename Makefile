@@ -18,7 +18,7 @@ lint: .venv/installed-test
 
 # Run every notebook anew and keep what it shows: the figures in it are this machine's then.
 notebooks: .venv/installed-test
-	$(BIN)/jupyter execute --inplace --NotebookClient.record_timing=False notebooks/*.ipynb
+	$(BIN)/python notebooks/run.py
 
 # On a machine with a CUDA device, with the Python at hand: installs nothing, and adds an entry to BENCHMARKS.md.
 gpu:

@@ -86,6 +86,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nanoinfer.attention.base import register_backend as register_backend
     from nanoinfer.errors import NanoinferError as NanoinferError
     from nanoinfer.llm import LLM as LLM
     from nanoinfer.models import register_model as register_model
@@ -111,6 +112,7 @@ _PUBLIC = {
     "NanoinferError": "nanoinfer.errors",
     "Recorder": "nanoinfer.tracing",
     "register_model": "nanoinfer.models",
+    "register_backend": "nanoinfer.attention.base",
 }
 __all__ = ["__version__", *_PUBLIC]
 

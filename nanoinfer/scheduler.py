@@ -232,7 +232,7 @@ class Scheduler:
         self._waiting.appendleft(seq)
 
     def _num_blocks_owed(self, seq: Sequence) -> int:
-        """Blocks that a running sequence will soon ask for: for its known tokens, one more if it may grow so far, and one for each
+        """Blocks that a running sequence will soon ask for: for its known tokens, one more if it may grow so far, one for each
         fork.
         """
         num_for_known, num_for_all = map(self.block_manager.num_blocks_for, (seq.num_tokens, seq.max_num_tokens))

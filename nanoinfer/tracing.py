@@ -16,7 +16,8 @@ hold plain numbers and names, never a tensor and never a live object. In the ord
     StepTimed          where the step's time went
 
 A sequence_id is its request's id; the second answer to a prompt (n > 1) is "7.1" where the first is "7". A step's TokenAppended
-events stand before its StepTimed. With async_scheduling the next step's StepScheduled may stand before both.
+events stand before its StepTimed. With async_scheduling the next step's StepScheduled may stand before both. Beam search makes
+steps of its own, and tells of them what becomes of blocks, and BatchBuilt.
 """
 
 import json

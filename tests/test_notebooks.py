@@ -23,8 +23,8 @@ def code_of(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def defined_in(source):
-    return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+def classes_in(source):
+    return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)}
 
 
 def test_they_are_numbered_from_01():
@@ -54,10 +54,11 @@ def test_what_a_notebook_shows_is_committed_with_it(path):
 
 
 @notebooks
-def test_a_notebook_tells_more_than_it_computes_and_asks_at_the_end(path):
+def test_a_notebook_tells_more_than_it_shows_and_asks_at_the_end(path):
     notebook = read(path)
     text = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
-    assert len(text) >= len(code_of(notebook))
+    paragraphs = [paragraph for source in text for paragraph in source.split("\n\n")]
+    assert len(paragraphs) >= 1.5 * len(code_of(notebook))
     assert text[0].startswith(f"# {path.stem[:2]}")
     assert any(line.startswith("## Questions") for source in text for line in source.splitlines())
     assert any(line.startswith("## Exercises") for line in text[-1].splitlines())
@@ -65,17 +66,6 @@ def test_a_notebook_tells_more_than_it_computes_and_asks_at_the_end(path):
 
 @notebooks
 def test_a_notebook_takes_the_package_apart_and_copies_none_of_it(path):
-    of_the_package = set().union(*(defined_in(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py")))
-    here = set().union(*(defined_in(cell.source) for cell in code_of(read(path))))
-    interface = {
-        "forward",
-        "compute_logits",
-        "from_hf",
-        "begin_step",
-        "why_not",
-        "emit",
-        "attend",
-        "num_key_value_heads",
-        "head_dim",
-    }
-    assert here & of_the_package <= interface | {name for name in here if name.startswith("__")}
+    of_the_package = set().union(*(classes_in(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py")))
+    assert len(of_the_package) > 100
+    assert not of_the_package & set().union(*(classes_in(cell.source) for cell in code_of(read(path))))

@@ -85,8 +85,8 @@ class AttentionBackend(Protocol):
         ...
 
 
-# name -> "module:class", imported when it is asked for: what it needs may not be installed.
-BACKENDS: dict[str, str] = {
+# name -> "module:class", imported when it is asked for: what it needs may not be installed. Or the class itself.
+BACKENDS: dict[str, str | type[Any]] = {
     "reference": "nanoinfer.attention.reference:ReferenceBackend",
     "cpu": "nanoinfer.attention.cpu:CPUBackend",
     "flash": "nanoinfer.attention.flash:FlashBackend",
@@ -95,6 +95,16 @@ BACKENDS: dict[str, str] = {
 }
 # device type -> what "auto" takes, the first that can
 PREFERRED = {"cpu": ("cpu",), "cuda": ("flash", "triton", "torch", "reference")}
+
+
+def register_backend(name: str, backend_class: type[Any]) -> None:
+    """Let LLM(attention_backend=name) take an AttentionBackend of yours, and `nanoinfer.doctor.examine()` check it.
+
+    Raises: InvalidValueError for the name of one of ours.
+    """
+    if name == "auto" or isinstance(BACKENDS.get(name), str):
+        raise InvalidValueError(f"the name {name!r} is taken: 'auto' and the package's own cannot be replaced; choose another")
+    BACKENDS[name] = backend_class
 
 
 def select_backend(
@@ -127,12 +137,17 @@ def find_backend(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None
 ) -> tuple[Any, str | None]:
     """A backend's class, or None and the reason why it cannot serve."""
-    module, _, class_name = BACKENDS[name].partition(":")
+    entry = BACKENDS[name]
     try:
-        backend_class = getattr(import_module(module), class_name)
+        backend_class = _imported(entry) if isinstance(entry, str) else entry
     except ModuleNotFoundError as error:
         return None, f"{error.name} is not installed"
     except (ImportError, OSError) as error:  # built for another torch, say
         return None, f"it cannot be imported: {first_line(error)}"
     reason = backend_class.why_not(device, dtype, head_dim, block_size or backend_class.default_block_size)
     return (None, reason) if reason else (backend_class, None)
+
+
+def _imported(entry: str) -> Any:
+    module, _, class_name = entry.partition(":")
+    return getattr(import_module(module), class_name)
