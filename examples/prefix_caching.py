@@ -7,6 +7,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoints import stories
 
 llm = LLM(block_size=16)  # only whole blocks are shared
+llm.generate("Once", SamplingParams(max_tokens=1), use_tqdm=False)  # the first run compiles
 story = stories.write(random.Random(1))
 questions = [story + ending for ending in ("\nOnce", "\nLily", "\nOne day")]
 

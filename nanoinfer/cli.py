@@ -14,10 +14,10 @@ from rich.table import Table
 
 from nanoinfer import __version__
 from nanoinfer.bench.cli import app as bench_app
-from nanoinfer.errors import InvalidPromptError, NanoinferError
+from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
 from nanoinfer.explain import token_table
 from nanoinfer.terminal import Device, Dtype, Model, errors_for_people, tell
-from nanoinfer.tracing import Recorder
+from nanoinfer.tracing import Recorder, TokenAppended
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="A small LLM inference engine.", pretty_exceptions_enable=False
@@ -119,14 +119,16 @@ def generate(
 
 @app.command()
 def explain(
-    prompts: Annotated[list[str], typer.Argument(help="The texts to continue, together.", metavar="PROMPT...")],
+    prompts: Annotated[
+        list[str], typer.Argument(help="The texts to continue, together; - reads standard input.", metavar="PROMPT...")
+    ],
     model: Model = None,
     revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     attention_backend: AttentionBackend = "auto",
     kv_cache_memory: KVCacheMemory = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens per block of the KV cache; smaller ones show more.")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens per block of the KV cache; small ones show more.")] = 16,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -142,6 +144,11 @@ def explain(
 ) -> None:
     """Show how each token came about: a table here, and a page that replays the whole generation."""
     with errors_for_people():
+        if html == jsonl:
+            raise InvalidValueError(f"--html and --jsonl must be two files, got {html} for both; name another")
+        for path in (html, jsonl):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise InvalidValueError(f"cannot write {path}: there is no such folder; name another place")
         recorder = Recorder(stages=True)
         llm = _load(
             model=model,
@@ -166,14 +173,17 @@ def explain(
             max_tokens=max_tokens,
             stop=stop,
         )
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        Console().print(token_table(recorder))
-        for output in outputs:
-            if error := output.outputs[0].error:
-                tell(NanoinferError(error))
-        _write(recorder.to_html, html, "replays it in a browser, from the disk")
+        outputs = llm.generate([_standard_input() if text == "-" else text for text in prompts], params, use_tqdm=False)
+        errors = {index: output.outputs[0].error for index, output in enumerate(outputs) if output.outputs[0].error}
+        for index, error in errors.items():
+            tell(NanoinferError(f"prompt {index}: {error}"))
+        if recorder.of(TokenAppended):
+            Console().print(token_table(recorder))
+            _write(recorder.to_html, html, "replays it in a browser, from the disk")
         if jsonl:
             _write(recorder.to_jsonl, jsonl, "has the events; Recorder.from_jsonl reads them")
+        if errors:
+            raise typer.Exit(1)
 
 
 def _write(write: Callable[[Path], None], path: Path, what: str) -> None:

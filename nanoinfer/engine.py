@@ -186,8 +186,9 @@ class LLMEngine:
         first.forks = others
         request = Request([first, *others], prompt, self.tokenizer, arrival_time=arrival_time, streaming=streaming)
         if self.tracer is not None:
+            text = self.tokenizer.decode(prompt_token_ids, skip_special_tokens=False) if self.tokenizer else ""
             tokens = tuple(map(self.tokenizer.token_text, prompt_token_ids)) if self.tokenizer else ()
-            self.tracer.emit(RequestAdded(request.request_id, tuple(prompt_token_ids), tokens, params.differing()))
+            self.tracer.emit(RequestAdded(request.request_id, text, tuple(prompt_token_ids), tokens, params.differing()))
         if num_prompt_tokens >= self.max_model_len:
             self._end([request], Stop("error", error=self.admission.too_long(num_prompt_tokens)))
         else:

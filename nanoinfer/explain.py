@@ -27,13 +27,13 @@ def token_table(recorder: Recorder) -> Table:
         table.add_row("", Text(f"sequence {sequence_id}", style="bold"))
         for event in events:
             draw, seen = draws[sequence_id, event.position], stages[sequence_id, event.position]
-            p = next((one.after for one in seen[0].candidates if one.token_id == event.token_id), None)
+            p = next(one.after for one in seen[0].candidates if one.token_id == event.token_id)
             left = [str(seen[0].num_left)]
             left += [f"{b.stage.removeprefix('keep_')} {b.num_left}" for a, b in pairwise(seen) if a.num_left != b.num_left]
             table.add_row(
                 str(event.position),
                 Text(repr(event.token)),
-                "" if p is None else f"{p:.3f}",
+                f"{p:.3f}",
                 " > ".join(left),
                 "greedy" if draw.u is None else f"{draw.u:.3f}",
                 f"{draw.low:.3f} - {draw.high:.3f}",

@@ -47,9 +47,13 @@ class EngineStarted:
 
 @dataclass(frozen=True, slots=True)
 class RequestAdded:
-    """tokens[i] is the text of prompt_token_ids[i] alone. params: the SamplingParams that differ from their defaults."""
+    """tokens[i] is the text of prompt_token_ids[i] alone; U+FFFD for a piece of a character, which is whole in `prompt`.
+
+    params: the SamplingParams that differ from their defaults.
+    """
 
     request_id: str
+    prompt: str
     prompt_token_ids: tuple[int, ...]
     tokens: tuple[str, ...]
     params: dict[str, Any]
@@ -152,8 +156,9 @@ class Candidate:
 class StageApplied:
     """A stage changed a row's logits, which are for the sequence's token at `position` (0 is the prompt's first).
 
-    The first stage of a row is called "model": what the model said, before = after. candidates: the likeliest before, and the
-    likeliest after, in falling order of `before`. num_left: how many tokens of the vocabulary can be drawn after it.
+    The first stage of a row is called "model": what the model said, before = after. candidates: the likeliest before, the
+    likeliest after, and the token that was drawn, in falling order of `before`. num_left: how many tokens of the vocabulary can
+    be drawn after it.
     """
 
     sequence_id: str
@@ -274,7 +279,8 @@ class Outbox:
 
 
 class Recorder:
-    """Keeps every event in order: `LLM(tracer=Recorder())`, then look at `.events`, or let to_html draw them.
+    """Keeps every event in order: `LLM(tracer=Recorder())`, then look at `.events`, or let to_html draw them. One for each LLM:
+    their requests have the same ids.
 
     >>> recorder = Recorder()
     >>> recorder.emit(BlocksAllocated("0", (3, 4)))
@@ -298,7 +304,10 @@ class Recorder:
 
     def clear(self) -> None:
         """Forget all but what runs here, between two runs of one LLM."""
-        self.events = self.of(EngineStarted)
+        self.events = self.of(EngineStarted)[-1:]
+
+    def __repr__(self) -> str:
+        return f"Recorder({len(self.events)} events)"
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """One event a line, as {"event": its class, its fields ...}, in UTF-8."""
@@ -312,7 +321,7 @@ class Recorder:
         Raises: InvalidValueError, naming the line that is no event.
         """
         recorder = cls()
-        with open(path, encoding="utf-8") as file:
+        with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
                     recorder.emit(_event(json.loads(line)))
@@ -325,15 +334,20 @@ class Recorder:
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """A page that replays what was recorded: one file, which needs no network and works from a disk.
 
+        It shows what the last LLM did that took this recorder. With stages a token takes some 3 KB of it: record tens of
+        requests, not hundreds.
+
         Raises: InvalidValueError if there is nothing to show.
         """
-        if not self.of(StepScheduled) or not self.of(EngineStarted):
+        starts = [i for i, event in enumerate(self.events) if isinstance(event, EngineStarted)]
+        events = self.events[starts[-1] :] if starts else []
+        if not any(isinstance(event, StepScheduled) for event in events):
             raise InvalidValueError(
-                "there is no step to show; give the recorder to an LLM, LLM(tracer=recorder), generate something, then call "
-                "to_html(path)"
+                "there is no step of generate(), stream() or chat() to show (beam search makes steps of its own); give the "
+                "recorder to an LLM, LLM(tracer=recorder), generate something, then call to_html(path)"
             )
         with open(path, "w", encoding="utf-8") as file:
-            file.write(viewer.page(_rows(self.events)))
+            file.write(viewer.page(_rows(events)))
 
 
 def _rows(events: Iterable[Any]) -> Iterable[dict[str, Any]]:

@@ -294,7 +294,7 @@ def test_clear_keeps_what_runs_here():
 
 
 def test_a_page_of_nothing_is_refused(tmp_path):
-    with pytest.raises(InvalidValueError, match="there is no step to show"):
+    with pytest.raises(InvalidValueError, match="there is no step of generate"):
         Recorder().to_html(tmp_path / "page.html")
 
 
