@@ -17,14 +17,17 @@ def keep_top_n_sigma(logits, batch):
     return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) - sigma, -torch.inf)
 
 
+(exclamation,) = LLM().get_tokenizer().encode("!")
+
+
 def shout(prompt_ids, output_ids, logits):
     """Like exclamation marks. logits: [vocab]."""
-    return logits.index_add(0, torch.tensor([exclamation]), torch.tensor([15.0]))
+    logits[exclamation] += 15.0
+    return logits
 
 
 for stages in (STAGES, [*STAGES, keep_top_n_sigma]):
     llm = LLM(stages=stages)
-    exclamation = llm.get_tokenizer().encode("!")[0]
     hot = SamplingParams(temperature=3.0, seed=1, max_tokens=20)
     loud = SamplingParams(temperature=0.7, seed=1, max_tokens=20, logits_processors=[shout])
     for output in llm.generate(["Once upon a time"] * 2, [hot, loud], use_tqdm=False):

@@ -153,11 +153,12 @@ class LLMEngine:
     def load(cls, config: EngineConfig) -> tuple["LLMEngine", Checkpoint]:
         """An engine for a checkpoint, and the checkpoint, for its generation_config."""
         loaded = load(config)
+        model = config.model or DEFAULT_MODEL
         engine = cls(loaded.model, loaded.tokenizer, config, eos_token_ids=loaded.eos_token_ids)
         if engine.tracer is not None:
             engine.tracer.emit(
                 EngineStarted(
-                    model=os.path.basename(config.model or DEFAULT_MODEL),
+                    model=os.path.basename(os.path.normpath(model)) if os.path.isdir(model) else model,
                     num_parameters=loaded.num_parameters,
                     device=str(engine.device),
                     dtype=str(engine.runner.cache.layer(0)[0].dtype).removeprefix("torch."),
@@ -365,8 +366,8 @@ class LLMEngine:
             for seq in request.sequences:
                 self.scheduler.finish(seq)
         if self.tracer is not None and request.output is not None:
-            reason = str(request.output.outputs[0].finish_reason)
-            self.tracer.emit(RequestFinished(request.request_id, reason, request.output.metrics.num_output_tokens))
+            reasons = tuple(str(answer.finish_reason) for answer in request.output.outputs)
+            self.tracer.emit(RequestFinished(request.request_id, reasons, request.output.metrics.num_output_tokens))
 
     def tell(self) -> None:
         """Hand the user's tracer what has happened. Last of all, because it may raise."""

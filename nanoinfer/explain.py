@@ -17,8 +17,8 @@ def token_table(recorder: Recorder) -> Table:
     stages: dict[tuple[str, int], list[StageApplied]] = {}
     for event in recorder.of(StageApplied):
         seen = stages.setdefault((event.sequence_id, event.position), [])
-        if event.stage == "model":  # the first; a token that was drawn again begins again
-            seen.clear()
+        if event.stage == "model" and all(one.before == one.after for one in event.candidates):
+            seen.clear()  # the first; a token that was drawn again begins again
         seen.append(event)
     draws: dict[tuple[str, int], TokenDrawn] = {(one.sequence_id, one.position): one for one in recorder.of(TokenDrawn)}
     table = Table("at", "token", "p", "left", "u", "interval", "text")

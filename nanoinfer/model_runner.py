@@ -1,7 +1,7 @@
 """The tensors of one step -> hidden rows -> logits: carry out the copies owed, run the model, head the rows that are wanted.
 
-In: a ForwardBatch. Out: hidden rows, and for some of them logits [num_rows, vocab] in fp32. It knows tensors, and neither
-requests nor sampling.
+In: a ForwardBatch. Out: hidden rows, and for some of them logits [num_rows, vocab] in fp32. It knows tensors, and
+neither requests nor how tokens are chosen.
 
 On a GPU the model's part of a decode step is replayed from a recording (cuda_graphs.py). That reads and writes the same memory
 each time, so each step's tensors are copied into places that never move, and padding rows read and write a block of their own,

@@ -5,6 +5,7 @@ model: what needs the vocabulary (lists of token ids) is checked where a request
 """
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -148,7 +149,7 @@ class SamplingParams:
         return self.temperature == 0
 
     def differing(self) -> dict[str, int | float | str | bool | None]:
-        """The parameters that differ from their defaults, for the tracer: lists and functions as Python writes them.
+        """The parameters that differ from their defaults, for the tracer: lists and functions in short, as Python writes them.
 
         >>> SamplingParams(temperature=0.5, stop="END").differing()
         {'temperature': 0.5, 'stop': "('END',)"}
@@ -156,7 +157,7 @@ class SamplingParams:
         default = SamplingParams()
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
-            name: value if isinstance(value, int | float | str | None) else repr(value)
+            name: value if isinstance(value, int | float | str | None) else reprlib.repr(value)
             for name, value in values.items()
             if value != getattr(default, name)
         }

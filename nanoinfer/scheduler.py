@@ -13,7 +13,8 @@ In: sequences, as they arrive. Out: a SchedulerPlan per step. The rules, in the 
    and shares its blocks. Those that max_num_seqs leaves no room for wait at the head of the queue, to compute the prompt's end
    for themselves.
 6. A waiting sequence starts only when there are blocks for all of its tokens, and for what those that run will soon ask for:
-   the rest of their known tokens, one more each, and one for each fork. And never in a step that preempted one.
+   the rest of their known tokens, one more for each that may grow so far, and one for each fork. And never in a step that
+   preempted one.
 
 How a sequence's tokens are cut into steps shows in the last bits of its numbers. Rule 3 keeps other requests from moving the
 cuts, but two things still do: a prefix hit starts behind the first cuts, and a preempted sequence computes its output as if
@@ -88,6 +89,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._num_steps = 0
+        self._untold: list[Sequence] = []  # preempted where nobody ran: the next StepScheduled tells of them
 
     @property
     def num_unfinished(self) -> int:
@@ -148,7 +150,9 @@ class Scheduler:
             tuple(scheduled), rows_of(scheduled), _prompt_rows(scheduled), tuple(copies), tuple(preempted), self._num_steps
         )
         self._num_steps += bool(scheduled)
+        self._untold += preempted
         if self.tracer is not None and scheduled:
+            untold, self._untold = self._untold, []
             self.tracer.emit(
                 StepScheduled(
                     step=plan.step,
@@ -157,7 +161,7 @@ class Scheduler:
                     running=tuple(seq.sequence_id for seq in self._running),
                     num_waiting=len(self._waiting),
                     num_free_blocks=self.block_manager.num_free_blocks,
-                    preempted=tuple(seq.sequence_id for seq in preempted),
+                    preempted=tuple(seq.sequence_id for seq in untold),
                 )
             )
         return plan
@@ -233,9 +237,9 @@ class Scheduler:
 
     def _num_blocks_owed(self, seq: Sequence) -> int:
         """Blocks that a running sequence will soon ask for: for its known tokens, one more if it may grow so far, one for each
-        fork.
+        fork. Its very last token is never computed.
         """
-        num_for_known, num_for_all = map(self.block_manager.num_blocks_for, (seq.num_tokens, seq.max_num_tokens))
+        num_for_known, num_for_all = map(self.block_manager.num_blocks_for, (seq.num_tokens, seq.max_num_tokens - 1))
         return max(min(num_for_known + 1, num_for_all) - len(seq.block_table), 0) + len(seq.forks)
 
     def _make_forks_wait(self, scheduled: list[ScheduledSequence]) -> None:

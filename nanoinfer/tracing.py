@@ -1,7 +1,7 @@
 """What the engine tells about itself: frozen events, the Tracer that takes them, and a Recorder that keeps them.
 
-Each station gets the tracer in its constructor and makes an event only if there is one, so that no tracer costs nothing. Events
-hold plain numbers and names, never a tensor and never a live object. In the order of a token's journey:
+Each station is handed the tracer and makes an event only if there is one, so that no tracer costs nothing. Events hold plain
+numbers and names, never a tensor and never a live object. In the order of a token's journey:
 
     EngineStarted      what runs here: model, backend, blocks
     RequestAdded       a prompt, as text and as ids
@@ -22,6 +22,7 @@ steps of its own, and tells of them what becomes of blocks, and BatchBuilt.
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol, runtime_checkable
@@ -237,8 +238,10 @@ class StepTimed:
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
+    """finish_reasons: one for each of its answers."""
+
     request_id: str
-    finish_reason: str
+    finish_reasons: tuple[str, ...]
     num_output_tokens: int
 
 
@@ -256,7 +259,9 @@ _PARTS: dict[str, type] = {"candidates": Candidate, "ruler": Interval}  # fields
 class Tracer(Protocol):
     """Takes the engine's events. If it has an attribute wants_stages that is true, the sampler tells its stages, too.
 
-    It is called when a step is over, with all of the step's events in their order; what it raises ends the call that stepped.
+    It is called when a step is over (and when a model was loaded, when requests are aborted, after a beam search) with all that
+    happened since, in its order; what it raises ends the call that stepped. A step in which a stage of yours raises has no
+    StageApplied.
     """
 
     def emit(self, event: Any) -> None: ...
@@ -267,15 +272,19 @@ class Outbox:
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        self._events: list[Event] = []
+        self._events: deque[Event] = deque()
 
     def emit(self, event: Event) -> None:
         self._events.append(event)
 
     def flush(self) -> None:
-        events, self._events = self._events, []
-        for event in events:
-            self._tracer.emit(event)
+        """Hand all over, in order, also what the tracer itself brings about. What it raises ends that, and the rest is lost."""
+        try:
+            while self._events:
+                self._tracer.emit(self._events.popleft())
+        except BaseException:
+            self._events.clear()
+            raise
 
 
 class Recorder:

@@ -22,9 +22,13 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def _shortened(value: Any) -> Any:
-    """Floats to nine digits, which tell every float32 apart. The others would be an eighth of the page."""
+    """Floats to nine digits, which tell every float32 apart (the others would be an eighth of the page), and integers that are
+    too long for JavaScript's numbers as text.
+    """
     if isinstance(value, float):
         return float(f"{value:.9g}")
+    if isinstance(value, int) and abs(value) > 2**53:
+        return str(value)
     if isinstance(value, dict):
         return {name: _shortened(part) for name, part in value.items()}
     return [_shortened(part) for part in value] if isinstance(value, list | tuple) else value

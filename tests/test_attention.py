@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_cases import FAULTS, compare
 
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import LLM, SamplingParams, doctor
 from nanoinfer.attention import base
 from nanoinfer.attention.base import register_backend, select_backend
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.attention.reference import ReferenceBackend
-from nanoinfer.errors import InvalidValueError, UnsupportedError
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from nanoinfer.kv_cache import KVCache, available_cpu_memory, memory_for_cache
 
 CPU = torch.device("cpu")
@@ -147,7 +147,7 @@ def test_an_unknown_backend_or_one_that_cannot_serve_is_refused_by_name(caplog):
     assert select_backend("auto", CPU, *model)[0] == "cpu"
 
 
-def test_a_backend_of_ones_own_is_used_and_none_of_ours_is_replaced(monkeypatch):
+def test_a_backend_of_ones_own_is_used_and_what_is_none_is_refused(monkeypatch):
     class Counting(ReferenceBackend):
         num_steps = 0
 
@@ -155,16 +155,19 @@ def test_a_backend_of_ones_own_is_used_and_none_of_ours_is_replaced(monkeypatch)
             Counting.num_steps += 1
             return super().begin_step(cache, metadata)
 
-    monkeypatch.setattr(base, "BACKENDS", dict(base.BACKENDS))
+    monkeypatch.setitem(base.BACKENDS, "counting", ReferenceBackend)  # gone again afterwards
     register_backend("counting", ReferenceBackend)
     register_backend("counting", Counting)  # one's own may be replaced
     params = SamplingParams(temperature=0, max_tokens=5)
     ours = LLM(attention_backend="counting").generate("Once upon a", params, use_tqdm=False)
     assert Counting.num_steps == 5
     assert ours[0].outputs == LLM(attention_backend="reference").generate("Once upon a", params, use_tqdm=False)[0].outputs
-    for name in ("auto", "cpu", "reference"):
-        with pytest.raises(InvalidValueError, match=f"'{name}' is taken"):
-            register_backend(name, Counting)
+    assert "counting" in {check.backend for check in doctor.examine().checks}
+    with pytest.raises(InvalidValueError, match="'auto' stands for the best"):
+        register_backend("auto", Counting)
+    for nothing in (object, Counting(), "nanoinfer"):
+        with pytest.raises(InvalidTypeError, match="must be a class like AttentionBackend"):
+            register_backend("nothing", nothing)
 
 
 def test_a_gpus_cache_leaves_room_for_what_else_is_on_it_and_for_a_step(monkeypatch):

@@ -281,7 +281,35 @@ def differing(params):
     return {name: getattr(params, name) for name in params.differing()}
 
 
+def test_explain_keeps_the_order_of_more_than_ten_prompts_and_reads_standard_input(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    options = ["--max-tokens", "1", "--html", str(tmp_path / "page.html")]
+    out = shown("explain", *(["Lily"] * 10), "-", *options, stdin="Once upon\n")
+    named = [line.split("sequence ")[1].split()[0] for line in out.splitlines() if "sequence " in line]
+    assert named == [str(i) for i in range(11)]
+    assert '"prompt":"Once upon"' in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_explain_names_the_prompt_that_is_too_long_and_shows_the_others(tmp_path):
+    page = tmp_path / "page.html"
+    result = run("explain", "Lily", "a " * 600, "--max-tokens", "2", "--html", str(page))
+    assert (result.exit_code, page.exists()) == (1, True)
+    assert result.stderr.startswith("error: prompt 1: the prompt has")
+    page.unlink()
+    result = run("explain", "a " * 600, "--html", str(page))
+    assert (result.exit_code, page.exists()) == (1, False)  # nothing ran
+
+
+def test_the_page_and_the_events_need_two_files(tmp_path):
+    result = run("explain", PROMPT, "--html", str(tmp_path / "a"), "--jsonl", str(tmp_path / "a"))
+    assert result.exit_code == 1
+    assert "must be two files" in result.stderr
+
+
 def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path):
+    result = run("explain", PROMPT, "--max-tokens", "1", "--html", str(tmp_path))  # a folder
+    assert result.exit_code == 1
+    assert "name another place" in result.stderr
     result = run("explain", PROMPT, "--max-tokens", "1", "--html", str(tmp_path / "nowhere" / "page.html"))
     assert result.exit_code == 1
     assert result.stderr.startswith("error: cannot write")

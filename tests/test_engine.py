@@ -243,7 +243,7 @@ def test_the_tracer_sees_every_step_and_changes_nothing(model):
     steps = [event for event in recorder.events if isinstance(event, StepScheduled)]
     assert [event.num_new_tokens for event in steps] == [(3,), (1,), (1,), (1,), (1,)]
     assert len([event for event in recorder.events if isinstance(event, StepTimed)]) == 5
-    assert recorder.events[-2] == RequestFinished("0", "length", 5)
+    assert recorder.events[-2] == RequestFinished("0", ("length",), 5)
 
 
 def test_a_fork_writes_into_a_block_of_its_own(model):

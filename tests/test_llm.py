@@ -656,7 +656,7 @@ COUNTS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "chunk_size", 
     + [(name, value, "must be True or False") for name in ("enable_prefix_caching", "enforce_eager") for value in (1, None)]
     + [("gpu_memory_utilization", value, "must be a number") for value in ("0.9", None, True)]
     + [("seed", value, "must be an integer") for value in (1.0, "1", None, True)]
-    + [("tracer", value, r"must have a method emit\(event\)") for value in (5, print)],
+    + [("tracer", value, r"must have a method emit\(event\)") for value in (5, print, Recorder)],
 )
 def test_an_argument_of_a_wrong_type_is_refused_by_name(name, value, sentence):
     with pytest.raises(InvalidTypeError, match=f"^{name} {sentence}.*, got "):

@@ -88,6 +88,15 @@ def test_a_sequence_starts_only_if_a_block_is_left_for_every_running_one():
     assert step(scheduler) == {"old": 3}  # two blocks are free: enough for young, but not for old's next one, too
 
 
+def test_no_block_is_kept_free_for_a_sequence_that_cannot_grow_into_it():
+    """Blocks of 4 in a pool of 2; the last token of a sequence is never computed, so one of 5 needs one block."""
+    for max_num_tokens, both_run in ((5, True), (6, False)):
+        scheduler = make(num_blocks=2, block_size=4)
+        for name, first in (("a", 0), ("b", 20)):
+            scheduler.add(sequence(name, 4, max_num_tokens, first))
+        assert step(scheduler) == ({"a": 4, "b": 4} if both_run else {"a": 4})
+
+
 def test_a_plan_names_rows_only_for_sequences_whose_last_token_it_computes():
     scheduler = make()
     scheduler.add(sequence("a", 3))

@@ -5,6 +5,7 @@ itself holds.
 """
 
 import json
+import random
 from collections import Counter
 from itertools import pairwise
 
@@ -282,7 +283,10 @@ def test_a_row_with_nothing_left_is_told_without_a_draw():
     assert (last.stage, last.num_left) == ("apply_logits_processors", 0)
     assert all(one.after == 0 for one in last.candidates)
     assert {event.sequence_id for event in recorder.of(TokenDrawn)} == {"1"}
-    assert {event.request_id: event.finish_reason for event in recorder.of(RequestFinished)} == {"0": "error", "1": "length"}
+    assert {event.request_id: event.finish_reasons for event in recorder.of(RequestFinished)} == {
+        "0": ("error",),
+        "1": ("length",),
+    }
 
 
 def test_clear_keeps_what_runs_here():
@@ -305,3 +309,69 @@ def test_what_runs_here_is_told_at_once():
     assert (event.model, event.num_parameters, event.dtype, event.device) == ("tiny-gpt2", 1_109_632, "float32", "cpu")
     assert (event.vocab_size, event.block_size, event.max_num_seqs) == (1959, 16, 7)
     assert event.num_blocks == llm.engine.block_manager.num_blocks
+
+
+def test_only_the_last_llm_that_took_a_recorder_is_shown_and_kept(tmp_path):
+    recorder = Recorder()
+    for prompt in ("Lily", "Once upon"):
+        LLM(tracer=recorder).generate(prompt, SamplingParams(max_tokens=2), use_tqdm=False)
+    recorder.to_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert page.count('"event":"EngineStarted"') == page.count('"event":"RequestAdded"') == 1
+    assert '"prompt":"Once upon"' in page
+    recorder.clear()
+    assert len(recorder.events) == 1
+
+
+def test_tokens_that_only_the_device_knows_are_minus_one():
+    recorder = Recorder()
+    llm = llm_with(recorder, async_scheduling=True)
+    llm.generate("Lily was", SamplingParams(max_tokens=5, ignore_eos=True, seed=1), use_tqdm=False)
+    prompt, *others = [event.input_ids for event in recorder.of(BatchBuilt)]
+    assert prompt == tuple(llm.get_tokenizer().encode("Lily was"))
+    assert others == [(-1,)] * 4
+
+
+def test_every_preemption_is_told(qwen3_path):
+    """Also one in a step in which nobody ran, which has no StepScheduled of its own."""
+    rng, num_told, num_counted = random.Random(0), 0, 0
+    for seed in range(40):
+        recorder = Recorder()
+        llm = LLM(qwen3_path, tracer=recorder, block_size=4, kv_cache_memory=8 * 2048, async_scheduling=True)
+        prompts = [[rng.randrange(96) for _ in range(rng.randint(1, 12))] for _ in range(5)]
+        params = [SamplingParams(max_tokens=rng.randint(1, 16), seed=seed, detokenize=False) for _ in prompts]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        num_told += sum(len(event.preempted) for event in recorder.of(StepScheduled))
+        num_counted += sum(output.metrics.num_preemptions for output in outputs)
+    assert num_told == num_counted > 20
+
+
+def test_each_answer_of_several_has_its_own_end():
+    """The second answer alone meets a processor that leaves it nothing."""
+    recorder = Recorder()
+
+    def second_fails(prompt_ids, output_ids, logits):
+        return torch.full_like(logits, -torch.inf) if len(output_ids) == 3 and output_ids[0] == first_of_second else logits
+
+    params = {"n": 2, "seed": 5, "max_tokens": 6, "ignore_eos": True}
+    answers = LLM().generate("Once upon a time, there was a", SamplingParams(**params), use_tqdm=False)[0].outputs
+    first_of_second = answers[1].token_ids[0]
+    assert first_of_second != answers[0].token_ids[0]
+    params["logits_processors"] = [second_fails]
+    LLM(tracer=recorder).generate("Once upon a time, there was a", SamplingParams(**params), use_tqdm=False)
+    assert recorder.of(RequestFinished)[0].finish_reasons == ("length", "error")
+
+
+def test_what_a_tracer_brings_about_is_told_in_its_order():
+    class Meddler(Recorder):
+        def emit(self, event):
+            super().emit(event)
+            if event == RequestFinished("0", ("abort",), 0):
+                llm.engine.abort("2")
+
+    llm = LLM(tracer=(recorder := Meddler()), kv_cache_memory=2**22)
+    for _ in range(3):
+        llm.engine.add_request([1, 2, 3], SamplingParams())
+    llm.engine.abort("0", "1")
+    assert [event.request_id for event in recorder.of(RequestFinished)] == ["0", "1", "2"]
+    assert_nothing_is_left(llm)

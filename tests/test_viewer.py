@@ -125,6 +125,7 @@ def appended(position, token, **rest):
 
 MADE = [  # a prompt longer than the table; texts that cannot be seen; an id that is not read yet; a last step that failed
     ENGINE,
+    StepTimed(4, 0.001, 0.001, 0.01, 0.001, 0.001),  # a step under way when the recorder was cleared
     RequestAdded("a", "<i>many", tuple(range(250)), tuple(f"<i>{i}" for i in range(250)), {"stop": "('<b>',)"}),
     RequestAdded("b", "", (1,), (), {}),
     BlocksAllocated("a", tuple(range(16))),

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, first_line
 from nanoinfer.kv_cache import KVCache, Layout
 
 logger = logging.getLogger(__name__)
@@ -97,13 +97,17 @@ BACKENDS: dict[str, str | type[Any]] = {
 PREFERRED = {"cpu": ("cpu",), "cuda": ("flash", "triton", "torch", "reference")}
 
 
-def register_backend(name: str, backend_class: type[Any]) -> None:
-    """Let LLM(attention_backend=name) take an AttentionBackend of yours, and `nanoinfer.doctor.examine()` check it.
+def register_backend(name: str, backend_class: Any) -> None:
+    """Let LLM(attention_backend=name) take an AttentionBackend of yours, and `nanoinfer.doctor.examine()` check it. Yours goes
+    before ours.
 
-    Raises: InvalidValueError for the name of one of ours.
+    Raises: InvalidTypeError for what is no such class, InvalidValueError for the name "auto".
     """
-    if name == "auto" or isinstance(BACKENDS.get(name), str):
-        raise InvalidValueError(f"the name {name!r} is taken: 'auto' and the package's own cannot be replaced; choose another")
+    if name == "auto":
+        raise InvalidValueError("the name 'auto' stands for the best of all backends; choose another")
+    needed = ("layout", "default_block_size", "can_be_recorded", "why_not", "begin_step")
+    if missing := [part for part in needed if not (isinstance(backend_class, type) and hasattr(backend_class, part))]:
+        raise InvalidTypeError(f"backend_class must be a class like AttentionBackend, got {backend_class!r}: no {missing[0]}")
     BACKENDS[name] = backend_class
 
 

@@ -69,14 +69,17 @@ def activate(x: Float[Tensor, "*rows size"], activation: Literal["silu", "gelu_t
 
 
 class ResidualLinear(nn.Linear):
-    """residual + x @ weight.T + bias: one module for ActivatedLinear's reason."""
+    """residual + x @ weight.T + bias: one module for ActivatedLinear's reason.
+
+    Do not read the residual afterwards: a GPU adds to it where it lies (fused.py).
+    """
 
     def forward(self, x: Float[Tensor, "*rows in"], residual: Float[Tensor, "*rows out"]) -> Float[Tensor, "*rows out"]:  # type: ignore[override]
         return residual + super().forward(x)
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)), and the residual. Source: Shazeer 2020, https://arxiv.org/abs/2002.05202"""
+    """down(silu(gate(x)) * up(x)), and the residual, not to be read afterwards. Source: Shazeer 2020, https://arxiv.org/abs/2002.05202"""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()

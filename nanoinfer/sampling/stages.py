@@ -21,8 +21,9 @@ Logits = Float[Tensor, "batch vocab"]
 
 def keep_allowed(logits: Logits, batch: SamplingBatch) -> Logits:
     """Forbid all but allowed_token_ids."""
-    if (allowed := batch.allowed) is None or batch.allowed_rows is None:
+    if (allowed := batch.allowed) is None:
         return logits
+    assert batch.allowed_rows is not None, "allowed and allowed_rows go together"
     kept = allowed.read(logits)
     logits.index_fill_(0, batch.allowed_rows, float("-inf"))
     allowed.write(logits, kept)
