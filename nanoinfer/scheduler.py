@@ -150,7 +150,8 @@ class Scheduler:
             tuple(scheduled), rows_of(scheduled), _prompt_rows(scheduled), tuple(copies), tuple(preempted), self._num_steps
         )
         self._num_steps += bool(scheduled)
-        self._untold += preempted
+        if self.tracer is not None:
+            self._untold += preempted
         if self.tracer is not None and scheduled:
             untold, self._untold = self._untold, []
             self.tracer.emit(

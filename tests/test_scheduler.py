@@ -195,3 +195,14 @@ class Load(RuleBasedStateMachine):
 
 TestLoad = Load.TestCase
 TestLoad.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+def test_without_a_tracer_nothing_is_kept_to_be_told():
+    scheduler = make(num_blocks=6, block_size=2)
+    older, younger = sequence("a", 4, 12), sequence("b", 4, 12, first=20)
+    for seq in (older, younger):
+        scheduler.add(seq)
+    while scheduler.num_unfinished:
+        step(scheduler)
+    assert younger.num_preemptions > 0
+    assert scheduler._untold == []
