@@ -4,7 +4,7 @@ import io
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ from nanoinfer import __version__
 from nanoinfer.bench.cli import app as bench_app
 from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
 from nanoinfer.explain import token_table
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.terminal import Device, Dtype, Model, errors_for_people, tell
 from nanoinfer.tracing import Recorder, TokenAppended
 
@@ -41,6 +42,11 @@ MinTokens = Annotated[int, typer.Option(help="Tokens before the text may end.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
 StopTokenIds = Annotated[list[int] | None, typer.Option(help="End at this token id; may be given several times.")]
 IgnoreEos = Annotated[bool, typer.Option(help="Do not end at the end-of-text token.")]
+
+# The options that go to LLM; those that SamplingParams knows go there (a seed is a request's).
+_OF_THE_ENGINE = (
+    "model", "revision", "dtype", "device", "attention_backend", "kv_cache_memory", "max_model_len", "block_size",
+)  # fmt: skip
 
 
 @app.callback(invoke_without_command=True)
@@ -83,32 +89,10 @@ def generate(
     echo: Annotated[bool, typer.Option("--echo", help="Show the prompt, too.")] = False,
 ) -> None:
     """Continue a text, and show it as it comes."""
+    given = dict(locals())
     with errors_for_people():
-        llm = _load(
-            model=model,
-            revision=revision,
-            dtype=dtype,
-            device=device,
-            attention_backend=attention_backend,
-            kv_cache_memory=kv_cache_memory,
-            max_model_len=max_model_len,
-        )
-        params = _params(
-            llm,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            seed=seed,
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            ignore_eos=ignore_eos,
-        )
+        llm = _load(given)
+        params = _params(llm, given)
         text = _standard_input() if prompt == "-" else prompt
         if echo:
             print(text, end="", flush=True)
@@ -143,6 +127,7 @@ def explain(
     jsonl: Annotated[Path | None, typer.Option(help="Keep the events, too, a line of JSON each.")] = None,
 ) -> None:
     """Show how each token came about: a table here, and a page that replays the whole generation."""
+    given = dict(locals())
     with errors_for_people():
         if html == jsonl:
             raise InvalidValueError(f"--html and --jsonl must be two files, got {html} for both; name another")
@@ -150,29 +135,8 @@ def explain(
             if path is not None and not path.absolute().parent.is_dir():
                 raise InvalidValueError(f"cannot write {path}: there is no such folder; name another place")
         recorder = Recorder(stages=True)
-        llm = _load(
-            model=model,
-            revision=revision,
-            dtype=dtype,
-            device=device,
-            attention_backend=attention_backend,
-            kv_cache_memory=kv_cache_memory,
-            block_size=block_size,
-            tracer=recorder,
-        )
-        params = _params(
-            llm,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            seed=seed,
-            max_tokens=max_tokens,
-            stop=stop,
-        )
+        llm = _load(given, tracer=recorder)
+        params = _params(llm, given)
         outputs = llm.generate([_standard_input() if text == "-" else text for text in prompts], params, use_tqdm=False)
         errors = {index: output.outputs[0].error for index, output in enumerate(outputs) if output.outputs[0].error}
         for index, error in errors.items():
@@ -236,29 +200,10 @@ def chat(
     stop: Stop = None,
 ) -> None:
     """Talk to a model that has a chat template. Ctrl-C stops an answer; /reset forgets, /exit or Ctrl-D leaves."""
+    given = dict(locals())
     with errors_for_people():
-        llm = _load(
-            model=model,
-            revision=revision,
-            dtype=dtype,
-            device=device,
-            attention_backend=attention_backend,
-            kv_cache_memory=kv_cache_memory,
-            max_model_len=max_model_len,
-        )
-        params = _params(
-            llm,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            seed=seed,
-            max_tokens=max_tokens,
-            stop=stop,
-        )
+        llm = _load(given)
+        params = _params(llm, given)
         beginning = [{"role": "system", "content": system}] if system else []
         messages = list(beginning)
         while (line := _ask()) is not None and line != "/exit":
@@ -312,12 +257,14 @@ def _standard_input() -> str:
         raise InvalidPromptError(f"standard input is not valid text ({error})") from error
 
 
-def _load(**arguments: Any) -> Any:
+def _load(given: dict[str, Any], **more: Any) -> Any:
+    """given: a command's options by name, of which it takes those that LLM has under the same name."""
     from nanoinfer.llm import LLM  # torch takes a second to import: not before --help and --version have had their chance
 
-    return LLM(**arguments)
+    return LLM(**{name: given[name] for name in _OF_THE_ENGINE if name in given}, **more)
 
 
-def _params(llm: Any, **given: Any) -> Any:
+def _params(llm: Any, given: dict[str, Any]) -> Any:
     """The checkpoint's own defaults, with what was given on the command line in their place."""
-    return replace(llm.get_default_sampling_params(), **{name: value for name, value in given.items() if value is not None})
+    names = [field.name for field in fields(SamplingParams) if given.get(field.name) is not None]
+    return replace(llm.get_default_sampling_params(), **{name: given[name] for name in names})
