@@ -22,9 +22,11 @@ def tell(error: NanoinferError) -> None:
 
 @contextmanager
 def errors_for_people() -> Iterator[None]:
-    """Exit code 1 for what nanoinfer refuses (2 is typer's own, for the command line)."""
+    """Exit code 1 for what nanoinfer refuses (2 is typer's own, for the command line), 130 after Ctrl-C, as a shell has it."""
     try:
         yield
     except NanoinferError as error:
         tell(error)
         raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None

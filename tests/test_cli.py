@@ -239,9 +239,22 @@ def test_ctrl_c_ends_generate_as_a_shell_expects_and_keeps_what_has_come(monkeyp
         return forward(self, batch)
 
     monkeypatch.setattr(ModelRunner, "forward", interrupted)
-    result = run("generate", PROMPT, "--seed", "1")
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with it ignored
+    try:
+        result = run("generate", PROMPT, "--seed", "1")
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert result.exit_code == 130
     assert result.stdout.strip()
+
+
+def test_ctrl_c_while_the_model_loads_ends_without_a_traceback(monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "__init__", interrupted)
+    result = run("generate", PROMPT)
+    assert (result.exit_code, result.output) == (130, "")
 
 
 def test_chat_honours_its_sampling_options(monkeypatch):

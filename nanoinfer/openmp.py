@@ -1,0 +1,121 @@
+"""How torch's threads wait for each other on a CPU: spinning on a quiet machine, asleep beside other busy programs.
+
+In: nothing. `observe()` is called once per step. Out: nothing but speed: no result depends on it.
+
+A step is hundreds of short parallel loops. Between two of them, GNU OpenMP's threads spin before they sleep, because waking a
+thread takes longer than most loops. On a quiet machine that is right: one stream of GPT-2's shape took 1.5 times as long with
+sleeping threads (2 cores). Beside a program that uses one of the cores it is wrong: a spinning thread uses up the time in
+which the thread that it waits for could run, and the same stream took 4 times as long. No number of spins serves both
+(BENCHMARKS.md).
+
+So the engine switches. Linux counts how long each thread was ready and had no core, in /proc/self/task/*/schedstat: 1% of the
+time on a quiet machine, 30% and more beside a busy program. According to libgomp's manual (GOMP_SPINCOUNT), a process that has
+more OpenMP threads than processors spins 100 times only. A thread of ours that runs one parallel loop and then waits has an
+OpenMP team of its own, so the process has too many threads. When it ends, the others spin again.
+
+The engine switches nothing where OMP_WAIT_POLICY or GOMP_SPINCOUNT is set, without libgomp (macOS, Windows), or where torch
+uses fewer threads than there are processors.
+"""
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+INTERVAL = 0.2  # seconds between two looks
+BUSY, QUIET = 0.1, 0.04  # shares of the time that a thread waited for a core
+QUIET_LOOKS = 10  # in a row, before threads spin again
+_LOOP = 2**18  # numbers in a loop that torch runs in parallel
+
+
+class WaitPolicy:
+    """One for the process, since OpenMP's settings are the process's."""
+
+    def __init__(self) -> None:
+        self.is_supported = _is_supported()
+        self._last_look = time.perf_counter()
+        self._delays = thread_delays() if self.is_supported else {}
+        self._num_quiet = 0
+        self._release: threading.Event | None = None  # of the thread that makes the others sleep
+
+    @property
+    def sleeps(self) -> bool:
+        return self._release is not None
+
+    def observe(self) -> None:
+        """Look at the machine, if the last look is long enough ago."""
+        now = time.perf_counter()
+        elapsed = now - self._last_look
+        if not self.is_supported or elapsed < INTERVAL:
+            return
+        before, self._delays, self._last_look = self._delays, thread_delays(), now
+        if elapsed > 5 * INTERVAL:
+            return  # nothing ran in between
+        share = max((delay - before.get(thread, delay) for thread, delay in self._delays.items()), default=0.0) / elapsed
+        self._num_quiet = self._num_quiet + 1 if share < QUIET else 0
+        if share > BUSY and not self.sleeps:
+            logger.info("other programs want the cores: torch's threads sleep while they wait for each other")
+            self._sleep()
+        elif self.sleeps and self._num_quiet >= QUIET_LOOKS:
+            logger.info("the cores are free again: torch's threads spin while they wait for each other")
+            self.spin()
+
+    def spin(self) -> None:
+        if self._release is not None:
+            self._release.set()
+            self._release = None
+
+    def _sleep(self) -> None:
+        self._release = release = threading.Event()
+
+        def have_a_team() -> None:
+            torch.zeros(_LOOP).add_(1)
+            release.wait()
+
+        threading.Thread(target=have_a_team, name="nanoinfer-openmp-team", daemon=True).start()
+
+
+def thread_delays() -> dict[str, float]:
+    """Seconds that each thread of this process has been ready to run and had no core."""
+    delays = {}
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        try:
+            delays[path.parent.name] = int(path.read_text().split()[1]) / 1e9
+        except (OSError, IndexError, ValueError):  # it has just ended
+            continue
+    return delays
+
+
+def _is_supported() -> bool:
+    if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ or not hasattr(os, "sched_getaffinity"):
+        return False
+    if not 1 < len(os.sched_getaffinity(0)) <= torch.get_num_threads():
+        return False
+    try:
+        return "libgomp" in Path("/proc/self/maps").read_text() and bool(thread_delays())
+    except OSError:
+        return False
+
+
+_policy: WaitPolicy | None = None
+
+
+def observe() -> None:
+    """Choose how threads wait. Called once per step of a model on a CPU."""
+    global _policy
+    if _policy is None:
+        _policy = WaitPolicy()
+    _policy.observe()
+
+
+def describe() -> str:
+    """For `nanoinfer doctor`."""
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        if name in os.environ:
+            return f"{name}={os.environ[name]}, as the environment says"
+    return "spinning, or asleep beside busy programs" if _is_supported() else "as OpenMP does by default"
