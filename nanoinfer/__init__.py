@@ -27,6 +27,8 @@ The map, in floors. A file imports only from the floors below its own, and from 
       prompts.py           prompts in the forms people have them -> token ids
     floor 2: arithmetic. torch; knows nothing of scheduling
       transfer.py          host to device without waiting
+      openmp.py            how torch's threads wait for each other
+      machine_checks.py    what has been measured about this machine, kept on disk
       cuda_graphs.py       recordings of what is launched on a GPU
       kv_cache.py          the tensors: write slots, read blocks, copy blocks, how many fit
       attention/base.py         what a model calls, what a backend is told, the table of backends
@@ -37,6 +39,7 @@ The map, in floors. A file imports only from the floors below its own, and from 
       attention/flash.py        the flash-attn package, on CUDA
       attention/triton.py       our own kernels, on CUDA
       models/layers.py          RMSNorm, RoPE and YaRN, SwiGLU
+      row_forms.py         in which calls a row has the same bits in any batch: measured
       linear.py            linear layers packed for a CPU, or in 8 bits
       fused.py             norms, rotation and gate in one kernel each, on CUDA
       models/weights.py         safetensors -> parameters
@@ -55,6 +58,7 @@ The map, in floors. A file imports only from the floors below its own, and from 
       sampling/sampler.py       the list of stages, then the draw
       forward_batch.py     scheduled sequences -> the tensors of one step
       model_runner.py      tensors -> logits; decode steps from a CUDA graph
+      batch_independence.py  is a row the same alone and in a batch? Tried at load
     floor 4
       loading.py           a checkpoint's name -> a model ready to run
       admission.py         what a request may ask of this engine

@@ -118,3 +118,10 @@ def _distinct_seed(engine_seed: int, number: int) -> int:
     """64 bits that differ for every request of an engine, and for the same request of engines with other seeds."""
     digest = hashlib.blake2b(f"{engine_seed}:{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def checked_model_len(asked: int | None, model_len: int) -> int:
+    """max_model_len, or the model's own. Raises: InvalidValueError if more is asked for than the model knows."""
+    if asked is not None and asked > model_len:
+        raise InvalidValueError(f"max_model_len must be <= {model_len}, the positions this model knows, got {asked}")
+    return asked or model_len

@@ -162,10 +162,16 @@ def _write(write: Callable[[Path], None], path: Path, what: str) -> None:
 def doctor() -> None:
     """What this machine has, what the engine will use of it, and whether each attention backend computes rightly here."""
     from nanoinfer.doctor import examine
+    from nanoinfer.machine_checks import cache_path
 
     report = examine()
     console = Console()
-    for title, pairs in (("this machine", report.machine), ("what the engine will use", report.engine)):
+    tables = {
+        "this machine": report.machine,
+        "what the engine will use": report.engine,
+        f"measured before, kept in {cache_path()}": report.verdicts,
+    }
+    for title, pairs in tables.items():
         table = Table("", "", title=title, title_justify="left", show_header=False)
         for pair in pairs:
             table.add_row(*pair)

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from nanoinfer import linear, models
+from nanoinfer import linear, machine_checks, models, openmp
 from nanoinfer.attention.base import BACKENDS, AttentionBackend, find_backend, select_backend
 from nanoinfer.attention.reference import ReferenceBackend
 from nanoinfer.errors import first_line
 from nanoinfer.forward_batch import ForwardBatch
 from nanoinfer.kv_cache import KVCache, memory_for_cache
+from nanoinfer.models.layers import ActivatedLinear, ResidualLinear
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduler import ScheduledSequence, SchedulerPlan
 from nanoinfer.sequence import Sequence
@@ -39,10 +40,11 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """machine, engine: (what, its value) pairs to print."""
+    """machine, engine: (what, its value) pairs to print. verdicts: what models loaded before have left in machine_checks."""
 
     machine: list[tuple[str, str]]
     engine: list[tuple[str, str]]
+    verdicts: list[tuple[str, str]]
     checks: list[Check]
 
 
@@ -50,7 +52,8 @@ def examine() -> Report:
     """Look at the machine, and run every backend that can run."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" or models.cpu_has_fast_bf16() else torch.float32
-    return Report(_machine(device), _engine(device, dtype), [_check(name, device) for name in BACKENDS])
+    checks = [_check(name, device) for name in BACKENDS]
+    return Report(_machine(device), _engine(device, dtype), list(machine_checks.verdicts().items()), checks)
 
 
 def _machine(device: torch.device) -> list[tuple[str, str]]:
@@ -88,9 +91,22 @@ def _engine(device: torch.device, dtype: torch.dtype) -> list[tuple[str, str]]:
         ("memory for the KV cache", f"{memory_for_cache(device, None, 0.9) / 2**30:.1f} GiB{besides}"),
     ]
     if device.type == "cpu":
-        layer = torch.nn.Sequential(torch.nn.Linear(64, 64, dtype=dtype))
-        told.append(("packed linear layers", "yes" if linear.pack(layer) else "no: slower, and bits may depend on the batch"))
+        report = linear.pack(_gpt2_layers(dtype))
+        told += [(f"linear layer {kind}", form) for kind, form in report.forms.items()]
+        bits = "the same in any batch" if report.are_rows_independent else "depend on the batch"
+        told.append(("a row's bits in these", bits))
+        told.append(("waiting threads", openmp.describe()))
     return told
+
+
+def _gpt2_layers(dtype: torch.dtype) -> torch.nn.Module:
+    """The layers of one block of GPT-2, to see how this machine computes such ones."""
+    return torch.nn.Sequential(
+        torch.nn.Linear(768, 2304, dtype=dtype),
+        ResidualLinear(768, 768, dtype=dtype),
+        ActivatedLinear(768, 3072, bias=True, activation="gelu_tanh").to(dtype),
+        ResidualLinear(3072, 768, dtype=dtype),
+    )
 
 
 def _check(name: str, device: torch.device) -> Check:

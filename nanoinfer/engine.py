@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
-from nanoinfer import models
-from nanoinfer.admission import Admission
+from nanoinfer import models, openmp
+from nanoinfer.admission import Admission, checked_model_len
 from nanoinfer.attention.base import select_backend
+from nanoinfer.batch_independence import cannot_be_invariant, is_batch_independent
 from nanoinfer.block_manager import BlockManager
 from nanoinfer.checkpoint import DEFAULT_MODEL, Checkpoint
 from nanoinfer.config import EngineConfig
 from nanoinfer.cuda_graphs import CUDACapture
-from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.errors import NanoinferError
 from nanoinfer.forward_batch import ForwardBatch, LastDrawn
 from nanoinfer.kv_cache import KVCache, blocks_that_fit, bytes_per_block
 from nanoinfer.loading import load
@@ -67,9 +68,13 @@ class LLMEngine:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Tokenizer | None, config: EngineConfig, *, eos_token_ids: frozenset[int] = frozenset()
-    ) -> None:
-        """model: a models.Model, on its device. config.model, dtype and device have been used by then: see `load`."""
+        self, model: Any, tokenizer: Tokenizer | None, config: EngineConfig, *, eos_token_ids: frozenset[int] = frozenset(),
+        has_independent_rows: bool = False,
+    ) -> None:  # fmt: skip
+        """model: a models.Model, on its device. config.model, dtype and device have been used by then: see `load`.
+
+        has_independent_rows: what linear.py found of the model's linear layers.
+        """
         weight = next(model.parameters())
         self.device, self.tokenizer = weight.device, tokenizer
         self.tracer = None if config.tracer is None else Outbox(config.tracer)
@@ -91,7 +96,7 @@ class LLMEngine:
             enforce_eager=config.enforce_eager,
         )
         block_size = config.cache.block_size or backend.default_block_size
-        asked_len = _checked_model_len(config.max_model_len, self.model_config.max_position_embeddings)
+        asked_len = checked_model_len(config.max_model_len, self.model_config.max_position_embeddings)
         block_bytes = bytes_per_block(
             num_layers=self.model_config.num_hidden_layers,
             block_size=block_size,
@@ -140,6 +145,10 @@ class LLMEngine:
             layout=backend.layout,
         )
         self.runner = ModelRunner(model, cache, backend, graphs)
+        self._checked_with = torch.get_num_threads()
+        self._is_batch_independent = has_independent_rows and is_batch_independent(model, backend, block_size, weight.dtype)
+        if config.scheduler.batch_invariant and not self.batch_independent:
+            raise cannot_be_invariant(weight.dtype, self.device)
         stages = STAGES if config.stages is None else config.stages
         self._has_own_stages = stages != STAGES  # those may look at what they like
         draws = SamplerGraphs(config.scheduler.max_num_seqs, CUDACapture()) if graphs else None
@@ -154,7 +163,10 @@ class LLMEngine:
         """An engine for a checkpoint, and the checkpoint, for its generation_config."""
         loaded = load(config)
         model = config.model or DEFAULT_MODEL
-        engine = cls(loaded.model, loaded.tokenizer, config, eos_token_ids=loaded.eos_token_ids)
+        engine = cls(
+            loaded.model, loaded.tokenizer, config, eos_token_ids=loaded.eos_token_ids,
+            has_independent_rows=loaded.has_independent_rows,
+        )  # fmt: skip
         if engine.tracer is not None:
             engine.tracer.emit(
                 EngineStarted(
@@ -208,6 +220,11 @@ class LLMEngine:
             self._end([self._requests[i] for i in request_ids if i in self._requests], Stop("abort"))
 
     @property
+    def batch_independent(self) -> bool:
+        """See LLM.batch_independent."""
+        return self._is_batch_independent and torch.get_num_threads() == self._checked_with
+
+    @property
     def num_unfinished(self) -> int:
         return len(self._requests)
 
@@ -222,6 +239,8 @@ class LLMEngine:
 
         Whatever is raised in it, by a user's stage or for want of memory, leaves every request as it was, to be computed again.
         """
+        if self.device.type == "cpu":
+            openmp.observe()
         with self._undivided(), self._restarting():
             previous, self._under_way = self._under_way, None
             launched = self._launch(previous)
@@ -379,9 +398,3 @@ def _wants_its_token(seq: Sequence) -> bool:
     """Must the sequence's newest token be known before the next can be drawn, or its log-probability told?"""
     params = seq.params
     return bool(params.needs_state or seq.bad_words or params.logits_processors) or params.logprobs is not None
-
-
-def _checked_model_len(asked: int | None, model_len: int) -> int:
-    if asked is not None and asked > model_len:
-        raise InvalidValueError(f"max_model_len must be <= {model_len}, the positions this model knows, got {asked}")
-    return asked or model_len

@@ -92,8 +92,10 @@ class LLM:
             half of what is free, at most 4 GiB; and never more than max_num_seqs sequences can use.
         gpu_memory_utilization: share of the GPU's memory for weights and cache, in (0, 1]. Without effect on a CPU.
         enable_prefix_caching: compute what prompts have in common once.
-        batch_invariant: on a CPU, a prompt's logits have the same bits whatever else is in the batch; with this, also after a
-            prefix hit (only whole chunks are reused) and a preemption (an answer is computed again token by token).
+        batch_invariant: require that a prompt's logits have the same bits in any batch, also after a prefix hit (only whole
+            chunks are reused) and after a preemption (an answer is recomputed token by token). Whether this machine can keep
+            that is measured when the model is loaded. Where it cannot, this is refused. Without batch_invariant,
+            `batch_independent` says whether the bits are the same in any batch, prefix hits and preemptions aside.
         attention_backend: "auto" (the best that is installed and can serve: the log says which, and why not a better one), or
             "cpu", "flash", "triton", "torch", "reference".
         enforce_eager: compile and record nothing.
@@ -250,6 +252,15 @@ class LLM:
             with _interrupt_deferred():
                 search.close()
         return search.outputs
+
+    @property
+    def batch_independent(self) -> bool:
+        """Whether a prompt's logits have the same bits in any batch on this machine. Measured when the model is loaded.
+
+        If True, a seed gives the same tokens in any batch. Prefix hits and preemptions may still change the last bits, unless
+        batch_invariant=True. Always False on a GPU, and while torch uses a different number of threads than at loading.
+        """
+        return self.engine.batch_independent
 
     def abort(self, request_id: str) -> None:
         """End a request that is running; its stream ends with finish_reason "abort". Unknown and finished ids do nothing."""

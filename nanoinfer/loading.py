@@ -18,12 +18,14 @@ from nanoinfer.tokenizer import Tokenizer
 class Loaded:
     """num_parameters: as the checkpoint has them; a layer that is packed or quantised is no parameter any more.
 
+    has_independent_rows: whether the rows of its linear layers have the same bits in any batch, on this machine.
     tokenizer: None if there is none; then the model takes token ids.
     """
 
     checkpoint: Checkpoint
     model: models.Model
     num_parameters: int
+    has_independent_rows: bool
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
 
@@ -38,13 +40,12 @@ def load(config: EngineConfig) -> Loaded:
     checkpoint = Checkpoint.open(config.model, config.revision)
     model = models.load(checkpoint, "bfloat16" if config.quantization else config.dtype, device)
     num_parameters = sum(weight.numel() for weight in model.parameters())
-    if config.quantization:
-        linear.quantize(model)
     if device.type == "cuda" and not config.enforce_eager:
         models.fuse(model)
-    is_invariant = device.type == "cpu" and linear.pack(model)
-    if config.scheduler.batch_invariant and not is_invariant:
-        raise UnsupportedError("batch_invariant needs a CPU on which torch can pack linear layers; leave it out")
+    has_independent_rows = False
+    if device.type == "cpu":
+        report = linear.quantize(model) if config.quantization else linear.pack(model)
+        has_independent_rows = report.are_rows_independent
     tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
     tokenizer = Tokenizer.load(tokenizer_path)
     if config.tokenizer is not None and tokenizer is None:
@@ -52,4 +53,4 @@ def load(config: EngineConfig) -> Loaded:
     eos_token_ids = checkpoint.eos_token_ids
     if not eos_token_ids and tokenizer is not None and tokenizer.hf.eos_token_id is not None:
         eos_token_ids = frozenset([tokenizer.hf.eos_token_id])
-    return Loaded(checkpoint, model, num_parameters, tokenizer, eos_token_ids)
+    return Loaded(checkpoint, model, num_parameters, has_independent_rows, tokenizer, eos_token_ids)

@@ -2,10 +2,12 @@
 
 import importlib.util
 import os
+import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set
+os.environ.setdefault("NANOINFER_CACHE", tempfile.mkdtemp(prefix="nanoinfer-tests-"))  # no verdict of an earlier run
 os.environ["OMP_WAIT_POLICY"] = "passive"  # a thread that waits leaves the core to the other test process
 
 import pytest
@@ -21,7 +23,7 @@ from jaxtyping import install_import_hook
 # run under it: those tests start a process of their own. The front doors check their arguments themselves, and are tested.)
 # Triton reads its kernels' source and must find it as it was written.
 BACKENDS = [f"attention.{name}" for name in ("base", "dense", "reference", "cpu", "varlen", "flash")]
-ARITHMETIC = ["kv_cache", *BACKENDS, "models", "sampling", "forward_batch", "model_runner"]
+ARITHMETIC = ["kv_cache", *BACKENDS, "models", "row_forms", "linear", "sampling", "forward_batch", "model_runner"]
 if importlib.util.find_spec("beartype"):  # `make gpu` takes the Python at hand
     install_import_hook([f"nanoinfer.{name}" for name in ARITHMETIC], "beartype.beartype")
 

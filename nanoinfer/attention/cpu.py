@@ -15,6 +15,12 @@ compiled; 64 rows of 12 heads of 64 take twice as long as they stand). For the o
 where a row first stands alone or first has a second block; torch keeps the results on disk for later runs. `enforce_eager=True`
 never compiles. The two forms may differ in the last bit, so an engine uses one of them from beginning to end (unless a new
 shape fails to compile, which is told).
+
+The compiler makes different code for one sequence and for several, and for one block and for several. Before the compiled form
+is first used on a machine, all four are compiled and compared (`rows_are_independent`). If a sequence's bits depend on the
+other sequences or on the padding, the plain form is used instead. The constants below were chosen on one machine (2 cores, AMD
+Zen 5). On another machine they can cost speed. They cannot make a row depend on the batch: no boundary that they set is moved
+by another request.
 """
 
 import ctypes
@@ -28,8 +34,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
-from nanoinfer.errors import first_line
+from nanoinfer.errors import UnsupportedError, first_line
 from nanoinfer.kv_cache import KVCache, Layout
+from nanoinfer.machine_checks import verdict
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +131,7 @@ class CPUBackend:
     def __init__(self, *, enforce_eager: bool = False) -> None:
         self._may_compile = not enforce_eager
         self._decode: Callable[..., Tensor] | None = None  # the compiled form
-        self._compiled_kinds: set[tuple[bool, bool, tuple[int, ...]]] = set()  # (one sequence?, one block?, strides)
+        self._compiled_kinds: set[tuple[bool, bool]] = set()  # (one sequence?, one block?)
         _keep_freed_memory()
 
     @staticmethod
@@ -155,13 +162,12 @@ class CPUBackend:
         sequences and blocks are left open, except that 1 of either is compiled for by itself.
         """
         if self._decode is None:
+            logger.warning("compiling the paged decode attention; this takes some seconds, enforce_eager=True leaves it out")
             self._decode = torch.compile(paged_decode, dynamic=False)
-        kind = (len(q) == 1, where.block_tables.shape[1] == 1, q.stride())
+            self._check_compiled(q.shape[1], k_pages, v_pages)
+        q, k, v = (x.reshape(-1).view(x.shape) for x in (q, k, v))  # parts of a larger tensor would be compiled for anew
+        kind = (len(q) == 1, where.block_tables.shape[1] == 1)
         if kind not in self._compiled_kinds:
-            if not self._compiled_kinds:
-                logger.warning(
-                    "compiling the paged decode attention; this takes some seconds, enforce_eager=True leaves it out"
-                )
             self._compiled_kinds.add(kind)
             for tensor in (q, k, v, k_pages, v_pages, *where):
                 if len(tensor) > 1:
@@ -169,6 +175,18 @@ class CPUBackend:
             if where.block_tables.shape[1] > 1:
                 torch._dynamo.mark_dynamic(where.block_tables, 1)
         return self._decode(q, k, v, k_pages, v_pages, *where)
+
+    def _check_compiled(self, num_heads: int, k_pages: Tensor, v_pages: Tensor) -> None:
+        """Raises: UnsupportedError where a row of the compiled form depends on the others."""
+        _, num_kv_heads, block_size, head_dim = k_pages.shape
+        dtype = str(k_pages.dtype).removeprefix("torch.")
+        sizes = f"{num_heads} heads, {num_kv_heads} KV heads of {head_dim}, blocks of {block_size}, {dtype}"
+
+        def measure() -> str:
+            return "compiled" if rows_are_independent(self._compiled, num_heads, k_pages, v_pages) else "plain"
+
+        if verdict(f"decode attention {sizes}", measure) == "plain":
+            raise UnsupportedError("compiled for one sequence it gives other bits than for several")
 
 
 class DecodeIndices(NamedTuple):
@@ -178,6 +196,53 @@ class DecodeIndices(NamedTuple):
     offsets: Int[Tensor, "num_seqs"]
     block_tables: Int[Tensor, "num_seqs max_blocks"]
     seq_lens: Int[Tensor, "num_seqs"]
+
+
+def rows_are_independent(decode: Callable[..., Tensor], num_heads: int, k_pages: Tensor, v_pages: Tensor) -> bool:
+    """Whether decode(q, k, v, k_pages, v_pages, where) gives a sequence the same bits alone as beside others and padded.
+
+    Tried on pages like these, in which all that is added up cancels: what comes out is the rounding error of the order alone
+    (row_forms.py says why). A key's second half is the negated first, a query's halves are equal; so are values, from one
+    token to another.
+    """
+    _, num_kv_heads, block_size, head_dim = k_pages.shape
+    generator = torch.Generator().manual_seed(0)
+    lens = torch.tensor([2, block_size, block_size + 2, 2 * block_size, 6])  # even: tokens cancel by pairs
+    max_blocks, num_seqs = 2, len(lens)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(k_pages.dtype)
+
+    columns = torch.randperm(head_dim, generator=generator)
+    half = random(num_seqs, num_heads, head_dim // 2) * 256
+    q = torch.cat((half, half, half[..., : head_dim % 2] * 0), dim=-1)[..., columns]
+    num_slots = max_blocks * block_size
+    half = random(num_seqs, num_slots, num_kv_heads, head_dim // 2)
+    keys = torch.cat((half, -half, half[..., : head_dim % 2] * 0), dim=-1)[..., columns]
+    values = random(num_seqs, num_slots, num_kv_heads, head_dim)
+    for i, seq_len in enumerate(lens.tolist()):
+        slots = torch.randperm(seq_len, generator=generator)
+        values[i, slots[::2]] = -values[i, slots[1::2]]
+    pages = torch.arange(num_seqs * max_blocks).view(num_seqs, max_blocks)
+    k_like, v_like = k_pages.new_zeros(pages.numel(), *k_pages.shape[1:]), v_pages.new_zeros(pages.numel(), *v_pages.shape[1:])
+    k_like.copy_(keys.view(-1, block_size, num_kv_heads, head_dim).transpose(1, 2))
+    v_like.copy_(values.view(-1, block_size, num_kv_heads, head_dim).permute(0, 2, 3, 1))
+    last = lens - 1
+    k, v = keys[torch.arange(num_seqs), last], values[torch.arange(num_seqs), last]
+
+    def of(rows: slice, num_blocks: int) -> Tensor:
+        blocks = pages[rows].gather(1, last[rows, None] // block_size).squeeze(1)
+        where = DecodeIndices(blocks, last[rows] % block_size, pages[rows, :num_blocks].contiguous(), lens[rows])
+        return decode(q[rows], k[rows], v[rows], k_like, v_like, where)
+
+    together = of(slice(num_seqs), max_blocks)
+    return all(
+        torch.equal(of(slice(i, i + num), num_blocks), together[i : i + num])
+        for num in (1, 2)
+        for i in range(num_seqs - num + 1)
+        for num_blocks in (1, 2)
+        if int(last[i : i + num].max()) < num_blocks * block_size
+    )
 
 
 def _keep_freed_memory() -> None:
