@@ -120,6 +120,36 @@ def test_masked_blocks_at_the_end_of_a_table_change_no_bit_of_the_plain_form(num
             assert torch.equal(out, alone), (num_blocks, padding)
 
 
+def test_a_compiled_form_whose_rows_depend_on_each_other_is_not_used(monkeypatch, caplog, tmp_path):
+    """What torch.compile returns is played here: right for several sequences, another order of adding for one."""
+    from nanoinfer.attention import cpu
+
+    monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
+    reorders, num_compiled_calls = True, 0
+
+    def compiled(q, k, v, k_pages, v_pages, *where):
+        nonlocal num_compiled_calls
+        num_compiled_calls += 1
+        if not reorders or len(q) > 1:
+            return cpu.paged_decode(q, k, v, k_pages, v_pages, *where)
+        return cpu.paged_decode(q.flip(2), k.flip(2), v, k_pages.flip(3), v_pages, *where)  # the sum over head_dim, backwards
+
+    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: compiled)
+    args = *torch.randn(3, 2, 4, 64), torch.randn(3, 4, 16, 64), torch.randn(3, 4, 64, 16)
+    where = cpu.DecodeIndices(torch.tensor([0, 1]), torch.tensor([4, 8]), torch.tensor([[0], [1]]), torch.tensor([5, 9]))
+    for attempt in range(2):  # the second finds the verdict
+        num_compiled_calls = 0
+        assert torch.equal(cpu.CPUBackend().decode(*args, where), cpu.paged_decode(*args, *where))
+        assert caplog.text.count("compiled for one sequence it gives other bits than for several") == attempt + 1
+        assert (num_compiled_calls > 0) == (attempt == 0)
+    monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path / "another machine"))
+    reorders, num_compiled_calls = False, 0
+    backend = cpu.CPUBackend()
+    backend.decode(*args, where)
+    assert backend._may_compile
+    assert num_compiled_calls > 10
+
+
 def test_without_a_compiler_the_plain_form_stays(monkeypatch, caplog):
     from nanoinfer.attention import cpu
 

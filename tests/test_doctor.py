@@ -15,6 +15,11 @@ def test_it_tells_what_the_machine_has_and_what_will_be_used():
     assert machine["torch"] == torch.__version__
     assert engine["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
     assert engine["attention"]
+    if not torch.cuda.is_available():
+        assert engine["a row's bits in these"] in ("the same in any batch", "depend on the batch")
+        assert engine["waiting threads"]
+        form = next(value for name, value in engine.items() if name.startswith("linear layer 3072 -> 768"))
+        assert form in dict(report.verdicts).values()  # measured, and kept
 
 
 def test_every_backend_has_a_verdict():
