@@ -27,6 +27,7 @@ import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import NamedTuple
 
 import torch
@@ -130,8 +131,7 @@ class CPUBackend:
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         self._may_compile = not enforce_eager
-        self._decode: Callable[..., Tensor] | None = None  # the compiled form
-        self._compiled_kinds: set[tuple[bool, bool]] = set()  # (one sequence?, one block?)
+        self._kinds: dict[tuple[bool, bool], Callable[..., Tensor]] = {}  # (one sequence?, one block?) -> its compiled form
         _keep_freed_memory()
 
     @staticmethod
@@ -161,20 +161,22 @@ class CPUBackend:
         """The sizes of heads and blocks are compiled in, which is 2 to 3 times as fast as leaving them open; the numbers of
         sequences and blocks are left open, except that 1 of either is compiled for by itself.
         """
-        if self._decode is None:
+        if not self._kinds:
             logger.warning("compiling the paged decode attention; this takes some seconds, enforce_eager=True leaves it out")
-            self._decode = torch.compile(paged_decode, dynamic=False)
             self._check_compiled(q.shape[1], k_pages, v_pages)
+        return self._of_its_kind(q, k, v, k_pages, v_pages, where)
+
+    def _of_its_kind(self, q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, where: "DecodeIndices") -> Tensor:
         q, k, v = (x.reshape(-1).view(x.shape) for x in (q, k, v))  # parts of a larger tensor would be compiled for anew
         kind = (len(q) == 1, where.block_tables.shape[1] == 1)
-        if kind not in self._compiled_kinds:
-            self._compiled_kinds.add(kind)
+        if kind not in self._kinds:
+            self._kinds[kind] = _compile_by_itself(paged_decode)
             for tensor in (q, k, v, k_pages, v_pages, *where):
                 if len(tensor) > 1:
                     torch._dynamo.mark_dynamic(tensor, 0)
             if where.block_tables.shape[1] > 1:
                 torch._dynamo.mark_dynamic(where.block_tables, 1)
-        return self._decode(q, k, v, k_pages, v_pages, *where)
+        return self._kinds[kind](q, k, v, k_pages, v_pages, *where)
 
     def _check_compiled(self, num_heads: int, k_pages: Tensor, v_pages: Tensor) -> None:
         """Raises: UnsupportedError where a row of the compiled form depends on the others."""
@@ -183,10 +185,21 @@ class CPUBackend:
         sizes = f"{num_heads} heads, {num_kv_heads} KV heads of {head_dim}, blocks of {block_size}, {dtype}"
 
         def measure() -> str:
-            return "compiled" if rows_are_independent(self._compiled, num_heads, k_pages, v_pages) else "plain"
+            return "compiled" if rows_are_independent(self._of_its_kind, num_heads, k_pages, v_pages) else "plain"
 
         if verdict(f"decode attention {sizes}", measure) == "plain":
             raise UnsupportedError("compiled for one sequence it gives other bits than for several")
+
+
+def _compile_by_itself(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.compile of a copy of the function. Copies of the code share no cache of compiled forms, which torch limits to 8.
+
+    With fullgraph, a form too many is an error. Otherwise torch would run the function as it stands, which gives other bits.
+    """
+    own = FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    return torch.compile(own, dynamic=False, fullgraph=True)
 
 
 class DecodeIndices(NamedTuple):
@@ -224,7 +237,8 @@ def rows_are_independent(decode: Callable[..., Tensor], num_heads: int, k_pages:
         slots = torch.randperm(seq_len, generator=generator)
         values[i, slots[::2]] = -values[i, slots[1::2]]
     pages = torch.arange(num_seqs * max_blocks).view(num_seqs, max_blocks)
-    k_like, v_like = k_pages.new_zeros(pages.numel(), *k_pages.shape[1:]), v_pages.new_zeros(pages.numel(), *v_pages.shape[1:])
+    with torch.inference_mode(False):  # as the cache is made: compiled code is made anew for other tensors
+        k_like, v_like = (like.new_zeros(pages.numel(), *like.shape[1:]) for like in (k_pages, v_pages))
     k_like.copy_(keys.view(-1, block_size, num_kv_heads, head_dim).transpose(1, 2))
     v_like.copy_(values.view(-1, block_size, num_kv_heads, head_dim).permute(0, 2, 3, 1))
     last = lens - 1
