@@ -147,6 +147,12 @@ class BlockManager:
         if self.tracer is not None and cached:
             self.tracer.emit(BlocksCached(seq.sequence_id, tuple(cached)))
 
+    def forget_cached(self, seq: Sequence) -> None:
+        """Let nobody find the sequence's blocks by their content any more. Whoever shares them keeps them."""
+        for block in seq.block_table:
+            if block in self._content:
+                self._evict(block)
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a child share all of its parent's blocks. Its tokens and num_computed_tokens are the caller's to set."""
         assert not child.block_table, "a fork starts with an empty block table"
@@ -178,12 +184,16 @@ class BlockManager:
 
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)
-        if block in self._content:  # evict: from here on nobody finds its old content
-            del self._cached[self._content.pop(block)]
-            if self.tracer is not None:
-                self.tracer.emit(BlockEvicted(block))
+        if block in self._content:
+            self._evict(block)
         self._ref_counts[block] = 1
         return block
+
+    def _evict(self, block: int) -> None:
+        """From here on nobody finds its content."""
+        del self._cached[self._content.pop(block)]
+        if self.tracer is not None:
+            self.tracer.emit(BlockEvicted(block))
 
     def _drop(self, block: int) -> None:
         self._ref_counts[block] -= 1

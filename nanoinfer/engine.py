@@ -301,7 +301,7 @@ class LLMEngine:
                 if self.tracer is not None:
                     self.tracer.emit(request.newest(seq))
             if stop:
-                self.scheduler.finish(seq)
+                self.scheduler.finish(seq, has_failed=row in sampled.errors)
             if request.output:
                 self._retire(request)
                 ended.append(request)

@@ -177,8 +177,13 @@ class Scheduler:
             if item.sequence.forks and item.sequence.num_new_tokens == 0:
                 self._fork(item.sequence)
 
-    def finish(self, seq: Sequence) -> None:
-        """Take a sequence out, wherever it stands, and free its blocks. A second call does nothing."""
+    def finish(self, seq: Sequence, *, has_failed: bool = False) -> None:
+        """Take a sequence out, wherever it stands, and free its blocks. A second call does nothing.
+
+        has_failed: its keys and values may not be numbers, so that no other prompt may find them.
+        """
+        if has_failed:
+            self.block_manager.forget_cached(seq)
         if seq.status is SequenceStatus.RUNNING:
             self._running.remove(seq)
         elif seq.status is SequenceStatus.WAITING:

@@ -779,6 +779,24 @@ def test_a_tracer_that_raises_again_and_again_leaves_nothing_behind(events):
     assert_nothing_is_left(llm)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_prompt_that_fails_leaves_nothing_behind_that_others_could_meet(backend, tmp_path):
+    """A NaN in the embedding: its keys and values stay in the blocks, and the blocks go to others."""
+    model = tiny_models.build("qwen3")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = float("nan")
+    model.save_pretrained(tmp_path)
+    llm = LLM(tmp_path, attention_backend=backend, kv_cache_memory=2**16, block_size=8)
+    good = [[3] * 20, [5] * 20, [9] * 60, [5] * 40]
+    expected = [answer(llm, prompt, IDS).token_ids for prompt in good]
+    llm = LLM(tmp_path, attention_backend=backend, kv_cache_memory=2**16, block_size=8)
+    for _ in range(2):
+        failed = answer(llm, [5] * 20 + [7] + [3] * 30, IDS)
+        assert (failed.finish_reason, failed.token_ids) == ("error", [])
+        assert [answer(llm, prompt, IDS).token_ids for prompt in good] == expected
+    assert_nothing_is_left(llm)
+
+
 def test_a_permission_that_nothing_here_needs_is_accepted_and_torchs_own_dtype_too(qwen3_path):
     llm = LLM(qwen3_path, trust_remote_code=True, dtype=torch.bfloat16, kv_cache_memory=MEMORY)
     assert llm.engine.runner.cache.layer(0)[0].dtype == torch.bfloat16

@@ -86,7 +86,9 @@ def paged_decode(
     weights = (scores - largest[:, None, :, :, None]).exp()
     total = weights.sum(1).sum(-1)
     values = v_pages[block_tables].float().unsqueeze(3)  # [num_seqs, max_blocks, num_kv_heads, 1, head_dim, block_size]
-    out = (weights.unsqueeze(4) * values).sum(-1).sum(1) / total.unsqueeze(-1)  # [num_seqs, num_kv_heads, group, head_dim]
+    weights = weights.unsqueeze(4)  # [num_seqs, max_blocks, num_kv_heads, group, 1, block_size]
+    products = torch.where(weights > 0, weights * values, 0.0)  # a slot of another sequence may hold NaN, and 0 * NaN is NaN
+    out = products.sum(-1).sum(1) / total.unsqueeze(-1)  # [num_seqs, num_kv_heads, group, head_dim]
     return out.view(num_seqs, num_heads, head_dim).to(k_pages.dtype)
 
 
