@@ -170,8 +170,7 @@ def available_cpu_memory() -> int:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros, which on a CPU take memory only page by page, as they are first written (torch.zeros takes all of it at once).
 
-    They must be zeros: a masked slot has weight 0, but 0 * NaN is NaN. The pages are huge where the system has such (Linux: 2
-    MiB): 128 MiB were taken in 7 ms so, and in 46 ms in small ones.
+    The pages are huge where the system has such (Linux: 2 MiB): 128 MiB were taken in 7 ms so, and in 46 ms in small ones.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -66,7 +66,8 @@ class PackedLinear(CPULinear):
         super().__init__(linear)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS_HINT)
         self._fused, self._algorithm = _FUSED[self._activation]
-        self.product(torch.zeros(2, linear.in_features, dtype=linear.weight.dtype), None)  # what fails may first fail here
+        x, out = (torch.zeros(2, size, dtype=linear.weight.dtype) for size in (linear.in_features, linear.out_features))
+        self.product(x, out if isinstance(linear, ResidualLinear) else None)  # what fails may first fail here
 
     def product(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if residual is None:
@@ -103,6 +104,7 @@ class Int8Linear(CPULinear):
         self._scale = (weight.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny).bfloat16()
         integers = (weight / self._scale.float().unsqueeze(1)).round().clamp(-127, 127)
         self._weight = integers.to(torch.int8)
+        self._sum(torch.zeros(1, linear.in_features, dtype=torch.bfloat16))  # what fails may first fail here
 
     def find_form(self, linear: nn.Linear) -> row_forms.RowForm | None:
         """The sum is rounded before the bias and the residual are added, which would hide what is looked for: without them."""
@@ -173,10 +175,14 @@ def _replace(model: nn.Module, ways: dict[str, type[CPULinear]]) -> LinearReport
                     layers[way] = layer_class(linear)
                 except (RuntimeError, AttributeError) as error:
                     logger.debug("linear layer %s cannot be %s: %s", kind, way, first_line(error))
-            if kind not in forms:
+            if not layers:
+                raise UnsupportedError(f"this torch computes no linear layer {kind} {' or '.join(ways)}; use another dtype")
+            if kind not in forms and _is_measurable(linear.weight):
                 forms[kind] = verdict(f"linear {kind}: {' or '.join(layers)}", partial(_find_form, linear, layers))
-            way, _, form = forms[kind].partition(", ")
-            layer = layers.get(way) or next(iter(layers.values()))
+            way, _, form = forms.setdefault(kind, _NONE).partition(", ")
+            if way not in layers:  # none holds, or this very layer cannot be what the others of its kind are
+                way, form, forms[kind] = next(iter(layers)), _NONE, _NONE
+            layer = layers[way]
             layer.form = row_forms.form_called(form, _counts(linear)[-1])
             setattr(parent, name, layer)
     report = LinearReport(forms)
@@ -193,6 +199,12 @@ def _find_form(linear: nn.Linear, layers: dict[str, CPULinear]) -> str:
         if form := layer.find_form(linear):
             return f"{way}, {form.name}"
     return _NONE
+
+
+def _is_measurable(weight: Tensor) -> bool:
+    """Whether another order of adding would show in its outputs. A damaged weight leaves no verdict for others of its sizes."""
+    low, high = weight.aminmax()
+    return bool(low < high) and bool(low.isfinite()) and bool(high.isfinite())
 
 
 def _counts(linear: nn.Linear) -> tuple[int, ...]:

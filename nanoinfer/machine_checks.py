@@ -17,12 +17,11 @@ from pathlib import Path
 
 import torch
 
+from nanoinfer import __version__
+
 REVISION = 1  # of what the checks do: another one makes them anew
-# Read by torch, oneDNN and MKL: they choose which kernels run.
-SETTINGS = (
-    "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_CPU_ISA_HINTS",
-    "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR",
-)  # fmt: skip
+# What torch, oneDNN, MKL and OpenBLAS read from the environment: it chooses which kernels run. CXX: the compiler of Inductor.
+SETTINGS = ("ATEN_", "ONEDNN_", "DNNL_", "MKL_", "OPENBLAS_", "CXX")
 
 
 def verdict(check: str, measure: Callable[[], str]) -> str:
@@ -42,12 +41,12 @@ def verdicts() -> dict[str, str]:
 
 def machine_key() -> str:
     """A readable name, and a digest of all that may change a verdict. It differs between numbers of threads."""
-    settings = [f"{name}={os.environ.get(name, '')}" for name in SETTINGS]
+    settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(SETTINGS))
     settings += [
         f"threads={torch.get_num_threads()}",
         f"matmul={torch.get_float32_matmul_precision()}",
         f"onednn={torch.backends.mkldnn.is_available()}",
-        f"revision={REVISION}",
+        f"nanoinfer={__version__}, revision={REVISION}",
     ]
     digest = hashlib.sha256("\n".join([_processor(), torch.__version__, *settings]).encode()).hexdigest()[:16]
     capability = torch.backends.cpu.get_cpu_capability()
@@ -55,7 +54,9 @@ def machine_key() -> str:
 
 
 def cache_path() -> Path:
-    folder = os.environ.get("NANOINFER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "nanoinfer")
+    folder = os.environ.get("NANOINFER_CACHE") or Path(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanoinfer"
+    )
     return Path(folder, "machine_checks.json")
 
 

@@ -54,8 +54,6 @@ class WaitPolicy:
         if not self.is_supported or elapsed < INTERVAL:
             return
         before, self._delays, self._last_look = self._delays, thread_delays(), now
-        if elapsed > 5 * INTERVAL:
-            return  # nothing ran in between
         share = max((delay - before.get(thread, delay) for thread, delay in self._delays.items()), default=0.0) / elapsed
         self._num_quiet = self._num_quiet + 1 if share < QUIET else 0
         if share > BUSY and not self.sleeps:
@@ -97,20 +95,26 @@ def _is_supported() -> bool:
     if not 1 < len(os.sched_getaffinity(0)) <= torch.get_num_threads():
         return False
     try:
-        return "libgomp" in Path("/proc/self/maps").read_text() and bool(thread_delays())
+        return b"libgomp" in Path("/proc/self/maps").read_bytes() and bool(thread_delays())
     except OSError:
         return False
 
 
 _policy: WaitPolicy | None = None
+_lock = threading.Lock()
 
 
 def observe() -> None:
     """Choose how threads wait. Called once per step of a model on a CPU."""
     global _policy
-    if _policy is None:
-        _policy = WaitPolicy()
-    _policy.observe()
+    if not _lock.acquire(blocking=False):
+        return  # another engine's thread is looking
+    try:
+        if _policy is None:
+            _policy = WaitPolicy()
+        _policy.observe()
+    finally:
+        _lock.release()
 
 
 def describe() -> str:

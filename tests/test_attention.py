@@ -240,3 +240,18 @@ def test_an_unused_cache_takes_no_memory():
     assert sum(pages.nbytes for layer in range(4) for pages in cache.layer(layer)) == 2**29
     assert anonymous() - before < 2**24
     assert cache.layer(3)[1][::100].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 16, 17])
+def test_the_check_of_the_compiled_form_takes_blocks_of_any_size(block_size):
+    from nanoinfer.attention import cpu
+
+    def decode(q, k, v, k_pages, v_pages, where):
+        return cpu.paged_decode(q, k, v, k_pages, v_pages, *where)
+
+    def depending(q, *rest):
+        return decode(q, *rest) * (1.0 if len(q) > 1 else 1.5)
+
+    k_pages, v_pages = torch.zeros(3, 4, block_size, 64), torch.zeros(3, 4, 64, block_size)
+    assert cpu.rows_are_independent(decode, 8, k_pages, v_pages)
+    assert not cpu.rows_are_independent(depending, 8, k_pages, v_pages)

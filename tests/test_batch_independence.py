@@ -9,7 +9,8 @@ import torch
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.cpu import CPUBackend
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.linear import PackedLinear, PlainLinear
+from nanoinfer.linear import PackedLinear, PlainLinear, pack
+from nanoinfer.machine_checks import verdicts
 from nanoinfer.models.qwen import QwenForCausalLM
 
 WIDE = {
@@ -117,3 +118,13 @@ def test_it_holds_for_the_number_of_threads_at_loading(qwen3_path):
     finally:
         torch.set_num_threads(before)
     assert llm.batch_independent
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.0])
+def test_a_damaged_weight_leaves_no_verdict_for_others_of_its_sizes(value):
+    layer = torch.nn.Linear(48, 100)
+    torch.nn.init.constant_(layer.weight, value)
+    assert not pack(torch.nn.Sequential(layer)).are_rows_independent
+    assert verdicts() == {}
+    pack(torch.nn.Sequential(torch.nn.Linear(48, 100)))
+    assert len(verdicts()) == 1

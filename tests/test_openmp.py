@@ -59,12 +59,15 @@ def test_a_short_quiet_in_between_does_not_switch_back(machine):
     policy.spin()
 
 
-def test_a_time_in_which_nothing_ran_says_nothing(machine):
+def test_steps_of_many_seconds_are_judged_too_and_an_idle_time_is_quiet(machine):
     policy = WaitPolicy()
-    machine.now += 60
-    machine.delays["1"] += 30  # some other program of the process
+    machine.run(policy, 30, share=0.01, step=7.5)
+    machine.now += 600  # nothing runs
     policy.observe()
     assert not policy.sleeps
+    machine.run(policy, 7.5, share=0.3, step=7.5)
+    assert policy.sleeps
+    policy.spin()
 
 
 def test_a_thread_that_has_just_begun_is_not_judged_by_its_whole_past(machine):

@@ -11,8 +11,8 @@ in the cache's "HND" blocks (keys along head_dim, values along the slots): 1.3 t
 keys. Until it is compiled it runs as it stands, on as many sequences at a time as keep the gathered pages small.
 
 Small models are not worth compiling for (measured on 2 cores: 64 rows of 2 heads of 32 take 0.3-0.5 ms as they stand and 0.6 ms
-compiled; 64 rows of 12 heads of 64 take twice as long as they stand). For the others it takes seconds, at the first token and
-where a row first stands alone or first has a second block; torch keeps the results on disk for later runs. `enforce_eager=True`
+compiled; 64 rows of 12 heads of 64 take twice as long as they stand). For the others it takes seconds, at the first token on a
+machine, later where a row first stands alone or first has a second block. torch keeps the results on disk. `enforce_eager=True`
 never compiles. The two forms may differ in the last bit, so an engine uses one of them from beginning to end (unless a new
 shape fails to compile, which is told).
 
@@ -222,8 +222,10 @@ def rows_are_independent(decode: Callable[..., Tensor], num_heads: int, k_pages:
     """
     _, num_kv_heads, block_size, head_dim = k_pages.shape
     generator = torch.Generator().manual_seed(0)
-    lens = torch.tensor([2, block_size, block_size + 2, 2 * block_size, 6])  # even: tokens cancel by pairs
-    max_blocks, num_seqs = 2, len(lens)
+    max_blocks = 2
+    wanted = (2, block_size, block_size + 2, max_blocks * block_size, 6)
+    lens = torch.tensor([max(min(n, max_blocks * block_size) // 2 * 2, 2) for n in wanted])  # even: tokens cancel by pairs
+    num_seqs = len(lens)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(k_pages.dtype)
