@@ -203,7 +203,7 @@ def _find_form(linear: nn.Linear, layers: dict[str, CPULinear]) -> str:
 
 def _is_measurable(weight: Tensor) -> bool:
     """Whether another order of adding would show in its outputs. A damaged weight leaves no verdict for others of its sizes."""
-    low, high = weight.aminmax()
+    low, high = weight[:: -(-len(weight) // 64)].aminmax()  # some outputs' weights, for all inputs
     return bool(low < high) and bool(low.isfinite()) and bool(high.isfinite())
 
 

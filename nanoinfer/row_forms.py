@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 # The numbers of rows that are compared: those beside which libraries change kernels (vector widths, tiles of 16, 32 and 64).
-COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 128, 192, 320, 512)
+COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 128, 320, 512)
 MOST_ROWS = COUNTS[-1]  # more are computed in several calls: nothing beyond it has been compared
 # Layers of more weights than this (LM heads) cost many milliseconds a call, and meet few rows.
 LARGE_WEIGHT = 16 * 2**20
