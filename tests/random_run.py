@@ -18,17 +18,7 @@ import tiny_models
 
 from nanoinfer import LLM, SamplingParams
 
-WIDE = {
-    "gpt2": {"n_embd": 768, "n_head": 12, "n_layer": 1},
-    "qwen3": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-}
+ONE_LAYER = {"gpt2": {"n_layer": 1}, "qwen3": {"num_hidden_layers": 1}}
 
 
 def random_request(rng):
@@ -69,12 +59,12 @@ def main(arguments=None):
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--family", choices=WIDE, default="gpt2")
+    parser.add_argument("--family", choices=tiny_models.WIDE, default="gpt2")
     parser.add_argument("--enforce-eager", action="store_true")
     given = parser.parse_args(arguments)
     rng = random.Random(given.seed)
     with tempfile.TemporaryDirectory() as folder:
-        path = tiny_models.save(given.family, Path(folder), **WIDE[given.family])
+        path = tiny_models.save(given.family, Path(folder), **tiny_models.WIDE[given.family], **ONE_LAYER[given.family])
         llm = LLM(
             path, dtype=given.dtype, kv_cache_memory=2**27, enable_prefix_caching=False, enforce_eager=given.enforce_eager
         )

@@ -13,26 +13,15 @@ from nanoinfer.linear import PackedLinear, PlainLinear, pack
 from nanoinfer.machine_checks import verdicts
 from nanoinfer.models.qwen import QwenForCausalLM
 
-WIDE = {
-    "gpt2": {"n_embd": 768, "n_head": 12},
-    "qwen3": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-}
-
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.fixture(scope="module", params=WIDE)
+@pytest.fixture(scope="module", params=tiny_models.WIDE)
 def wide(request, tmp_path_factory):
-    return tiny_models.save(request.param, tmp_path_factory.mktemp(request.param), **WIDE[request.param])
+    return tiny_models.save(request.param, tmp_path_factory.mktemp(request.param), **tiny_models.WIDE[request.param])
 
 
 def logprobs_of(llm, prompts, max_tokens=6):

@@ -21,7 +21,7 @@ CODE = """
 import torch
 from tests import random_run, test_readme
 for dtype in ("float32", "bfloat16"):
-    for family in random_run.WIDE:
+    for family in random_run.tiny_models.WIDE:
         for num_threads in (1, 2):
             torch.set_num_threads(num_threads)
             given = ["--requests", "8", "--dtype", dtype, "--family", family, "--enforce-eager"]

@@ -43,6 +43,18 @@ FAMILIES = {
     "qwen3_yarn": ("Qwen3", _QWEN | {"head_dim": 16, "rope_parameters": _YARN | {"rope_theta": 1_000_000.0}}),
 }
 
+# family -> overrides that give it the width of GPT-2 and of Qwen3-0.6B
+WIDE = {
+    "gpt2": {"n_embd": 768, "n_head": 12},
+    "qwen3": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+}
+
 
 def build(family: str, seed: int = 0, **overrides) -> transformers.PreTrainedModel:
     """transformers' model of a family with random weights, in fp32."""
