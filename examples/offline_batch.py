@@ -5,7 +5,7 @@ from nanoinfer import LLM, SamplingParams
 heroes = ["Lily", "Ben", "Mia", "Tom", "Rosie", "Sam", "Anna", "Max"]
 prompts = [f"Once upon a time, there was a kind child named {hero}." for hero in heroes]
 
-llm = LLM()  # the model in the box; or LLM("gpt2"), LLM("Qwen/Qwen3-0.6B"), LLM("path/to/a/folder")
+llm = LLM()  # the bundled model; or LLM("gpt2"), LLM("Qwen/Qwen3-0.6B"), LLM("path/to/a/folder")
 outputs = llm.generate(prompts, SamplingParams(temperature=0.7, max_tokens=40))  # without a seed, each draws its own
 
 for output in outputs:

@@ -1,86 +1,29 @@
 """nanoinfer: an LLM inference engine small enough to read in an evening.
 
-One token's journey, and the file of each station:
+One token's journey, from the prompt to the output:
 
     prompt -> tokenizer -> Sequence -> Scheduler -> ForwardBatch -> model(attend) -> last hidden rows -> LM head
            -> Sampler -> stop ids -> detokenizer -> stop strings -> RequestOutput
 
-The map, in floors. A file imports only from the floors below its own, and from files above it on its own floor.
+The map. Imports point downwards, one folder to another, without a circle; tests/docs/test_architecture.py holds the table.
 
-    floor 0: words. Pure Python
-      errors.py            the error tree
-      checks.py            is a user's value of the right type, and in its range?
-      viewer.py            events -> a page that replays a generation
-      tracing.py           what happened, as frozen events; Recorder
-      sampling_params.py   what one prompt may ask for
-      outputs.py           RequestOutput, CompletionOutput, Delta, RequestMetrics
-      config.py            CacheConfig, SchedulerConfig, EngineConfig
-    floor 1: bookkeeping. No torch: its tests run in milliseconds
-      checkpoint.py        a folder or hub name -> its files and JSON
-      tokenizer.py         text -> ids, chat template
-      sequence.py          one prompt's life: ids, block table, status
-      block_manager.py     which cache blocks belong to whom
-      scheduler.py         who runs this step, and how many tokens of each
-      stopping.py          EOS, stop ids and lengths on ids; stop strings on text
-      detokenizer.py       ids -> text as it grows, never half a character
-      request.py           one request from outside: its text, its stream, its output
-      prompts.py           prompts in the forms people have them -> token ids
-    floor 2: arithmetic. torch; knows nothing of scheduling
-      transfer.py          host to device without waiting
-      openmp.py            how torch's threads wait for each other
-      machine_checks.py    what has been measured about this machine, kept on disk
-      cuda_graphs.py       recordings of what is launched on a GPU
-      kv_cache.py          the tensors: write slots, read blocks, copy blocks, how many fit
-      attention/base.py         what a model calls, what a backend is told, the table of backends
-      attention/dense.py        no cache: the lesson and the oracle
-      attention/reference.py    paged, in plain torch, on any device
-      attention/cpu.py          paged, fast on a CPU
-      attention/varlen.py       the FlashAttention in torch, on CUDA
-      attention/flash.py        the flash-attn package, on CUDA
-      attention/triton.py       our own kernels, on CUDA
-      models/layers.py          RMSNorm, RoPE and YaRN, SwiGLU
-      row_forms.py         in which calls a row has the same bits in any batch: measured
-      linear.py            linear layers packed for a CPU, or in 8 bits
-      fused.py             norms, rotation and gate in one kernel each, on CUDA
-      models/weights.py         safetensors -> parameters
-      models/gpt2.py            GPT-2
-      models/qwen.py            Qwen2, Qwen2.5, Qwen3
-      models/__init__.py        architecture -> model, load
-    floor 3: execution
-      sampling/state.py         ids and counts that grow with the output
-      sampling/draw.py          integer weights, one uniform number, the token
-      sampling/batch.py         what each row asked for, as tensors
-      sampling/stages.py        the functions from logits to logits
-      sampling/fast.py          the same tokens from fewer logits
-      sampling/recorded.py      the draw from a CUDA graph
-      sampling/logprobs.py      log-probabilities and ranks
-      sampling/watch.py         what each stage did, for the tracer
-      sampling/sampler.py       the list of stages, then the draw
-      forward_batch.py     scheduled sequences -> the tensors of one step
-      model_runner.py      tensors -> logits; decode steps from a CUDA graph
-      batch_independence.py  is a row the same alone and in a batch? Tried at load
-    floor 4
-      loading.py           a checkpoint's name -> a model ready to run
-      admission.py         what a request may ask of this engine
-      engine.py            LLMEngine.step(): the whole story in a few lines
-    floor 5: front doors
-      beam_search.py       the likeliest answers, over forked sequences
-      llm.py               LLM.generate, stream, chat, beam_search
-      bench/sampler.py     the sampler beside transformers' warpers
-      bench/workloads.py   what is measured: lengths, times, sampling
-      bench/shapes.py      checkpoints of random weights
-      bench/timing.py      when tokens came -> tokens per second, TTFT, TPOT, ITL
-      bench/runners.py     a workload through nanoinfer, and through transformers
-      bench/compare.py     both in turns, and the bars
-      bench/roofline.py    what the machine allows, and how near a model comes
-      bench/report.py      a dated entry for BENCHMARKS.md
-      terminal.py          what the commands share: options, errors as one sentence
-      bench/cli.py         the `nanoinfer bench` command
-      explain.py           a recorded generation as a table
-      doctor.py            what this machine has, and whether the backends are right on it
-      cli.py               the `nanoinfer` command
-
-Beside the floors: checkpoints/, the models in the box and the script that trains them.
+    llm.py                LLM: generate, stream, chat, beam_search
+    sampling_params.py    what one request may ask for
+    outputs.py            RequestOutput, CompletionOutput, Delta, RequestMetrics
+    config.py             CacheConfig, SchedulerConfig, EngineConfig
+    errors.py             the error classes and the argument checks that raise them
+    cli/                  the `nanoinfer` command: generate, chat, explain, bench, doctor
+    engine/               requests in, outputs out: LLMEngine, prompts, stopping, beam search. No torch
+    scheduling/           sequences, cache blocks, and which sequences run in a step. No torch
+    execution/            a step's plan -> tensors, the model, sampled tokens
+    sampling/             logits -> token ids, stage by stage
+    models/               checkpoints, weights, GPT-2 and Qwen; linear layers and kernels that make them fast
+    attention/            the paged KV cache and the backends that read it
+    devices/              CPU and GPU details: copies, CUDA graphs, OpenMP threads, measured row invariance
+    tokenization/         text -> token ids, token ids -> text
+    tracing/              events, Recorder, the HTML replay
+    bench/                throughput, latency, the roofline, beside transformers
+    bundled/              tiny-gpt2, tiny-qwen3, and the stories they were trained on
 
 Axes, in the shapes written everywhere: num_tokens (packed tokens of one step), num_seqs (sequences of one step), num_rows or
 batch (rows that get a token), hidden, vocab, num_heads (query heads), num_kv_heads, head_dim, num_blocks, block_size.
@@ -93,7 +36,7 @@ if TYPE_CHECKING:
     from nanoinfer.attention.base import register_backend as register_backend
     from nanoinfer.errors import NanoinferError as NanoinferError
     from nanoinfer.llm import LLM as LLM
-    from nanoinfer.models import register_model as register_model
+    from nanoinfer.models.registry import register_model as register_model
     from nanoinfer.outputs import BeamSearchOutput as BeamSearchOutput
     from nanoinfer.outputs import CompletionOutput as CompletionOutput
     from nanoinfer.outputs import Delta as Delta
@@ -115,7 +58,7 @@ _PUBLIC = {
     "Delta": "nanoinfer.outputs",
     "NanoinferError": "nanoinfer.errors",
     "Recorder": "nanoinfer.tracing",
-    "register_model": "nanoinfer.models",
+    "register_model": "nanoinfer.models.registry",
     "register_backend": "nanoinfer.attention.base",
 }
 __all__ = ["__version__", *_PUBLIC]

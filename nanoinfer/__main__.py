@@ -1,5 +1,5 @@
 """`python -m nanoinfer` is the `nanoinfer` command."""
 
-from nanoinfer.cli import app
+from nanoinfer.cli.main import app
 
 app()

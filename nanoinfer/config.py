@@ -6,11 +6,20 @@ In: the arguments of LLM. Out: values that cannot be wrong by themselves; what d
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanoinfer.checks import check_flag, check_integer, check_number
-from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, unknown_argument
-from nanoinfer.tracing import Tracer
+from nanoinfer.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    UnsupportedError,
+    check_flag,
+    check_integer,
+    check_number,
+    unknown_argument,
+)
+
+if TYPE_CHECKING:
+    from nanoinfer.tracing import Tracer
 
 DTYPES = {
     "auto": "auto",
@@ -87,7 +96,7 @@ class EngineConfig:
     enforce_eager: bool = False
     async_scheduling: bool | None = None  # launch a step before the one before it is read; None: on a GPU
     seed: int = 0
-    tracer: Tracer | None = None
+    tracer: "Tracer | None" = None
     stages: tuple[Any, ...] | None = None  # the sampler's; None: sampling.sampler.STAGES
     logprobs_mode: str = "raw"  # or "processed": after all stages
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -122,7 +131,7 @@ class EngineConfig:
 
 # vLLM's arguments that nanoinfer has no use for, with the values that change nothing here: the first is how it acts. Any other
 # value asks for what it does not do.
-COVERED_VALUES: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
@@ -143,7 +152,7 @@ COVERED_VALUES: dict[str, tuple[Any, ...]] = {
 def refuse_unknown(unknown: dict[str, Any], known: list[str]) -> None:
     """Arguments of LLM() that are not among the known ones. Raises: UnsupportedError, InvalidTypeError."""
     for name, value in unknown.items():
-        if name not in COVERED_VALUES:
+        if name not in NEUTRAL_VALUES:
             raise unknown_argument("LLM()", name, known)
-        if value not in COVERED_VALUES[name]:
-            raise UnsupportedError(f"{name}={value!r} is not covered; leave it out (it acts as {COVERED_VALUES[name][0]!r})")
+        if value not in NEUTRAL_VALUES[name]:
+            raise UnsupportedError(f"{name}={value!r} is not supported; leave it out (it acts as {NEUTRAL_VALUES[name][0]!r})")

@@ -18,9 +18,11 @@ from typing import Any, cast
 import torch
 from tqdm import tqdm
 
-from nanoinfer.beam_search import BeamSearch
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, refuse_unknown
-from nanoinfer.engine import LLMEngine
+from nanoinfer.engine.beam_search import BeamSearch
+from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.prompts import Prompt, as_list, parse_prompt, with_prompt_index
+from nanoinfer.engine.request import Request
 from nanoinfer.errors import (
     InvalidPromptError,
     InvalidTypeError,
@@ -29,8 +31,6 @@ from nanoinfer.errors import (
     UnsupportedError,
 )
 from nanoinfer.outputs import BeamSearchOutput, Delta, RequestOutput
-from nanoinfer.prompts import Prompt, as_list, naming_the_prompt, parse_prompt
-from nanoinfer.request import Request
 from nanoinfer.sampling.sampler import Stage
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.tracing import Tracer
@@ -75,8 +75,8 @@ class LLM:
     ) -> None:
         """Load a model.
 
-        model: a folder with config.json and safetensors, a hub name, or a model in the box ("tiny-qwen3", "tiny-gpt2");
-            None is tiny-qwen3. GPT-2, Qwen2, Qwen2.5 and Qwen3 are covered.
+        model: a folder with config.json and safetensors, a hub name, or a bundled model ("tiny-qwen3", "tiny-gpt2");
+            None is tiny-qwen3. GPT-2, Qwen2, Qwen2.5 and Qwen3 are supported.
         tokenizer: folder or hub name of another tokenizer. A model without one takes token ids and detokenize=False.
         revision: branch, tag or commit of a hub model.
         dtype: "auto" (the checkpoint's own; float32 on a CPU that is slow at it), "float32"/"float", "bfloat16",
@@ -196,7 +196,7 @@ class LLM:
         conversations = messages if is_batch else [messages]
         prompts = []
         for index, conversation in enumerate(conversations):
-            with naming_the_prompt(index):
+            with with_prompt_index(index):
                 prompts.append(
                     self.render_chat(
                         conversation,
@@ -351,7 +351,7 @@ class LLM:
             )
         parsed = []
         for index, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
-            with naming_the_prompt(index):
+            with with_prompt_index(index):
                 parsed.append((self._checked(prompt, params), params))
         return parsed
 

@@ -10,8 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from nanoinfer.checks import check_flag, check_integer, check_number, out_of_range
-from nanoinfer.errors import InvalidTypeError, InvalidValueError, unknown_argument
+from nanoinfer.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    check_flag,
+    check_integer,
+    check_number,
+    out_of_range,
+    unknown_argument,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,9 @@ from jaxtyping import install_import_hook
 # Every shape and type that the arithmetic's annotations state is checked at each call, in this process. (Compiled code cannot
 # run under it: those tests start a process of their own. The front doors check their arguments themselves, and are tested.)
 # Triton reads its kernels' source and must find it as it was written.
-BACKENDS = [f"attention.{name}" for name in ("base", "dense", "reference", "cpu", "varlen", "flash")]
-ARITHMETIC = ["kv_cache", *BACKENDS, "models", "row_forms", "linear", "sampling", "forward_batch", "model_runner"]
+ATTENTION = [f"attention.{name}" for name in ("base", "dense", "kv_cache", "reference", "cpu", "torch_varlen", "flash")]
+MODELS = [f"models.{name}" for name in ("registry", "loader", "weights", "layers", "gpt2", "qwen", "cpu_linear")]
+ARITHMETIC = [*ATTENTION, *MODELS, "sampling", "execution", "devices.row_forms"]
 if importlib.util.find_spec("beartype"):  # `make gpu` takes the Python at hand
     install_import_hook([f"nanoinfer.{name}" for name in ARITHMETIC], "beartype.beartype")
 

@@ -3,7 +3,7 @@
 import torch
 
 from nanoinfer.attention.base import AttentionMetadata, select_backend
-from nanoinfer.kv_cache import KVCache
+from nanoinfer.attention.kv_cache import KVCache
 
 
 def in_float64(q, k, v):

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from nanoinfer.attention.kv_cache import KVCache, Layout
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, first_line
-from nanoinfer.kv_cache import KVCache, Layout
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +53,10 @@ class AttentionMetadata:
     Python ints, for backends that loop over sequences.
     """
 
-    query_start_loc: Int[Tensor, "num_seqs_plus_1"]
-    seq_lens: Int[Tensor, "num_seqs"]
+    query_start_loc: Int[Tensor, " num_seqs_plus_1"]
+    seq_lens: Int[Tensor, " num_seqs"]
     block_tables: Int[Tensor, "num_seqs max_blocks"]
-    slot_mapping: Int[Tensor, "num_tokens"]
+    slot_mapping: Int[Tensor, " num_tokens"]
     max_query_len: int
     max_seq_len: int
     num_decodes: int
@@ -73,10 +73,10 @@ class AttentionBackend(Protocol):
 
     layout: Layout
     default_block_size: int
-    can_be_recorded: bool  # into a CUDA graph: a decode step of it asks the host for nothing but shapes
+    supports_cuda_graph: bool  # into a CUDA graph: a decode step of it asks the host for nothing but shapes
 
     @staticmethod
-    def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
         """Why it cannot serve such a model and cache, as a sentence; None if it can. Asked before it is made."""
         ...
 
@@ -91,21 +91,21 @@ BACKENDS: dict[str, str | type[Any]] = {
     "cpu": "nanoinfer.attention.cpu:CPUBackend",
     "flash": "nanoinfer.attention.flash:FlashBackend",
     "triton": "nanoinfer.attention.triton:TritonBackend",
-    "torch": "nanoinfer.attention.varlen:VarlenBackend",
+    "torch": "nanoinfer.attention.torch_varlen:VarlenBackend",
 }
 # device type -> what "auto" takes, the first that can
 PREFERRED = {"cpu": ("cpu",), "cuda": ("flash", "triton", "torch", "reference")}
 
 
 def register_backend(name: str, backend_class: Any) -> None:
-    """Let LLM(attention_backend=name) take an AttentionBackend of yours, and `nanoinfer.doctor.examine()` check it. Yours goes
+    """Let LLM(attention_backend=name) take your AttentionBackend, and `nanoinfer.cli.doctor.examine()` check it. Yours goes
     before ours.
 
     Raises: InvalidTypeError for what is no such class, InvalidValueError for the name "auto".
     """
     if name == "auto":
         raise InvalidValueError("the name 'auto' stands for the best of all backends; choose another")
-    needed = ("layout", "default_block_size", "can_be_recorded", "why_not", "begin_step")
+    needed = ("layout", "default_block_size", "supports_cuda_graph", "unsupported_reason", "begin_step")
     if missing := [part for part in needed if not (isinstance(backend_class, type) and hasattr(backend_class, part))]:
         raise InvalidTypeError(f"backend_class must be a class like AttentionBackend, got {backend_class!r}: no {missing[0]}")
     BACKENDS[name] = backend_class
@@ -148,7 +148,7 @@ def find_backend(
         return None, f"{error.name} is not installed"
     except (ImportError, OSError) as error:  # built for another torch, say
         return None, f"it cannot be imported: {first_line(error)}"
-    reason = backend_class.why_not(device, dtype, head_dim, block_size or backend_class.default_block_size)
+    reason = backend_class.unsupported_reason(device, dtype, head_dim, block_size or backend_class.default_block_size)
     return (None, reason) if reason else (backend_class, None)
 
 

@@ -35,9 +35,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
+from nanoinfer.attention.kv_cache import KVCache, Layout
+from nanoinfer.devices.machine_checks import verdict
 from nanoinfer.errors import UnsupportedError, first_line
-from nanoinfer.kv_cache import KVCache, Layout
-from nanoinfer.machine_checks import verdict
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +58,10 @@ def paged_decode(
     v: Float[Tensor, "num_seqs num_kv_heads head_dim"],
     k_pages: Float[Tensor, "num_blocks num_kv_heads block_size head_dim"],
     v_pages: Float[Tensor, "num_blocks num_kv_heads head_dim block_size"],
-    blocks: Int[Tensor, "num_seqs"],
-    offsets: Int[Tensor, "num_seqs"],
+    blocks: Int[Tensor, " num_seqs"],
+    offsets: Int[Tensor, " num_seqs"],
     block_tables: Int[Tensor, "num_seqs max_blocks"],
-    seq_lens: Int[Tensor, "num_seqs"],
+    seq_lens: Int[Tensor, " num_seqs"],
 ) -> Float[Tensor, "num_seqs num_heads head_dim"]:
     """Store each sequence's new k and v; then its one query over all of its tokens, by way of its block table. Sums in fp32.
 
@@ -129,7 +129,7 @@ def causal_attention(
 class CPUBackend:
     layout: Layout = "HND"
     default_block_size = 64
-    can_be_recorded = False
+    supports_cuda_graph = False
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         self._may_compile = not enforce_eager
@@ -137,7 +137,7 @@ class CPUBackend:
         _keep_freed_memory()
 
     @staticmethod
-    def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
         return None if device.type == "cpu" else f"it runs on cpu only, not on {device}"
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
@@ -207,10 +207,10 @@ def _compile_by_itself(function: Callable[..., Tensor]) -> Callable[..., Tensor]
 class DecodeIndices(NamedTuple):
     """What paged_decode is told of each sequence: the slot of its new token, its block table, its length."""
 
-    blocks: Int[Tensor, "num_seqs"]
-    offsets: Int[Tensor, "num_seqs"]
+    blocks: Int[Tensor, " num_seqs"]
+    offsets: Int[Tensor, " num_seqs"]
     block_tables: Int[Tensor, "num_seqs max_blocks"]
-    seq_lens: Int[Tensor, "num_seqs"]
+    seq_lens: Int[Tensor, " num_seqs"]
 
 
 def rows_are_independent(decode: Callable[..., Tensor], num_heads: int, k_pages: Tensor, v_pages: Tensor) -> bool:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
-from nanoinfer.attention.varlen import why_not_flash_attention_2
-from nanoinfer.kv_cache import KVCache, Layout
+from nanoinfer.attention.kv_cache import KVCache, Layout
+from nanoinfer.attention.torch_varlen import why_not_flash_attention_2
 
 PAGE_SIZES = 256  # and its multiples
 
@@ -20,13 +20,13 @@ PAGE_SIZES = 256  # and its multiples
 class FlashBackend:
     layout: Layout = "NHD"
     default_block_size = PAGE_SIZES
-    can_be_recorded = True
+    supports_cuda_graph = True
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         """enforce_eager changes nothing here: the kernels came compiled."""
 
     @staticmethod
-    def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
         if block_size % PAGE_SIZES:
             return f"its blocks hold multiples of {PAGE_SIZES} tokens, not {block_size}"
         return why_not_flash_attention_2(device, dtype, head_dim)

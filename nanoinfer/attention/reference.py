@@ -11,19 +11,19 @@ from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.dense import causal_attention
-from nanoinfer.kv_cache import KVCache, Layout
+from nanoinfer.attention.kv_cache import KVCache, Layout
 
 
 class ReferenceBackend:
     layout: Layout = "NHD"
     default_block_size = 16
-    can_be_recorded = False
+    supports_cuda_graph = False
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         """enforce_eager changes nothing here: nothing is compiled."""
 
     @staticmethod
-    def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
         return None
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:

@@ -29,7 +29,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
-from nanoinfer.kv_cache import KVCache, Layout
+from nanoinfer.attention.kv_cache import KVCache, Layout
 
 MOST_HEAD_DIM = 256  # what registers hold of a tile
 _ENOUGH_PROGRAMS = 512  # of decode: splits are made until there are so many (an H100 has 132 processors, each runs several)
@@ -172,13 +172,13 @@ def _merge_kernel(
 class TritonBackend:
     layout: Layout = "NHD"
     default_block_size = 16
-    can_be_recorded = True
+    supports_cuda_graph = True
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         """enforce_eager changes nothing here: kernels are compiled when they are first called, and kept on disk."""
 
     @staticmethod
-    def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             return f"it runs on cuda only, not on {device} (TRITON_INTERPRET=1 lets a CPU play it, slowly)"
         if device.type != "cuda" and dtype is torch.bfloat16:

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from nanoinfer import models
+from nanoinfer.attention.kv_cache import bytes_per_block
 from nanoinfer.bench.runners import NanoinferRunner, TransformersRunner, memory_in_use
 from nanoinfer.bench.shapes import write_checkpoint
 from nanoinfer.bench.timing import Figures, figures
 from nanoinfer.bench.workloads import Workload
-from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.kv_cache import bytes_per_block
 from nanoinfer.llm import LLM
+from nanoinfer.models import loader
+from nanoinfer.models.checkpoint import Checkpoint
 
 # (device type, shape, dtype) -> workload -> how many times transformers' speed has to be reached; on a CPU, with 2 threads
 BARS = {
@@ -88,8 +88,8 @@ def compare(
     """
     opened = Checkpoint.open(checkpoint)
     its_dtype = "bfloat16" if engine["quantization"] else engine["dtype"]
-    dtype = models.resolve_dtype(its_dtype, opened, models.resolve_device(engine["device"]))
-    model = models.on_meta(opened)
+    dtype = loader.resolve_dtype(its_dtype, opened, loader.resolve_device(engine["device"]))
+    model = loader.on_meta(opened)
     config = model.config
     is_cache_given = engine.get("kv_cache_memory") is not None
     if not is_cache_given:

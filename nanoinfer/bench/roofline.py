@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer import models
 from nanoinfer.bench.compare import cache_bytes
-from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import SchedulerConfig
-from nanoinfer.linear import pack
 from nanoinfer.llm import LLM
+from nanoinfer.models import loader
+from nanoinfer.models.checkpoint import Checkpoint
+from nanoinfer.models.cpu_linear import pack
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tracing import Recorder, StepScheduled, StepTimed
 
@@ -122,8 +122,8 @@ def count(model: Any, dtype: torch.dtype, *, num_seqs: int, num_new: int, contex
 def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, list[Phase]]:
     """Measure the machine, then prefills and decodes of a model. engine: LLM's arguments."""
     recorder = Recorder()
-    opened, device = Checkpoint.open(checkpoint), models.resolve_device(engine["device"])
-    model, dtype = models.on_meta(opened), models.resolve_dtype(engine["dtype"], opened, device)
+    opened, device = Checkpoint.open(checkpoint), loader.resolve_device(engine["device"])
+    model, dtype = loader.on_meta(opened), loader.resolve_dtype(engine["dtype"], opened, device)
     # No more than is needed: memory that is touched for the first time would be measured, too.
     most_bytes = max(
         cache_bytes(model.config, dtype, [length + num_steps(n, length) + 2] * n) for n, length in STEPS[device.type]

@@ -23,7 +23,7 @@ from transformers import (
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.sampler import Sampler
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.sequence import Sequence
+from nanoinfer.scheduling.sequence import Sequence
 
 NUM_ROWS = 64
 NUM_OUTPUT_TOKENS = 1000  # what the rows have out, for the penalties

@@ -33,10 +33,10 @@ class GPT2Config:
         """Raises: UnsupportedError, CheckpointError, KeyError (a key that every GPT-2 config has)."""
         activation = config.get("activation_function", "gelu_new")
         if activation not in ("gelu_new", "gelu_pytorch_tanh"):  # two names of one function
-            raise UnsupportedError(f"activation_function must be gelu_new, got {activation!r}; others are not covered")
-        for key, value in _COVERED.items():
+            raise UnsupportedError(f"activation_function must be gelu_new, got {activation!r}; others are not supported")
+        for key, value in _SUPPORTED.items():
             if config.get(key, value) != value:
-                raise UnsupportedError(f"{key} must be {value}, got {config[key]!r}; the other way is not covered")
+                raise UnsupportedError(f"{key} must be {value}, got {config[key]!r}; the other way is not supported")
         if config["n_embd"] % config["n_head"]:
             raise CheckpointError(f"n_embd must be a multiple of n_head, got {config['n_embd']} and {config['n_head']}")
         return cls(
@@ -59,7 +59,7 @@ class GPT2Config:
         return self.hidden_size // self.num_attention_heads
 
 
-_COVERED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+_SUPPORTED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
 
 class GPT2Attention(nn.Module):
@@ -126,7 +126,7 @@ class GPT2LMHeadModel(nn.Module):
             self.lm_head.weight = self.wte.weight
 
     def forward(
-        self, input_ids: Int[Tensor, "num_tokens"], positions: Int[Tensor, "num_tokens"], attend: Attend
+        self, input_ids: Int[Tensor, " num_tokens"], positions: Int[Tensor, " num_tokens"], attend: Attend
     ) -> Float[Tensor, "num_tokens hidden"]:
         x = self.wte(input_ids) + self.wpe(positions)  # [num_tokens, hidden]
         for block in self.h:

@@ -123,9 +123,9 @@ class RopeConfig:
         theta = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in ("default", "yarn"):
-            raise UnsupportedError(f"rope_type must be default or yarn, got {rope_type!r}; others are not covered")
+            raise UnsupportedError(f"rope_type must be default or yarn, got {rope_type!r}; others are not supported")
         if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise UnsupportedError("partial_rotary_factor must be 1.0: rotating a part of a head is not covered")
+            raise UnsupportedError("partial_rotary_factor must be 1.0: rotating a part of a head is not supported")
         if theta <= 0:
             raise CheckpointError(f"rope_theta must be > 0, got {theta}; download config.json again")
         if rope_type == "default":
@@ -174,7 +174,7 @@ class RotaryEmbedding(nn.Module):
         self.attention_factor = rope.attention_factor
 
     def forward(
-        self, positions: Int[Tensor, "num_tokens"], dtype: torch.dtype
+        self, positions: Int[Tensor, " num_tokens"], dtype: torch.dtype
     ) -> tuple[Float[Tensor, "num_tokens 1 head_dim"], Float[Tensor, "num_tokens 1 head_dim"]]:
         """cos and sin for every token, computed once per step and shared by all layers and heads."""
         angles = positions.float().unsqueeze(-1) * self.inv_freq  # [num_tokens, head_dim / 2]
@@ -215,7 +215,7 @@ class NormedRotation(RMSNorm):
         return apply_rotary(super().forward(x), cos, sin)
 
 
-def rope_frequencies(head_dim: int, rope: RopeConfig) -> Float[Tensor, "half_head_dim"]:
+def rope_frequencies(head_dim: int, rope: RopeConfig) -> Float[Tensor, " half_head_dim"]:
     """Radians per position of each pair: theta ** (-2i / head_dim), and YaRN's blend where rope.factor is not 1.
 
     YaRN leaves the fast pairs (more than beta_fast turns within the original context) as they are, slows the slow ones (fewer

@@ -51,7 +51,7 @@ class QwenConfig:
         """Raises: UnsupportedError, KeyError (a key that every Qwen config has)."""
         is_qwen3 = config["model_type"] == "qwen3"
         if config.get("hidden_act", "silu") != "silu":
-            raise UnsupportedError(f"hidden_act must be silu, got {config['hidden_act']!r}; others are not covered")
+            raise UnsupportedError(f"hidden_act must be silu, got {config['hidden_act']!r}; others are not supported")
         _refuse_sliding_window(config)
         rope = RopeConfig.from_hf(config)
         attention_bias = is_qwen3 and config.get("attention_bias", False)
@@ -85,7 +85,7 @@ def _refuse_sliding_window(config: dict[str, Any]) -> None:
         slides = config.get("use_sliding_window", False) and config.get("sliding_window", 4096) is not None and some_layers
     if slides:
         raise UnsupportedError(
-            f"sliding-window attention (sliding_window={config.get('sliding_window')}) is not covered; "
+            f"sliding-window attention (sliding_window={config.get('sliding_window')}) is not supported; "
             "only checkpoints with full attention in every layer are"
         )
 
@@ -159,7 +159,7 @@ class QwenForCausalLM(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(
-        self, input_ids: Int[Tensor, "num_tokens"], positions: Int[Tensor, "num_tokens"], attend: Attend
+        self, input_ids: Int[Tensor, " num_tokens"], positions: Int[Tensor, " num_tokens"], attend: Attend
     ) -> Float[Tensor, "num_tokens hidden"]:
         x = self.embed_tokens(input_ids)  # [num_tokens, hidden]
         cos, sin = self.rotary_emb(positions, x.dtype)

@@ -184,7 +184,7 @@ def _match(places: dict[str, _Place], files: WeightFiles, rules: WeightRules) ->
             problems.append(f"misshaped: {tensor_name} has shape {shape}, the config asks for {expected}")
         if files[tensor_name].get_dtype() not in _FLOAT_DTYPES:
             problems.append(
-                f"not a float: {tensor_name} is {files[tensor_name].get_dtype()}; quantised weights are not covered"
+                f"not a float: {tensor_name} is {files[tensor_name].get_dtype()}; quantised weights are not supported"
             )
     problems += [f"missing: {name}" for name in places if name not in sources]
     return sources, problems

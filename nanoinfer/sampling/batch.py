@@ -15,28 +15,28 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from nanoinfer.devices.transfer import on_device
 from nanoinfer.sampling.draw import uniform
 from nanoinfer.sampling.state import SamplingState
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.sequence import Sequence
-from nanoinfer.transfer import on_device
+from nanoinfer.scheduling.sequence import Sequence
 
 _NUMBERS = operator.attrgetter("temperature", "min_p", "top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class TokenEntries:
     """Some of the logits: entry i is logits[rows[i], ids[i]], with a number of its own where the stage needs one."""
 
-    rows: Int[Tensor, "entries"]
-    ids: Int[Tensor, "entries"]
-    values: Float[Tensor, "entries"] | Int[Tensor, "entries"] | None = None  # None: the stage needs none
+    rows: Int[Tensor, " entries"]
+    ids: Int[Tensor, " entries"]
+    values: Float[Tensor, " entries"] | Int[Tensor, " entries"] | None = None  # None: the stage needs none
 
-    def read(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "entries"]:
+    def read(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, " entries"]:
         return logits.view(-1).take(self.rows * logits.shape[-1] + self.ids)  # half the time of logits[rows, ids]
 
-    def write(self, logits: Float[Tensor, "batch vocab"], values: Float[Tensor, "entries"]) -> None:
+    def write(self, logits: Float[Tensor, "batch vocab"], values: Float[Tensor, " entries"]) -> None:
         logits.view(-1).index_copy_(0, self.rows * logits.shape[-1] + self.ids, values)
 
 
@@ -54,24 +54,24 @@ class RowProcessors:
 class SamplingBatch:
     """Per-row parameters, [batch] each. Greedy rows carry temperature 1 and the off values, and take the argmax at the end."""
 
-    greedy: Bool[Tensor, "batch"] | None  # None: no row is greedy
+    greedy: Bool[Tensor, " batch"] | None  # None: no row is greedy
     all_greedy: bool
-    temperature: Float[Tensor, "batch"] | None
-    min_p: Float[Tensor, "batch"] | None
-    top_k: Int[Tensor, "batch"] | None  # the vocabulary's size where it is off
-    top_p: Float[Tensor, "batch"] | None  # float64, to be compared with integer sums
-    u: Float[Tensor, "batch"]  # float64: draw.uniform(seed, index of the token in prompt + output); 0 if all are greedy
+    temperature: Float[Tensor, " batch"] | None
+    min_p: Float[Tensor, " batch"] | None
+    top_k: Int[Tensor, " batch"] | None  # the vocabulary's size where it is off
+    top_p: Float[Tensor, " batch"] | None  # float64, to be compared with integer sums
+    u: Float[Tensor, " batch"]  # float64: draw.uniform(seed, index of the token in prompt + output); 0 if all are greedy
 
-    allowed: Entries | None = None  # all that rows with allowed_token_ids may draw
-    allowed_rows: Int[Tensor, "some_rows"] | None = None  # which rows these are, once each
-    bad_words: Entries | None = None  # the ids that would complete one
-    min_tokens: Entries | None = None  # EOS and stop ids of rows that are too short to end
-    logit_bias: Entries | None = None  # values: what is added
-    seen: Entries | None = None  # distinct ids of rows with a penalty; values: how often they are in the output
-    repetition_penalty: Float[Tensor, "batch"] | None = None
-    frequency_penalty: Float[Tensor, "batch"] | None = None
-    presence_penalty: Float[Tensor, "batch"] | None = None
-    repeated_ngrams: Entries | None = None  # the ids that would complete one
+    allowed: TokenEntries | None = None  # all that rows with allowed_token_ids may draw
+    allowed_rows: Int[Tensor, " some_rows"] | None = None  # which rows these are, once each
+    bad_words: TokenEntries | None = None  # the ids that would complete one
+    min_tokens: TokenEntries | None = None  # EOS and stop ids of rows that are too short to end
+    logit_bias: TokenEntries | None = None  # values: what is added
+    seen: TokenEntries | None = None  # distinct ids of rows with a penalty; values: how often they are in the output
+    repetition_penalty: Float[Tensor, " batch"] | None = None
+    frequency_penalty: Float[Tensor, " batch"] | None = None
+    presence_penalty: Float[Tensor, " batch"] | None = None
+    repeated_ngrams: TokenEntries | None = None  # the ids that would complete one
     processors: tuple[RowProcessors, ...] = ()
 
     # For the fast path (fast.py): row numbers by what the draw needs. Together they are all rows.
@@ -114,7 +114,7 @@ class SamplingBatch:
         """Does any stage before the temperature change them?"""
         return self.masks_logits or self.logit_bias is not None or self.seen is not None
 
-    def only_rows(self, rows: Int[Tensor, "rows"] | slice) -> "SamplingBatch":
+    def only_rows(self, rows: Int[Tensor, " rows"] | slice) -> "SamplingBatch":
         """The same for some rows, as far as the stages from the temperature on and the draw read it."""
         columns = ("temperature", "min_p", "top_k", "top_p", "u")
         picked: dict[str, Any] = {}
@@ -198,13 +198,13 @@ def _completing_ids(seq: Sequence) -> list[int]:
     return [word[-1] for word in seq.bad_words if len(word) == 1 or output[-len(word) + 1 :] == list(word[:-1])]
 
 
-def _pack(rows: list[tuple[int, Any, Any]], device: torch.device) -> Entries:
+def _pack(rows: list[tuple[int, Any, Any]], device: torch.device) -> TokenEntries:
     """Lists of ids per row -> one flat list of entries."""
     ids = [_tensor(ids) for _, ids, _ in rows]
     values = [_tensor(values) for _, _, values in rows if values is not None]
     row_numbers = torch.tensor([row for row, _, _ in rows]).repeat_interleave(torch.tensor([len(part) for part in ids]))
     packed_values = on_device(torch.cat(values), device) if values else None
-    return Entries(on_device(row_numbers, device), on_device(torch.cat(ids), device), packed_values)
+    return TokenEntries(on_device(row_numbers, device), on_device(torch.cat(ids), device), packed_values)
 
 
 def _tensor(numbers: Any) -> Tensor:

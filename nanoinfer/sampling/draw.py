@@ -33,7 +33,7 @@ def integer_weights(logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, "batch 
     return (ratio * ONE).to(torch.int64)
 
 
-def draw(logits: Float[Tensor, "batch vocab"], u: Float[Tensor, "batch"]) -> Int[Tensor, "batch"]:
+def draw(logits: Float[Tensor, "batch vocab"], u: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
     """The first id whose running sum of weights exceeds min(floor(u * W), W - 1). u: float64 in [0, 1).
 
     The minimum says that the mark lies on the ruler even if u * W were rounded up to W. A row that is all zeros has no token
@@ -45,7 +45,7 @@ def draw(logits: Float[Tensor, "batch vocab"], u: Float[Tensor, "batch"]) -> Int
     return torch.searchsorted(running, mark.unsqueeze(-1), right=True).squeeze(-1)
 
 
-def uniform(seeds: Sequence[int], positions: Sequence[int]) -> Float[Tensor, "batch"]:
+def uniform(seeds: Sequence[int], positions: Sequence[int]) -> Float[Tensor, " batch"]:
     """u(seed, position): float64 in [0, 1), 53 random bits, a function of its two arguments and nothing else.
 
     seeds: [0, 2^64). positions: [0, 2^64). On the CPU, in numpy: a hundred operations on a number per row take 0.05 ms so,

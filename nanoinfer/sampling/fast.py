@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from nanoinfer.devices.transfer import on_device
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import draw, integer_weights
-from nanoinfer.transfer import on_device
 
 LAST_STAGES = (stages.apply_temperature, stages.keep_min_p, stages.keep_top_k, stages.keep_top_p)
 TIE_MARGIN = 32  # columns beyond the k-th, for what ties with it
@@ -36,8 +36,8 @@ NUM_PARTS = 64  # of _first_largest
 BLOCK = 512  # ids whose weights are summed before the ruler is searched
 
 Logits = Float[Tensor, "batch vocab"]
-Ids = Int[Tensor, "batch"]
-Largest = Float[Tensor, "batch"]  # of each row's logits; not finite where no token can be drawn
+Ids = Int[Tensor, " batch"]
+Largest = Float[Tensor, " batch"]  # of each row's logits; not finite where no token can be drawn
 
 
 def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
@@ -123,7 +123,7 @@ def _sample_other(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     return torch.cat([_draw_in_two(weights, batch.u[rows]) for weights, rows in _weights(logits, batch)]), logits.amax(dim=-1)
 
 
-def _draw_in_two(weights: Int[Tensor, "batch vocab"], u: Float[Tensor, "batch"]) -> Ids:
+def _draw_in_two(weights: Int[Tensor, "batch vocab"], u: Float[Tensor, " batch"]) -> Ids:
     """draw.draw of these weights."""
     blocks = F.pad(weights, (0, -weights.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))  # [batch, num_blocks, BLOCK]
     sums = blocks.sum(dim=-1)
@@ -145,7 +145,7 @@ def _sample_by_threshold(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Lar
     return _draw_in_two(weights, batch.u), logits.amax(dim=-1)
 
 
-def _beyond(logits: Logits, weights: Int[Tensor, "batch vocab"], top_p: Float[Tensor, "batch"]) -> Bool[Tensor, "batch vocab"]:
+def _beyond(logits: Logits, weights: Int[Tensor, "batch vocab"], top_p: Float[Tensor, " batch"]) -> Bool[Tensor, "batch vocab"]:
     """What stages.drop_beyond drops, by bisection: the largest logit such that it and those above it weigh top_p of the total.
 
     The bits of a float, read as an integer, are in its order, if those of negative ones are flipped: 32 halvings find any.

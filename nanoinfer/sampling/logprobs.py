@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nanoinfer.transfer import on_device
+from nanoinfer.devices.transfer import on_device
 
 
 @dataclass(frozen=True, slots=True)

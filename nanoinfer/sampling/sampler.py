@@ -10,12 +10,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from nanoinfer.devices.transfer import on_device
 from nanoinfer.errors import InvalidTypeError, InvalidValueError
 from nanoinfer.sampling import fast
 from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.sampling.draw import draw
 from nanoinfer.sampling.logprobs import TokenLogprobs, token_logprobs
-from nanoinfer.sampling.recorded import SamplerGraphs
+from nanoinfer.sampling.stage_trace import StageTracer
 from nanoinfer.sampling.stages import (
     add_logit_bias,
     apply_frequency_penalty,
@@ -31,8 +33,6 @@ from nanoinfer.sampling.stages import (
     mask_min_tokens,
     mask_repeated_ngrams,
 )
-from nanoinfer.sampling.watch import StageWatch
-from nanoinfer.transfer import on_device
 
 Stage = Callable[[Tensor, SamplingBatch], Tensor]
 
@@ -70,7 +70,7 @@ class SamplerOutput:
 class Drawn:
     """What a step drew, still on its device. read() waits for it; until then the device may go on with other work."""
 
-    def __init__(self, token_ids: Int[Tensor, "batch"], read: Callable[[list[int]], SamplerOutput]) -> None:
+    def __init__(self, token_ids: Int[Tensor, " batch"], read: Callable[[list[int]], SamplerOutput]) -> None:
         """token_ids: -1 where a row has none. read: from the ids on the host to all that was asked for."""
         self.token_ids = token_ids
         self._read = read
@@ -108,7 +108,7 @@ class Sampler:
         self.processed_logprobs = processed_logprobs
         self.graphs = graphs
 
-    def __call__(self, logits: Float[Tensor, "batch vocab"], batch: SamplingBatch, watch: StageWatch | None = None) -> Drawn:
+    def __call__(self, logits: Float[Tensor, "batch vocab"], batch: SamplingBatch, watch: StageTracer | None = None) -> Drawn:
         """The argmax of a greedy row is the lowest id among equals. logits: fp32; the stages may write into them.
 
         watch: is told what every stage does; then, too, every row takes the plain list.
@@ -139,11 +139,11 @@ class Sampler:
         token_ids = torch.where(were_finite & largest.isfinite(), token_ids, -1)  # tokens and failures in one read-back
         if watch is not None:
             greedy = set(batch.greedy_rows)
-            watch.drew(logits, [None if row in greedy else u for row, u in enumerate(batch.u.tolist())], token_ids)
+            watch.after_draw(logits, [None if row in greedy else u for row, u in enumerate(batch.u.tolist())], token_ids)
 
         def read(sampled: list[int]) -> SamplerOutput:
             errors = {
-                row: self._what_left_nothing(logits, batch, row) if were_finite[row] else NOT_FINITE
+                row: self._explain_empty_row(logits, batch, row) if were_finite[row] else NOT_FINITE
                 for row, token_id in enumerate(sampled)
                 if token_id < 0
             }
@@ -158,10 +158,10 @@ class Sampler:
         return logits[on_device(torch.tensor([row for row, _ in batch.logprobs]), logits.device)]
 
     def _apply(
-        self, logits: Tensor, batch: SamplingBatch, stages: tuple[Stage, ...], watch: StageWatch | None = None
+        self, logits: Tensor, batch: SamplingBatch, stages: tuple[Stage, ...], watch: StageTracer | None = None
     ) -> Tensor:
         if watch is not None:
-            watch.saw("model", logits)
+            watch.after_stage("model", logits)
         for stage in stages:
             processed = stage(logits, batch)
             if not isinstance(processed, Tensor) or processed.shape != logits.shape:
@@ -169,10 +169,10 @@ class Sampler:
                 raise InvalidTypeError(f"stage {_name(stage)} must return logits of shape {tuple(logits.shape)}, got {got}")
             logits = processed.contiguous()
             if watch is not None:
-                watch.saw(_name(stage), logits)
+                watch.after_stage(_name(stage), logits)
         return logits
 
-    def _what_left_nothing(self, logits: Tensor, batch: SamplingBatch, row: int) -> str:
+    def _explain_empty_row(self, logits: Tensor, batch: SamplingBatch, row: int) -> str:
         """Which stage took a row's last token: run them again on zeros, looking after each.
 
         Users' functions are not run again, since they may keep count of their calls: they did it if no other stage does.

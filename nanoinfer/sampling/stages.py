@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.errors import InvalidTypeError
-from nanoinfer.sampling.batch import Entries, SamplingBatch
+from nanoinfer.sampling.batch import SamplingBatch, TokenEntries
 from nanoinfer.sampling.draw import integer_weights
 
 Logits = Float[Tensor, "batch vocab"]
@@ -156,7 +156,7 @@ def keep_top_p(logits: Logits, batch: SamplingBatch) -> Logits:
     return drop_beyond(logits, batch.top_p)
 
 
-def drop_beyond(logits: Logits, top_p: Float[Tensor, "batch"], total: Int[Tensor, "batch"] | None = None) -> Logits:
+def drop_beyond(logits: Logits, top_p: Float[Tensor, " batch"], total: Int[Tensor, " batch"] | None = None) -> Logits:
     """Drop a token if the weights of those that go before it sum to top_p of the total, or more. total: by default of these."""
     falling, ids = logits.sort(dim=-1, descending=True, stable=True)
     weights = integer_weights(falling)
@@ -167,7 +167,7 @@ def drop_beyond(logits: Logits, top_p: Float[Tensor, "batch"], total: Int[Tensor
     return logits.masked_fill(dropped.scatter(-1, ids, dropped), float("-inf"))
 
 
-def _forbid(logits: Logits, entries: Entries | None) -> Logits:
+def _forbid(logits: Logits, entries: TokenEntries | None) -> Logits:
     if entries is not None:
         logits[entries.rows, entries.ids] = float("-inf")
     return logits

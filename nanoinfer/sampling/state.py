@@ -6,7 +6,7 @@ of its parameters as arrays. Plain Python: a preempted sequence keeps its state,
 
 from array import array
 
-from nanoinfer.sequence import Sequence
+from nanoinfer.scheduling.sequence import Sequence
 
 
 class SamplingState:

@@ -1,0 +1,115 @@
+"""The tensors of the paged KV cache: write slots, read blocks, copy blocks.
+
+In: block ids and slots, decided by the block manager. Out: keys and values. It does not know whose they are.
+
+A slot is one token's place: slot = block * block_size + offset. The order of a block's axes is the attention backend's choice:
+
+    "NHD"  [num_blocks, block_size, num_kv_heads, head_dim]   a token's heads lie together (flash-attn)
+    "HND"  keys as [num_blocks, num_kv_heads, block_size, head_dim]: a head's tokens lie together (the CPU). Values as
+           [num_blocks, num_kv_heads, head_dim, block_size]: what decoding adds up lies together in both
+"""
+
+import math
+import mmap
+from contextlib import suppress
+from itertools import chain
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from nanoinfer.devices.transfer import integers_on_device
+
+Layout = Literal["NHD", "HND"]
+
+
+class KVCache:
+    """One pool of blocks; each block has its keys and values in every layer."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        layout: Layout = "NHD",
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.layout: Layout = layout
+        k_axes, v_axes = {
+            "NHD": ((block_size, num_kv_heads, head_dim),) * 2,
+            "HND": ((num_kv_heads, block_size, head_dim), (num_kv_heads, head_dim, block_size)),
+        }[layout]
+        # A tensor for each: views of one large tensor would differ in their offset, for which torch.compile compiles anew.
+        self._layers = [
+            (
+                _zeros((num_blocks, *k_axes), dtype, torch.device(device)),
+                _zeros((num_blocks, *v_axes), dtype, torch.device(device)),
+            )
+            for _ in range(num_layers)
+        ]
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The keys and the values of one layer, each in the cache's layout."""
+        return self._layers[layer]
+
+    def write(
+        self,
+        layer: int,
+        slot_mapping: Int[Tensor, " num_tokens"],
+        k: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        v: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+    ) -> None:
+        """Store each token's k and v in its slot."""
+        blocks, offsets = slot_mapping // self.block_size, slot_mapping % self.block_size
+        for pages, values in zip(self._by_slot(layer), (k, v), strict=True):
+            pages[blocks, offsets] = values
+
+    def gather(
+        self, layer: int, block_table: Int[Tensor, " blocks"], seq_len: int
+    ) -> tuple[Float[Tensor, "seq_len num_kv_heads head_dim"], Float[Tensor, "seq_len num_kv_heads head_dim"]]:
+        """One sequence's k and v, its tokens in order, copied out of its blocks."""
+        k, v = (pages[block_table].flatten(0, 1)[:seq_len] for pages in self._by_slot(layer))
+        return k, v
+
+    def _by_slot(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values seen as [num_blocks, block_size, num_kv_heads, head_dim], whatever the layout."""
+        k, v = self._layers[layer]
+        return (k, v) if self.layout == "NHD" else (k.transpose(1, 2), v.permute(0, 3, 1, 2))
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, in every layer, all (from, to) pairs at once."""
+        device = self._layers[0][0].device
+        sources, targets = integers_on_device([list(column) for column in zip(*copies, strict=True)], device)
+        for pages in chain.from_iterable(self._layers):
+            pages[targets] = pages[sources]
+
+
+def bytes_per_block(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """2 (k and v) * layers * tokens * heads * head_dim * bytes of a number.
+
+    >>> bytes_per_block(num_layers=12, block_size=16, num_kv_heads=12, head_dim=64, dtype=torch.float32)
+    1179648
+    """
+    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, which on a CPU take memory only page by page, as they are first written (torch.zeros takes all of it at once).
+
+    The pages are huge where the system has such (Linux: 2 MiB): 128 MiB were taken in 7 ms so, and in 46 ms in small ones.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # forks share nothing
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, **private)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel that was built without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

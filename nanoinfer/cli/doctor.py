@@ -1,0 +1,163 @@
+"""`nanoinfer doctor`: what this machine has, what the engine will use of it, and whether each attention backend is right here.
+
+In: nothing. Out: a Report. Right means: on a small step with random numbers a backend gives what the reference does in fp32.
+"""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+
+import torch
+
+from nanoinfer.attention.base import BACKENDS, AttentionBackend, find_backend, select_backend
+from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.attention.reference import ReferenceBackend
+from nanoinfer.devices import machine_checks, openmp
+from nanoinfer.errors import first_line
+from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.execution.memory import memory_for_cache
+from nanoinfer.models import cpu_linear, loader
+from nanoinfer.models.layers import ActivatedLinear, ResidualLinear
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.scheduler import ScheduledSequence, SchedulerPlan
+from nanoinfer.scheduling.sequence import Sequence
+
+HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 64, 4, 2
+# (tokens in the cache, new tokens) of each sequence of the step: two that decode, a chunk behind a prefix, a whole prompt
+LENGTHS = ((40, 1), (300, 1), (70, 30), (0, 90))
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A backend's verdict: the largest difference from the reference, or why it was not run, or how it failed."""
+
+    backend: str
+    difference: float | None
+    words: str
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """machine, engine: (what, its value) pairs to print. verdicts: what models loaded before have left in machine_checks."""
+
+    machine: list[tuple[str, str]]
+    engine: list[tuple[str, str]]
+    verdicts: list[tuple[str, str]]
+    checks: list[Check]
+
+
+def examine() -> Report:
+    """Look at the machine, and run every backend that can run."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" or loader.cpu_has_fast_bf16() else torch.float32
+    checks = [_check(name, device) for name in BACKENDS]
+    return Report(_machine(device), _engine(device, dtype), list(machine_checks.verdicts().items()), checks)
+
+
+def _machine(device: torch.device) -> list[tuple[str, str]]:
+    found = [
+        ("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"),
+        ("CPU threads torch uses", f"{torch.get_num_threads()} of {os.cpu_count()}"),
+        ("CPU with fast bfloat16", "yes" if loader.cpu_has_fast_bf16() else "no"),
+        ("C++ compiler", next((path for name in ("g++", "clang++", "cl") if (path := shutil.which(name))), "none")),
+        ("GPU", "none that torch sees"),
+    ]
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        major, minor = torch.cuda.get_device_capability()
+        found[-1] = (
+            "GPU",
+            f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, {free / 2**30:.1f} of "
+            f"{total / 2**30:.1f} GiB free",
+        )
+    for package in ("torch", "transformers", "triton", "flash-attn"):
+        try:
+            found.append((package, importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            found.append((package, "not installed"))
+    return found
+
+
+def _engine(device: torch.device, dtype: torch.dtype) -> list[tuple[str, str]]:
+    """What LLM(...) with its defaults would take for a checkpoint in bfloat16 with heads of HEAD_DIM."""
+    name, backend = select_backend("auto", device, dtype, HEAD_DIM)
+    besides = ", less weights and a step" if device.type == "cuda" else ""
+    told = [
+        ("device", str(device)),
+        ("dtype of a bfloat16 checkpoint", str(dtype).removeprefix("torch.")),
+        ("attention", f"{name}, blocks of {backend.default_block_size} tokens"),
+        ("memory for the KV cache", f"{memory_for_cache(device, None, 0.9) / 2**30:.1f} GiB{besides}"),
+    ]
+    if device.type == "cpu":
+        report = cpu_linear.pack(_gpt2_layers(dtype))
+        told += [(f"linear layer {kind}", form) for kind, form in report.forms.items()]
+        bits = "the same in any batch" if report.are_rows_independent else "depend on the batch"
+        told.append(("a row's bits in these", bits))
+        told.append(("waiting threads", openmp.describe()))
+    return told
+
+
+def _gpt2_layers(dtype: torch.dtype) -> torch.nn.Module:
+    """The layers of one block of GPT-2, to see how this machine computes such ones."""
+    return torch.nn.Sequential(
+        torch.nn.Linear(768, 2304, dtype=dtype),
+        ResidualLinear(768, 768, dtype=dtype),
+        ActivatedLinear(768, 3072, bias=True, activation="gelu_tanh").to(dtype),
+        ResidualLinear(3072, 768, dtype=dtype),
+    )
+
+
+def _check(name: str, device: torch.device) -> Check:
+    reason = None
+    for dtype in (torch.float32, torch.bfloat16):  # the first that the backend takes
+        backend_class, reason = find_backend(name, device, dtype, HEAD_DIM, None)
+        if backend_class is None:
+            continue
+        try:
+            backend = backend_class(enforce_eager=True)
+            difference = (
+                (_attend(backend, device, dtype) - _attend(ReferenceBackend(), device, torch.float32)).abs().max().item()
+            )
+        except Exception as error:  # whatever a broken installation raises
+            return Check(name, None, f"failed: {first_line(error)}", True)
+        is_right = difference < TOLERANCE[dtype]
+        words = f"{'right' if is_right else 'WRONG'} in {str(dtype).removeprefix('torch.')}, off by {difference:.1e}"
+        return Check(name, difference, words, not is_right)
+    return Check(name, None, f"cannot be used: {reason}", False)
+
+
+def _attend(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The new tokens' attention over random numbers, the same for every backend."""
+    block_size = backend.default_block_size
+    num_blocks = [-(-(old + new) // block_size) for old, new in LENGTHS]
+    cache = KVCache(
+        num_layers=1,
+        num_blocks=sum(num_blocks),
+        block_size=block_size,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=dtype,
+        device=device,
+        layout=backend.layout,
+    )
+    sequences = []
+    for i, (old, new) in enumerate(LENGTHS):
+        seq = Sequence(str(i), [0] * (old + new), SamplingParams(), seed=0, max_num_tokens=old + new)
+        seq.block_table = list(range(sum(num_blocks[:i]), sum(num_blocks[: i + 1])))
+        sequences.append(seq)
+    generator = torch.Generator().manual_seed(0)
+    out = torch.empty(0)
+    for nums in zip(*LENGTHS, strict=True):  # a step of the old tokens, then the one of the new
+        scheduled = tuple(ScheduledSequence(seq, num) for seq, num in zip(sequences, nums, strict=True) if num)
+        batch = ForwardBatch.build(SchedulerPlan(scheduled, (), (), (), ()), block_size, device)
+        q, k, v = torch.randn(len(batch.input_ids), NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM, generator=generator).split(
+            [NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], dim=1
+        )
+        out = backend.begin_step(cache, batch.attention)(0, *(x.to(device, dtype) for x in (q, k, v)))
+        for item in scheduled:
+            item.sequence.num_computed_tokens += item.num_new_tokens
+    return out.float()

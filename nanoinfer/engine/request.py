@@ -1,0 +1,164 @@
+"""One request seen from outside: its answers as they grow, what a stream of it shows, and its RequestOutput at the end.
+
+In: one sampled id at a time. Out: Deltas and a RequestOutput. The sampled id passes the last stations of its journey here:
+stop ids -> detokenizer -> stop strings -> output.
+"""
+
+import time
+from collections import deque
+
+from nanoinfer.engine.stopping import Stop, StopStrings, check_token_ids
+from nanoinfer.outputs import CompletionOutput, Delta, Logprob, LogprobsOnePosition, RequestMetrics, RequestOutput
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.tokenization.detokenizer import Detokenizer
+from nanoinfer.tokenization.tokenizer import Tokenizer
+from nanoinfer.tracing import TokenAppended
+
+
+class Request:
+    """Owns its outputs, so that several callers may drive one engine, each reading its own.
+
+    output: None until every answer has ended. deltas: what a stream has still to show; filled only if `streaming`, which is
+    for a single answer.
+    """
+
+    def __init__(
+        self,
+        sequences: list[Sequence],
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        *,
+        arrival_time: float,
+        streaming: bool = False,
+    ) -> None:
+        self.sequences = sequences
+        self.request_id = sequences[0].request_id
+        self.output: RequestOutput | None = None
+        self.deltas: deque[Delta] = deque()
+        self._prompt = prompt
+        self._streaming = streaming
+        self._metrics = RequestMetrics(arrival_time)
+        self._answers = [_Answer(seq, tokenizer) for seq in sequences]
+        wants_prompt = sequences[0].params.prompt_logprobs is not None
+        self._prompt_logprobs: list[LogprobsOnePosition | None] | None = [None] if wants_prompt else None
+
+    def advance(self, seq: Sequence, token_id: int, logprobs: LogprobsOnePosition | None = None) -> Stop | None:
+        """Take one sampled id of one of the sequences. Returns a Stop if it was that sequence's last."""
+        if self._metrics.first_token_time is None:
+            self._metrics.first_token_time = time.perf_counter()
+        answer = self._answers[seq.index]
+        answer.advance(token_id, logprobs)
+        self._show([token_id], answer, None if logprobs is None else [logprobs])
+        return answer.stop
+
+    def newest(self, seq: Sequence) -> TokenAppended:
+        """What the sequence's newest token has come to, for the tracer."""
+        return self._answers[seq.index].newest()
+
+    def add_prompt_logprobs(self, position: int, logprobs: list[LogprobsOnePosition]) -> None:
+        """Take those of the prompt's tokens from this position on, less what is known: a preempted prompt comes twice."""
+        assert self._prompt_logprobs is not None
+        self._prompt_logprobs += logprobs[len(self._prompt_logprobs) - position :]
+
+    def end(self, stop: Stop, seq: Sequence | None = None) -> None:
+        """End one sequence, or all, from outside: aborted, or failed. What was held of the text is kept, what has ended too."""
+        for answer in self._answers if seq is None else [self._answers[seq.index]]:
+            if answer.stop is None:
+                answer.end(stop)
+                self._show([], answer, None)
+
+    def _show(self, new_token_ids: list[int], answer: "_Answer", logprobs: list[LogprobsOnePosition] | None) -> None:
+        """Make the output if that was the last, and a stream's next Delta."""
+        if all(answer.stop for answer in self._answers):
+            self._metrics.finished_time = time.perf_counter()
+            self._metrics.num_output_tokens = sum(seq.num_output_tokens for seq in self.sequences)
+            self._metrics.num_cached_tokens = self.sequences[0].num_cached_tokens
+            self._metrics.num_preemptions = sum(seq.num_preemptions for seq in self.sequences)
+            self.output = RequestOutput(
+                self.request_id,
+                self._prompt,
+                self.sequences[0].prompt_token_ids,
+                [answer.output() for answer in self._answers],
+                finished=True,
+                metrics=self._metrics,
+                prompt_logprobs=self._prompt_logprobs,
+            )
+        answer.shown = answer.text.release(everything=answer.stop is not None)
+        if self._streaming:
+            self.deltas.append(Delta(answer.shown, new_token_ids, self.output, self.request_id, logprobs))
+
+
+class _Answer:
+    """One of a request's sequences as text. stop: None while it runs."""
+
+    def __init__(self, seq: Sequence, tokenizer: Tokenizer | None) -> None:
+        self.seq = seq
+        self.stop: Stop | None = None
+        self.shown = ""  # what the newest token let out
+        self.text = StopStrings(seq.params.stop or (), include_in_output=seq.params.include_stop_str_in_output)
+        self._tokenizer = tokenizer
+        self._detokenizer: Detokenizer | None = None
+        if seq.params.detokenize and tokenizer is not None:
+            self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=seq.params.skip_special_tokens)
+        self._logprobs: list[LogprobsOnePosition] | None = None if seq.params.logprobs is None else []
+
+    def advance(self, token_id: int, logprobs: LogprobsOnePosition | None) -> None:
+        seq = self.seq
+        seq.token_ids.append(token_id)
+        if self._logprobs is not None and logprobs is not None:
+            self._logprobs.append(logprobs)
+
+        stop = check_token_ids(seq)
+        ended_by_id = stop is not None and stop.finish_reason == "stop"
+        text = ""
+        if self._detokenizer and not (ended_by_id and not seq.params.include_stop_str_in_output):
+            text = self._detokenizer.push(token_id)
+        if self._detokenizer and stop:
+            text += self._detokenizer.finish()
+
+        # Neither the text of the first min_tokens tokens nor that of an id that ended the output is searched for stop strings.
+        examine = not ended_by_id and seq.num_output_tokens > seq.params.min_tokens
+        if matched := self.text.push(text, examine=examine):
+            stop = Stop("stop", matched)
+        self.stop = stop
+
+    def newest(self) -> TokenAppended:
+        token_id = self.seq.token_ids[-1]
+        return TokenAppended(
+            self.seq.sequence_id,
+            position=len(self.seq.token_ids) - 1,
+            token_id=token_id,
+            token=self._tokenizer.token_text(token_id) if self._tokenizer else "",
+            text=self.shown,
+            held=self.text.held,
+            num_held_ids=self._detokenizer.num_held_ids if self._detokenizer else 0,
+            finish_reason=self.stop.finish_reason if self.stop else None,
+            stop_reason=self.stop.stop_reason if self.stop else None,
+        )
+
+    def end(self, stop: Stop) -> None:
+        if self._detokenizer:
+            self.text.push(self._detokenizer.finish(), examine=False)
+        self.stop = stop
+
+    def output(self) -> CompletionOutput:
+        assert self.stop is not None
+        told, token_ids = self._logprobs, self.seq.output_token_ids
+        return CompletionOutput(
+            index=self.seq.index,
+            text=self.text.text,
+            token_ids=token_ids,
+            cumulative_logprob=None if told is None else sum(row[i].logprob for row, i in zip(told, token_ids, strict=True)),
+            logprobs=told,
+            finish_reason=self.stop.finish_reason,
+            stop_reason=self.stop.stop_reason,
+            error=self.stop.error,
+        )
+
+
+def named_logprobs(ids: list[int], values: list[float], ranks: list[int], tokenizer: Tokenizer | None) -> LogprobsOnePosition:
+    """The sampler's numbers, in the shape that users get."""
+    return {
+        token_id: Logprob(value, rank, tokenizer.token_text(token_id) if tokenizer else None)
+        for token_id, value, rank in zip(ids, values, ranks, strict=True)
+    }

@@ -1,0 +1,94 @@
+"""When a sequence ends: EOS, stop ids and lengths, looked for on ids; stop strings, looked for on text.
+
+In: the ids and the text so far. Out: a Stop, or None. It decides; request.py acts on it.
+"""
+
+from collections.abc import Sequence as Strings
+from dataclasses import dataclass
+
+from nanoinfer.outputs import FinishReason
+from nanoinfer.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Why a sequence ended, as CompletionOutput tells it."""
+
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+def check_token_ids(seq: Sequence) -> Stop | None:
+    """Does the newest id end the sequence? EOS goes before stop ids, and both before the length.
+
+    min_tokens needs no look here: until it is reached, the sampler cannot draw an id that stops.
+    """
+    newest = seq.token_ids[-1]
+    if newest in seq.eos_token_ids and not seq.params.ignore_eos:
+        return Stop("stop")
+    if newest in (seq.params.stop_token_ids or ()):
+        return Stop("stop", newest)
+    if len(seq.token_ids) >= seq.max_num_tokens:
+        return Stop("length")
+    return None
+
+
+class StopStrings:
+    """The output text as it grows, cut where a stop string completes, and shown only as far as it is certain.
+
+    Text that may yet become a stop string is held back, so nothing shown is ever taken back.
+
+    >>> text = StopStrings(["END"], include_in_output=False)
+    >>> text.push("The E"), text.release()
+    (None, 'The ')
+    >>> text.push("ND of it"), text.release()
+    ('END', '')
+    >>> text.text
+    'The '
+    """
+
+    def __init__(self, stops: Strings[str], *, include_in_output: bool) -> None:
+        self.text = ""
+        self._stops = stops
+        self._include_in_output = include_in_output
+        self._num_shown = 0
+
+    def push(self, piece: str, *, examine: bool = True) -> str | None:
+        """Append a piece of text. Returns the stop string that it completes, after cutting the text there.
+
+        The match that completes first wins; of those that complete together, the first in the list. With examine=False
+        (min_tokens) the piece is appended and never looked at: a match must complete in a later piece.
+        """
+        num_before = len(self.text)
+        self.text += piece
+        if not examine or not piece:
+            return None
+        first_end, matched = len(self.text) + 1, None
+        for stop in self._stops:
+            start = self.text.find(stop, max(num_before - len(stop) + 1, 0))
+            if start >= 0 and start + len(stop) < first_end:
+                first_end, matched = start + len(stop), stop
+        if matched is not None:
+            self.text = self.text[: first_end if self._include_in_output else first_end - len(matched)]
+        return matched
+
+    def release(self, *, everything: bool = False) -> str:
+        """The text that may be shown now and was not shown before; at the end of the sequence, everything."""
+        num_certain = len(self.text) if everything else len(self.text) - self._num_held()
+        shown = self.text[self._num_shown : num_certain]
+        self._num_shown = max(self._num_shown, num_certain)
+        return shown
+
+    @property
+    def held(self) -> str:
+        """The text that is there and has not been shown."""
+        return self.text[self._num_shown :]
+
+    def _num_held(self) -> int:
+        """The length of the longest end of the text that begins a stop string: at most the longest stop less one."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        for length in range(min(longest, len(self.text)), 0, -1):
+            if any(stop.startswith(self.text[-length:]) for stop in self._stops):
+                return length
+        return 0

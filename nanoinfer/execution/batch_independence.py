@@ -1,0 +1,114 @@
+"""Whether a prompt's hidden rows have the same bits in any batch: tried with the loaded model, on this machine.
+
+In: a model ready to run and its attention backend. Out: yes or no. linear.py has examined the linear layers more closely. This
+check covers the rest: norms, rotations, attention, a model class registered by the user.
+
+A prompt and two decode steps run alone, then beside other prompts. Of the layers the first is run: the others are like it.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from nanoinfer.attention.base import AttentionBackend
+from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.devices.machine_checks import verdict
+from nanoinfer.devices.row_forms import same_bits
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.models.registry import Model
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.scheduler import ScheduledSequence, SchedulerPlan
+from nanoinfer.scheduling.sequence import Sequence
+
+PROMPT_LENGTHS = (5, 37, 1, 66, 20)  # the second is looked at
+WATCHED = 1
+NUM_DECODES = 2
+
+
+def is_batch_independent(model: Model, backend: AttentionBackend, block_size: int, dtype: torch.dtype) -> bool:
+    """Tried once per machine for models and backends of this package. In every process for others: their code may change."""
+    if not all(type(part).__module__.startswith("nanoinfer.") for part in (model, backend)):
+        return _try(model, backend, block_size, dtype)
+    digest = hashlib.sha256(f"{model.config} {model}".encode()).hexdigest()[:12]  # names the classes of its layers
+    dtype_name = str(dtype).removeprefix("torch.")
+    check = f"model {type(model).__name__} {digest} {dtype_name}, {type(backend).__name__}, blocks of {block_size}"
+    return verdict(check, lambda: "independent" if _try(model, backend, block_size, dtype) else "dependent") == "independent"
+
+
+def cannot_be_invariant(dtype: torch.dtype, device: torch.device) -> UnsupportedError:
+    return UnsupportedError(
+        "batch_invariant=True needs rows whose bits do not depend on the batch; this machine's do, for this model in "
+        f"{str(dtype).removeprefix('torch.')} on {device.type}; leave it out, or try another dtype on a CPU"
+    )
+
+
+@torch.inference_mode()
+def _try(model: Model, backend: AttentionBackend, block_size: int, dtype: torch.dtype) -> bool:
+    longest = model.config.max_position_embeddings - NUM_DECODES
+    if longest < 1:
+        return False  # too short a model to try
+    lengths = [min(length, longest) for length in PROMPT_LENGTHS]
+    num_blocks = [-(-(length + NUM_DECODES) // block_size) for length in lengths]
+    generator = torch.Generator().manual_seed(0)
+    sequences = []
+    for i, length in enumerate(lengths):
+        num_tokens = length + NUM_DECODES
+        ids = torch.randint(0, model.config.vocab_size, (num_tokens,), generator=generator).tolist()
+        seq = Sequence(str(i), ids, SamplingParams(), seed=0, max_num_tokens=num_tokens)
+        seq.block_table = list(range(sum(num_blocks[:i]), sum(num_blocks[: i + 1])))
+        sequences.append(seq)
+    with _first_layer_alone(model):
+        cache = KVCache(
+            num_layers=model.config.num_hidden_layers,
+            num_blocks=sum(num_blocks),
+            block_size=block_size,
+            num_kv_heads=model.config.num_key_value_heads,
+            head_dim=model.config.head_dim,
+            dtype=dtype,
+            layout=backend.layout,
+        )
+        backend = type(backend)(enforce_eager=True)  # type: ignore[call-arg]
+        alone = _hidden_rows(model, backend, cache, [sequences[WATCHED]], lengths[WATCHED:])
+        together = _hidden_rows(model, backend, cache, sequences, lengths)
+    return all(same_bits(one, other) for one, other in zip(alone, together, strict=True))
+
+
+def _hidden_rows(
+    model: Model, backend: AttentionBackend, cache: KVCache, sequences: list[Sequence], lengths: list[int]
+) -> list[Float[Tensor, "num_tokens hidden"]]:
+    """The watched sequence's rows: of its prompt, then of each decode step."""
+    watched = WATCHED if len(sequences) > 1 else 0
+    for seq in sequences:
+        seq.num_computed_tokens = 0
+    rows = []
+    for nums in [lengths[: len(sequences)], *[[1] * len(sequences)] * NUM_DECODES]:
+        items = [ScheduledSequence(seq, num) for seq, num in zip(sequences, nums, strict=True)]
+        items.sort(key=lambda item: item.num_new_tokens > 1)  # as the scheduler has them
+        batch = ForwardBatch.build(SchedulerPlan(tuple(items), (), (), (), ()), cache.block_size, torch.device("cpu"))
+        hidden = model(batch.input_ids, batch.positions, backend.begin_step(cache, batch.attention))
+        place = next(place for place, item in enumerate(items) if item.sequence is sequences[watched])
+        start, end = batch.attention.query_start_loc_cpu[place : place + 2]
+        rows.append(hidden[start:end].clone())
+        for item in items:
+            item.sequence.num_computed_tokens += item.num_new_tokens
+    return rows
+
+
+@contextmanager
+def _first_layer_alone(model: Model) -> Iterator[None]:
+    """Inside, the list of the model's layers holds its first. A model without such a list runs whole."""
+    for name, child in cast(nn.Module, model).named_children():
+        if isinstance(child, nn.ModuleList) and len(child) == model.config.num_hidden_layers:
+            setattr(model, name, nn.ModuleList([child[0]]))
+            try:
+                yield
+            finally:
+                setattr(model, name, child)
+            return
+    yield

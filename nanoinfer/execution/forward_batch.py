@@ -1,0 +1,111 @@
+"""Scheduled sequences -> the tensors of one step, packed: all sequences' new tokens in one row of tokens, no padding.
+
+In: a SchedulerPlan. Out: a ForwardBatch. AttentionMetadata's docstring draws an example.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from nanoinfer.attention.base import AttentionMetadata
+from nanoinfer.devices.transfer import integers_on_device
+from nanoinfer.scheduling.scheduler import SchedulerPlan
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.tracing import BatchBuilt, Tracer
+
+
+@dataclass(frozen=True, slots=True)
+class LastDrawn:
+    """What a step drew, before anybody has read it: rows[seq] is the sequence's place in token_ids."""
+
+    token_ids: Int[Tensor, " num_rows"]
+    rows: dict[Sequence, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step's input. logits_indices: the packed tokens whose hidden rows meet the LM head, in the order of plan.rows."""
+
+    input_ids: Int[Tensor, " num_tokens"]
+    positions: Int[Tensor, " num_tokens"]
+    logits_indices: Int[Tensor, " num_rows"]
+    attention: AttentionMetadata
+    block_copies: list[tuple[int, int]]
+
+    @classmethod
+    def build(
+        cls,
+        plan: SchedulerPlan,
+        block_size: int,
+        device: torch.device,
+        last_drawn: "LastDrawn | None" = None,
+        tracer: Tracer | None = None,
+    ) -> "ForwardBatch":
+        """last_drawn: of the step before, if there are sequences whose newest token is on the device alone."""
+        drawn_at: list[int] = []
+        drawn_rows: list[int] = []
+        input_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for item in plan.scheduled:
+            seq = item.sequence
+            start = seq.num_computed_tokens
+            end = start + item.num_new_tokens
+            input_ids += seq.token_ids[start:end]
+            if last_drawn is not None and end > len(seq.token_ids):
+                drawn_at.append(len(input_ids))
+                drawn_rows.append(last_drawn.rows[seq])
+                input_ids.append(0)  # until the device fills it in
+            positions += range(start, end)
+            slots += [seq.block_table[i // block_size] * block_size + i % block_size for i in range(start, end)]
+
+        query_lens = [item.num_new_tokens for item in plan.scheduled]
+        query_start_loc = [0, *accumulate(query_lens)]
+        seq_lens = [item.sequence.num_computed_tokens + item.num_new_tokens for item in plan.scheduled]
+        max_blocks = max(len(item.sequence.block_table) for item in plan.scheduled)
+        block_tables: list[int] = []
+        for item in plan.scheduled:
+            table = item.sequence.block_table
+            block_tables += table + [0] * (max_blocks - len(table))
+        logits_indices = [index for _, index in plan.rows]
+        if tracer is not None:
+            known_ids = list(input_ids)
+            for index in drawn_at:
+                known_ids[index] = -1
+            tracer.emit(
+                BatchBuilt(
+                    sequence_ids=tuple(item.sequence.sequence_id for item in plan.scheduled),
+                    query_start_loc=tuple(query_start_loc),
+                    seq_lens=tuple(seq_lens),
+                    input_ids=tuple(known_ids),
+                    positions=tuple(positions),
+                    slot_mapping=tuple(slots),
+                    logits_indices=tuple(logits_indices),
+                )
+            )
+
+        ids, at, starts, lens, tables, slot_mapping, wanted, drawn_from, drawn_to = integers_on_device(
+            [
+                input_ids, positions, query_start_loc, seq_lens, block_tables, slots, logits_indices,
+                drawn_rows, drawn_at,
+            ],
+            device,
+        )  # fmt: skip
+        if last_drawn is not None and drawn_at:
+            # -1 means that there is none; such a row will be dropped
+            ids[drawn_to] = last_drawn.token_ids[drawn_from].clamp(min=0)
+        attention = AttentionMetadata(
+            query_start_loc=starts,
+            seq_lens=lens,
+            block_tables=tables.view(len(seq_lens), max_blocks),
+            slot_mapping=slot_mapping,
+            max_query_len=max(query_lens),
+            max_seq_len=max(seq_lens),
+            num_decodes=plan.num_decode_tokens,
+            query_start_loc_cpu=query_start_loc,
+            seq_lens_cpu=seq_lens,
+        )
+        return cls(ids, at, wanted, attention, list(plan.block_copies))

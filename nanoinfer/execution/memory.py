@@ -1,0 +1,105 @@
+"""How many blocks of the KV cache fit into a machine's memory.
+
+In: the settings and a loaded model. Out: bytes and a number of blocks.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanoinfer.config import EngineConfig, SchedulerConfig
+from nanoinfer.errors import InvalidValueError
+from nanoinfer.models.registry import Model
+from nanoinfer.sampling.cuda_graphs import BYTES_AT_A_TIME
+
+# On a CPU the cache takes at most this much unless kv_cache_memory says otherwise, and never more than half of what is free.
+DEFAULT_CPU_MEMORY = 4 * 2**30
+
+LOGITS_COPIES = 12  # fp32 copies of [num_rows, vocab] that a sampler of every parameter may hold: int64 weights count twice
+
+_MORE_ON_A_GPU = " or gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs"
+
+
+def num_blocks_for(
+    config: EngineConfig, block_bytes: int, block_size: int, max_len: int, device: torch.device, *, step_bytes: int = 0
+) -> int:
+    """As many blocks as the memory holds, and no more than max_num_seqs sequences of max_len could use.
+
+    step_bytes: kept free on a GPU for what a step needs beside weights and cache.
+    Raises: InvalidValueError if not one block fits.
+    """
+    memory = memory_for_cache(device, config.cache.kv_cache_memory, config.cache.gpu_memory_utilization, step_bytes=step_bytes)
+    num_blocks = min(memory // block_bytes, config.scheduler.max_num_seqs * -(-max_len // block_size))
+    if num_blocks < 1:
+        raise InvalidValueError(
+            f"the KV cache may take {memory} bytes, less than one block of {block_size} tokens ({block_bytes} bytes); "
+            f"raise kv_cache_memory{_MORE_ON_A_GPU if device.type == 'cuda' else ''}, or lower block_size"
+        )
+    return num_blocks
+
+
+def memory_for_cache(
+    device: torch.device, kv_cache_memory: int | None, gpu_memory_utilization: float, *, step_bytes: int = 0
+) -> int:
+    """How many bytes the cache may take: what was asked for, or what the machine can spare. Call it with the weights loaded.
+
+    Raises: InvalidValueError if more was asked for than is free.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        spare = int(total * gpu_memory_utilization) - (total - free) - step_bytes
+        way_out = "lower kv_cache_memory, or leave it out"
+    else:
+        free = available_cpu_memory()
+        spare = min(DEFAULT_CPU_MEMORY, free // 2)
+        way_out = "lower kv_cache_memory, or leave it out to take at most half of what is free"
+    if kv_cache_memory is None:
+        return max(spare, 0)
+    if kv_cache_memory > free:
+        raise InvalidValueError(f"kv_cache_memory is {kv_cache_memory} bytes, but {free} are free on {device}; {way_out}")
+    return kv_cache_memory
+
+
+def available_cpu_memory() -> int:
+    """Bytes that can be taken without swapping, within the limit of the container, where there is one (cgroup v2)."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):  # not Linux: half of the machine's memory, or where not even that can be asked, 8 GiB
+        can_ask = hasattr(os, "sysconf")
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if can_ask else 2 * DEFAULT_CPU_MEMORY
+    try:
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        file_cache = int(stat["inactive_file"]) + int(stat["active_file"])  # counted as used, and given up when needed
+        available = min(available, limit - used + file_cache)
+    except (OSError, ValueError, KeyError):  # no container, or "max": no limit
+        pass
+    return max(available, 0)
+
+
+@torch.inference_mode()
+def peak_step_bytes(model: Model, config: SchedulerConfig, device: torch.device) -> int:
+    """What a GPU needs for the largest step, beside weights and cache: measured on one whose attention is left out.
+
+    The sampler is counted as LOGITS_COPIES of the logits. Its recordings have memory of their own: one more copy to read, and
+    as many again as they work on at a time.
+    """
+    num_rows = config.max_num_seqs
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q.contiguous()
+
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    ids = torch.zeros(config.max_num_batched_tokens + num_rows, dtype=torch.int64, device=device)
+    hidden = model(ids, ids, attend)
+    logits = model.compute_logits(hidden[:num_rows]).float()
+    sampler = LOGITS_COPIES * logits.nbytes
+    recordings = logits.nbytes + LOGITS_COPIES * min(logits.nbytes, BYTES_AT_A_TIME)
+    needed = torch.cuda.max_memory_allocated(device) - before + sampler + recordings
+    del hidden, logits
+    torch.cuda.empty_cache()
+    return needed

@@ -1,0 +1,158 @@
+"""A checkpoint's name -> a model ready to run on its device, and what belongs to it.
+
+In: an EngineConfig. Out: the model with its weights, quantised, fused or packed as the device likes it; tokenizer; EOS ids.
+"""
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanoinfer.config import DTYPES, EngineConfig
+from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, InvalidValueError, NanoinferError, UnsupportedError
+from nanoinfer.models import cpu_linear
+from nanoinfer.models.checkpoint import Checkpoint, locate
+from nanoinfer.models.registry import Model, find_model
+from nanoinfer.models.weights import WeightFiles, dtype_of, head_is_tied, load_weights
+from nanoinfer.tokenization.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """num_parameters: as the checkpoint has them; a layer that is packed or quantised is no parameter any more.
+
+    has_independent_rows: whether the rows of its linear layers have the same bits in any batch, on this machine.
+    tokenizer: None if there is none; then the model takes token ids.
+    """
+
+    checkpoint: Checkpoint
+    model: Model
+    num_parameters: int
+    has_independent_rows: bool
+    tokenizer: Tokenizer | None
+    eos_token_ids: frozenset[int]
+
+
+def load(config: EngineConfig) -> Loaded:
+    """Raises: CheckpointNotFoundError, CheckpointError, WeightsError, UnsupportedError."""
+    device = resolve_device(config.device)
+    if config.quantization and device.type != "cpu":
+        raise UnsupportedError(f"quantization='int8' runs on a CPU only, got device {str(device)!r}; leave it out")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels of our own are launched on the current one
+    checkpoint = Checkpoint.open(config.model, config.revision)
+    model = load_model(checkpoint, "bfloat16" if config.quantization else config.dtype, device)
+    num_parameters = sum(weight.numel() for weight in model.parameters())
+    if device.type == "cuda" and not config.enforce_eager:
+        fuse(model)
+    has_independent_rows = False
+    if device.type == "cpu":
+        report = cpu_linear.quantize(model) if config.quantization else cpu_linear.pack(model)
+        has_independent_rows = report.are_rows_independent
+    tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
+    tokenizer = Tokenizer.load(tokenizer_path)
+    if config.tokenizer is not None and tokenizer is None:
+        raise CheckpointNotFoundError(f"{tokenizer_path} holds no tokenizer files, such as tokenizer.json")
+    eos_token_ids = checkpoint.eos_token_ids
+    if not eos_token_ids and tokenizer is not None and tokenizer.hf.eos_token_id is not None:
+        eos_token_ids = frozenset([tokenizer.hf.eos_token_id])
+    return Loaded(checkpoint, model, num_parameters, has_independent_rows, tokenizer, eos_token_ids)
+
+
+def load_model(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device | str = "cpu") -> Any:
+    """Build the checkpoint's model with its weights, ready to run.
+
+    dtype: one of config.DTYPES; "auto" is the checkpoint's own (fp32 on a CPU that is slow at it). Returns a Model.
+    Raises: UnsupportedError, CheckpointError, WeightsError, InvalidValueError for another dtype.
+    """
+    device = torch.device(device)
+    resolved = resolve_dtype(dtype, checkpoint, device)
+    model = on_meta(checkpoint)
+    load_weights(model, WeightFiles(checkpoint.weight_files), model.weight_rules, resolved, device)
+    return model.to(device).eval()
+
+
+def fuse(model: nn.Module) -> None:
+    """Replace what fused.py has a Triton kernel for; without Triton the model stays as it is, and one log line says so."""
+    try:
+        fused = import_module("nanoinfer.models.fused_kernels")
+    except ImportError:
+        logger.info("triton is not installed: norms, rotations and gates run as torch's own operators, one after the other")
+        return
+    fused.fuse(model)
+
+
+def on_meta(checkpoint: Checkpoint) -> Any:
+    """The checkpoint's model on the meta device: every shape, and no weights yet. Raises: as load does."""
+    model_class = find_model(checkpoint.config)
+    config = _read_config(model_class.Config, checkpoint)
+    files = WeightFiles(checkpoint.weight_files)
+    is_tied = head_is_tied(config.tie_word_embeddings, files, model_class.weight_rules)
+    with torch.device("meta"):
+        return model_class(dataclasses.replace(config, tie_word_embeddings=is_tied))
+
+
+def _read_config(config_class: Any, checkpoint: Checkpoint) -> Any:
+    """The family's config, with every size a positive number and the heads fitting each other."""
+    path = checkpoint.path / "config.json"
+    try:
+        config = config_class.from_hf(checkpoint.config)
+    except KeyError as error:
+        raise CheckpointError(f"{path} has no {error}, which this architecture needs") from error
+    except NanoinferError:
+        raise
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{path} holds a value of the wrong type ({error}); download it again") from error
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type is int and (type(value) is not int or value < 1):
+            raise CheckpointError(f"{field.name} in {path} must be a number >= 1, got {value!r}; download it again")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise CheckpointError(
+            f"num_attention_heads in {path} must be a multiple of num_key_value_heads, got {config.num_attention_heads} "
+            f"and {config.num_key_value_heads}"
+        )
+    return config
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is a GPU if there is one. Raises: InvalidValueError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidValueError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} GPUs; use 'cpu'")
+    return device
+
+
+def cpu_has_fast_bf16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def resolve_dtype(dtype: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """What a checkpoint is run in. dtype: one of config.DTYPES. Raises: InvalidValueError, UnsupportedError."""
+    if dtype not in DTYPES:
+        raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if DTYPES[dtype] != "auto":
+        return getattr(torch, DTYPES[dtype])
+    name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")  # newer and older transformers
+    own = {"float64": torch.float32, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    resolved = own.get(str(name).removeprefix("torch.")) if name else dtype_of(WeightFiles(checkpoint.weight_files))
+    if resolved is None:
+        raise UnsupportedError(f"the checkpoint's dtype is {name!r}; {', '.join(own)} are supported. Pass dtype= to choose one")
+    is_fast = device.type != "cpu" or resolved is torch.float32 or (resolved is torch.bfloat16 and cpu_has_fast_bf16())
+    if not is_fast:
+        logger.info("the checkpoint is %s, which this CPU is slow at: using float32 (dtype= chooses)", resolved)
+        return torch.float32
+    return resolved

@@ -1,0 +1,84 @@
+"""The table of model families, found by the architecture's name in config.json, and what every family provides.
+
+A model is `forward(input_ids, positions, attend) -> hidden [num_tokens, hidden]` and `compute_logits(hidden) -> [.., vocab]`,
+with a `config` that has the fields of ModelConfig. `register_model` adds one of your own.
+"""
+
+from importlib import import_module
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from nanoinfer.attention.base import Attend
+from nanoinfer.errors import CheckpointError, UnsupportedError
+from nanoinfer.models.weights import WeightRules
+
+# architecture in config.json -> "module:class", imported when it is asked for
+_MODELS: dict[str, str] = {
+    "GPT2LMHeadModel": "nanoinfer.models.gpt2:GPT2LMHeadModel",
+    "Qwen2ForCausalLM": "nanoinfer.models.qwen:QwenForCausalLM",
+    "Qwen3ForCausalLM": "nanoinfer.models.qwen:QwenForCausalLM",
+}
+_registered: dict[str, type[nn.Module]] = {}
+
+
+@runtime_checkable
+class ModelConfig(Protocol):
+    """What is read of any family's config; the families' dataclasses have more."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+
+@runtime_checkable
+class Model(Protocol):
+    """What the engine calls of any family. Config: a frozen dataclass with `from_hf(dict)` and `tie_word_embeddings`."""
+
+    Config: ClassVar[Any]
+    weight_rules: ClassVar[WeightRules]
+    config: Any
+
+    def __call__(
+        self, input_ids: Int[Tensor, " num_tokens"], positions: Int[Tensor, " num_tokens"], attend: Attend
+    ) -> Float[Tensor, "num_tokens hidden"]: ...
+
+    def compute_logits(self, hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]: ...
+
+
+def register_model(architecture: str, model_class: type[nn.Module]) -> None:
+    """Use model_class for checkpoints whose config.json names this architecture. Yours goes before ours."""
+    _registered[architecture] = model_class
+
+
+def find_model(config: dict[str, Any]) -> type[Any]:
+    """The class for a config.json.
+
+    Raises: UnsupportedError for an architecture that is not supported or a quantised checkpoint; CheckpointError for none.
+    """
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise CheckpointError(f'config.json names no architecture; add "architectures": [one of {", ".join(_MODELS)}]')
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        raise UnsupportedError(f"quantised checkpoints ({method}) are not supported; take the unquantised one")
+    for architecture in architectures:
+        if architecture in _registered:
+            return _registered[architecture]
+        if architecture in _MODELS:
+            module, _, class_name = _MODELS[architecture].partition(":")
+            return getattr(import_module(module), class_name)
+    raise UnsupportedError(
+        f"architecture {', '.join(map(str, architectures))} is not supported; {', '.join([*_MODELS, *_registered])} are. "
+        "register_model adds one of your own"
+    )

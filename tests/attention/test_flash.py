@@ -1,0 +1,198 @@
+"""flash-attn's and torch's FlashAttention, without a GPU: stand-ins with the libraries' signatures and documented demands.
+
+They refuse what the libraries refuse (dtypes, int32 indices, page sizes, head counts) and compute in float64, so a wrong
+argument, layout or mask shows. The libraries themselves are met by the tests marked gpu, where there is a device.
+Sources: flash_attn_interface.py of https://github.com/Dao-AILab/flash-attention, 2.8; torch/nn/attention/varlen.py, 2.13.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from paged_cases import FAULTS, compare, in_float64
+
+from nanoinfer.attention import base
+from nanoinfer.attention import torch_varlen as varlen
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+RAGGED = [(0, 1), (15, 1), (255, 1), (256, 1), (299, 1), (0, 2), (0, 65), (40, 20), (256, 44), (200, 300)]
+
+
+def checked(q, k, v, *indices):
+    for x in (q, k, v):
+        assert x.dtype in (torch.float16, torch.bfloat16)
+        assert x.stride(-1) == 1
+    assert q.shape[-2] % k.shape[-2] == 0
+    assert k.shape == v.shape
+    assert all(index.dtype is torch.int32 and index.stride(-1) == 1 for index in indices)
+
+
+def pages_of(pages, block_table, length):
+    return pages[block_table.long()].flatten(0, 1)[:length]
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
+):  # fmt: skip
+    """q: [batch, seqlen, nheads, headdim]; pages [num_blocks, page_block_size, nheads_k, headdim]."""
+    assert causal
+    assert k_cache.shape[1] % 256 == 0
+    checked(q, k_cache, v_cache, cache_seqlens, block_table)
+    rows = [
+        in_float64(one, pages_of(k_cache, table, length), pages_of(v_cache, table, length))
+        for one, table, length in zip(q, block_table, cache_seqlens, strict=True)
+    ]
+    return torch.stack(rows).to(q.dtype)
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
+):  # fmt: skip
+    """q: [total_q, nheads, headdim]; with a block_table k and v are pages. The mask is aligned to the bottom right."""
+    assert causal
+    assert k.shape[1] % 256 == 0
+    checked(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
+    lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    assert cu_seqlens_q[0] == 0
+    assert cu_seqlens_q[-1] == len(q)
+    assert max(lengths_q) <= max_seqlen_q
+    assert max(lengths_k) <= max_seqlen_k
+    assert len(block_table) == len(lengths_q) == len(lengths_k)
+    rows = [
+        in_float64(one, pages_of(k, table, length), pages_of(v, table, length))
+        for one, table, length in zip(q.split(lengths_q), block_table, lengths_k, strict=True)
+    ]
+    return torch.cat(rows).to(q.dtype)
+
+
+def varlen_attn(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
+    enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+):  # fmt: skip
+    """torch 2.13's, as it is with FlashAttention 2: pages raise."""
+    if block_table is not None:
+        raise RuntimeError("block_table needs FlashAttention 3")
+    assert query.shape[1] == key.shape[1] or enable_gqa
+    return older_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=window_size == (-1, 0), _gqa=True)
+
+
+def older_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None, _gqa=False):
+    """As it was before query heads could share KV heads."""
+    assert is_causal
+    assert _gqa or query.shape[1] == key.shape[1]
+    checked(query, key, value, cu_seq_q, cu_seq_k)
+    lengths_q, lengths_k = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
+    assert (cu_seq_q[-1], cu_seq_k[-1]) == (len(query), len(key))
+    assert max(lengths_q) <= max_q
+    assert max(lengths_k) <= max_k
+    parts = zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True)
+    return torch.cat([in_float64(*part) for part in parts]).to(query.dtype)
+
+
+def paged_varlen_attn(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
+    enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+):  # fmt: skip
+    """torch 2.13's with FlashAttention 3, which reads pages."""
+    assert window_size == (-1, 0)
+    assert cu_seq_k is None
+    assert query.shape[1] == key.shape[2] or enable_gqa
+    checked(query, key, value, cu_seq_q, seqused_k, block_table)
+    parts = zip(query.split(cu_seq_q.diff().tolist()), block_table, seqused_k.tolist(), strict=True)
+    rows = [in_float64(q, pages_of(key, table, length), pages_of(value, table, length)) for q, table, length in parts]
+    return torch.cat(rows).to(query.dtype)
+
+
+@pytest.fixture(params=["flash", "torch, no pages", "torch, pages", "torch, older"])
+def backend(request, monkeypatch):
+    if request.param == "flash":
+        standin = ModuleType("flash_attn")
+        standin.flash_attn_with_kvcache, standin.flash_attn_varlen_func = flash_attn_with_kvcache, flash_attn_varlen_func
+        monkeypatch.setitem(sys.modules, "flash_attn", standin)
+        monkeypatch.delitem(sys.modules, "nanoinfer.attention.flash", raising=False)
+        yield importlib.import_module("nanoinfer.attention.flash").FlashBackend()
+        sys.modules.pop("nanoinfer.attention.flash")
+        return
+    functions = {"no pages": varlen_attn, "pages": paged_varlen_attn, "older": older_varlen_attn}
+    monkeypatch.setattr(varlen, "varlen_attn", functions[request.param.removeprefix("torch, ")])
+    varlen.takes_pages.cache_clear()
+    yield varlen.VarlenBackend()
+    varlen.takes_pages.cache_clear()
+
+
+def error_of(backend, lengths, *, heads=(2, 1), head_dim=64, **more):
+    num_kv_heads, group = heads
+    return compare(
+        backend,
+        lengths,
+        block_size=256,
+        num_kv_heads=num_kv_heads,
+        group=group,
+        head_dim=head_dim,
+        dtype=torch.bfloat16,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("heads", [(2, 1), (2, 2), (1, 7)], ids=lambda heads: f"{heads[0]}x{heads[1]}")
+def test_decodes_and_chunks_in_one_step_equal_the_definition(backend, heads):
+    assert error_of(backend, RAGGED, heads=heads, packed=True) < 0.02
+
+
+@pytest.mark.parametrize("lengths", [[(299, 1), (0, 1)], [(0, 33)], [(100, 50), (0, 7)]], ids=["decode", "prefill", "chunks"])
+def test_a_step_of_one_kind(backend, lengths):
+    assert error_of(backend, lengths) < 0.02
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_comparison_notices_a_planted_fault(backend, fault):
+    assert error_of(backend, [(400, 1), (300, 1), (257, 90)], spoil=FAULTS[fault]) > 0.05
+
+
+# ---- which one is taken, and why
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """As far as choosing a backend asks for one."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+
+
+def test_auto_takes_the_first_that_can_and_says_why_not_the_others(a_gpu, monkeypatch, caplog):
+    pytest.importorskip("triton")
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed
+    caplog.set_level("INFO", logger="nanoinfer")
+    assert base.select_backend("auto", CUDA, torch.bfloat16, 128)[0] == "triton"
+    assert "attention_backend: not flash, because flash_attn is not installed" in caplog.text
+    monkeypatch.setitem(sys.modules, "nanoinfer.attention.triton", None)
+    assert base.select_backend("auto", CUDA, torch.bfloat16, 128)[0] == "torch"
+    assert base.select_backend("auto", CUDA, torch.float32, 128)[0] == "reference"
+    assert "not torch, because it computes in float16 or bfloat16, not float32" in caplog.text
+
+
+def test_flash_attention_is_refused_by_name_where_it_cannot_serve(a_gpu, monkeypatch):
+    def unsupported_reason(device=CUDA, dtype=torch.bfloat16, head_dim=128):
+        return varlen.why_not_flash_attention_2(device, dtype, head_dim)
+
+    assert unsupported_reason() is None
+    assert unsupported_reason(head_dim=100) == "it takes a head_dim in multiples of 8 up to 256, not 100"
+    assert unsupported_reason(head_dim=264) == "it takes a head_dim in multiples of 8 up to 256, not 264"
+    assert unsupported_reason(device=CPU) == "it runs on cuda only, not on cpu"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert unsupported_reason() == "it needs an Ampere GPU or a newer one, not a GPU"
+
+
+def test_flash_wants_large_blocks(a_gpu, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", standin := ModuleType("flash_attn"))
+    standin.flash_attn_with_kvcache = standin.flash_attn_varlen_func = None
+    monkeypatch.delitem(sys.modules, "nanoinfer.attention.flash", raising=False)
+    for block_size, expected in ((None, None), (512, None), (16, "its blocks hold multiples of 256 tokens, not 16")):
+        _, reason = base.find_backend("flash", CUDA, torch.bfloat16, 128, block_size)
+        assert reason == expected
+    sys.modules.pop("nanoinfer.attention.flash")

@@ -1,0 +1,204 @@
+"""`nanoinfer bench`: workloads as described, figures by hand, the same work on both sides, counts by hand, tables and JSON."""
+
+import datetime
+import json
+import math
+import re
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from nanoinfer import LLM
+from nanoinfer.bench import compare, roofline, shapes, workloads
+from nanoinfer.bench.runners import NanoinferRunner, TransformersRunner
+from nanoinfer.bench.timing import RequestTiming, figures
+from nanoinfer.bench.workloads import Workload
+from nanoinfer.cli.main import app
+from nanoinfer.errors import InvalidValueError
+from nanoinfer.models import loader
+from nanoinfer.models.checkpoint import Checkpoint
+
+SMALL = Workload(name="small", input_lens=(3, 9, 1), output_lens=(5, 1, 4))
+
+
+def described(**changes):
+    asked = {"num_prompts": 50, "input_len": "4-9", "output_len": "7", "request_rate": math.inf, "sampling": {}, "seed": 0}
+    return workloads.described(**asked | changes)
+
+
+def test_a_described_workload_has_its_lengths_and_its_rate():
+    workload = described(request_rate=100.0)
+    assert set(workload.input_lens) == {4, 5, 6, 7, 8, 9}  # one missed: 1 in 1,500 seeds, and the seed is fixed
+    assert set(workload.output_lens) == {7}
+    assert list(workload.arrivals) == sorted(workload.arrivals)
+    assert 0.2 < workload.arrivals[-1] < 1.0  # 49 gaps of 0.01 s on average, standard deviation 0.07
+    assert described().arrivals == ()
+    assert described(request_rate=100.0) == workload != described(request_rate=100.0, seed=1)
+
+
+def test_every_run_of_a_workload_has_other_tokens_and_the_same_lengths():
+    first, second = SMALL.prompts(50, 1), SMALL.prompts(50, 2)
+    assert [*map(len, first)] == [*map(len, second)] == [3, 9, 1]
+    assert first != second
+    assert first == SMALL.prompts(50, 1)
+    one, other = (workloads.WORKLOADS[name].prompts(50257, 1)[0][:32] for name in ("A", "C"))
+    assert one != other
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"input_len": "0"}, "input_len must be a number of tokens such as 128, or a range such as 16-256, got '0'"),
+        ({"output_len": "9-4"}, "output_len must be .*, got '9-4'"),
+        ({"output_len": "many"}, "output_len must be .*, got 'many'"),
+        ({"request_rate": 0.0}, r"request_rate must be > 0 requests per second, got 0.0; inf is all at once"),
+    ],
+)
+def test_a_workload_that_cannot_be_is_refused(changes, sentence):
+    with pytest.raises(InvalidValueError, match=sentence):
+        described(**changes)
+
+
+def test_figures_by_hand():
+    """Two requests: tokens at 1, 2, 4 s from an arrival at 0; one token at 3 s from an arrival at 1."""
+    found = figures([RequestTiming(0.0, [1.0, 2.0, 4.0]), RequestTiming(1.0, [3.0])], num_prompt_tokens=6)
+    assert (found.duration_s, found.output_tokens_per_s, found.total_tokens_per_s, found.requests_per_s) == (4, 1, 2.5, 0.5)
+    assert (found.ttft_ms.p50, found.itl_ms.p50, found.tpot_ms.p50) == (1500, 1500, 1500)
+    assert found.itl_ms.p99 == 1990  # between 1000 and 2000, linearly
+    assert figures([RequestTiming(0.0, [1.0])], 1).itl_ms is None
+
+
+def test_both_sides_make_every_token_of_the_workload():
+    llm = LLM("tiny-gpt2", kv_cache_memory=2**22)
+    peer = TransformersRunner(Checkpoint.open("tiny-gpt2").path, torch.float32, torch.device("cpu"))
+    late = Workload(name="late", input_lens=(3, 3), output_lens=(2, 2), arrivals=(0.0, 0.3))
+    for workload in (SMALL, late):
+        ours = NanoinferRunner(llm).run(workload, 1)
+        assert [len(timing.token_times) for timing in ours] == list(workload.output_lens)
+        for timing in ours:
+            assert timing.arrival < timing.token_times[0]
+            assert timing.token_times == sorted(timing.token_times)
+    assert ours[1].arrival - ours[0].arrival == pytest.approx(0.3)
+    assert [len(timing.token_times) for timing in peer.run(SMALL, 1)] == [5, 1, 4]
+    sampled = Workload(name="s", input_lens=(2, 2), output_lens=(3, 3), sampling={"temperature": 1.0, "top_k": 4, "top_p": 0.9})
+    assert [len(timing.token_times) for timing in peer.run(sampled, 1)] == [3, 3]
+
+
+def test_the_parts_of_a_step_are_counted_by_hand(gpt2_path):
+    """2 layers of 48, 4 heads, fp32: 48 x 144 + 48 x 48 weights in a layer's projections, 2 x 48 x 192 in its MLP."""
+    model = loader.on_meta(Checkpoint.open(str(gpt2_path)))
+    vocab_size = model.config.vocab_size
+    parts = {part.name: part for part in roofline.count(model, torch.float32, num_seqs=3, num_new=1, context=10)}
+    projections, mlp = 2 * (48 * 144 + 48 * 48), 2 * 2 * 48 * 192
+    assert (parts["attention projections"].num_bytes, parts["attention projections"].num_operations) == (
+        4 * projections,
+        2 * 3 * projections,
+    )
+    assert (parts["MLP"].num_bytes, parts["MLP"].num_operations) == (4 * mlp, 2 * 3 * mlp)
+    assert parts["attention"].num_bytes == 3 * 10 * 2 * 48 * 2 * 4  # sequences, tokens, k and v, hidden, layers, bytes
+    assert parts["attention"].num_operations == 3 * 10 * 4 * 48 * 2
+    assert parts["cache write"].num_bytes == 3 * 2 * 48 * 2 * 4
+    assert parts["LM head"].num_operations == 2 * 3 * 48 * vocab_size
+    prefill = {part.name: part for part in roofline.count(model, torch.float32, num_seqs=1, num_new=4, context=4)}
+    assert prefill["attention"].num_operations == (1 + 2 + 3 + 4) * 4 * 48 * 2
+
+
+def test_a_part_takes_as_long_as_the_slower_of_reading_and_computing():
+    machine = roofline.Machine(2, bandwidth=100.0, gemm_rates={torch.float32: 1000.0})
+    assert roofline.Part("reads", 200, 10).least_s(machine, torch.float32) == 2.0
+    assert roofline.Part("computes", 10, 5000).least_s(machine, torch.float32) == 5.0
+
+
+def test_a_shape_is_a_checkpoint_of_that_shape(tmp_path, monkeypatch):
+    monkeypatch.setitem(shapes.SHAPES, "tiny", ("GPT2Config", {"n_embd": 48, "n_layer": 2, "n_head": 4}, "bfloat16"))
+    shapes.write_checkpoint("tiny", tmp_path)
+    model = loader.load_model(Checkpoint.open(str(tmp_path)))
+    assert (model.config.hidden_size, model.config.vocab_size) == (48, 50257)
+    assert transformers.AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
+    with pytest.raises(InvalidValueError, match=r"shape must be one of gpt2, .*, got 'gpt5'"):
+        shapes.write_checkpoint("gpt5", tmp_path)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+OWN = ("--model", "tiny-gpt2", "--num-prompts", "2", "--input-len", "4", "--output-len", "2-3", "--repeats", "1")
+
+
+def test_throughput_as_json_beside_transformers():
+    result = run("throughput", *OWN, "--compare", "transformers", "--json")
+    assert result.exit_code == 0, result.stderr
+    (told,) = json.loads(result.stdout)
+    assert told["ours"]["num_output_tokens"] == told["theirs"]["num_output_tokens"]
+    assert told["ratio"] == pytest.approx(told["ours"]["output_tokens_per_s"] / told["theirs"]["output_tokens_per_s"])
+    assert told["bar"] is None  # bars are for known shapes
+    assert told["num_weight_bytes"] == pytest.approx(Checkpoint.open("tiny-gpt2").weight_files[0].stat().st_size, rel=0.01)
+    assert told["memory_in_use"] > told["num_weight_bytes"]
+
+
+def test_latency_is_a_table_of_percentiles():
+    result = run("latency", *OWN)
+    assert result.exit_code == 0, result.stderr
+    for word in ("TTFT", "TPOT", "ITL", "p50 ms", "p95 ms", "p99 ms", "memory: weights"):
+        assert word in result.stdout
+
+
+@pytest.mark.parametrize("command", ["throughput", "latency"])
+def test_the_help_defines_what_is_measured(command):
+    told = " ".join(run(command, "--help").stdout.split())
+    for words in ("TTFT, time to first token", "TPOT, time per output token", "ITL, inter-token latency", "Workloads: A one"):
+        assert words in told
+
+
+def test_the_roofline_tells_shares_of_the_limit_and_draws(tmp_path):
+    result = run("--roofline", "--model", "tiny-gpt2", "--json", "--plot", str(tmp_path / "roof.png"))
+    assert result.exit_code == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert [phase["name"].split()[0] for phase in told["phases"]] == ["prefill", "decode,", "decode,", "decode,", "decode,"]
+    for phase in told["phases"]:
+        assert phase["least_ms"] == pytest.approx(sum(part["least_ms"] for part in phase["parts"]))
+        assert phase["share_of_limit"] == pytest.approx(phase["least_ms"] / phase["measured_ms"])
+    assert (tmp_path / "roof.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--workload", "A,Z"), "workload must be some of A, B16, B64, C, D, E, F, with commas between them, got 'Z'"),
+        (("--workload", "A", "--num-prompts", "1"), "give workload, or num_prompts for one of your own, not both"),
+        (("--compare", "vllm"), "compare must be transformers, got 'vllm'"),
+        (("--shape", "gpt5"), "shape must be one of gpt2,"),
+        (("--shape", "gpt2", "--model", "tiny-gpt2"), "give a model or a shape, not both, got 'tiny-gpt2' and 'gpt2'"),
+        (
+            ("--model", "tiny-gpt2", "--workload", "C"),
+            "workload C needs 1024 tokens at a time, but max_model_len is 512; pick a",
+        ),
+        (("--input-len", "4"), "describe a workload of your own; give num_prompts, too"),
+        (("--shape", "gpt2", "--dtype", "int3"), "dtype must be one of auto, half"),
+        (("--num-prompts", "1", "--request-rate", "2", "--compare", "transformers"), "generate takes all requests at once"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments, sentence):
+    result = run("throughput", *arguments)
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert sentence in result.stderr
+
+
+def test_a_bar_stands_beside_every_standard_workload():
+    for bars in compare.BARS.values():
+        assert set(bars) <= set(workloads.WORKLOADS)
+
+
+def test_a_report_is_a_dated_entry_in_markdown():
+    result = CliRunner().invoke(app, ["bench", "report", "--model", "tiny-gpt2", "--workload", "A", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("## tiny-gpt2 in float32 on ")
+    assert lines[0].endswith(str(datetime.date.today()))
+    assert "| workload | nanoinfer | transformers | times as fast | bar |" in lines
+    (row,) = [line for line in lines if line.startswith("| A |")]
+    assert re.fullmatch(r"\| A \| [\d,]+ tok/s \| [\d,]+ tok/s \| \d+\.\d\d \|  \|", row)
+    assert sum(line.startswith("| decode, ") for line in lines) == 4

@@ -1,0 +1,171 @@
+"""The bundled models: what they are, that transformers agrees with us on them, and that they learned what a card says."""
+
+import json
+import re
+
+import pytest
+import torch
+import transformers
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.bundled import stories
+from nanoinfer.bundled.stories import measure
+from nanoinfer.models.checkpoint import BUNDLED, bundled_models
+
+NAMES = ["tiny-gpt2", "tiny-qwen3"]
+CHAT = [{"role": "user", "content": "Tell me a story about Nora"}]
+GREEDY = SamplingParams(temperature=0, max_tokens=200)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def llm(name):
+    return LLM(name, kv_cache_memory=2**26)
+
+
+@pytest.fixture(scope="module")
+def peer(name):
+    """The same folder in transformers itself."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED / name).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(BUNDLED / name)
+
+
+@pytest.fixture(scope="module")
+def card(name):
+    return (BUNDLED / name / "README.md").read_text()
+
+
+def sampled_stories(llm, temperature):
+    """500 stories as measure.py samples them, but by nanoinfer: half asked for in a chat, half from the word "Once"."""
+    half = 250
+    heroes = [measure.HERO_NAMES[i % len(measure.HERO_NAMES)] for i in range(half)]
+    chats = [llm.render_chat([{"role": "user", "content": f"Tell me a story about {hero}"}]) for hero in heroes]
+    params = [SamplingParams(temperature=temperature, max_tokens=200, seed=seed) for seed in range(2 * half)]
+    texts = [output.outputs[0].text for output in llm.generate(chats + ["Once"] * half, params, use_tqdm=False)]
+    return list(zip(texts[:half], heroes, strict=True)) + [("Once" + text, None) for text in texts[half:]]
+
+
+def test_both_are_on_the_list():
+    assert bundled_models() == NAMES
+
+
+def test_the_config_is_that_of_the_family(name):
+    config = json.loads((BUNDLED / name / "config.json").read_text())
+    if name == "tiny-gpt2":
+        assert (config["architectures"], config["n_positions"]) == (["GPT2LMHeadModel"], 512)
+        assert config.get("tie_word_embeddings", True)
+    else:
+        assert (config["architectures"], config["max_position_embeddings"]) == (["Qwen3ForCausalLM"], 512)
+        assert not config["tie_word_embeddings"]
+        assert config["num_attention_heads"] == 2 * config["num_key_value_heads"]
+    assert 1900 <= config["vocab_size"] <= 2100
+
+
+def test_the_files_are_small_and_whole(name):
+    files = {path.name: path.stat().st_size for path in (BUNDLED / name).iterdir()}
+    assert set(files) == {
+        "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
+    }  # fmt: skip
+    assert sum(files.values()) <= 6e6
+
+
+def test_the_package_is_small():
+    assert sum(path.stat().st_size for path in BUNDLED.parent.rglob("*") if path.suffix != ".pyc" and path.is_file()) < 15e6
+
+
+def test_the_defaults_of_sampling_and_both_ends(llm, name):
+    config = json.loads((BUNDLED / name / "generation_config.json").read_text())
+    assert (config["temperature"], config["max_new_tokens"], config["do_sample"]) == (0.7, 200, True)
+    tokenizer = llm.get_tokenizer()
+    assert config["eos_token_id"] == tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+
+
+@pytest.mark.parametrize("text", ["🦊 and 🐻", "狐狸 きつね 여우", "naïve café\n\t{}", " Lily"])
+def test_any_text_can_be_spelled(llm, text):
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert max(ids) < len(tokenizer)
+
+
+def test_greedy_text_is_the_same_in_transformers(llm, peer):
+    model, tokenizer = peer
+    prompts = ["Once upon a time", "Lily was", "<|endoftext|>", "\U0001f98a", llm.render_chat(CHAT)]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        input_ids = torch.tensor([output.prompt_token_ids])
+        assert isinstance(prompt, dict) or tokenizer.encode(prompt) == output.prompt_token_ids
+        expected = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), do_sample=False)[
+            0, input_ids.shape[1] :
+        ]
+        assert list(output.outputs[0].token_ids) == expected.tolist(), prompt
+        assert output.outputs[0].text == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_a_chat_is_answered_with_a_story_about_the_one_asked_for_and_ends_its_turn(llm):
+    for question in ("Tell me a story about {}", "Please tell me a story about {}.", "Can you tell me a story about {}?"):
+        for hero in ("Nora", "Hugo"):
+            [output] = llm.chat([{"role": "user", "content": question.format(hero)}], GREEDY, use_tqdm=False)
+            completion = output.outputs[0]
+            assert stories.read(completion.text, hero).is_complete, completion.text
+            assert completion.finish_reason == "stop"
+            assert completion.token_ids[-1] == llm.get_tokenizer().convert_tokens_to_ids("<|im_end|>")
+
+
+def test_the_loss_is_within_6_percent_of_the_entropy(peer):
+    entropy, loss = measure.entropy_and_loss(*peer)
+    assert 0.99 * entropy < loss < 1.06 * entropy
+
+
+def test_at_temperature_0_7_they_tell_stories_and_at_1_5_visibly_fewer(llm):
+    told = sampled_stories(llm, 0.7)
+    usual, wild = measure.shares(told), measure.shares(sampled_stories(llm, 1.5))
+    assert usual.are_stories >= 0.95
+    assert usual.hero_is_right >= 0.98
+    assert len({text for text, _ in told}) > 450  # not the same few again and again
+    assert wild.are_stories < usual.are_stories - 0.1
+
+
+def test_the_card_says_how_it_was_trained_and_what_temperature_does(card, name):
+    assert f"python -m nanoinfer.bundled.stories.train --model {name}" in card
+    assert re.search(r"\d+ steps of \d+ tokens, \d+ minutes on ", card)
+    loss, entropy = (float(figure) for figure in re.findall(r"0\.\d{4}", card))
+    assert entropy < loss < 1.06 * entropy
+    rows = re.findall(r"\| (\d\.\d) \| ([\d.]+)% \| ([\d.]+)% \|", card)
+    assert [float(temperature) for temperature, _, _ in rows] == list(measure.TEMPERATURES)
+    assert "MIT" in card
+
+
+def test_a_block_table_that_points_to_another_story_brings_back_the_hero_of_that_one(llm):
+    """Two stories run side by side. Once their prompts are in the cache, each is given the other's first block.
+
+    The first sentence is in that block, and nothing else tells who the hero is: from there on there are only pronouns.
+    """
+    heroes = ["Lily", "Nora"]
+    prompts = [f"Once upon a time, there was a brave fox named {hero}." for hero in heroes]
+    tokenizer, engine = llm.get_tokenizer(), llm.engine
+    assert all(len(tokenizer.encode(prompt)) <= engine.block_manager.block_size for prompt in prompts)
+
+    def tell(exchange):
+        requests = [engine.add_request(tokenizer.encode(prompt), GREEDY, prompt=prompt) for prompt in prompts]
+        engine.step()
+        if exchange:
+            first, second = (request.sequences[0].block_table for request in requests)
+            first[0], second[0] = second[0], first[0]
+        while engine.num_unfinished:
+            engine.step()
+        return [prompt + request.output.outputs[0].text for prompt, request in zip(prompts, requests, strict=True)]
+
+    assert [stories.NAME.findall(story)[-1] for story in tell(exchange=False)] == ["Lily", "Nora"]
+    exchanged = tell(exchange=True)
+    assert [stories.NAME.findall(story)[-1] for story in exchanged] == ["Nora", "Lily"]
+    for story, hero in zip(exchanged, heroes, strict=True):
+        reading = stories.read(story)
+        assert not reading.is_complete
+        assert hero in reading.expected[0]  # the grammar knows who should have come back, and where
+    assert engine.block_manager.num_free_blocks == engine.block_manager.num_blocks

@@ -1,0 +1,131 @@
+"""The grammar's probabilities, by hand on four sentences and by conservation on real stories."""
+
+import math
+import random
+import string
+
+import pytest
+
+from nanoinfer.bundled import stories
+from nanoinfer.bundled.stories.grammar import Grammar
+
+FIRST, SECOND = 1 / (1 + math.sqrt(0.5)), math.sqrt(0.5) / (1 + math.sqrt(0.5))  # weights 1 and 1 / sqrt(2), normalized
+RULES = {
+    "start": """
+        {Who} saw {a thing}.
+        {Who} and {friend} ran, and {who} fell.
+    """,
+    "thing": "owl | big {color} bee",
+    "color": "red|blue",
+}
+CAST = {
+    "who": lambda m: ("ann", "bob", "cleo"),
+    "friend": lambda m: [name for name in ("ann", "bob", "cleo") if name != m["who"]],
+}
+
+
+@pytest.fixture
+def grammar():
+    return Grammar(RULES, CAST)
+
+
+@pytest.mark.parametrize(
+    ("text", "probability"),
+    [
+        ("Ann saw an owl.", FIRST / 3 * FIRST),
+        ("Bob saw a big red bee.", FIRST / 3 * SECOND * FIRST),
+        ("Bob saw a big blue bee.", FIRST / 3 * SECOND * SECOND),
+        ("Cleo and bob ran, and cleo fell.", SECOND / 3 / 2),
+    ],
+)
+def test_the_probability_of_a_text_is_the_product_of_its_choices(grammar, text, probability):
+    reading = grammar.read(text, "start")
+    assert math.exp(reading.log_prob) == pytest.approx(probability)
+    assert math.exp(reading.log_prob_of_beginning) == pytest.approx(probability)
+    assert reading.is_complete
+    assert (reading.num_chars, reading.expected) == (len(text), ())
+
+
+def test_the_probabilities_of_all_texts_sum_to_one_and_are_the_frequencies_of_writing(grammar):
+    rng = random.Random(0)
+    num_texts = 20_000
+    written = [grammar.write(rng, "start") for _ in range(num_texts)]
+    texts = set(written)
+    assert len(texts) == 3 * 3 + 3 * 2
+    assert sum(math.exp(grammar.read(text, "start").log_prob) for text in texts) == pytest.approx(1)
+    for text in texts:
+        p = math.exp(grammar.read(text, "start").log_prob)
+        # 6 standard deviations: the seed is fixed, and another one would fail with a probability below 1e-7
+        assert abs(written.count(text) / num_texts - p) < 6 * math.sqrt(p * (1 - p) / num_texts)
+
+
+def test_a_text_that_can_be_told_in_two_ways_has_the_sum_of_both():
+    twice = Grammar({"start": "a{end}|{end}", "end": "b|ab"}, {})
+    texts = ["ab", "aab", "b"]
+    probabilities = [math.exp(twice.read(text, "start").log_prob) for text in texts]
+    assert probabilities == pytest.approx([FIRST * FIRST + SECOND * SECOND, FIRST * SECOND, SECOND * FIRST])
+
+
+@pytest.mark.parametrize(
+    ("text", "num_chars", "expected"),
+    [
+        ("Ann saw a owl.", 10, ("big",)),
+        ("Ann saw the owl.", 8, ("a", "an")),
+        ("Ann saw an owl", 14, ("owl.",)),
+        ("Ann saw an owl!", 14, ("owl.",)),
+        ("Ann saw a big red dog.", 18, ("bee",)),
+        ("Ann saw an owl. ", 15, ("owl.",)),
+        ("Ann and bob ran, and bob fell.", 21, ("ann",)),
+        ("Ann and ann ran, and ann fell.", 8, ("bob", "cleo")),
+        ("Dora ran.", 0, ("Ann", "Bob", "Cleo")),
+        ("", 0, ("Ann", "Bob", "Cleo")),
+    ],
+)
+def test_a_text_that_leaves_the_grammar_is_told_where_and_what_could_have_come(grammar, text, num_chars, expected):
+    reading = grammar.read(text, "start")
+    assert not reading.is_complete
+    assert (reading.num_chars, reading.expected) == (num_chars, expected)
+
+
+def test_a_beginning_has_the_probability_of_all_that_can_follow(grammar):
+    assert math.exp(grammar.read("Ann saw", "start").log_prob_of_beginning) == pytest.approx(FIRST / 3)
+    assert math.exp(grammar.read("Ann saw an", "start").log_prob_of_beginning) == pytest.approx(FIRST / 3 * FIRST)
+    assert grammar.read("Ann sat", "start").log_prob_of_beginning == -math.inf
+    assert grammar.read("", "start").log_prob_of_beginning == pytest.approx(0)
+
+
+def test_what_is_settled_beforehand_is_neither_drawn_nor_counted(grammar):
+    settled = {"who": "bob"}
+    assert grammar.write(random.Random(1), "start", settled).startswith("Bob")
+    assert math.exp(grammar.read("Bob saw an owl.", "start", settled).log_prob) == pytest.approx(FIRST * FIRST)
+    assert grammar.read("Ann saw an owl.", "start", settled).expected == ("Bob",)
+    assert settled == {"who": "bob"}
+
+
+def test_a_reading_remembers_who_was_meant(grammar):
+    assert grammar.read("Cleo and bob ran, and ", "start").memory == {"who": "cleo", "friend": "bob"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"start": "{who} met {a villain}"}, "rule 'start': slot 'villain' is not a rule and not in the cast"),
+        ({"start": "{pet.his}", "pet": "cat"}, "rule 'start': slot 'pet' is not in the cast, and only its members have forms"),
+        ({"start": "{who ran"}, "rule 'start': '{who ran' has a brace that is not part of a slot"),
+        ({"start": " | "}, "rule 'start' has no alternative"),
+    ],
+)
+def test_a_rule_that_cannot_work_is_refused(rules, message):
+    with pytest.raises(ValueError, match=message):
+        Grammar(rules, CAST)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_after_any_beginning_of_a_story_the_probabilities_of_the_next_characters_sum_to_one(seed):
+    rng = random.Random(seed)
+    story = stories.write(rng)
+    beginning = story[: rng.randrange(len(story) + 1)]
+    before = stories.read(beginning)
+    nexts = [stories.read(beginning + letter).log_prob_of_beginning for letter in string.ascii_letters + ' .,!?":']
+    total = math.exp(before.log_prob) + sum(math.exp(log_prob) for log_prob in nexts)
+    assert total == pytest.approx(math.exp(before.log_prob_of_beginning))

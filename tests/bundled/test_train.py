@@ -1,0 +1,190 @@
+"""The training script: what it reads, that an interrupted run ends where a whole one does, and what it writes on a card."""
+
+import math
+import random
+import re
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.bundled import stories
+from nanoinfer.bundled.stories import documents, measure, train
+from nanoinfer.bundled.stories.documents import Document, train_tokenizer, write_document
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(train.SEED)
+
+
+@pytest.fixture
+def tiny(tokenizer):
+    """A model that learns fast and nothing much."""
+    torch.manual_seed(0)
+    size = {"vocab_size": len(tokenizer), "n_positions": 512, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def test_the_tokenizer_has_one_token_for_a_word_and_spells_all_else_in_bytes(tokenizer):
+    assert 1900 <= len(tokenizer) <= 2048
+    words = re.findall(r" \w+", stories.write(random.Random(2)))
+    assert [word for word in words if len(tokenizer.encode(word)) > 1] == []
+    for text in ("🦊", "狐狸とうさぎ", "naïve\n\tzebra", "<|im_start|>"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_chat_ends_its_turn_and_then_the_text_and_a_story_only_the_text(tokenizer):
+    assert tokenizer.decode(Document("The end.").encode(tokenizer)) == "The end.<|endoftext|>"
+    assert tokenizer.decode(Document("Yes.", "No?").encode(tokenizer)) == (
+        "<|im_start|>user\nNo?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n<|endoftext|>"
+    )
+
+
+def test_the_probability_of_a_document_counts_what_kind_it_is_its_question_and_its_hero_once():
+    rng = random.Random(4)
+    story = stories.write(rng, "Lily")
+    alone = stories.read(story).log_prob
+    assert Document(story).log_prob == pytest.approx(math.log(0.8) + alone)
+    weights = [1, 1 / math.sqrt(2), 1 / math.sqrt(3)]  # the three ways to ask
+    for question, weight in zip(("Tell {}", "Please tell {}.", "Can you tell {}?"), weights, strict=True):
+        chat = Document(story, question.format("me a story about Lily"))
+        # The question names one of 24 heroes, and so does the story: but there the name is known by then.
+        assert chat.log_prob == pytest.approx(math.log(0.2) + math.log(weight / sum(weights)) + alone)
+
+
+def test_one_document_in_five_is_a_chat():
+    rng = random.Random(0)
+    chats = sum(write_document(rng).question is not None for _ in range(1000))
+    assert abs(chats - 1000 * documents.CHAT_SHARE) < 6 * math.sqrt(1000 * 0.2 * 0.8)  # 6 standard deviations, seed fixed
+
+
+def test_the_courses_are_tales_then_stories_then_long_rows(tokenizer):
+    tales, short, long = train.COURSES
+    assert [tuple(train.make_batch(tokenizer, course, 0).shape) for course in train.COURSES] == [(16, 64), (8, 128), (2, 512)]
+    assert long.until == 1
+    tale = tokenizer.decode(train.make_batch(tokenizer, tales, 0)[0]).split("<|endoftext|>")[0]
+    assert stories.GRAMMAR.read(tale, "tale").num_chars == len(tale)
+    row = tokenizer.decode(train.make_batch(tokenizer, long, 3)[1]).split("<|endoftext|>")
+    assert row[0] == ""  # every second row starts with the token that ends a text
+    assert stories.read(row[1]).is_complete or row[1].startswith("<|im_start|>user")
+    assert not torch.equal(train.make_batch(tokenizer, short, 0), train.make_batch(tokenizer, short, 1))
+    assert torch.equal(train.make_batch(tokenizer, short, 1), train.make_batch(tokenizer, short, 1))
+
+
+def test_the_words_that_come_back_count_more_and_only_they(tokenizer, tiny):
+    is_recalled = train.recalled_tokens(tokenizer)
+    words = {word.strip() for word in (tokenizer.decode([i]) for i in is_recalled.nonzero().flatten().tolist())}
+    assert words <= {spelled for word in train.RECALLED_WORDS for spelled in (word, word.capitalize())}
+    assert set(train.RECALLED_WORDS) <= words | {word.lower() for word in words}
+    input_ids = torch.tensor([tokenizer.encode("a fox named Lily.")])
+    losses = F.cross_entropy(tiny(input_ids).logits[0, :-1], input_ids[0, 1:], reduction="none")
+    expected = (losses * torch.tensor([1, 1, 5, 1])).sum() / 8
+    assert train.next_token_loss(tiny, input_ids, torch.where(is_recalled, 5.0, 1.0)).item() == pytest.approx(expected.item())
+
+
+def test_an_interrupted_run_ends_with_the_weights_of_a_whole_one(tokenizer, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "STEPS_BETWEEN_SAVES", 3)
+    untrained = {name: tensor.clone() for name, tensor in tiny.state_dict().items()}
+    train.train(tiny, tokenizer, 8, tmp_path / "whole.pt")
+    whole = {name: tensor.clone() for name, tensor in tiny.state_dict().items()}
+    assert any(not torch.equal(whole[name], untrained[name]) for name in whole)
+
+    real_batch, calls = train.make_batch, []
+
+    def interrupted_batch(tokenizer, course, step):
+        calls.append(step)
+        if step == 5 and calls.count(5) == 1:
+            raise KeyboardInterrupt
+        return real_batch(tokenizer, course, step)
+
+    monkeypatch.setattr(train, "make_batch", interrupted_batch)
+    tiny.load_state_dict(untrained)
+    with pytest.raises(KeyboardInterrupt):
+        train.train(tiny, tokenizer, 8, tmp_path / "interrupted.pt")
+    tiny.load_state_dict(untrained)  # a new process would build the model anew
+    train.train(tiny, tokenizer, 8, tmp_path / "interrupted.pt")
+    assert calls == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7]
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in tiny.state_dict().items())
+
+
+def test_a_run_of_other_steps_is_not_gone_on_with(tokenizer, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "STEPS_BETWEEN_SAVES", 1)
+    train.train(tiny, tokenizer, 2, tmp_path / "training.pt")
+    with pytest.raises(SystemExit, match=r"is of a run with --steps 2.* give the same --steps again, or delete it"):
+        train.train(tiny, tokenizer, 3, tmp_path / "training.pt")
+
+
+def test_every_weight_of_both_models_is_trained(tokenizer):
+    for build in train.BUILDERS.values():
+        model = build(len(tokenizer), tokenizer.eos_token_id)
+        batch = train.make_batch(tokenizer, train.COURSES[-1], 0)
+        train.next_token_loss(model, batch, torch.ones(len(tokenizer))).backward()
+        assert [name for name, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()] == []
+
+
+def test_the_loss_of_padded_rows_is_the_sum_of_each_row_alone(tiny):
+    tiny.eval()
+    rows = [[0, 5, 6], [0, 7], [0, 5, 6, 8, 9]]
+    alone = 0.0
+    for row in rows:
+        log_probs = tiny(torch.tensor([row])).logits[0].log_softmax(-1)
+        alone -= sum(log_probs[i, token].item() for i, token in enumerate(row[1:]))
+    assert measure.total_loss(tiny, rows) == pytest.approx(alone, rel=1e-5)
+
+
+def test_no_model_loses_less_than_the_entropy(tokenizer, tiny, monkeypatch):
+    monkeypatch.setattr(measure, "NUM_DOCUMENTS", 20)
+    entropy, loss = measure.entropy_and_loss(tiny.eval(), tokenizer)
+    assert 0.4 < entropy < 0.6 < loss
+    assert loss == pytest.approx(math.log(len(tokenizer)), rel=0.05)  # untrained: about uniform
+
+
+def test_no_token_is_spent_on_what_no_document_holds(tokenizer):
+    assert [token for token in tokenizer.get_vocab() if "None" in token or re.search("[a-z]assistant", token)] == []
+
+
+def test_both_models_are_made_and_a_finished_one_is_left_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(measure, "NUM_STORIES", 2)
+    monkeypatch.setattr(measure, "NUM_DOCUMENTS", 2)
+    monkeypatch.setattr(measure, "BATCH_SIZE", 1)
+    monkeypatch.setattr(measure, "TEMPERATURES", (1.0,))
+    monkeypatch.setattr(sys, "argv", ["train", "--steps", "2", "--out", str(tmp_path)])
+    train.main()
+    for name in train.BUILDERS:
+        assert "--steps 2`: 2 steps of 1024 tokens" in (tmp_path / name / "README.md").read_text()
+        assert not (tmp_path / name / "training.pt").exists()
+        [output] = LLM(tmp_path / name, kv_cache_memory=2**24).generate("Once", SamplingParams(max_tokens=3), use_tqdm=False)
+        assert output.outputs[0].text
+    weights = (tmp_path / "tiny-gpt2" / "model.safetensors").read_bytes()
+    capsys.readouterr()
+    train.main()
+    assert "tiny-gpt2 is finished; delete it to train it anew" in capsys.readouterr().out
+    assert (tmp_path / "tiny-gpt2" / "model.safetensors").read_bytes() == weights
+
+
+def test_steps_below_one_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train", "--steps", "0"])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert "--steps must be >= 1, got 0" in capsys.readouterr().err
+
+
+def test_hero_is_right_only_if_the_first_name_is_the_last_and_never_another():
+    story = stories.write(random.Random(9), "Felix")
+    names = list(stories.NAME.finditer(story))
+    assert stories.hero_is_right(story)
+    assert stories.hero_is_right(story, "Felix")
+    assert not stories.hero_is_right(story, "Lily")
+    assert not stories.hero_is_right(story[: names[-1].start()] + "Oscar" + story[names[-1].end() :])
+    assert not stories.hero_is_right(story[: names[1].start()])  # the name never came back
+    returns = next(name for name in names[1:] if name[0] == "Felix")
+    assert not stories.hero_is_right(story[: returns.start()] + "Oscar" + story[returns.end() :])
+    slipped = story.replace(" was ", " wos ", 1) if " was " in story else story.replace(" the ", " thee ", 1)
+    assert not stories.read(slipped).is_complete
+    assert stories.hero_is_right(slipped)  # no story of the grammar, but the hero is right
+    at = returns.start() + len(slipped) - len(story)
+    assert not stories.hero_is_right(slipped[:at] + "Oscar" + slipped[at + len("Felix") :])

@@ -1,0 +1,329 @@
+"""`nanoinfer`, run in this process: what it prints is what LLM gives, and mistakes are one sentence."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+import nanoinfer
+from nanoinfer import LLM, Recorder, SamplingParams
+from nanoinfer.cli.main import app
+from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.tracing import TokenAppended
+
+PROMPT = "Once upon a time"
+LILY, TOM = "Tell me a story about Lily", "Tell me a story about Tom"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(kv_cache_memory=2**24)
+
+
+def run(*arguments, stdin=None):
+    return CliRunner().invoke(app, arguments, input=stdin)
+
+
+def shown(*arguments, stdin=None):
+    result = run(*arguments, stdin=stdin)
+    assert (result.exit_code, result.stderr) == (0, ""), result.stderr
+    return result.stdout
+
+
+def test_version_is_the_packages():
+    assert shown("--version") == f"nanoinfer {nanoinfer.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--help"], ["generate", "chat", "--version"]),
+        (["generate", "--help"], ["--model", "--temperature", "--max-tokens", "256", "--stop", "--seed"]),
+        (["chat", "--help"], ["--model", "--temperature", "--system", "/reset", "/exit"]),
+    ],
+)
+def test_help_names_what_there_is(arguments, words, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    text = shown(*arguments)
+    assert [word for word in words if word not in text] == []
+
+
+def test_generate_shows_the_text_of_llm_and_the_same_again_for_the_same_seed(llm):
+    params = replace(llm.get_default_sampling_params(), seed=7, max_tokens=30)
+    [output] = llm.generate(PROMPT, params, use_tqdm=False)
+    first, second, other = (shown("generate", PROMPT, "--seed", seed, "--max-tokens", "30") for seed in ("7", "7", "8"))
+    assert first == second == output.outputs[0].text + "\n"
+    assert other != first  # by chance with the model's temperature: never seen, seeds are fixed
+
+
+def test_every_option_reaches_its_parameter(monkeypatch):
+    seen = []
+    monkeypatch.setattr(LLM, "stream", lambda self, prompt, params: seen.append((prompt, params)) or iter(()))
+    options = "--temperature 0.5 --top-k 7 --top-p 0.8 --min-p 0.1 --seed 3 --max-tokens 9 --min-tokens 2 --ignore-eos"
+    run("generate", PROMPT, *options.split(), "--stop", "a", "--stop", "b")
+    expected = SamplingParams(
+        temperature=0.5, top_k=7, top_p=0.8, min_p=0.1, seed=3, max_tokens=9, min_tokens=2, ignore_eos=True, stop=["a", "b"]
+    )
+    run("generate", PROMPT)
+    assert seen[0] == (PROMPT, expected)
+    assert seen[1][1].max_tokens == 256
+
+
+def test_a_dash_reads_the_prompt_from_standard_input():
+    arguments = ("--temperature", "0", "--max-tokens", "9")
+    assert shown("generate", "-", *arguments, stdin=PROMPT) == shown("generate", PROMPT, *arguments)
+
+
+def test_max_tokens_ends_the_text(llm):
+    [output] = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    assert shown("generate", PROMPT, "--temperature", "0", "--max-tokens", "1") == output.outputs[0].text + "\n"
+
+
+def test_stop_ends_the_text_before_it():
+    arguments = ("generate", PROMPT, "--temperature", "0", "--max-tokens", "30")
+    whole = shown(*arguments)
+    stop = whole[20:26]
+    assert shown(*arguments, "--stop", stop, "--stop", "never written") == whole[: whole.index(stop)] + "\n"
+
+
+def test_another_model_can_be_named():
+    texts = {shown("generate", PROMPT, "--model", m, "--temperature", "0") for m in ("tiny-qwen3", "tiny-gpt2")}
+    assert len(texts) == 2
+
+
+@pytest.mark.parametrize("command", [["generate", PROMPT], ["chat"]])
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--model", "/nope"], "there is no folder '/nope'"),
+        (["--model", "not a name"], "neither a folder nor a possible hub name"),
+        (["--temperature", "-1"], "temperature must be finite and >= 0, got -1.0"),
+        (["--max-tokens", "0"], "max_tokens must be >= 1"),
+        (["--top-p", "1.5"], "top_p must be in (0, 1], got 1.5; use 1.0 to turn it off"),
+        (["--dtype", "int8"], "dtype must be one of auto"),
+        (["--device", "tpu"], "device must be auto, cpu, cuda or cuda:N"),
+        (["--max-model-len", "100000"], "max_model_len must be <="),
+    ],
+)
+def test_a_mistake_is_one_sentence_on_stderr_and_exit_code_1(command, options, sentence):
+    result = run(*command, *options)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+def test_a_prompt_that_is_too_long_is_an_error_too():
+    result = run("generate", PROMPT * 10, "--max-model-len", "16")
+    assert result.exit_code == 1
+    assert "tokens, but max_model_len is 16" in result.stderr
+
+
+def test_an_unknown_option_is_exit_code_2():
+    assert run("generate", PROMPT, "--no-such-option").exit_code == 2
+
+
+# ---- chat. The prompt of a turn is "\n> "; the input itself is not echoed here.
+
+GREEDY = ("--temperature", "0", "--max-tokens", "12")
+
+
+def answers(stdin, *options):
+    beginning, *turns = shown("chat", *GREEDY, *options, stdin=stdin).split("\n> ")
+    assert beginning == ""
+    return turns
+
+
+def ask(llm, *turns):
+    """The answer to the last of some user turns, the earlier ones answered in between, by LLM.chat."""
+    messages = []
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        [output] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+        messages.append({"role": "assistant", "content": output.outputs[0].text})
+    return output.outputs[0].text + "\n"
+
+
+@pytest.fixture
+def prompts(monkeypatch):
+    """The texts that the model is asked to go on with: an answer may be the same with and without a history."""
+    seen, stream = [], LLM.stream
+
+    def recorded(self, prompt, params):
+        seen.append(prompt["prompt"])
+        return stream(self, prompt, params)
+
+    monkeypatch.setattr(LLM, "stream", recorded)
+    return seen
+
+
+def test_chat_remembers_what_was_said_until_reset(llm, prompts):
+    script = f"{LILY}\n{TOM}\n/reset\n{TOM}\n\n/exit\n{LILY}\n"
+    lily, tom_after_lily, *_, tom, _, _ = turns = answers(script)
+    assert (lily, tom_after_lily, tom) == (ask(llm, LILY), ask(llm, LILY, TOM), ask(llm, TOM))
+    assert turns[2:3] + turns[4:] == ["(forgotten)\n", "", ""]  # an empty line and the end show nothing
+    user = {"role": "user", "content": TOM}
+    said = [{"role": "user", "content": LILY}, {"role": "assistant", "content": lily.removesuffix("\n")}]
+    assert prompts == [llm.render_chat(turns)["prompt"] for turns in (said[:1], [*said, user], [user])]
+
+
+def test_chat_ends_with_its_input(llm):
+    assert answers(LILY) == [ask(llm, LILY), ""]
+    assert answers("") == [""]
+
+
+def test_a_system_message_stays_after_reset(llm, prompts):
+    answers(f"{LILY}\n/reset\n{LILY}\n", "--system", "You tell stories.")
+    messages = [{"role": "system", "content": "You tell stories."}, {"role": "user", "content": LILY}]
+    assert prompts == [llm.render_chat(messages)["prompt"]] * 2
+
+
+def test_a_line_that_is_too_long_is_told_and_forgotten(llm):
+    result = run("chat", *GREEDY, "--max-model-len", "64", stdin=f"{LILY * 40}\n{LILY}\n")
+    assert result.exit_code == 0
+    assert result.stderr.startswith("error: the prompt has ")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout.split("\n> ")[2] == ask(llm, LILY)
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(llm, monkeypatch):
+    forward, num_steps = ModelRunner.forward, 0
+
+    def interrupted(self, batch):
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 4:
+            signal.raise_signal(signal.SIGINT)
+        return forward(self, batch)
+
+    whole = ask(llm, LILY)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(ModelRunner, "forward", interrupted)
+    try:
+        first, _, again, _ = answers(f"{LILY}\n/reset\n{LILY}\n")
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert again == whole
+    assert whole.startswith(first.strip("\n"))
+    assert 0 < len(first.strip("\n")) < len(whole.strip("\n"))
+
+
+def test_chat_with_a_model_without_a_template_is_one_sentence(gpt2_path):
+    result = run("chat", "--model", str(gpt2_path), stdin="Hello\n")
+    assert "no tokenizer, so there is no chat template" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_standard_input_that_is_no_text_is_one_sentence():
+    command = [sys.executable, "-m", "nanoinfer", "generate", "-"]
+    done = subprocess.run(
+        command, input=b"abc \xff", capture_output=True, env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+    )
+    assert done.returncode == 1
+    assert b"standard input is not valid text" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_ctrl_c_ends_generate_as_a_shell_expects_and_keeps_what_has_come(monkeypatch):
+    forward, count = ModelRunner.forward, iter(range(1000))
+
+    def interrupted(self, batch):
+        if next(count) == 5:
+            signal.raise_signal(signal.SIGINT)
+        return forward(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "forward", interrupted)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with it ignored
+    try:
+        result = run("generate", PROMPT, "--seed", "1")
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert result.exit_code == 130
+    assert result.stdout.strip()
+
+
+def test_ctrl_c_while_the_model_loads_ends_without_a_traceback(monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "__init__", interrupted)
+    result = run("generate", PROMPT)
+    assert (result.exit_code, result.output) == (130, "")
+
+
+def test_chat_honours_its_sampling_options(monkeypatch):
+    seen = []
+    monkeypatch.setattr(LLM, "stream", lambda self, prompt, params: seen.append(params) or iter(()))
+    options = "--temperature 0.5 --top-k 7 --top-p 0.8 --min-p 0.1 --seed 3 --max-tokens 9 --stop a --stop b"
+    run("chat", *options.split(), stdin=f"{LILY}\n")
+    assert seen == [
+        SamplingParams(temperature=0.5, top_k=7, top_p=0.8, min_p=0.1, seed=3, max_tokens=9, stop=["a", "b"]),
+    ]
+
+
+def test_a_terminal_without_the_characters_shows_question_marks():
+    command = [sys.executable, "-m", "nanoinfer", "generate", "一", "--echo", "--max-tokens", "1"]
+    done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stdout[:1], done.stderr) == (0, b"?", b"")
+
+
+def test_explain_shows_every_token_and_writes_a_page_and_the_events(llm, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    page, lines = tmp_path / "page.html", tmp_path / "run.jsonl"
+    options = ["--top-k", "5", "--seed", "3", "--max-tokens", "6", "--stop", " kind"]
+    out = shown("explain", PROMPT, "Lily was", *options, "--html", str(page), "--jsonl", str(lines))
+    params = SamplingParams(top_k=5, seed=3, max_tokens=6, stop=[" kind"])
+    first, second = llm.generate([PROMPT, "Lily was"], replace(llm.get_default_sampling_params(), **differing(params)))
+    for token_id in [*first.outputs[0].token_ids, *second.outputs[0].token_ids]:
+        assert repr(llm.get_tokenizer().decode([token_id])) in out
+    assert "1959 > top_k 5" in out
+    assert "(end: stop, ' kind')" in out
+    assert str(page) in out
+    appended = Recorder.from_jsonl(lines).of(TokenAppended)
+    assert [event.token_id for event in appended if event.sequence_id == "1"] == second.outputs[0].token_ids
+    assert '"event":"TokenDrawn"' in page.read_text(encoding="utf-8")
+
+
+def differing(params):
+    return {name: getattr(params, name) for name in params.differing()}
+
+
+def test_explain_keeps_the_order_of_more_than_ten_prompts_and_reads_standard_input(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    options = ["--max-tokens", "1", "--html", str(tmp_path / "page.html")]
+    out = shown("explain", *(["Lily"] * 10), "-", *options, stdin="Once upon\n")
+    named = [line.split("sequence ")[1].split()[0] for line in out.splitlines() if "sequence " in line]
+    assert named == [str(i) for i in range(11)]
+    assert '"prompt":"Once upon"' in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_explain_names_the_prompt_that_is_too_long_and_shows_the_others(tmp_path):
+    page = tmp_path / "page.html"
+    result = run("explain", "Lily", "a " * 600, "--max-tokens", "2", "--html", str(page))
+    assert (result.exit_code, page.exists()) == (1, True)
+    assert result.stderr.startswith("error: prompt 1: the prompt has")
+    page.unlink()
+    result = run("explain", "a " * 600, "--html", str(page))
+    assert (result.exit_code, page.exists()) == (1, False)  # nothing ran
+
+
+def test_the_page_and_the_events_need_two_files(tmp_path):
+    result = run("explain", PROMPT, "--html", str(tmp_path / "a"), "--jsonl", str(tmp_path / "a"))
+    assert result.exit_code == 1
+    assert "must be two files" in result.stderr
+
+
+def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path):
+    result = run("explain", PROMPT, "--max-tokens", "1", "--html", str(tmp_path))  # a folder
+    assert result.exit_code == 1
+    assert "name another place" in result.stderr
+    result = run("explain", PROMPT, "--max-tokens", "1", "--html", str(tmp_path / "nowhere" / "page.html"))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: cannot write")
+    assert "name another place" in result.stderr

@@ -1,0 +1,57 @@
+"""nanoinfer doctor: it finds what is there, calls a right backend right, and a wrong one wrong."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nanoinfer.attention.cpu import CPUBackend
+from nanoinfer.cli import doctor
+from nanoinfer.cli.main import app
+
+
+def test_it_tells_what_the_machine_has_and_what_will_be_used():
+    report = doctor.examine()
+    machine, engine = dict(report.machine), dict(report.engine)
+    assert machine["torch"] == torch.__version__
+    assert engine["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert engine["attention"]
+    if not torch.cuda.is_available():
+        assert engine["a row's bits in these"] in ("the same in any batch", "depend on the batch")
+        assert engine["waiting threads"]
+        form = next(value for name, value in engine.items() if name.startswith("linear layer 3072 -> 768"))
+        assert form in dict(report.verdicts).values()  # measured, and kept
+
+
+def test_every_backend_has_a_verdict():
+    checks = {check.backend: check for check in doctor.examine().checks}
+    assert set(checks) == {"reference", "cpu", "flash", "triton", "torch"}
+    assert checks["reference"].difference == 0
+    assert not any(check.failed for check in checks.values())
+    if not torch.cuda.is_available():
+        assert 0 < checks["cpu"].difference < 1e-4
+        assert checks["torch"].words == "cannot be used: it runs on cuda only, not on cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the cpu backend is not run where there is a GPU")
+def test_a_backend_that_computes_wrongly_or_raises_is_told_and_the_exit_code_is_1(monkeypatch):
+    begin_step = CPUBackend.begin_step
+
+    def wrong(self, cache, metadata):
+        attend = begin_step(self, cache, metadata)
+        return lambda *args: attend(*args) * 1.01
+
+    def broken(self, cache, metadata):
+        raise RuntimeError("no kernel image is available\nfor execution on the device")
+
+    for fault, words in ((wrong, "WRONG in float32"), (broken, "failed: no kernel image is available")):
+        monkeypatch.setattr(CPUBackend, "begin_step", fault)
+        result = CliRunner().invoke(app, ["doctor"])
+        assert result.exit_code == 1
+        assert words in result.output
+
+
+def test_a_healthy_machine_is_exit_code_0():
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    for words in ("this machine", "what the engine will use", "attention backends, beside the reference"):
+        assert words in result.output

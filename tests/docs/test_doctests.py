@@ -1,0 +1,25 @@
+"""Every example in a docstring gives what it says."""
+
+import doctest
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import nanoinfer
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.sequence import Sequence
+
+PACKAGE = Path(nanoinfer.__file__).parent
+WITH_EXAMPLES = sorted(
+    str(path.relative_to(PACKAGE.parent).with_suffix("")).replace("/", ".")
+    for path in PACKAGE.rglob("*.py")
+    if ">>>" in path.read_text()
+)
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_the_examples_hold(name):
+    result = doctest.testmod(import_module(name), extraglobs={"SamplingParams": SamplingParams, "Sequence": Sequence})
+    assert result.attempted > 0
+    assert result.failed == 0

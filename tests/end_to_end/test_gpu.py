@@ -1,0 +1,130 @@
+"""On a CUDA device: every backend against the definition, replayed steps against plain ones, the engine against transformers.
+
+It uses torch, transformers, numpy, pytest, hypothesis and jaxtyping only. `make gpu` runs it, with the benchmark.
+"""
+
+import pytest
+import tiny_models
+import torch
+import transformers
+from paged_cases import compare
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.attention.base import BACKENDS, find_backend
+from nanoinfer.attention.dense import DenseAttention
+from nanoinfer.devices.cuda_graphs import CUDACapture
+from nanoinfer.errors import InvalidValueError
+from nanoinfer.models import loader
+from nanoinfer.models.checkpoint import Checkpoint
+from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.cuda_graphs import SamplerGraphs
+from nanoinfer.sampling.sampler import STAGES, Sampler
+from nanoinfer.scheduling.sequence import Sequence
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+PROMPTS = [[(31 * i) % tiny_models.VOCAB_SIZE for i in range(1, length + 1)] for length in (1, 7, 40, 150)]
+RAGGED = [(0, 1), (15, 1), (256, 1), (2000, 1), (0, 2), (0, 65), (40, 20), (256, 44), (1200, 300)]
+
+
+def greedy(path, max_tokens=64, **options):
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    llm = LLM(str(path), chunk_size=64, kv_cache_memory=2**26, **options)
+    tokens = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    tiny_models.assert_nothing_is_left(llm)
+    return tokens, llm
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "head_dim"), [((2, 1), 64), ((2, 7), 64), ((1, 8), 128), ((4, 1), 80)])
+def test_every_backend_equals_the_definition(backend, dtype, heads, head_dim):
+    _, reason = find_backend(backend, torch.device("cuda"), dtype, head_dim, 256)
+    if reason:
+        pytest.skip(reason)
+    num_kv_heads, group = heads
+    error = compare(
+        backend, RAGGED, block_size=256, num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, dtype=dtype, device="cuda",
+        packed=True,
+    )  # fmt: skip
+    assert error < {torch.float32: 2e-5, torch.bfloat16: 0.03, torch.float16: 0.004}[dtype]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen3"])
+def test_greedy_tokens_equal_transformers_in_fp32(family, tmp_path):
+    path = tiny_models.save(family, tmp_path)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda().eval()
+    expected = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt], device="cuda")
+        mask = torch.ones_like(ids)
+        out = oracle.generate(ids, attention_mask=mask, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+        expected.append(out[0, len(prompt) :].tolist())
+    assert greedy(path, device="cuda")[0] == expected
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_bf16_logits_stand_as_near_the_truth_as_transformers(family, tmp_path):
+    path = tiny_models.save(family, tmp_path)
+    ids = torch.tensor(PROMPTS[-1], device="cuda")
+
+    def there(dtype):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).cuda().eval()
+        with torch.inference_mode():
+            return model(ids[None]).logits[0].float()
+
+    model = loader.load_model(Checkpoint.open(str(path)), "bfloat16", "cuda")
+    loader.fuse(model)
+    with torch.inference_mode():
+        here = model.compute_logits(model(ids, torch.arange(len(ids), device="cuda"), DenseAttention())).float()
+    truth = there(torch.float32)
+    assert (here - truth).abs().mean() < 1.25 * (there(torch.bfloat16) - truth).abs().mean()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_recorded_and_fused_steps_give_the_tokens_of_plain_ones(family, tmp_path):
+    path = tiny_models.save(family, tmp_path)
+    recorded, llm = greedy(path, device="cuda")
+    assert llm.engine.runner.graphs._buckets  # it did record
+    plain, llm = greedy(path, device="cuda", enforce_eager=True)
+    assert llm.engine.runner.graphs is None
+    assert recorded == plain == greedy(path, device="cpu")[0]
+
+
+ASKING = [{"temperature": 0}, {}, {"top_k": 20, "temperature": 0.7}, {"top_p": 0.9}, {"min_p": 0.05, "top_k": 5, "top_p": 0.8}]
+
+
+@pytest.mark.parametrize("vocab_size", [100, 50_257])
+def test_recorded_draws_are_those_of_the_plain_list(vocab_size):
+    """One kind of row for all, then all kinds together; rising and falling numbers of rows."""
+    device, generator = torch.device("cuda"), torch.Generator("cuda").manual_seed(0)
+    recorded, plain = Sampler(graphs=SamplerGraphs(40, CUDACapture())), Sampler((*STAGES, lambda logits, batch: logits))
+    for asking in ([ASKING[0]], [ASKING[1]], [ASKING[2]], [ASKING[3]], ASKING):
+        for step, num_rows in enumerate((3, 1, 40, 17, 40)):
+            params = [SamplingParams(**asking[row % len(asking)]) for row in range(num_rows)]
+            rows = [Sequence("r", [1], its, 99 * step + row, 999) for row, its in enumerate(params)]
+            logits = torch.randn(num_rows, vocab_size, device=device, generator=generator) * 3
+            logits = logits.bfloat16().float() if step % 2 else logits  # which tie
+            batch = SamplingBatch.build(rows, vocab_size, device)
+            assert recorded(logits.clone(), batch).read() == plain(logits.clone(), batch).read()
+    assert recorded.graphs._recordings
+    assert None not in recorded.graphs._recordings.values()
+
+
+def test_an_engine_with_recorded_draws_gives_the_tokens_of_one_without(tmp_path):
+    """The forward is recorded in both, so that the logits are the same bits."""
+    path, tokens = tiny_models.save("qwen3", tmp_path), []
+    params = [SamplingParams(max_tokens=30, ignore_eos=True, detokenize=False, seed=seed, **ASKING[seed]) for seed in range(4)]
+    for is_recorded in (True, False):
+        llm = LLM(str(path), device="cuda", kv_cache_memory=2**26)
+        if not is_recorded:
+            llm.engine.sampler = Sampler()
+        tokens.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)])
+        assert not is_recorded or llm.engine.sampler.graphs._recordings
+    assert tokens[0] == tokens[1]
+
+
+def test_more_cache_than_there_is_memory_says_what_to_lower(tmp_path):
+    path = tiny_models.save("qwen3", tmp_path)
+    with pytest.raises(InvalidValueError, match="lower kv_cache_memory"):
+        LLM(str(path), device="cuda", kv_cache_memory=2**50)

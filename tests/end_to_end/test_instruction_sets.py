@@ -1,0 +1,54 @@
+"""The same promises on lesser processors: libraries can be told to use an older instruction set than this machine has.
+
+Each runs in a process of its own, since the libraries read the settings once.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+INSTRUCTION_SETS = {  # oneDNN's, and torch's own kernels'
+    "AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+    "AVX512_CORE": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "ATEN_CPU_CAPABILITY": "avx512"},
+    "AVX512_CORE_BF16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "its own": {},
+}
+CODE = """
+import torch
+from tests import random_run, test_readme
+for dtype in ("float32", "bfloat16"):
+    for family in random_run.tiny_models.WIDE:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            given = ["--requests", "8", "--dtype", dtype, "--family", family, "--enforce-eager"]
+            assert random_run.main(given) == 0
+test_readme.run_the_sessions()
+"""
+
+
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_requests_get_the_same_bits_alone_and_together_and_the_readme_holds(name, tmp_path):
+    """The README's texts are fp32 of the bundled models; test_readme.py shows how far each draw is from another token."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        env=os.environ | INSTRUCTION_SETS[name] | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,  # the sessions write a file
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert done.stdout.count("differ,") == 8, done.stdout
+
+
+def test_so_they_do_with_compiled_attention(tmp_path):
+    """With this machine's own instruction set: each of the others would be compiled for anew."""
+    code = 'from tests import random_run; assert random_run.main(["--requests", "60", "--dtype", "bfloat16"]) == 0'
+    settings = {"PYTHONPATH": str(ROOT), "NANOINFER_CACHE": str(tmp_path)}  # no verdict yet: the first use compares
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert "recompile_limit" not in done.stderr

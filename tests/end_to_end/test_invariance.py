@@ -1,0 +1,186 @@
+"""The same prompt gets the same bits whatever else is in the batch; with batch_invariant also after hits and preemptions."""
+
+import random
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.models.cpu_linear import LinearReport, PackedLinear, pack
+from nanoinfer.models.layers import ActivatedLinear
+from nanoinfer.sampling.batch import SamplingBatch
+
+PARAMS = SamplingParams(temperature=0, max_tokens=6, detokenize=False)
+FAMILIES = ["gpt2", "gpt2_n_inner", "qwen2", "qwen3", "qwen3_one_kv_head", "qwen3_tied"]
+
+
+def has_packed_linears():
+    try:
+        PackedLinear(nn.Linear(4, 4))
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not has_packed_linears(), reason="this CPU's torch has no packed linear layers")
+
+
+def ids(rng, length):
+    return [rng.randrange(tiny_models.VOCAB_SIZE) for _ in range(length)]
+
+
+def logits_of(llm, prompts, watched, params=PARAMS):
+    """{number of output tokens: the row of logits that came next} of one of the prompts, as the sampler was given it."""
+    rows = {}
+    sampler, build = llm.engine.sampler, SamplingBatch.build
+    requests = [llm.engine.add_request(prompt, params) for prompt in prompts]
+    watched = requests[watched].sequences[0]
+
+    class Watching:
+        sequences = ()
+
+        @staticmethod
+        def build(sequences, *arguments):
+            Watching.sequences = list(sequences)
+            return build(sequences, *arguments)
+
+    def watching(logits, batch, watch):
+        for row, seq in enumerate(Watching.sequences):
+            if seq is watched:
+                rows[seq.num_output_tokens] = logits[row].clone()
+        return sampler(logits, batch, watch)
+
+    llm.engine.sampler = watching
+    SamplingBatch.build = Watching.build
+    try:
+        while llm.engine.num_unfinished:
+            llm.engine.step()
+    finally:
+        llm.engine.sampler, SamplingBatch.build = sampler, build
+    assert len(rows) == params.max_tokens
+    return rows
+
+
+def assert_same_bits(rows, expected):
+    different = [position for position in expected if not torch.equal(rows[position], expected[position])]
+    assert different == []
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def path(request, tmp_path_factory):
+    return tiny_models.save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_prompt_gets_the_same_logits_at_every_place_in_any_batch(path, dtype):
+    assert_same_bits_in_batches_of((2, 3, 17, 64), path, dtype)
+
+
+@pytest.mark.parametrize("family", ["gpt2_n_inner", "qwen3"])
+def test_several_threads_give_the_same_bits_in_any_batch_too(family, tmp_path):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert_same_bits_in_batches_of((3, 17), tiny_models.save(family, tmp_path), "float32")
+    finally:
+        torch.set_num_threads(before)
+
+
+def assert_same_bits_in_batches_of(sizes, path, dtype):
+    """Beside prompts of 1 to 200 tokens. The prompt is two chunks, the second of five tokens."""
+    rng = random.Random(0)
+    llm = LLM(path, dtype=dtype, kv_cache_memory=32 * 2**20, chunk_size=32, enable_prefix_caching=False)
+    prompt = ids(rng, 37)
+    alone = logits_of(llm, [prompt], 0)
+    for size in sizes:
+        for place in {0, 1, size // 2, size - 1}:
+            prompts = [ids(rng, rng.choice([1, 2, 5, 30, 100, 200])) for _ in range(size)]
+            prompts[place] = prompt
+            assert_same_bits(logits_of(llm, prompts, place), alone)
+
+
+def test_every_place_in_a_batch_of_17_gives_the_same_bits(path):
+    rng = random.Random(1)
+    llm = LLM(path, dtype="float32", kv_cache_memory=32 * 2**20, enable_prefix_caching=False)
+    prompt = ids(rng, 21)
+    alone = logits_of(llm, [prompt], 0)
+    prompts = [ids(rng, rng.randrange(1, 60)) for _ in range(17)]
+    for place in range(17):
+        assert_same_bits(logits_of(llm, [*prompts[:place], prompt, *prompts[place + 1 :]], place), alone)
+
+
+def test_with_plain_linears_the_bits_do_depend_on_the_batch(tmp_path, monkeypatch):
+    """The twin: what the tests above compare can differ."""
+    monkeypatch.setattr("nanoinfer.models.cpu_linear.pack", lambda model: LinearReport({}))
+    llm = LLM(tiny_models.save("qwen3", tmp_path), dtype="float32", kv_cache_memory=32 * 2**20)
+    rng = random.Random(0)
+    prompt = ids(rng, 37)
+    alone = logits_of(llm, [prompt], 0)
+    beside = logits_of(llm, [prompt, *(ids(rng, 20) for _ in range(7))], 0)
+    assert any(not torch.equal(beside[position], alone[position]) for position in alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize(("num_in", "num_out"), [(48, 100), (100, 48), (128, 352), (768, 3072), (3072, 768)])
+def test_a_layer_made_by_pack_is_a_linear_and_its_rows_do_not_depend_on_each_other(num_in, num_out, activation, dtype):
+    torch.manual_seed(0)
+    layer = (
+        nn.Linear(num_in, num_out) if activation is None else ActivatedLinear(num_in, num_out, bias=True, activation=activation)
+    ).to(dtype)
+    x = torch.randn(300, num_in).to(dtype)
+    with torch.inference_mode():
+        packed = nn.Sequential(layer)
+        report = pack(packed)
+        together = packed(x)
+        tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+        torch.testing.assert_close(together, layer(x), **tolerance)
+        for num_rows in (1, 2, 3, 5, 7, 9, 16, 17, 64, 299) if report.are_rows_independent else ():
+            assert torch.equal(packed(x[:num_rows]), together[:num_rows])
+            assert torch.equal(packed(x[-num_rows:].contiguous()), together[-num_rows:])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batch_invariant_gives_the_same_bits_after_a_prefix_hit_and_after_preemptions(path, dtype):
+    rng = random.Random(2)
+    params = SamplingParams(temperature=0, max_tokens=20, detokenize=False)
+    settings = {"dtype": dtype, "chunk_size": 16, "block_size": 8, "batch_invariant": True}
+    prompt = ids(rng, 45)  # two whole chunks, and a part of one
+    alone = logits_of(LLM(path, kv_cache_memory=32 * 2**20, enable_prefix_caching=False, **settings), [prompt], 0, params)
+
+    cached = LLM(path, kv_cache_memory=32 * 2**20, **settings)
+    logits_of(cached, [prompt[:40] + ids(rng, 9)], 0, params)
+    request = cached.engine.add_request(prompt, params)
+    while cached.engine.num_unfinished:
+        cached.engine.step()
+    assert request.output.metrics.num_cached_tokens == 32  # it did hit
+    assert_same_bits(logits_of(cached, [prompt], 0, params), alone)
+
+    block_bytes = cached.engine.runner.cache.layer(0)[0][0].nbytes * 2 * cached.engine.model_config.num_hidden_layers
+    tight = LLM(path, kv_cache_memory=12 * block_bytes, **settings)
+    for place in (0, 2):
+        prompts = [ids(rng, 5) for _ in range(3)]
+        prompts[place] = prompt
+        requests = []
+        add_request = tight.engine.add_request
+        tight.engine.add_request = lambda *arguments, add=add_request, to=requests: to.append(add(*arguments)) or to[-1]
+        rows = logits_of(tight, prompts, place, params)
+        tight.engine.add_request = add_request
+        assert sum(request.output.metrics.num_preemptions for request in requests) > 0
+        if place == 2:
+            assert requests[2].output.metrics.num_preemptions > 0  # the youngest goes first
+        assert_same_bits(rows, alone)
+
+
+def test_batch_invariant_tells_the_same_tokens_as_without(path):
+    rng = random.Random(3)
+    prompts = [ids(rng, rng.randrange(1, 80)) for _ in range(12)]
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=20, detokenize=False)
+    settings = {"dtype": "float32", "chunk_size": 16, "block_size": 8, "kv_cache_memory": 200_000}
+    answers = [
+        [output.outputs[0].token_ids for output in LLM(path, batch_invariant=on, **settings).generate(prompts, params, False)]
+        for on in (True, False)
+    ]
+    assert answers[0] == answers[1]

@@ -1,0 +1,834 @@
+"""The front door: every form of a prompt, everything malformed refused before work, streams, chat, and nothing left behind."""
+
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import signal
+import threading
+from dataclasses import replace
+
+import numpy
+import pytest
+import tiny_models
+import torch
+from tiny_models import assert_nothing_is_left
+
+from nanoinfer import LLM, Delta, Recorder, RequestOutput, SamplingParams
+from nanoinfer.errors import (
+    CheckpointNotFoundError,
+    InvalidPromptError,
+    InvalidTypeError,
+    InvalidValueError,
+    NanoinferError,
+    UnsupportedError,
+)
+from nanoinfer.models.checkpoint import BUNDLED
+
+MEMORY = 2**24
+VOCAB_SIZE = json.loads((BUNDLED / "tiny-qwen3" / "config.json").read_text())["vocab_size"]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)  # always 12 tokens, however the model is trained
+IDS = SamplingParams(temperature=0, max_tokens=12, detokenize=False)
+LILY = [{"role": "user", "content": "Tell me a story about Lily"}]
+TOM = [{"role": "user", "content": "Tell me a story about Tom"}]
+LILYS_PROMPT = "<|im_start|>user\nTell me a story about Lily<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return LLM(kv_cache_memory=MEMORY)
+
+
+@pytest.fixture(scope="module")
+def loaded_ids(qwen3_path):
+    return LLM(qwen3_path, kv_cache_memory=MEMORY, block_size=4, max_model_len=64)
+
+
+@pytest.fixture
+def llm(loaded):
+    """tiny-qwen3. Every test must leave it as it found it."""
+    yield loaded
+    assert_nothing_is_left(loaded)
+
+
+@pytest.fixture
+def ids_llm(loaded_ids):
+    """A random Qwen3 without a tokenizer: 96 ids, 64 positions, blocks of 4."""
+    yield loaded_ids
+    assert_nothing_is_left(loaded_ids)
+
+
+def generate(llm, prompts, params=GREEDY):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def answer(llm, prompt, params=GREEDY):
+    [output] = generate(llm, prompt, params)
+    return output.outputs[0]
+
+
+def copy_of_tiny_qwen3(path, without=()):
+    return shutil.copytree(BUNDLED / "tiny-qwen3", path / "copy", ignore=lambda *_: without)
+
+
+# ---- prompts
+
+
+def test_every_form_of_a_prompt_gives_the_same_answer(llm):
+    text = "Once upon a time"
+    ids = llm.get_tokenizer()(text).input_ids
+    forms = [text, ids, tuple(ids), [*map(numpy.int64, ids)], {"prompt": text}, {"prompt_token_ids": ids}]
+    forms += [{"prompt": text, "prompt_token_ids": ids}, {"prompt": text, "prompt_token_ids": None}]
+    alone = [output for form in forms for output in generate(llm, form)]
+    together = generate(llm, forms)
+    assert len(alone) == len(together) == len(forms)
+    for output in alone + together:
+        assert output.outputs == alone[0].outputs
+        assert output.prompt_token_ids == ids
+        assert {type(i) for i in output.prompt_token_ids} == {int}
+    assert len(alone[0].outputs[0].text) > 12
+    assert [output.prompt for output in together] == [text, None, None, None, text, None, text, text]
+
+
+def test_a_list_of_ints_is_one_prompt_and_a_list_of_lists_is_several(ids_llm):
+    assert len(generate(ids_llm, [5, 6, 7], IDS)) == 1
+    assert len(generate(ids_llm, (5, 6, 7), IDS)) == 1
+    assert len(generate(ids_llm, [[5], [6], [7]], IDS)) == 3
+
+
+def test_no_prompts_are_no_outputs(llm):
+    assert generate(llm, []) == llm.generate([]) == []
+
+
+def test_outputs_stand_in_the_order_of_the_prompts_whoever_ends_first(ids_llm):
+    prompts = [[i] for i in range(1, 21)]
+    params = [SamplingParams(temperature=0, detokenize=False, max_tokens=40 - 2 * i) for i in range(20)]
+    outputs = generate(ids_llm, prompts, params)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [each.max_tokens for each in params]
+    assert outputs[0].metrics.finished_time > outputs[-1].metrics.finished_time
+    assert len({output.request_id for output in outputs}) == 20
+
+
+def test_an_output_has_vllms_shape(llm):
+    [output] = generate(llm, "Once upon a time")
+    assert isinstance(output, RequestOutput)
+    assert output.finished
+    [completion] = output.outputs
+    assert (completion.index, completion.finish_reason, completion.stop_reason) == (0, "length", None)
+    assert (completion.logprobs, completion.cumulative_logprob, completion.error) == (None, None, None)
+    assert llm.get_tokenizer().decode(completion.token_ids) == completion.text
+
+
+@pytest.mark.parametrize("num_params", [0, 1, 3])
+def test_a_wrong_number_of_params_is_refused(llm, num_params):
+    with pytest.raises(InvalidValueError, match=f"one, or one per prompt: got {num_params} for 2 prompts"):
+        generate(llm, ["a", "b"], [GREEDY] * num_params)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "sentence"),
+    [
+        (None, InvalidTypeError, "a prompt must be a string, .*, got None"),
+        (1.5, InvalidTypeError, "a prompt must be a string, .*, got 1.5"),
+        (7, InvalidTypeError, "a prompt must be a string, .*, got 7"),
+        ([1, 2.0], InvalidTypeError, "a prompt must be a string"),
+        ([True, False], InvalidTypeError, "a prompt must be a string"),
+        ([[1]], InvalidTypeError, "a prompt must be a string"),
+        (b"text", InvalidTypeError, "a prompt must be a string"),
+        ([3, -1], InvalidPromptError, f"the token id -1; this model's ids are 0 .. {VOCAB_SIZE - 1}"),
+        ([3, VOCAB_SIZE], InvalidPromptError, f"the token id {VOCAB_SIZE}; this model's ids are 0 .. {VOCAB_SIZE - 1}"),
+        ({"prompt_token_ids": [VOCAB_SIZE]}, InvalidPromptError, f"the token id {VOCAB_SIZE}"),
+        ([], InvalidPromptError, "the prompt has no tokens; give at least one"),
+        ("", InvalidPromptError, "the prompt has no tokens; give at least one"),
+        ({}, InvalidPromptError, "a prompt's dict holds prompt .* or prompt_token_ids .*, got {}"),
+        ({"text": "a"}, InvalidPromptError, "a prompt's dict holds prompt .* or prompt_token_ids .*, got .*'text'"),
+        ({"prompt": "a", "image": "b"}, InvalidPromptError, "a prompt's dict holds .*, got .*'image'"),
+        ({"prompt": 5, "prompt_token_ids": [3]}, InvalidPromptError, "a prompt's dict holds prompt .a string. or"),
+        ({"prompt_token_ids": "text"}, InvalidTypeError, "a prompt must be a string, a list of token ids .*, got 'text'"),
+        ({"prompt": None}, InvalidPromptError, "a prompt's dict holds prompt .* or prompt_token_ids"),
+    ],
+)
+def test_a_malformed_prompt_is_refused_by_its_index_before_any_work(llm, monkeypatch, prompt, error, sentence):
+    monkeypatch.setattr(llm.engine, "add_request", lambda *_, **__: pytest.fail("work was done"))
+    with pytest.raises(error, match=f"^prompt 2: .*{sentence}"):
+        generate(llm, ["good", [1, 2], prompt, "good"])
+    with pytest.raises(error, match=f"^(?!prompt).*{sentence}"):  # there is one prompt, and it needs no index
+        llm.stream(prompt, GREEDY)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, {1, 2}, iter(["a"])])
+def test_what_is_no_prompt_and_no_list_is_refused(llm, prompts):
+    with pytest.raises(InvalidTypeError, match="prompts must be a string, token ids, a dict or a list of these"):
+        generate(llm, prompts)
+
+
+@pytest.mark.parametrize("token_id", [VOCAB_SIZE, 10**9])
+def test_a_stop_id_outside_the_vocabulary_is_refused(llm, token_id):
+    with pytest.raises(
+        InvalidValueError, match=f"prompt 1: stop_token_ids has the token id {token_id}; .* 0 .. {VOCAB_SIZE - 1}"
+    ):
+        generate(llm, ["a", "b"], [GREEDY, SamplingParams(stop_token_ids=[VOCAB_SIZE - 1, token_id])])
+
+
+@pytest.mark.parametrize("params", ["greedy", {"temperature": 0}, 5])
+def test_params_that_are_no_sampling_params_are_refused(llm, params):
+    with pytest.raises(InvalidTypeError, match="sampling_params must be SamplingParams, or a list of them"):
+        generate(llm, [], params)
+    with pytest.raises(InvalidTypeError, match="prompt 1: sampling_params must be SamplingParams"):
+        generate(llm, ["a", "b"], [GREEDY, params])
+    with pytest.raises(InvalidTypeError, match="sampling_params must be SamplingParams"):
+        llm.stream("a", [GREEDY])
+
+
+def test_text_with_half_a_surrogate_pair_is_refused_by_its_index(llm):
+    with pytest.raises(InvalidPromptError, match="prompt 1: the text is not valid Unicode"):
+        generate(llm, ["a", "b\ud800"])
+
+
+def test_generate_shows_tokens_per_second_unless_told_not_to(llm, capsys):
+    llm.generate(["Once upon a time", "One day"], GREEDY)
+    assert re.search(r"2/2 .*output [0-9.]+ tok/s", capsys.readouterr().err)
+    generate(llm, ["Once upon a time", "One day"])
+    assert capsys.readouterr().err == ""
+
+
+# ---- lengths
+
+
+def test_a_prompt_that_is_too_long_is_an_error_result_and_the_others_finish(ids_llm):
+    prompts = [[1, 2], [3] * 64, [4, 5], [6] * 1000]
+    good, long, also_good, very_long = generate(ids_llm, prompts, IDS)
+    for output, num_tokens in ((long, 64), (very_long, 1000)):
+        [completion] = output.outputs
+        assert output.finished
+        assert (completion.finish_reason, completion.token_ids, completion.text) == ("error", [], "")
+        assert f"the prompt has {num_tokens} tokens, but max_model_len is 64" in completion.error
+        assert output.metrics.ttft is None
+    for output in (good, also_good):
+        assert output.outputs[0] == answer(ids_llm, output.prompt_token_ids, IDS)
+        assert len(output.outputs[0].token_ids) == 12
+
+
+def test_a_stream_of_a_prompt_that_is_too_long_ends_with_the_error(ids_llm):
+    [delta] = ids_llm.stream([3] * 64, IDS)
+    assert (delta.text, delta.token_ids, delta.output.outputs[0].finish_reason) == ("", [], "error")
+
+
+def test_without_max_tokens_an_answer_runs_to_the_models_length(ids_llm):
+    completion = answer(ids_llm, [1, 2, 3], SamplingParams(max_tokens=None, detokenize=False))
+    assert (len(completion.token_ids), completion.finish_reason) == (61, "length")
+
+
+def test_a_prompt_one_shorter_than_the_model_gets_one_token(ids_llm):
+    completion = answer(ids_llm, [1] * 63, SamplingParams(max_tokens=None, detokenize=False))
+    assert (len(completion.token_ids), completion.finish_reason) == (1, "length")
+
+
+def test_the_model_length_is_lowered_to_what_the_cache_holds(qwen3_path, caplog):
+    block_bytes = 2 * 2 * 4 * 2 * 16 * 4  # k and v, layers, tokens, heads, head_dim, bytes
+    with caplog.at_level(logging.INFO, "nanoinfer.engine.llm_engine"):
+        llm = LLM(qwen3_path, kv_cache_memory=5 * block_bytes, block_size=4, max_model_len=64)
+    assert llm.engine.max_model_len == 20
+    told, warned = caplog.records
+    assert "KV cache of 5 blocks of 4 tokens" in told.message
+    assert warned.levelno == logging.WARNING
+    assert "max_model_len is 20, not 64: the KV cache holds no more; raise kv_cache_memory" in warned.message
+    assert len(answer(llm, [1] * 5, SamplingParams(max_tokens=None, detokenize=False)).token_ids) == 15
+    assert answer(llm, [1] * 20, IDS).finish_reason == "error"
+
+
+# ---- no tokenizer
+
+
+def test_a_checkpoint_without_a_tokenizer_works_with_ids(ids_llm):
+    completion = answer(ids_llm, [1, 2, 3], IDS)
+    assert (completion.text, len(completion.token_ids)) == ("", 12)
+    [output] = ids_llm.generate([1, 2, 3], use_tqdm=False)  # no params either: no text is asked for
+    assert len(output.outputs[0].token_ids) == 16
+
+
+def test_a_checkpoint_without_a_tokenizer_refuses_text_with_a_way_out(ids_llm):
+    with pytest.raises(InvalidPromptError, match=r"no tokenizer; give token ids, or LLM\(tokenizer=\.\.\.\)"):
+        generate(ids_llm, "text", IDS)
+    with pytest.raises(InvalidValueError, match=r"no tokenizer, .* pass SamplingParams\(detokenize=False\), or LLM\(token"):
+        generate(ids_llm, [1, 2, 3], GREEDY)
+    with pytest.raises(InvalidPromptError, match="no tokenizer, so there is no chat template"):
+        ids_llm.chat(LILY, IDS)
+    with pytest.raises(InvalidValueError, match=r"no tokenizer; pass LLM\(tokenizer=\.\.\.\)"):
+        ids_llm.get_tokenizer()
+
+
+def test_another_tokenizer_can_be_given(qwen3_path, gpt2_path):
+    llm = LLM(qwen3_path, tokenizer="tiny-qwen3", kv_cache_memory=MEMORY)
+    completion = answer(llm, [67, 68, 69])
+    assert completion.text == llm.get_tokenizer().decode(completion.token_ids)
+    assert completion.text
+    with pytest.raises(InvalidPromptError, match=r"this model's ids are 0 \.\. 95$"):  # the tokenizer has more
+        generate(llm, "Once upon a time")
+    with pytest.raises(CheckpointNotFoundError, match=r"holds no tokenizer files, such as tokenizer.json"):
+        LLM(qwen3_path, tokenizer=gpt2_path)
+
+
+# ---- streams
+
+
+@pytest.mark.parametrize(
+    ("stop", "reason"), [(None, "length"), (["{near_miss}"], "length"), (["{hit}"], "stop"), (["{near_miss}", "{hit}"], "stop")]
+)
+def test_a_stream_shows_the_text_of_generate_and_never_takes_back(llm, stop, reason):
+    whole = answer(llm, "Once upon a time").text
+    near_miss, hit = whole[5:15] + "#", whole[12:17]  # the first is nearly a stop; the second is one, across tokens
+    params = replace(GREEDY, stop=stop and [text.format(near_miss=near_miss, hit=hit) for text in stop])
+    expected = answer(llm, "Once upon a time", params)
+    assert (expected.finish_reason, expected.text) == (reason, whole if reason == "length" else whole[: whole.index(hit)])
+    deltas = list(llm.stream("Once upon a time", params))
+    assert all(isinstance(delta, Delta) for delta in deltas)
+    assert "".join(delta.text for delta in deltas) == expected.text
+    assert [i for delta in deltas for i in delta.token_ids] == expected.token_ids
+    assert [delta.output for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+    assert deltas[-1].output.outputs == [expected]
+    assert {delta.request_id for delta in deltas} == {deltas[-1].output.request_id}
+
+
+def test_a_stream_shows_text_before_it_is_all_there(llm):
+    deltas = list(llm.stream("Once upon a time", GREEDY))
+    assert len(deltas) == 12
+    assert sum(bool(delta.text) for delta in deltas) > 6
+
+
+def test_a_stream_refuses_at_the_call_and_not_at_the_first_next(llm):
+    for prompt, params in (("", GREEDY), ("a", "greedy"), (["a", "b"], GREEDY)):
+        with pytest.raises(NanoinferError):
+            llm.stream(prompt, params)
+    with pytest.raises(UnsupportedError, match="n=2"):
+        llm.stream("a", SamplingParams(n=2))
+
+
+def test_a_stream_that_nobody_reads_takes_nothing(llm):
+    stream = llm.stream("Once upon a time", GREEDY)
+    assert llm.engine.num_unfinished == 0
+    del stream
+
+
+def test_leaving_a_stream_early_frees_its_blocks(llm):
+    stream = llm.stream("Once upon a time", GREEDY)
+    for _ in stream:
+        assert llm.engine.block_manager.num_free_blocks < llm.engine.block_manager.num_blocks
+        break
+    stream.close()
+    assert_nothing_is_left(llm)
+    for _ in llm.stream("Once upon a time", GREEDY):
+        break  # not even closed: the generator is dropped with the loop
+    assert_nothing_is_left(llm)
+
+
+def test_abort_inside_the_loop_ends_the_stream(llm):
+    expected = answer(llm, "Once upon a time").text
+    text, deltas = "", []
+    for delta in llm.stream("Once upon a time", GREEDY):
+        deltas.append(delta)
+        text += delta.text
+        if len(deltas) == 5:
+            llm.abort(delta.request_id)
+            assert_nothing_is_left(llm)
+            llm.abort(delta.request_id)  # a second time does nothing
+    assert len(deltas) == 6
+    [completion] = deltas[-1].output.outputs
+    assert (completion.finish_reason, completion.text, len(completion.token_ids)) == ("abort", text, 5)
+    assert expected.startswith(text)
+    assert text
+    llm.abort("never heard of")
+
+
+def test_generate_inside_a_stream_works_and_changes_nothing(llm):
+    expected = answer(llm, "Once upon a time")
+    other = answer(llm, "One day")
+    text = ""
+    for index, delta in enumerate(llm.stream("Once upon a time", GREEDY)):
+        text += delta.text
+        if index in (0, 4):
+            assert answer(llm, "One day") == other
+    assert text == expected.text
+    assert delta.output.outputs == [expected]
+
+
+def test_two_streams_can_be_read_in_turns(llm):
+    first, second = (llm.stream(prompt, GREEDY) for prompt in ("Once upon a time", "One day"))
+    pairs = list(zip(first, second, strict=True))
+    for prompt, deltas in zip(("Once upon a time", "One day"), zip(*pairs, strict=True), strict=True):
+        assert "".join(delta.text for delta in deltas) == answer(llm, prompt).text
+
+
+# ---- when something breaks
+
+
+class FailingTracer(Recorder):
+    fails = False
+
+    def emit(self, event):
+        super().emit(event)
+        if self.fails and type(event).__name__ == self.at:
+            self.fails = False
+            raise RuntimeError(f"the tracer failed at {self.at}")
+
+
+@pytest.mark.parametrize("at", ["StepScheduled", "StepTimed", "RequestFinished"])
+def test_a_tracer_that_raises_in_a_step_leaves_nothing_behind(at):
+    tracer = FailingTracer()
+    llm = LLM(kv_cache_memory=MEMORY, tracer=tracer)
+    expected = [output.outputs for output in generate(llm, ["Once upon a time", "One day"])]
+    tracer.at, tracer.fails = at, True
+    with pytest.raises(RuntimeError, match=f"the tracer failed at {at}"):
+        generate(llm, ["Once upon a time", "One day"])
+    assert_nothing_is_left(llm)
+    assert [output.outputs for output in generate(llm, ["Once upon a time", "One day"])] == expected
+
+
+@pytest.mark.parametrize("at_call", [1, 4])
+@pytest.mark.parametrize("part", ["runner.forward", "sampler"])
+def test_a_failure_in_the_middle_of_a_step_leaves_nothing_behind(llm, monkeypatch, part, at_call):
+    prompts = ["Once upon a time", "One day"]
+    expected = [output.outputs for output in generate(llm, prompts)]
+    owner, name = (llm.engine.runner, "forward") if part == "runner.forward" else (llm.engine, "sampler")
+    works, num_calls = getattr(owner, name), 0
+
+    def fails(*arguments):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == at_call:
+            raise RuntimeError("out of luck")
+        return works(*arguments)
+
+    monkeypatch.setattr(owner, name, fails)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        generate(llm, prompts)
+    assert_nothing_is_left(llm)
+    num_calls = 0
+    with pytest.raises(RuntimeError, match="out of luck"):
+        list(llm.stream(prompts[0], GREEDY))
+    assert_nothing_is_left(llm)
+    assert [output.outputs for output in generate(llm, prompts)] == expected
+
+
+def test_a_step_that_fails_inside_a_stream_does_not_harm_the_stream(llm, monkeypatch):
+    expected = answer(llm, "Once upon a time").text
+    stream = llm.stream("Once upon a time", GREEDY)
+    text = next(stream).text
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "sampler", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            generate(llm, "One day")
+    assert text + "".join(delta.text for delta in stream) == expected
+
+
+@pytest.fixture
+def python_handles_ctrl_c():
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # generate put it back
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("python_handles_ctrl_c")
+@pytest.mark.parametrize("at_step", [1, 5])
+def test_ctrl_c_ends_generate_and_leaves_nothing_behind(llm, monkeypatch, at_step):
+    prompts = ["Once upon a time", "One day"]
+    expected = [output.outputs for output in generate(llm, prompts)]
+    forward, num_steps = llm.engine.runner.forward, 0
+
+    def interrupted(batch):
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == at_step:
+            signal.raise_signal(signal.SIGINT)
+        return forward(batch)
+
+    monkeypatch.setattr(llm.engine.runner, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, prompts)
+    assert num_steps == at_step  # not a step more
+    assert_nothing_is_left(llm)
+    num_steps = 0
+    with pytest.raises(KeyboardInterrupt):
+        list(llm.stream("Once upon a time", GREEDY))
+    assert_nothing_is_left(llm)
+    assert [output.outputs for output in generate(llm, prompts)] == expected
+
+
+@pytest.mark.usefixtures("python_handles_ctrl_c")
+@pytest.mark.parametrize("after", ["engine.add_request", "scheduler.schedule", "scheduler.commit"])
+def test_ctrl_c_at_the_worst_moment_harms_no_stream_that_is_under_way(llm, monkeypatch, after):
+    """Right after the bookkeeping of a step or of a new request, when half of what belongs together is done."""
+    expected = answer(llm, "Once upon a time").text
+    stream = llm.stream("Once upon a time", GREEDY)
+    text = next(stream).text
+    owner, name = (llm.engine, "add_request") if after == "engine.add_request" else (llm.engine.scheduler, after.split(".")[1])
+    works = getattr(owner, name)
+
+    def interrupted(*arguments, **keywords):
+        result = works(*arguments, **keywords)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, "One day")
+    assert llm.engine.num_unfinished == 1  # the stream alone
+    assert text + "".join(delta.text for delta in stream) == expected
+
+
+def test_generate_works_in_a_thread_that_gets_no_signals(llm):
+    outputs = []
+    thread = threading.Thread(target=lambda: outputs.append(answer(llm, "Once upon a time")))
+    thread.start()
+    thread.join()
+    assert outputs == [answer(llm, "Once upon a time")]
+
+
+# ---- chat
+
+
+def test_chat_is_generate_on_the_templates_text(llm):
+    [output] = llm.chat(LILY, GREEDY, use_tqdm=False)
+    assert output.prompt == LILYS_PROMPT
+    assert output.outputs[0] == answer(llm, LILYS_PROMPT)
+
+
+def test_several_conversations_are_answered_in_order(llm):
+    tom, lily = llm.chat([TOM, LILY], GREEDY, use_tqdm=False)
+    assert lily.outputs == llm.chat(LILY, GREEDY, use_tqdm=False)[0].outputs
+    assert tom.outputs == llm.chat([TOM], GREEDY, use_tqdm=False)[0].outputs
+    assert "about Tom" in tom.prompt
+    assert "about Lily" in lily.prompt
+
+
+def test_chat_takes_another_template_its_arguments_and_no_generation_prompt(llm):
+    params = SamplingParams(max_tokens=1)
+    [output] = llm.chat(LILY, params, False, add_generation_prompt=False)
+    assert output.prompt == LILYS_PROMPT.removesuffix("<|im_start|>assistant\n")
+    template = "{{ messages[0]['content'] }}, please{{ '!' if loudly else '.' }}"
+    [output] = llm.chat(LILY, params, False, chat_template=template)
+    assert output.prompt == "Tell me a story about Lily, please."
+    [output] = llm.chat(LILY, params, False, chat_template=template, chat_template_kwargs={"loudly": True})
+    assert output.prompt == "Tell me a story about Lily, please!"
+
+
+def test_chat_without_a_template_is_refused_with_a_way_out(tmp_path):
+    llm = LLM(copy_of_tiny_qwen3(tmp_path, without=["chat_template.jinja"]), kv_cache_memory=MEMORY)
+    with pytest.raises(InvalidPromptError, match=r"no chat template; pass chat_template=\.\.\., or use generate\(\)"):
+        llm.chat(LILY, GREEDY)
+    [output] = llm.chat(LILY, GREEDY, False, chat_template="{{ messages[0]['content'] }}")
+    assert output.prompt == "Tell me a story about Lily"
+
+
+@pytest.mark.parametrize(
+    ("messages", "sentence"),
+    [
+        ([], "prompt 0: messages must be a list of dicts like"),
+        ("Hello", "prompt 0: messages must be a list of dicts like"),
+        (["Hello"], "prompt 0: messages must be a list of dicts like"),
+        ([LILY, []], "prompt 1: messages must be a list of dicts like"),
+        ([LILY, LILY[0]], "prompt 1: messages must be a list of dicts like"),
+        ([LILY, [{"role": "user"}]], "prompt 1: the chat template refused the messages: .*content"),
+        ([{"content": "Hello"}], "prompt 0: the chat template refused the messages: .*role"),
+    ],
+)
+def test_bad_messages_are_refused_by_their_index(llm, messages, sentence):
+    with pytest.raises(NanoinferError, match=sentence):
+        llm.chat(messages, GREEDY)
+
+
+# ---- metrics and defaults
+
+
+def test_metrics_tell_when_things_happened(ids_llm):
+    [output] = generate(ids_llm, [7] * 10, IDS)
+    metrics = output.metrics
+    assert metrics.arrival_time < metrics.first_token_time < metrics.finished_time
+    assert metrics.ttft == metrics.first_token_time - metrics.arrival_time
+    assert metrics.tpot == pytest.approx((metrics.finished_time - metrics.first_token_time) / 11)
+    assert (metrics.num_output_tokens, metrics.num_preemptions) == (12, 0)
+    [output] = generate(ids_llm, [8], SamplingParams(max_tokens=1, detokenize=False))
+    assert output.metrics.tpot is None
+
+
+def test_metrics_count_the_prompt_tokens_that_were_cached(qwen3_path):
+    prompt = list(range(1, 11))  # 10 tokens: two full blocks of 4, and the last tokens are computed again
+    for enabled, num_cached in ((True, 8), (False, 0)):
+        llm = LLM(qwen3_path, kv_cache_memory=MEMORY, block_size=4, enable_prefix_caching=enabled)
+        first, second = (generate(llm, prompt, IDS)[0] for _ in range(2))
+        assert (first.metrics.num_cached_tokens, second.metrics.num_cached_tokens) == (0, num_cached)
+        assert first.outputs == second.outputs
+
+
+def test_metrics_count_preemptions(qwen3_path):
+    block_bytes = 2 * 2 * 4 * 2 * 16 * 4
+    llm = LLM(qwen3_path, kv_cache_memory=6 * block_bytes, block_size=4)
+    outputs = generate(llm, [[1] * 5, [2] * 5], SamplingParams(temperature=0, max_tokens=15, detokenize=False))
+    assert [output.metrics.num_preemptions for output in outputs] == [0, 1]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [15, 15]
+
+
+def test_get_tokenizer_is_transformers_own(llm):
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer.decode(tokenizer("Once upon a time").input_ids) == "Once upon a time"
+    assert tokenizer.eos_token_id == 0
+
+
+def test_default_params_are_the_checkpoints_and_told_once(tmp_path, caplog):
+    path = copy_of_tiny_qwen3(tmp_path)
+    given = {"temperature": 0.5, "top_k": 7, "top_p": 0.8, "min_p": 0.1, "max_new_tokens": 9}
+    (path / "generation_config.json").write_text(json.dumps(given | {"do_sample": True, "eos_token_id": 0}))
+    llm = LLM(path, kv_cache_memory=MEMORY)
+    expected = SamplingParams(temperature=0.5, top_k=7, top_p=0.8, min_p=0.1, max_tokens=9)
+    with caplog.at_level(logging.INFO, "nanoinfer.llm"):
+        assert llm.get_default_sampling_params() == expected
+        outputs = [llm.generate("Once upon a time", use_tqdm=False)[0] for _ in range(3)]
+    assert max(len(output.outputs[0].token_ids) for output in outputs) == 9
+    [record] = [record for record in caplog.records if record.name == "nanoinfer.llm"]
+    assert "generation_config.json: temperature=0.5, top_k=7, top_p=0.8, min_p=0.1, max_tokens=9" in record.message
+
+
+def test_default_params_without_a_generation_config_are_ours_and_nothing_is_told(tmp_path, caplog):
+    llm = LLM(copy_of_tiny_qwen3(tmp_path, without=["generation_config.json"]), kv_cache_memory=MEMORY)
+    with caplog.at_level(logging.INFO, "nanoinfer.llm"):
+        assert llm.get_default_sampling_params() == SamplingParams()
+    assert not [record for record in caplog.records if record.name == "nanoinfer.llm"]
+
+
+def test_a_generation_config_that_asks_for_a_repetition_penalty_gets_it(tmp_path):
+    path = copy_of_tiny_qwen3(tmp_path)
+    (path / "generation_config.json").write_text('{"repetition_penalty": 1.05, "temperature": 0.5}')
+    expected = SamplingParams(temperature=0.5, repetition_penalty=1.05)
+    assert LLM(path, kv_cache_memory=MEMORY).get_default_sampling_params() == expected
+
+
+def test_a_generation_config_that_is_wrong_is_refused_as_such(tmp_path):
+    path = copy_of_tiny_qwen3(tmp_path)
+    (path / "generation_config.json").write_text('{"temperature": -1}')
+    with pytest.raises(InvalidValueError, match=r"generation_config.json: temperature must be finite and >= 0"):
+        LLM(path, kv_cache_memory=MEMORY).generate("Once upon a time")
+
+
+# ---- LLM's arguments
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [{"tensor_parallel_size": 2}, {"enable_lora": True}, {"kv_cache_dtype": "fp8"}],
+)
+def test_vllms_arguments_that_we_do_not_have_are_refused_by_name(argument):
+    [name] = argument
+    with pytest.raises(UnsupportedError, match=f"{name}=.* is not supported; leave it out"):
+        LLM(**argument)
+
+
+def test_vllms_arguments_are_accepted_where_they_change_nothing(qwen3_path):
+    LLM(qwen3_path, tensor_parallel_size=1, quantization=None, trust_remote_code=False, kv_cache_memory=MEMORY)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("kv_cache_mem", "did you mean kv_cache_memory?"),
+        ("max_seq_len", "did you mean max_model_len?"),
+        ("temprature_of_the_room", "known are model, tokenizer, revision, dtype"),
+    ],
+)
+def test_an_unknown_argument_is_refused_with_a_near_one_or_all(name, sentence):
+    with pytest.raises(InvalidTypeError, match=rf"LLM\(\) has no argument '{name}'; .*{sentence.replace('?', '[?]')}"):
+        LLM(**{name: 1})
+
+
+COUNTS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "chunk_size", "max_model_len", "kv_cache_memory")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [(name, value, "must be an integer") for name in COUNTS for value in (1.5, "4", True)]
+    + [(name, None, "must be an integer") for name in ("max_num_seqs", "max_num_batched_tokens", "chunk_size")]
+    + [(name, 5, "must be a string") for name in ("model", "tokenizer", "revision", "dtype", "device", "attention_backend")]
+    + [(name, None, "must be a string") for name in ("dtype", "device", "attention_backend")]
+    + [(name, value, "must be True or False") for name in ("enable_prefix_caching", "enforce_eager") for value in (1, None)]
+    + [("gpu_memory_utilization", value, "must be a number") for value in ("0.9", None, True)]
+    + [("seed", value, "must be an integer") for value in (1.0, "1", None, True)]
+    + [("tracer", value, r"must have a method emit\(event\)") for value in (5, print, Recorder)],
+)
+def test_an_argument_of_a_wrong_type_is_refused_by_name(name, value, sentence):
+    with pytest.raises(InvalidTypeError, match=f"^{name} {sentence}.*, got "):
+        LLM(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [(name, value, "must be >= 1, got") for name in COUNTS for value in (0, -1)]
+    + [("gpu_memory_utilization", value, r"must be in \(0, 1\], got") for value in (0, -0.5, 1.01, math.nan, math.inf)]
+    + [("seed", value, r"must be in 0 \.\. 2\*\*64 - 1, got") for value in (-1, 2**64)]
+    + [
+        ("dtype", "fp16", "must be one of auto, half, float16, bfloat16, float, float32, got 'fp16'"),
+        ("device", "tpu", "must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        ("device", "meta", "must be auto, cpu, cuda or cuda:N, got 'meta'"),
+        ("device", "cuda:99", "is 'cuda:99', but torch sees"),
+        ("attention_backend", "flash3", "must be auto or one of reference, cpu, .*got 'flash3'"),
+        ("max_model_len", 513, "must be <= 512, the positions this model knows, got 513"),
+        ("kv_cache_memory", 2**60, "is .* bytes, but .* are free"),
+    ],
+)
+def test_an_argument_out_of_range_is_refused_by_name(qwen3_path, name, value, sentence):
+    with pytest.raises(InvalidValueError, match=f"^{name} {sentence}"):
+        LLM(qwen3_path, **{name: value})
+
+
+def test_a_cache_that_holds_no_block_is_refused_with_its_size(qwen3_path):
+    with pytest.raises(InvalidValueError, match=r"less than one block of 16 tokens \(8192 bytes\); raise kv_cache_memory"):
+        LLM(qwen3_path, kv_cache_memory=100, block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "loaded"),
+    [
+        ("auto", torch.float32),
+        ("float", torch.float32),
+        ("float32", torch.float32),
+        ("half", torch.float16),
+        ("float16", torch.float16),
+        ("bfloat16", torch.bfloat16),
+    ],
+)
+def test_dtypes_are_known_by_vllms_names(qwen3_path, dtype, loaded):
+    llm = LLM(qwen3_path, dtype=dtype, kv_cache_memory=MEMORY)
+    assert {parameter.dtype for parameter in llm.engine.runner.model.parameters()} == {loaded}
+    assert llm.engine.runner.cache.layer(0)[0].dtype == loaded
+    assert len(answer(llm, [1, 2, 3], IDS).token_ids) == 12
+
+
+# ---- seeds. At temperature 100 every id is about as likely: two answers agree by chance once in 96**16.
+
+HOT = SamplingParams(temperature=100, max_tokens=16, detokenize=False)
+
+
+def test_requests_without_a_seed_differ(ids_llm):
+    together = [output.outputs[0].token_ids for output in generate(ids_llm, [[1]] * 4, HOT)]
+    after = [answer(ids_llm, [1], HOT).token_ids for _ in range(4)]
+    assert len({tuple(ids) for ids in together + after}) == 8
+
+
+def test_the_engines_seed_reproduces_a_run(qwen3_path):
+    def run(seed):
+        llm = LLM(qwen3_path, seed=seed, kv_cache_memory=MEMORY)
+        return [output.outputs[0].token_ids for output in generate(llm, [[1], [2, 3]], HOT)]
+
+    assert run(7) == run(7)
+    assert run(7) != run(8)
+
+
+def test_a_requests_seed_gives_its_tokens_alone_and_in_any_batch(ids_llm):
+    seeded = SamplingParams(temperature=100, max_tokens=16, detokenize=False, seed=3)
+    alone = answer(ids_llm, [1, 2, 3], seeded).token_ids
+    prompts = [[i] * (i % 7 + 1) for i in range(1, 12)]
+    outputs = generate(ids_llm, [*prompts, [1, 2, 3], *prompts], [HOT] * 11 + [seeded] + [HOT] * 11)
+    assert outputs[11].outputs[0].token_ids == alone
+    other = SamplingParams(temperature=100, max_tokens=16, detokenize=False, seed=4)
+    assert answer(ids_llm, [1, 2, 3], other).token_ids != alone
+    assert max(alone) < tiny_models.VOCAB_SIZE
+
+
+def test_a_second_ctrl_c_waits_until_everything_is_freed(qwen3_path, monkeypatch):
+    llm = LLM(qwen3_path, kv_cache_memory=MEMORY)
+    finish = llm.engine.scheduler.finish
+
+    def interrupted_finish(seq):
+        signal.raise_signal(signal.SIGINT)
+        finish(seq)
+
+    monkeypatch.setattr(llm.engine.scheduler, "finish", interrupted_finish)
+    monkeypatch.setattr(llm.engine.runner, "forward", lambda batch: signal.raise_signal(signal.SIGINT) or 1 / 0)
+    with pytest.raises((KeyboardInterrupt, ZeroDivisionError)):
+        llm.generate([[1, 2], [3, 4], [5, 6]], IDS, use_tqdm=False)
+    assert llm.engine.num_unfinished == 0
+    assert llm.engine.block_manager.num_free_blocks == llm.engine.block_manager.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("messages", "kwargs", "sentence"),
+    [
+        ({"role": "user", "content": "a"}, {}, "messages must be a list of dicts"),
+        ([{"role": "user", "content": "a"}], {"chat_template_kwargs": ["a"]}, "chat_template_kwargs must be a dict"),
+        ([{"role": "user", "content": "a"}], {"chat_template_kwargs": {"tokenize": True}}, "an argument of its own"),
+    ],
+)
+def test_a_chat_that_is_malformed_is_refused_by_name(llm, messages, kwargs, sentence):
+    with pytest.raises(NanoinferError, match=sentence):
+        llm.chat(messages, IDS, use_tqdm=False, **kwargs)
+
+
+@pytest.mark.parametrize("events", [{"RequestFinished"}, {"StepTimed", "RequestFinished"}, {"StepScheduled"}])
+def test_a_tracer_that_raises_again_and_again_leaves_nothing_behind(events):
+    class Failing(Recorder):
+        def emit(self, event):
+            if type(event).__name__ in events:
+                raise RuntimeError("the tracer's own fault")
+
+    llm = LLM(kv_cache_memory=MEMORY, tracer=Failing())
+    with pytest.raises(RuntimeError, match="own fault"):
+        generate(llm, ["a", "b", "c"])
+    assert_nothing_is_left(llm)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_prompt_that_fails_leaves_nothing_behind_that_others_could_meet(backend, tmp_path):
+    """A NaN in the embedding: its keys and values stay in the blocks, and the blocks go to others."""
+    model = tiny_models.build("qwen3")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = float("nan")
+    model.save_pretrained(tmp_path)
+    llm = LLM(tmp_path, attention_backend=backend, kv_cache_memory=2**16, block_size=8)
+    good = [[3] * 20, [5] * 20, [9] * 60, [5] * 40]
+    expected = [answer(llm, prompt, IDS).token_ids for prompt in good]
+    llm = LLM(tmp_path, attention_backend=backend, kv_cache_memory=2**16, block_size=8)
+    for _ in range(2):
+        failed = answer(llm, [5] * 20 + [7] + [3] * 30, IDS)
+        assert (failed.finish_reason, failed.token_ids) == ("error", [])
+        assert [answer(llm, prompt, IDS).token_ids for prompt in good] == expected
+    assert_nothing_is_left(llm)
+
+
+def test_a_permission_that_nothing_here_needs_is_accepted_and_torchs_own_dtype_too(qwen3_path):
+    llm = LLM(qwen3_path, trust_remote_code=True, dtype=torch.bfloat16, kv_cache_memory=MEMORY)
+    assert llm.engine.runner.cache.layer(0)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_an_llm_used_in_a_forked_child_is_refused_instead_of_hanging(ids_llm, monkeypatch):
+    monkeypatch.setattr(os, "getpid", lambda: -1)  # what a child would see; a real fork with torch's threads may hang
+    with pytest.raises(NanoinferError, match="made in another process"):
+        generate(ids_llm, [[1, 2]], IDS)
+
+
+def test_several_threads_are_told_that_one_at_a_time_may_use_it(ids_llm, monkeypatch):
+    forward, told = ids_llm.engine.runner.forward, []
+
+    def meanwhile(batch):
+        def use_it():
+            with pytest.raises(NanoinferError, match="one thread at a time"):
+                ids_llm.engine.step()
+            told.append(True)
+
+        thread = threading.Thread(target=use_it)
+        thread.start()
+        thread.join()
+        return forward(batch)
+
+    monkeypatch.setattr(ids_llm.engine.runner, "forward", meanwhile)
+    assert answer(ids_llm, [1, 2], IDS).finish_reason == "length"
+    assert told
+
+
+def test_an_error_shows_the_beginning_of_a_long_prompt_and_not_all_of_it(llm):
+    with pytest.raises(InvalidTypeError) as caught:
+        generate(llm, [[1] * 100_000 + [None]])
+    assert len(str(caught.value)) < 300

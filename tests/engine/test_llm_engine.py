@@ -1,0 +1,397 @@
+"""Invariance and conservation: however a request is run, its tokens are those of a dense forward pass, and no block is lost."""
+
+import random
+
+import pytest
+import tiny_models
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoinfer import Recorder, SamplingParams
+from nanoinfer.attention.dense import DenseAttention
+from nanoinfer.attention.kv_cache import bytes_per_block
+from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
+from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models import loader
+from nanoinfer.models.checkpoint import Checkpoint
+from nanoinfer.tracing import RequestFinished, StepScheduled, StepTimed
+
+BLOCK_SIZE = 4
+
+
+@pytest.fixture(scope="module", params=["gpt2", "qwen3"])
+def model(request, tmp_path_factory):
+    return loader.load_model(Checkpoint.open(str(tiny_models.save(request.param, tmp_path_factory.mktemp(request.param)))))
+
+
+def engine_for(
+    model, *, num_blocks=64, chunk_size=1024, backend="cpu", tracer=None, prefix_caching=True, max_num_seqs=256, is_async=False
+):
+    one_block = bytes_per_block(
+        num_layers=model.config.num_hidden_layers,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=model.config.num_key_value_heads,
+        head_dim=model.config.head_dim,
+        dtype=torch.float32,
+    )
+    config = EngineConfig(
+        attention_backend=backend,
+        async_scheduling=is_async,
+        tracer=tracer,
+        cache=CacheConfig(block_size=BLOCK_SIZE, kv_cache_memory=num_blocks * one_block, enable_prefix_caching=prefix_caching),
+        scheduler=SchedulerConfig(chunk_size=chunk_size, max_num_batched_tokens=64, max_num_seqs=max_num_seqs),
+    )
+    return LLMEngine(model, None, config)
+
+
+def greedy(max_tokens, **params):
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False, **params)
+
+
+def run(engine, requests):
+    """Step until all have ended. Every step must end something or compute something: 10,000 steps are a hang."""
+    for _ in range(10_000):
+        if all(request.output for request in requests):
+            break
+        engine.step()
+    assert engine.num_unfinished == 0
+    assert engine.block_manager.num_free_blocks == engine.block_manager.num_blocks
+    assert set(engine.block_manager._ref_counts) == {0}
+    return [request.output.outputs[0] for request in requests]
+
+
+def dense_greedy(model, prompt, num_tokens):
+    """One token at a time, each from a whole forward pass without any cache."""
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            hidden = model(torch.tensor(ids), torch.arange(len(ids)), DenseAttention())
+            ids.append(int(model.compute_logits(hidden[-1]).argmax()))
+    return ids[len(prompt) :]
+
+
+def random_prompt(rng, length):
+    return [rng.randrange(tiny_models.VOCAB_SIZE) for _ in range(length)]
+
+
+WAYS = {
+    "alone": {},
+    "chunked": {"chunk_size": 8},
+    "chunks that are no multiple of a block": {"chunk_size": 7},
+    "without prefix caching": {"prefix_caching": False},
+    "few blocks, so that sequences are preempted": {"num_blocks": 22, "chunk_size": 16},
+    "the reference backend": {"backend": "reference", "chunk_size": 16},
+    "one at a time": {"max_num_seqs": 1},
+    "launched before the step before is read": {"is_async": True},
+    "the same, chunked": {"is_async": True, "chunk_size": 7},
+    "the same, preempted": {"is_async": True, "num_blocks": 22, "chunk_size": 16},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_do_not_depend_on_how_the_requests_are_run(model, way):
+    rng = random.Random(1)
+    prompts = [random_prompt(rng, length) for length in (1, 5, 13, 40, 63)]
+    prompts.append(prompts[3][:24] + random_prompt(rng, 9))  # shares six blocks with another
+    expected = [dense_greedy(model, prompt, 20) for prompt in prompts]
+    engine = engine_for(model, **WAYS[way])
+    batches = [[prompt] for prompt in prompts] if way == "alone" else [prompts]
+    answers = []
+    for batch in batches:
+        answers += run(engine, [engine.add_request(prompt, greedy(20)) for prompt in batch])
+    assert [answer.token_ids for answer in answers] == expected
+
+
+def test_few_blocks_really_preempt_and_a_second_run_really_hits_the_prefix_cache(model):
+    rng = random.Random(1)
+    prompts = [random_prompt(rng, 30) for _ in range(4)]
+    recorder = Recorder()
+    engine = engine_for(model, num_blocks=22, tracer=recorder)
+    first = [engine.add_request(prompt, greedy(20)) for prompt in prompts]
+    run(engine, first)
+    assert sum(request.output.metrics.num_preemptions for request in first) > 0
+    assert any(event.preempted for event in recorder.events if isinstance(event, StepScheduled))
+    again = engine.add_request(prompts[-1], greedy(20))
+    run(engine, [again])
+    assert again.output.metrics.num_cached_tokens == 28
+    assert again.output.outputs[0].token_ids == first[-1].output.outputs[0].token_ids
+
+
+def test_logits_of_a_chunked_batched_step_equal_a_dense_forward_pass(model):
+    """Not only the greedy token: the rows themselves, where prompts, chunks and decodes share a step."""
+    rng = random.Random(2)
+    engine = engine_for(model, chunk_size=8)
+    seen = []
+    compute_logits = engine.runner.compute_logits
+    engine.runner.compute_logits = lambda hidden: seen.append(compute_logits(hidden)) or seen[-1]
+    compared = 0
+    requests = [engine.add_request(random_prompt(rng, 9 + 8 * i), greedy(6)) for i in range(4)]
+    plans = []
+    schedule = engine.scheduler.schedule
+    engine.scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]
+    while engine.num_unfinished:
+        engine.step()
+        for (seq, _), row in zip(plans[-1].rows, seen[-1], strict=True):
+            ids = torch.tensor(seq.token_ids[:-1])  # the newest was drawn from this row
+            with torch.inference_mode():
+                hidden = model(ids, torch.arange(len(ids)), DenseAttention())
+                torch.testing.assert_close(row, model.compute_logits(hidden[-1]), atol=1e-4, rtol=0)
+            compared += 1
+    assert compared == sum(len(request.output.outputs[0].token_ids) for request in requests) == 24
+    assert any(plan.num_decode_tokens and plan.num_prefill_tokens for plan in plans)  # they did share a step
+
+
+LENGTHS = st.integers(1, 300)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**32),
+    chunk_size=st.integers(1, 64),
+    num_blocks=st.integers(4, 64),
+    backend=st.sampled_from(["cpu", "cpu", "reference"]),
+    is_async=st.booleans(),
+)
+def test_random_loads_give_the_tokens_of_one_by_one_greedy_generation(model, seed, chunk_size, num_blocks, backend, is_async):
+    """25 requests per example, 200 in all: lengths 1 to 300, shared prefixes, aborts; too-long ones get their own error.
+
+    Always the same examples: fresh ones would meet two logits within rounding of each other once in a hundred runs or so (a
+    rough estimate).
+    """
+    rng = random.Random(seed)
+    engine = engine_for(
+        model,
+        num_blocks=num_blocks,
+        chunk_size=chunk_size,
+        backend=backend,
+        max_num_seqs=rng.choice([3, 16]),
+        is_async=is_async,
+    )
+    alone = engine_for(model, num_blocks=num_blocks, prefix_caching=False)
+    shared = random_prompt(rng, 200)
+    requests, aborted = [], set()
+    for _ in range(25):
+        length = rng.choice([rng.randint(1, 20), rng.randint(1, 300)])
+        num_shared = rng.choice([0, rng.randint(0, 200)])
+        prompt = (shared[:num_shared] + random_prompt(rng, 300))[:length]
+        requests.append(engine.add_request(prompt, greedy(rng.randint(1, 12))))
+        for _ in range(rng.randint(0, 3)):
+            engine.step()
+        if rng.random() < 0.15:
+            victim = rng.choice(requests)
+            if not victim.output:
+                aborted.add(victim.request_id)
+                engine.abort(victim.request_id)
+    answers = run(engine, requests)
+    for request, answer in zip(requests, answers, strict=True):
+        prompt = request.sequences[0].prompt_token_ids
+        expected = alone.add_request(prompt, request.sequences[0].params)
+        run(alone, [expected])
+        reference = expected.output.outputs[0]
+        if request.request_id in aborted:
+            assert answer.finish_reason == "abort"
+            assert answer.token_ids == reference.token_ids[: len(answer.token_ids)]
+        else:
+            assert answer == reference  # token ids, reason, and for prompts that cannot fit the error's words
+        assert (answer.finish_reason == "error") == (len(prompt) >= num_blocks * BLOCK_SIZE)
+
+
+def test_a_prompt_that_cannot_fit_gets_an_error_result_that_says_what_to_do(model):
+    engine = engine_for(model, num_blocks=4)
+    fits, too_long = engine.add_request([1] * 15, greedy(5)), engine.add_request([1] * 16, greedy(5))
+    assert too_long.output.outputs[0].finish_reason == "error"
+    assert "16 tokens, but max_model_len is 16" in too_long.output.outputs[0].error
+    assert [answer.finish_reason for answer in run(engine, [fits])] == ["length"]
+    assert len(fits.output.outputs[0].token_ids) == 1
+
+
+def test_a_row_without_finite_logits_ends_with_an_error_and_the_others_finish(model):
+    engine = engine_for(model)
+    requests = [engine.add_request([i + 1], greedy(5)) for i in range(3)]
+    compute_logits = engine.runner.compute_logits
+
+    def broken(hidden):
+        logits = compute_logits(hidden)
+        if len(logits) == 3:
+            logits[1] = float("nan")
+        return logits
+
+    engine.runner.compute_logits = broken
+    reasons = [answer.finish_reason for answer in run(engine, requests)]
+    assert reasons == ["length", "error", "length"]
+    assert "not finite" in requests[1].output.outputs[0].error
+
+
+def test_a_step_that_raises_leaves_the_requests_as_they_were(model):
+    engine = engine_for(model)
+    request = engine.add_request([1, 2, 3], greedy(5))
+    engine.step()
+    forward = engine.runner.forward
+    engine.runner.forward = lambda batch: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine.runner.forward = forward
+    assert run(engine, [request])[0].token_ids == dense_greedy(model, [1, 2, 3], 5)
+
+
+def test_the_tracer_sees_every_step_and_changes_nothing(model):
+    recorder = Recorder()
+    traced, plain = engine_for(model, tracer=recorder), engine_for(model)
+    answers = [run(engine, [engine.add_request([1, 2, 3], greedy(5))]) for engine in (traced, plain)]
+    assert answers[0] == answers[1]
+    steps = [event for event in recorder.events if isinstance(event, StepScheduled)]
+    assert [event.num_new_tokens for event in steps] == [(3,), (1,), (1,), (1,), (1,)]
+    assert len([event for event in recorder.events if isinstance(event, StepTimed)]) == 5
+    assert recorder.events[-2] == RequestFinished("0", ("length",), 5)
+
+
+def test_a_fork_writes_into_a_block_of_its_own(model):
+    """What n > 1 and beams stand on: the owed copy is carried out before the forward pass, so both continue rightly."""
+    engine = engine_for(model)
+    parent = engine.add_request([1, 2, 3, 4, 5, 6], greedy(8))
+    engine.step()
+    child = engine.add_request([1, 2, 3, 4, 5, 6], greedy(8))
+    seq = child.sequences[0]
+    engine.scheduler._waiting.remove(seq)  # as the scheduler will do it for n > 1: born running, with its parent's blocks
+    engine.block_manager.fork(parent.sequences[0], seq)
+    seq.num_computed_tokens = parent.sequences[0].num_computed_tokens
+    seq.token_ids.append(90)  # another token than its parent drew
+    seq.status = parent.sequences[0].status
+    engine.scheduler._running.append(seq)
+    copies = []
+    copy_blocks = engine.runner.cache.copy_blocks
+    engine.runner.cache.copy_blocks = lambda pairs: copies.extend(pairs) or copy_blocks(pairs)
+    answers = run(engine, [parent, child])
+    assert len(copies) == 1
+    assert answers[0].token_ids == dense_greedy(model, [1, 2, 3, 4, 5, 6], 8)
+    assert answers[1].token_ids == [90, *dense_greedy(model, [1, 2, 3, 4, 5, 6, 90], 7)]
+
+
+def test_an_eos_id_beyond_the_vocabulary_harms_nobody(model):
+    engine = engine_for(model)
+    assert LLMEngine(model, None, EngineConfig(), eos_token_ids=frozenset([3, 10**6])).eos_token_ids == {3}
+    assert run(engine, [engine.add_request([1], greedy(5, min_tokens=3))])[0].finish_reason == "length"
+
+
+class Meddler(Recorder):
+    """A tracer that does something in the middle of a step."""
+
+    def __init__(self, when, what):
+        super().__init__()
+        self.when, self.what = when, what
+
+    def emit(self, event):
+        super().emit(event)
+        if isinstance(event, self.when):
+            self.when = ()  # once
+            self.what()
+
+
+def test_an_abort_during_a_step_takes_effect_when_the_step_is_over(model):
+    tracer = Meddler(StepScheduled, lambda: engine.abort(first.request_id))
+    engine = engine_for(model, tracer=tracer)
+    first, second = (engine.add_request([1, 2, 3], greedy(5)) for _ in range(2))
+    answers = run(engine, [first, second])
+    assert [answer.finish_reason for answer in answers] == ["abort", "length"]
+    assert answers[0].token_ids == dense_greedy(model, [1, 2, 3], 1)
+    assert answers[1].token_ids == dense_greedy(model, [1, 2, 3], 5)
+
+
+def test_a_step_inside_a_step_is_refused(model):
+    engine = engine_for(model, tracer=Meddler(StepScheduled, lambda: engine.step()))
+    request = engine.add_request([1, 2, 3], greedy(5))
+    with pytest.raises(NanoinferError, match="a tracer may not step it"):
+        engine.step()
+    assert run(engine, [request])[0].token_ids == dense_greedy(model, [1, 2, 3], 5)
+
+
+@pytest.mark.parametrize("event", [StepScheduled, RequestFinished, StepTimed])
+def test_a_tracer_that_raises_leaves_the_other_requests_right(model, event):
+    engine = engine_for(model, tracer=Meddler(event, lambda: 1 / 0))
+    requests = [engine.add_request([1, 2, 3], greedy(n)) for n in (1, 6)]
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012
+        while True:
+            engine.step()
+    answers = run(engine, requests)
+    assert [answer.token_ids for answer in answers] == [dense_greedy(model, [1, 2, 3], n) for n in (1, 6)]
+
+
+def test_few_blocks_do_not_make_sequences_start_only_to_be_preempted_again(model):
+    """A block is left for every running sequence, so each preemption is paid for by real progress of the others."""
+    rng = random.Random(3)
+    engine = engine_for(model, num_blocks=20)
+    requests = [engine.add_request(random_prompt(rng, 20), greedy(40)) for _ in range(6)]
+    run(engine, requests)
+    assert sum(request.output.metrics.num_preemptions for request in requests) <= 6
+
+
+# ---- async_scheduling: a step is launched before the tokens of the one before it are read
+
+ASKED = {
+    "drawn": {"temperature": 1.0, "top_k": 5, "seed": 3},
+    "of several answers": {"temperature": 1.0, "n": 3, "seed": 4},
+    "no id that stops at first": {"temperature": 1.0, "min_tokens": 6, "stop_token_ids": list(range(48)), "seed": 5},
+    "stopped by an id": {"temperature": 1.0, "stop_token_ids": list(range(12)), "seed": 6},
+    "that look at the output": {"temperature": 0.0, "repetition_penalty": 1.5, "no_repeat_ngram_size": 2},
+    "with log-probabilities": {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
+    "with bad words": {"temperature": 0.0, "bad_words": [[5, 7], [9]]},
+    "of one token": {"temperature": 0.0, "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("num_blocks", [64, 12])
+def test_async_scheduling_gives_the_same_outputs_whatever_is_asked_for(model, num_blocks):
+    rng = random.Random(2)
+    prompts = [random_prompt(rng, length) for length in (1, 5, 13, 17, 2, 8, 3, 11)]
+    outputs = []
+    for is_async in (False, True):
+        engine = engine_for(model, num_blocks=num_blocks, chunk_size=8, is_async=is_async)
+        requests = [
+            engine.add_request(prompt, SamplingParams(**{"max_tokens": 12, "detokenize": False} | asked))
+            for prompt, asked in zip(prompts, ASKED.values(), strict=True)
+        ]
+        run(engine, requests)
+        outputs.append([(request.output.outputs, request.output.prompt_logprobs) for request in requests])
+    assert outputs[0] == outputs[1]
+
+
+def test_async_scheduling_launches_before_it_reads_except_where_a_token_is_wanted_first(model):
+    """A decoding request is a step ahead; one with a penalty never is."""
+    for asked, is_ahead in (({}, True), ({"presence_penalty": 1.0}, False)):
+        engine = engine_for(model, is_async=True)
+        request = engine.add_request([1, 2, 3], greedy(6, ignore_eos=True, **asked))
+        engine.step()
+        seq = request.sequences[0]
+        assert (seq.num_pending_tokens, seq.num_output_tokens) == ((1, 0) if is_ahead else (0, 1))
+        engine.step()
+        assert (seq.num_computed_tokens, seq.num_output_tokens) == (4, 1 if is_ahead else 2)
+        run(engine, [request])
+
+
+def test_a_token_too_many_is_dropped_and_so_is_a_step_under_way_when_its_request_is_aborted(model):
+    engine = engine_for(model, is_async=True)
+    first = engine.add_request([1, 2, 3], greedy(8, ignore_eos=True))
+    engine.step()
+    engine.step()
+    engine.abort(first.request_id)
+    assert engine.block_manager.num_free_blocks == engine.block_manager.num_blocks
+    second = engine.add_request([4, 5], greedy(8, ignore_eos=True))
+    answers = run(engine, [second])
+    assert len(first.output.outputs[0].token_ids) == 1  # the second was never read
+    assert answers[0].token_ids == dense_greedy(model, [4, 5], 8)
+
+
+def test_a_failing_step_with_another_under_way_leaves_the_requests_as_they_were(model):
+    engine = engine_for(model, is_async=True)
+    request = engine.add_request([1, 2, 3], greedy(8, ignore_eos=True))
+    engine.step()
+    engine.step()
+    forward = engine.runner.forward
+    engine.runner.forward = lambda batch: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert request.sequences[0].num_pending_tokens == 0
+    engine.runner.forward = forward
+    assert run(engine, [request])[0].token_ids == dense_greedy(model, [1, 2, 3], 8)

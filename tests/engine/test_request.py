@@ -1,0 +1,337 @@
+"""One request from outside: which of several reasons ends it, which text and ids stay, and what its stream shows."""
+
+from types import SimpleNamespace
+
+import pytest
+from byte_tokenizer import BEYOND, EOS, IM_END, byte_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoinfer import SamplingParams
+from nanoinfer.engine.request import Request
+from nanoinfer.engine.stopping import Stop
+from nanoinfer.scheduling.sequence import Sequence
+
+PROMPT = [1, 2, 3]
+
+
+def request(*, room=99, tokenizer=True, **params):
+    """A streaming request whose output may hold `room` tokens; EOS is the tokenizer's "<eos>"."""
+    seq = Sequence("r7", PROMPT, SamplingParams(**params), 0, len(PROMPT) + room, frozenset([EOS]))
+    return Request([seq], "a prompt", byte_tokenizer() if tokenizer else None, arrival_time=0.0, streaming=True)
+
+
+def run(ids, **params):
+    """Feed ids up to the one that ends the request. Returns (text, number of ids kept, finish_reason, stop_reason)."""
+    one = request(**params)
+    for token_id in ids:
+        assert one.output is None
+        one.advance(one.sequences[0], token_id)
+        if one.output:
+            break
+    completion = one.output.outputs[0]
+    assert completion.token_ids == list(ids[: len(completion.token_ids)])
+    assert "".join(delta.text for delta in one.deltas) == completion.text
+    return completion.text, len(completion.token_ids), completion.finish_reason, completion.stop_reason
+
+
+SHOW_STOP = {"include_stop_str_in_output": True}
+SHOW_SPECIAL = {"skip_special_tokens": False}
+
+
+EMOJI = [258, 259]  # 😀 in two tokens of two bytes each
+
+STOP_STRINGS = [
+    # where it stands
+    (b"abcd", {"stop": "a"}, ("", 1, "stop", "a")),
+    (b"abcd", {"stop": "bc"}, ("a", 3, "stop", "bc")),
+    (b"abcd", {"stop": "bc"} | SHOW_STOP, ("abc", 3, "stop", "bc")),
+    (b"abc", {"stop": "abc"}, ("", 3, "stop", "abc")),  # the whole output
+    (b"abc", {"stop": "abc"} | SHOW_STOP, ("abc", 3, "stop", "abc")),
+    ([257], {"stop": "the"}, ("", 1, "stop", "the")),  # the whole output in one token
+    (b"ab", {"stop": "abc", "room": 2}, ("ab", 2, "length", None)),  # longer than the output
+    (b"ab", {"stop": "a stop string that is longer than all", "room": 2}, ("ab", 2, "length", None)),
+    (b"END", {"stop": "end", "room": 3}, ("END", 3, "length", None)),  # capitals count
+    (b"a\nb\n\nc", {"stop": "\n\n"}, ("a\nb", 5, "stop", "\n\n")),
+    (b"a b", {"stop": " "}, ("a", 2, "stop", " ")),
+    # beginnings that repeat
+    (b"aaab", {"stop": "aab"}, ("a", 4, "stop", "aab")),
+    (b"aaaaab", {"stop": "aab"}, ("aaa", 6, "stop", "aab")),
+    (b"ababac", {"stop": "abac"}, ("ab", 6, "stop", "abac")),
+    (b"abcabd", {"stop": "abd"}, ("abc", 6, "stop", "abd")),
+    (b"aaa", {"stop": "aa"}, ("", 2, "stop", "aa")),
+    (b"abcabx", {"stop": "abcabc", "room": 6}, ("abcabx", 6, "length", None)),
+    (b"aE", {"stop": "END", "room": 2}, ("aE", 2, "length", None)),  # what was held is released
+    # inside tokens, and over several
+    ([*b"x", 257], {"stop": "h"}, ("xt", 2, "stop", "h")),  # inside the token "the": the id stays whole
+    ([*b"x", 257], {"stop": "h"} | SHOW_STOP, ("xth", 2, "stop", "h")),
+    ([257, 257], {"stop": "eth"}, ("th", 2, "stop", "eth")),
+    ([*b"x", 256, *b"e"], {"stop": "the"}, ("x", 3, "stop", "the")),
+    ([257, *b"n"], {"stop": "then"}, ("", 2, "stop", "then")),
+    # several: the one that completes first, then the first in the list
+    (b"abcd", {"stop": ["cd", "b"]}, ("a", 2, "stop", "b")),
+    (b"abcd", {"stop": ["abcd", "bc"]}, ("a", 3, "stop", "bc")),
+    (b"abcdef", {"stop": ["abcdefg", "cd"]}, ("ab", 4, "stop", "cd")),
+    (b"abc", {"stop": ["abc", "ab"]}, ("", 2, "stop", "ab")),
+    (b"xabcd", {"stop": ["bcd", "abcd"]}, ("xa", 5, "stop", "bcd")),
+    (b"xabcd", {"stop": ["abcd", "bcd"]}, ("x", 5, "stop", "abcd")),
+    (b"xab", {"stop": ["ab", "ab"]}, ("x", 3, "stop", "ab")),
+    ([257], {"stop": ["he", "the"]}, ("t", 1, "stop", "he")),  # both end in one token, at one place
+    ([257], {"stop": ["the", "he"]}, ("", 1, "stop", "the")),
+    ([257], {"stop": ["the", "h"]}, ("t", 1, "stop", "h")),  # both end in one token, at two places
+    ([257], {"stop": ["e", "th"]}, ("", 1, "stop", "th")),
+    ([257], {"stop": ["the", "th"]} | SHOW_STOP, ("th", 1, "stop", "th")),
+    # on the last allowed token: "stop", not "length"
+    (b"abc", {"stop": "bc", "room": 3}, ("a", 3, "stop", "bc")),
+    (b"abc", {"stop": "bc", "room": 3} | SHOW_STOP, ("abc", 3, "stop", "bc")),
+    ([*b"x", 257], {"stop": "h", "room": 2}, ("xt", 2, "stop", "h")),
+    (b"abcd", {"stop": "cd", "room": 3}, ("abc", 3, "length", None)),  # one token too late
+    # the prompt is never searched
+    (b"ab", {"stop": "\x03", "room": 2}, ("ab", 2, "length", None)),
+    (b"ab", {"stop": "\x03a", "room": 2}, ("ab", 2, "length", None)),
+    (b"\x03ab", {"stop": "\x03a"}, ("", 2, "stop", "\x03a")),
+    # characters of several bytes, over several tokens
+    (EMOJI, {"stop": "😀"}, ("", 2, "stop", "😀")),
+    ("a😀".encode(), {"stop": "😀"}, ("a", 5, "stop", "😀")),
+    ([*b"a", *EMOJI, *b"b"], {"stop": "a😀b"} | SHOW_STOP, ("a😀b", 4, "stop", "a😀b")),
+    ([*EMOJI, 258, 0x98, 0x81], {"stop": "😁"}, ("😀", 5, "stop", "😁")),
+    ([*EMOJI, *b"b"], {"stop": "\ufffd", "room": 3}, ("😀b", 3, "length", None)),  # half of it is no text yet
+    ([*b"a", 258], {"stop": "\ufffd", "room": 2}, ("a", 2, "stop", "\ufffd")),  # and at the end it is U+FFFD
+    ([260, 261], {"stop": "x"}, ("佬", 2, "stop", "x")),  # in a token whose first byte ends a character
+    ([262, 263], {"stop": "a"}, ("", 2, "stop", "a")),  # "a" comes with half of "€", and waits for the other half
+    ([262, 263], {"stop": "a"} | SHOW_STOP, ("a", 2, "stop", "a")),
+    ([262, *b"b"], {"stop": "b"}, ("a\ufffd", 2, "stop", "b")),
+    ("你好。再见".encode(), {"stop": "。"}, ("你好", 9, "stop", "。")),
+    # min_tokens: it must complete in text after so many tokens
+    (b"abab", {"stop": "ab", "min_tokens": 2}, ("ab", 4, "stop", "ab")),
+    (b"abab", {"stop": "ab", "min_tokens": 1}, ("", 2, "stop", "ab")),  # begins before, completes after
+    (b"abab", {"stop": "ab", "min_tokens": 4, "room": 4}, ("abab", 4, "length", None)),
+    ([*b"aab", EOS], {"stop": "aab", "min_tokens": 3}, ("aab", 4, "stop", None)),  # too early; then EOS
+    (b"abc", {"stop": ["abc", "b"], "min_tokens": 2}, ("", 3, "stop", "abc")),
+    ([257, *b"the"], {"stop": "the", "min_tokens": 1}, ("the", 4, "stop", "the")),
+    ([0xE2, 0x82, 0xAC], {"stop": "€", "min_tokens": 2}, ("", 3, "stop", "€")),
+    # beside EOS, other special tokens and stop ids
+    ([*b"aE", EOS], {"stop": "END"}, ("aE", 3, "stop", None)),
+    ([*b"a", EOS], {"stop": "<eos>"} | SHOW_SPECIAL, ("a", 2, "stop", None)),  # EOS goes first, and its text is not searched
+    ([*b"a", EOS], {"stop": "<eos>"} | SHOW_STOP | SHOW_SPECIAL, ("a<eos>", 2, "stop", None)),
+    ([*b"a", 0xE2, EOS], {"stop": "\ufffd"}, ("a\ufffd", 3, "stop", None)),
+    ([*b"a", EOS], {"stop": "eos", "ignore_eos": True} | SHOW_SPECIAL, ("a<", 2, "stop", "eos")),
+    ([*b"a", EOS, *b"b"], {"stop": "ab", "ignore_eos": True}, ("", 3, "stop", "ab")),  # over a token without text
+    ([*b"a", EOS, *b"b"], {"stop": "ab", "ignore_eos": True, "room": 3} | SHOW_SPECIAL, ("a<eos>b", 3, "length", None)),
+    ([*b"a", EOS, *b"b"], {"stop": "s>b", "ignore_eos": True} | SHOW_SPECIAL, ("a<eo", 3, "stop", "s>b")),
+    ([*b"a", IM_END, *b"b"], {"stop": "ab"}, ("", 3, "stop", "ab")),
+    ([*b"a", BEYOND[0], *b"b"], {"stop": "ab"}, ("", 3, "stop", "ab")),
+    (b"abc", {"stop": "bc", "stop_token_ids": [ord("c")]}, ("ab", 3, "stop", ord("c"))),  # a stop id goes first, too
+    (b"abc", {"stop": "bc", "stop_token_ids": [ord("c")]} | SHOW_STOP, ("abc", 3, "stop", ord("c"))),
+    (b"abc", {"stop": "b", "stop_token_ids": [ord("c")]}, ("a", 2, "stop", "b")),
+]
+IDS_AND_LENGTHS = [
+    (b"abcd", {"room": 3}, ("abc", 3, "length", None)),
+    # EOS: stop_reason None; its text only with both include_stop_str_in_output and skip_special_tokens=False
+    ([*b"ab", EOS], {}, ("ab", 3, "stop", None)),
+    ([*b"ab", EOS], SHOW_SPECIAL, ("ab", 3, "stop", None)),
+    ([*b"ab", EOS], SHOW_STOP, ("ab", 3, "stop", None)),
+    ([*b"ab", EOS], SHOW_STOP | SHOW_SPECIAL, ("ab<eos>", 3, "stop", None)),
+    ([*b"ab", EOS], {"room": 3}, ("ab", 3, "stop", None)),  # EOS before the length
+    ([EOS], {}, ("", 1, "stop", None)),
+    ([EOS, *b"ab"], {"ignore_eos": True, "room": 3}, ("ab", 3, "length", None)),
+    ([EOS, *b"ab"], {"ignore_eos": True, "room": 3} | SHOW_SPECIAL, ("<eos>ab", 3, "length", None)),
+    # stop ids: the id is the reason, ordinary tokens too
+    (b"abc", {"stop_token_ids": [ord("c")]}, ("ab", 3, "stop", ord("c"))),
+    (b"abc", {"stop_token_ids": [ord("c")]} | SHOW_STOP, ("abc", 3, "stop", ord("c"))),
+    (b"abc", {"stop_token_ids": [ord("c")], "room": 3}, ("ab", 3, "stop", ord("c"))),
+    ([*b"a", IM_END], {"stop_token_ids": [IM_END]} | SHOW_STOP | SHOW_SPECIAL, ("a<|im_end|>", 2, "stop", IM_END)),
+    ([*b"a", BEYOND[0]], {"stop_token_ids": [BEYOND[0]]} | SHOW_STOP, ("a", 2, "stop", BEYOND[0])),
+    ([*b"a", EOS], {"stop_token_ids": [EOS]}, ("a", 2, "stop", None)),  # EOS before a stop id
+    ([*b"a", EOS], {"stop_token_ids": [EOS], "ignore_eos": True}, ("a", 2, "stop", EOS)),
+    # half a character at the end is U+FFFD, as in decode
+    ([*b"a", 0xE2, 0x82, 0xAC], {"room": 3}, ("a\ufffd", 3, "length", None)),
+    ([*b"a", 0xE2, 0x82, EOS], {}, ("a\ufffd", 4, "stop", None)),
+    ([*b"a", 0xE2, 0x82, EOS], SHOW_STOP | SHOW_SPECIAL, ("a\ufffd<eos>", 4, "stop", None)),
+    # no text
+    (b"abc", {"detokenize": False, "room": 2}, ("", 2, "length", None)),
+    (b"abc", {"detokenize": False, "tokenizer": False, "room": 2}, ("", 2, "length", None)),
+    ([*b"a", EOS], {"detokenize": False}, ("", 2, "stop", None)),
+]
+
+
+@pytest.mark.parametrize(("ids", "params", "expected"), STOP_STRINGS + IDS_AND_LENGTHS)
+def test_the_request_ends_with_this_text_so_many_ids_and_this_reason(ids, params, expected):
+    assert run(ids, **params) == expected
+
+
+def test_a_stream_shows_each_id_once_and_text_as_soon_as_it_is_certain():
+    one = request(stop="END")
+    for token_id in [*b"aE", *"é".encode(), *b"bEND"]:
+        one.advance(one.sequences[0], token_id)
+    deltas = list(one.deltas)
+    assert [delta.text for delta in deltas] == ["a", "", "", "Eé", "b", "", "", ""]
+    assert [delta.token_ids for delta in deltas] == [[token_id] for token_id in one.sequences[0].output_token_ids]
+    assert [delta.output for delta in deltas] == [None] * 7 + [one.output]
+    assert {delta.request_id for delta in deltas} == {"r7"}
+
+
+def test_a_request_that_nobody_streams_keeps_no_deltas():
+    seq = Sequence("r", PROMPT, SamplingParams(), 0, len(PROMPT) + 2)
+    one = Request([seq], None, byte_tokenizer(), arrival_time=0.0)
+    one.advance(one.sequences[0], ord("a"))
+    one.advance(one.sequences[0], ord("b"))
+    assert (one.output.outputs[0].text, list(one.deltas)) == ("ab", [])
+
+
+def expected_end(ids, *, room, stop, include, skip_special_tokens, min_tokens, ignore_eos, stop_token_ids):
+    """The oracle: decode everything anew for each token, and look at every end of it.
+
+    Returns what `run` does, and for each token but the last the text that is certain and how much of it a stop string may yet
+    cut. A request that does not end is aborted.
+    """
+
+    def decode(ids):
+        return byte_tokenizer().decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    certain, told = "", []
+    for count, token_id in enumerate(ids, start=1):
+        is_eos = token_id == EOS and not ignore_eos
+        if is_eos or token_id in stop_token_ids:
+            text = decode(ids[: count if include else count - 1])
+            return (text, count, "stop", None if is_eos else token_id), told
+        before, now = certain, decode(ids[:count])
+        if count == room or not now.endswith("\ufffd"):
+            certain = now
+        if count > min_tokens:
+            for end in range(len(before) + 1, len(certain) + 1):
+                for text in stop:
+                    if certain[:end].endswith(text):
+                        return (certain[: end if include else end - len(text)], count, "stop", text), told
+        if count == room:
+            return (certain, count, "length", None), told
+        tails = [certain[start:] for start in range(len(certain))]
+        told.append((certain, max((len(t) for t in tails if any(s.startswith(t) and s != t for s in stop)), default=0)))
+    return (decode(ids), len(ids), "abort", None), told
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    ids=st.lists(
+        st.one_of(st.sampled_from([*b"abab", 0xE2, 0x82, 0xAC, 262, 263, EOS, IM_END]), st.integers(0, IM_END)), max_size=12
+    ),
+    room=st.integers(1, 12),
+    stop=st.lists(st.sampled_from(["a", "ab", "ba", "aab", "€", "a€b", "<eos>", "b\ufffd"]), max_size=3),
+    include=st.booleans(),
+    skip_special_tokens=st.booleans(),
+    min_tokens=st.integers(0, 4),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.lists(st.sampled_from([ord("b"), IM_END, 263]), max_size=1),
+)
+def test_a_request_ends_as_the_oracle_says_and_its_stream_takes_nothing_back(ids, **params):
+    renamed = {name: value for name, value in params.items() if name != "include"}
+    one = request(include_stop_str_in_output=params["include"], **renamed)
+    (*expected, finish_reason, stop_reason), told = expected_end(ids, **params)
+    longest = max(map(len, params["stop"]), default=1)
+    for token_id, (certain, num_at_risk) in zip(ids, told, strict=False):
+        one.advance(one.sequences[0], token_id)
+        shown = "".join(delta.text for delta in one.deltas)
+        assert certain.startswith(shown)
+        assert len(certain) - max(longest - 1, 0) <= len(shown) <= len(certain) - num_at_risk
+        assert one.output is None
+    if finish_reason == "abort":
+        one.end(Stop("abort"))
+    else:
+        one.advance(one.sequences[0], ids[len(told)])
+    completion = one.output.outputs[0]
+    assert [completion.text, len(completion.token_ids)] == expected
+    assert (completion.finish_reason, completion.stop_reason) == (finish_reason, stop_reason)
+    assert completion.token_ids == ids[: len(completion.token_ids)]
+    assert "".join(delta.text for delta in one.deltas) == completion.text  # so nothing shown was taken back
+    assert [token_id for delta in one.deltas for token_id in delta.token_ids] == completion.token_ids
+    assert [delta.output for delta in one.deltas] == [None] * (len(one.deltas) - 1) + [one.output]
+
+
+def test_the_joined_stream_notices_a_stream_that_holds_nothing_back(monkeypatch):
+    monkeypatch.setattr("nanoinfer.engine.stopping.StopStrings._num_held", lambda text: 0)
+    with pytest.raises(AssertionError):
+        run(b"abcd", stop="bc")
+    assert run(b"abcd", stop="b") == ("a", 2, "stop", "b")  # one character needs no waiting
+
+
+@pytest.mark.parametrize("stop", [Stop("abort"), Stop("error", error="no token is left")])
+def test_a_request_ended_from_outside_keeps_its_ids_and_the_text_it_held(stop):
+    one = request(stop=["END", "b\ufffd"], min_tokens=3)
+    for token_id in [*b"aE", *b"b", 0xE2]:
+        one.advance(one.sequences[0], token_id)
+    shown = "".join(delta.text for delta in one.deltas)
+    one.end(stop)
+    completion = one.output.outputs[0]
+    assert (shown, completion.text) == ("aE", "aEb\ufffd")  # nothing was drawn, so no stop string completes
+    assert completion.token_ids == [*b"aEb", 0xE2]
+    assert (completion.finish_reason, completion.stop_reason, completion.error) == (stop.finish_reason, None, stop.error)
+    assert (one.deltas[-1].text, one.deltas[-1].token_ids, one.deltas[-1].output) == ("b\ufffd", [], one.output)
+
+
+def two_answers(**params):
+    params = SamplingParams(n=2, **params)
+    sequences = [Sequence("r7", PROMPT, params, i, len(PROMPT) + 4, frozenset([EOS]), index=i) for i in range(2)]
+    return Request(sequences, None, byte_tokenizer(), arrival_time=0.0), *sequences
+
+
+def test_a_request_of_two_answers_has_an_output_when_the_second_has_ended():
+    one, first, second = two_answers(stop="bc")
+    for token_id in b"xbc":
+        stop = one.advance(second, token_id)
+        assert one.advance(first, ord("a")) is one.output is None
+    assert stop == Stop("stop", "bc")
+    assert one.advance(first, ord("a")) == Stop("length")
+    assert [answer.index for answer in one.output.outputs] == [0, 1]
+    assert [answer.text for answer in one.output.outputs] == ["aaaa", "x"]
+    assert [answer.token_ids for answer in one.output.outputs] == [[*b"aaaa"], [*b"xbc"]]
+    assert [answer.finish_reason for answer in one.output.outputs] == ["length", "stop"]
+    assert one.output.metrics.num_output_tokens == 7
+
+
+def test_an_error_ends_one_answer_and_an_abort_all_that_still_run():
+    one, first, second = two_answers()
+    one.advance(first, ord("a"))
+    one.advance(second, ord("b"))
+    one.end(Stop("error", error="no token is left"), second)
+    assert one.output is None
+    one.advance(first, ord("c"))
+    one.end(Stop("abort"))
+    assert [(answer.text, answer.finish_reason) for answer in one.output.outputs] == [("ac", "abort"), ("b", "error")]
+    assert [answer.error for answer in one.output.outputs] == [None, "no token is left"]
+
+
+def test_a_request_ended_before_its_first_token_has_an_empty_output():
+    one = request()
+    one.end(Stop("error", error="the prompt is too long"))
+    completion = one.output.outputs[0]
+    assert (completion.text, completion.token_ids, completion.error) == ("", [], "the prompt is too long")
+    assert (one.output.metrics.ttft, one.output.metrics.tpot) == (None, None)
+    assert one.output.metrics.finished_time is not None
+
+
+def test_the_output_tells_its_prompt_and_counts():
+    one = request(room=1)
+    one.sequences[0].num_preemptions, one.sequences[0].num_cached_tokens = 2, 16
+    one.advance(one.sequences[0], ord("a"))
+    assert (one.output.request_id, one.output.prompt, one.output.prompt_token_ids) == ("r7", "a prompt", PROMPT)
+    assert one.output.finished
+    metrics = one.output.metrics
+    assert (metrics.num_output_tokens, metrics.num_preemptions, metrics.num_cached_tokens) == (1, 2, 16)
+
+
+def test_ttft_runs_to_the_first_token_and_tpot_is_the_mean_of_the_gaps_after_it(monkeypatch):
+    clock = iter([12.0, 99.0])  # read at the first token and at the end
+    monkeypatch.setattr("nanoinfer.engine.request.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    seq = Sequence("r", PROMPT, SamplingParams(), 0, len(PROMPT) + 4)
+    one = Request([seq], None, byte_tokenizer(), arrival_time=10.0)
+    for token_id in b"abcd":
+        one.advance(one.sequences[0], token_id)
+    assert one.output.metrics.ttft == 2.0
+    assert one.output.metrics.tpot == (99.0 - 12.0) / 3
+
+
+def test_one_token_has_a_ttft_and_no_tpot():
+    one = request(room=1)
+    one.advance(one.sequences[0], ord("a"))
+    assert one.output.metrics.ttft > 0
+    assert one.output.metrics.tpot is None

@@ -1,0 +1,189 @@
+"""When a sequence ends: the order of the checks on ids, and stop strings against an oracle reading one character at a time."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoinfer import SamplingParams
+from nanoinfer.engine.stopping import Stop, StopStrings, check_token_ids
+from nanoinfer.scheduling.sequence import Sequence
+
+EOS, EOS_TOO, STOP_ID, OTHER = 3, 4, 7, 9
+
+
+@pytest.mark.parametrize(
+    ("newest", "num_left", "params", "expected"),
+    [
+        (OTHER, 1, {}, None),
+        (OTHER, 0, {}, Stop("length")),
+        (EOS, 1, {}, Stop("stop")),
+        (EOS_TOO, 1, {}, Stop("stop")),  # every EOS id counts
+        (EOS, 0, {}, Stop("stop")),  # EOS before the length
+        (STOP_ID, 1, {}, None),  # nobody asked for it
+        (STOP_ID, 1, {"stop_token_ids": [STOP_ID]}, Stop("stop", STOP_ID)),
+        (STOP_ID, 0, {"stop_token_ids": [STOP_ID]}, Stop("stop", STOP_ID)),  # a stop id before the length
+        (EOS, 0, {"stop_token_ids": [EOS]}, Stop("stop")),  # EOS before a stop id
+        (EOS, 1, {"ignore_eos": True}, None),
+        (EOS, 0, {"ignore_eos": True}, Stop("length")),
+        (EOS, 1, {"ignore_eos": True, "stop_token_ids": [EOS]}, Stop("stop", EOS)),
+        (STOP_ID, 1, {"ignore_eos": True, "stop_token_ids": [STOP_ID]}, Stop("stop", STOP_ID)),
+    ],
+)
+def test_eos_goes_before_stop_ids_and_both_before_the_length(newest, num_left, params, expected):
+    seq = Sequence("r", [EOS, STOP_ID], SamplingParams(**params), 0, 4 + num_left, frozenset([EOS, EOS_TOO]))
+    seq.token_ids += [OTHER, newest]
+    assert check_token_ids(seq) == expected
+
+
+def stream(stops, pieces, *, include=False, num_unexamined=0):
+    """Push the pieces up to the one that completes a stop string. Returns the match, the releases and the StopStrings."""
+    text, releases = StopStrings(stops, include_in_output=include), []
+    for i, piece in enumerate(pieces):
+        if matched := text.push(piece, examine=i >= num_unexamined):
+            return matched, [*releases, text.release(everything=True)], text
+        releases.append(text.release())
+    return None, [*releases, text.release(everything=True)], text
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "matched", "expected"),
+    [
+        ([], ["abc", "def"], None, "abcdef"),
+        (["END"], [], None, ""),
+        (["END"], ["the E", "N", "D of"], "END", "the "),
+        (["END"], ["END"], "END", ""),
+        (["END"], ["abEND"], "END", "ab"),  # at the very end of a piece
+        (["END"], ["ENDab"], "END", ""),
+        (["END"], ["EN", "X", "EN"], None, "ENXEN"),  # a beginning held at the end is released
+        (["END"], ["EEND"], "END", "E"),
+        (["END"], ["E", "E", "N", "D"], "END", "E"),
+        (["END"], ["", "E", "", "ND", ""], "END", ""),
+        (["END"], ["end", "En", "eND"], None, "endEneND"),  # capitals count
+        (["x"], ["abxcxd"], "x", "ab"),
+        (["\n\n"], ["a\n", "\n"], "\n\n", "a"),
+        (["\n\n"], ["a\n", "b\n\n\n"], "\n\n", "a\nb"),
+        (["aab"], ["a", "a", "a", "b"], "aab", "a"),
+        (["aa"], ["aaa"], "aa", ""),
+        (["abab"], ["aba", "abab"], "abab", "aba"),
+        (["abcd", "bc"], ["abcd"], "bc", "a"),  # the shorter completes first, though it begins later
+        (["abcd", "bc"], ["ab", "c", "d"], "bc", "a"),
+        (["bcd", "abcd"], ["xabcd"], "bcd", "xa"),  # both complete together: the first in the list
+        (["abcd", "bcd"], ["xabcd"], "abcd", "x"),
+        (["d", "abcd"], ["xab", "cd"], "d", "xabc"),
+        (["ab", "abc"], ["abc"], "ab", ""),
+        (["abc", "ab"], ["abc"], "ab", ""),  # ab completes before abc, whatever the order
+        (["zz", "yy"], ["a yy zz"], "yy", "a "),
+        (["zz", "yy"], ["a zz yy"], "zz", "a "),
+        (["ab", "ab"], ["xab"], "ab", "x"),
+        (["。"], ["你好", "。再见"], "。", "你好"),
+        (["🙂🙃"], ["🙂🙂", "🙃"], "🙂🙃", "🙂"),
+        ([" "], ["a", " b"], " ", "a"),
+        (["much longer than all of it"], ["much longer", " than"], None, "much longer than"),
+        (["aab"], ["aaab"], "aab", "a"),
+        (["abac"], ["ab", "ab", "ac"], "abac", "ab"),
+        (["abc"], ["ab", "ab", "ab"], None, "ababab"),
+        (["he", "the"], ["the"], "he", "t"),
+        (["the", "h"], ["the"], "h", "t"),
+        (["e", "th"], ["the"], "th", ""),
+        (["a\ufffd"], ["a", "\ufffd"], "a\ufffd", ""),
+        (["\x00"], ["a\x00"], "\x00", "a"),
+        (["cba", "ab", "b"], ["xa", "bc"], "ab", "x"),
+        (["b", "ab"], ["xa", "bc"], "b", "xa"),
+    ],
+)
+def test_the_stop_string_that_completes_first_cuts_the_text(stops, pieces, matched, expected):
+    found, releases, text = stream(stops, pieces)
+    assert (found, text.text, "".join(releases)) == (matched, expected, expected)
+    found, releases, text = stream(stops, pieces, include=True)
+    expected += matched or ""
+    assert (found, text.text, "".join(releases)) == (matched, expected, expected)
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "num_unexamined", "matched", "expected"),
+    [
+        (["END"], ["END", "x"], 1, None, "ENDx"),  # completed before: not looked at, not later either
+        (["END"], ["EN", "D"], 1, "END", ""),  # begins before, completes after
+        (["END"], ["aEN", "DEND"], 1, "END", "a"),
+        (["END"], ["EN", "D"], 2, None, "END"),
+        (["END"], ["END", "x", "END"], 1, "END", "ENDx"),
+        (["aa"], ["aa", "a"], 1, "aa", "a"),
+        (["aa"], ["aaa", "b", "aa"], 1, "aa", "aaab"),
+        (["abc", "c"], ["ab", "c"], 1, "abc", ""),
+        (["bc", "abcd"], ["abc", "d"], 1, "abcd", ""),
+    ],
+)
+def test_a_match_must_complete_in_a_piece_that_is_examined(stops, pieces, num_unexamined, matched, expected):
+    found, releases, text = stream(stops, pieces, num_unexamined=num_unexamined)
+    assert (found, text.text, "".join(releases)) == (matched, expected, expected)
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "releases"),
+    [
+        ([], ["ab", "c"], ["ab", "c"]),
+        (["END"], ["the E", "N", "T"], ["the ", "", "ENT"]),
+        (["END"], ["E", "E", "EN"], ["", "E", "E"]),
+        (["END"], ["abc", "def"], ["abc", "def"]),  # only what begins a stop string is held
+        (["xyz", "b"], ["aax", "y", "q"], ["aa", "", "xyq"]),
+    ],
+)
+def test_text_that_may_become_a_stop_string_waits_and_no_other_does(stops, pieces, releases):
+    assert stream(stops, pieces)[1][:-1] == releases
+
+
+def read_character_by_character(stops, pieces, include, num_unexamined):
+    """The oracle: after each character, does the whole text end with a stop string?"""
+    text = ""
+    for i, piece in enumerate(pieces):
+        for character in piece:
+            text += character
+            for stop in stops:
+                if i >= num_unexamined and text.endswith(stop):
+                    return stop, text if include else text[: -len(stop)]
+    return None, text
+
+
+few_letters = st.text("ab", max_size=6)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4),
+    pieces=st.lists(few_letters, max_size=8),
+    include=st.booleans(),
+    num_unexamined=st.integers(0, 3),
+)
+def test_the_text_is_the_oracles_and_what_was_shown_is_never_taken_back(stops, pieces, include, num_unexamined):
+    matched, releases, text = stream(stops, pieces, include=include, num_unexamined=num_unexamined)
+    assert (matched, text.text) == read_character_by_character(stops, pieces, include, num_unexamined)
+    assert "".join(releases) == text.text  # so no release held more than the text at the end
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3), pieces=st.lists(st.text("abc"), max_size=6)
+)
+def test_exactly_the_longest_end_that_begins_a_stop_string_is_held(stops, pieces):
+    text, shown = StopStrings(stops, include_in_output=False), ""
+    for piece in pieces:
+        if text.push(piece):
+            return
+        shown += text.release()
+        ends = [text.text[start:] for start in range(len(text.text) + 1)]  # the longest first
+        assert shown + next(end for end in ends if any(stop.startswith(end) for stop in stops)) == text.text
+
+
+def test_the_oracle_notices_a_search_that_looks_at_the_newest_piece_alone():
+    class Forgetful(StopStrings):
+        def push(self, piece, *, examine=True):
+            before, self.text = self.text, ""
+            matched = super().push(piece, examine=examine)
+            self.text = before + self.text
+            return matched
+
+    for stops, pieces in [(["ab"], ["a", "b"]), (["aa", "b"], ["ba", "a"])]:
+        text = Forgetful(stops, include_in_output=False)
+        found = next((matched for piece in pieces if (matched := text.push(piece))), None)
+        agrees = (found, text.text) == read_character_by_character(stops, pieces, False, 0)
+        assert agrees is (pieces[0] == "ba")  # a match inside one piece is found; one over two pieces is not

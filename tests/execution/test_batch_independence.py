@@ -1,0 +1,119 @@
+"""LLM.batch_independent says what is so, at GPT-2's width as well. What cannot be kept is refused where it is required."""
+
+import random
+
+import pytest
+import tiny_models
+import torch
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.attention.cpu import CPUBackend
+from nanoinfer.devices.machine_checks import verdicts
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.models.cpu_linear import PackedLinear, PlainLinear, pack
+from nanoinfer.models.qwen import QwenForCausalLM
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module", params=tiny_models.WIDE)
+def wide(request, tmp_path_factory):
+    return tiny_models.save(request.param, tmp_path_factory.mktemp(request.param), **tiny_models.WIDE[request.param])
+
+
+def logprobs_of(llm, prompts, max_tokens=6):
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=2, detokenize=False)
+    return [
+        [{token_id: entry.logprob for token_id, entry in position.items()} for position in output.outputs[0].logprobs]
+        for output in llm.generate(prompts, params, use_tqdm=False)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_at_the_width_of_real_models_a_prompt_gets_the_same_log_probabilities_alone_and_beside_others(wide, dtype):
+    llm = LLM(wide, dtype=dtype, kv_cache_memory=2**26, enable_prefix_caching=False)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(tiny_models.VOCAB_SIZE) for _ in range(rng.randrange(1, 131))] for _ in range(20)]
+    together = logprobs_of(llm, prompts)
+    different = [i for i in range(8) if logprobs_of(llm, [prompts[i]]) != [together[i]]]
+    assert different == [] or not llm.batch_independent
+
+
+def test_a_model_whose_rows_depend_on_the_batch_is_found_out(qwen3_path, monkeypatch):
+    forward = QwenForCausalLM.forward
+
+    def forward_of_many(self, input_ids, positions, attend):
+        return forward(self, input_ids, positions, attend) + (len(input_ids) > 40) * 1e-3
+
+    monkeypatch.setattr(QwenForCausalLM, "forward", forward_of_many)
+    assert not LLM(qwen3_path, kv_cache_memory=2**24).batch_independent
+    with pytest.raises(UnsupportedError, match="this machine's do, for this model in float32 on cpu; leave it out"):
+        LLM(qwen3_path, kv_cache_memory=2**24, batch_invariant=True)
+
+
+def test_so_is_an_attention_backend(qwen3_path, monkeypatch):
+    decode = CPUBackend.decode
+
+    def decode_of_many(self, q, *args):
+        return decode(self, q, *args) * (1.001 if len(q) > 1 else 1.0)
+
+    monkeypatch.setattr(CPUBackend, "decode", decode_of_many)
+    assert not LLM(qwen3_path, kv_cache_memory=2**24).batch_independent
+
+
+def test_linear_layers_that_no_form_serves_run_packed_as_they_are_and_the_log_names_them(qwen3_path, monkeypatch, caplog):
+    monkeypatch.setattr("nanoinfer.devices.row_forms.find_row_form", lambda *args: None)
+    caplog.set_level("INFO", logger="nanoinfer")
+    llm = LLM(qwen3_path, kv_cache_memory=2**24)
+    assert not llm.batch_independent
+    assert "the bits of a row depend on the batch on this machine, in linear layers 48 -> 96 float32" in caplog.text
+    assert isinstance(llm.engine.runner.model.lm_head, PackedLinear)
+    assert llm.engine.runner.model.lm_head.form.calls(10**6)
+    with pytest.raises(UnsupportedError, match="batch_invariant=True"):
+        LLM(qwen3_path, kv_cache_memory=2**24, batch_invariant=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_onednns_operators_plain_layers_give_the_same_answers_in_calls_that_agree(qwen3_path, dtype, monkeypatch):
+    """As in builds without oneDNN (macOS on Arm), or for bfloat16 on a CPU that is too old."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(tiny_models.VOCAB_SIZE) for _ in range(length)] for length in (1, 9, 30, 31, 50)]
+    expected = logprobs_of(LLM(qwen3_path, dtype=dtype, kv_cache_memory=2**24), prompts)
+
+    def missing(self, linear):
+        raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_reorder_linear_weight'")
+
+    monkeypatch.setattr(PackedLinear, "__init__", missing)
+    llm = LLM(qwen3_path, dtype=dtype, kv_cache_memory=2**24)
+    assert isinstance(llm.engine.runner.model.lm_head, PlainLinear)
+    together = logprobs_of(llm, prompts)
+    if dtype == "float32":
+        likeliest = [[max(position, key=position.get) for answer in one for position in answer] for one in (together, expected)]
+        assert likeliest[0] == likeliest[1]
+    different = [i for i in range(len(prompts)) if logprobs_of(llm, [prompts[i]]) != [together[i]]]
+    assert different == [] or not llm.batch_independent
+
+
+def test_it_holds_for_the_number_of_threads_at_loading(qwen3_path):
+    llm = LLM(qwen3_path, kv_cache_memory=2**24)
+    assert llm.batch_independent
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert not llm.batch_independent
+    finally:
+        torch.set_num_threads(before)
+    assert llm.batch_independent
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.0])
+def test_a_damaged_weight_leaves_no_verdict_for_others_of_its_sizes(value):
+    layer = torch.nn.Linear(48, 100)
+    torch.nn.init.constant_(layer.weight, value)
+    assert not pack(torch.nn.Sequential(layer)).are_rows_independent
+    assert verdicts() == {}
+    pack(torch.nn.Sequential(torch.nn.Linear(48, 100)))
+    assert len(verdicts()) == 1

@@ -1,0 +1,120 @@
+"""Decode steps replayed from a recording give the tokens of steps run as they come. CUDA records; here a stand-in does."""
+
+import pytest
+import tiny_models
+import torch
+
+pytest.importorskip("triton")
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.execution.decode_graphs import DecodeGraphs
+from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.sampling.cuda_graphs import SamplerGraphs
+from nanoinfer.sampling.sampler import Sampler
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MEMORY = 40 * 16 * 512  # 40 blocks of 16 tokens of the tiny qwen3
+PARAMS = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in (2, 9, 4, 7, 1, 8)]
+PROMPTS = [[7] * 16 + [5, 6], [7] * 16 + [9], list(range(3, 40)), [1], [4, 4], [8, 9, 10]]
+
+
+def record(run):
+    """As a CUDA graph: what is replayed reads and writes the same tensors as when it was recorded."""
+    out = run().clone()
+    (record.draws if out.ndim == 1 else record.sizes).append(len(out))  # token ids or hidden rows
+    return lambda: out.copy_(run()), out
+
+
+def llm_with(path, capture, **options):
+    llm = LLM(
+        str(path), attention_backend="triton", block_size=16, kv_cache_memory=MEMORY, max_num_seqs=5, device=DEVICE, **options
+    )
+    engine = llm.engine
+    pages, _ = engine.runner.cache.layer(0)
+    num_blocks, block_size, num_kv_heads, head_dim = pages.shape
+    cache = KVCache(
+        num_layers=2, num_blocks=num_blocks + 1, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim,
+        device=DEVICE,
+    )  # fmt: skip
+    graphs = DecodeGraphs(
+        max_num_seqs=5, max_model_len=engine.max_model_len, block_size=block_size, padding_block=num_blocks, capture=capture
+    )
+    engine.runner = ModelRunner(engine.runner.model, cache, engine.runner.backend, graphs)
+    return llm
+
+
+@pytest.fixture
+def path(tmp_path):
+    record.sizes, record.draws = [], []
+    return tiny_models.save("qwen3", tmp_path)
+
+
+def tokens_of(llm, params=PARAMS):
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    tiny_models.assert_nothing_is_left(llm)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_replayed_steps_give_the_tokens_of_steps_run_as_they_come(path):
+    """Batches of 5 sequences and fewer, padded to 1, 2, 4 or 5 rows. Two rounds: recordings serve again."""
+    llm = llm_with(path, record)
+    expected = tokens_of(LLM(str(path), attention_backend="reference", block_size=16, kv_cache_memory=MEMORY))
+    assert tokens_of(llm) == expected
+    assert sorted(record.sizes) == sorted(set(record.sizes))  # each once
+    assert set(record.sizes) <= {1, 2, 4, 5}
+    assert len(record.sizes) >= 2
+    before = list(record.sizes)
+    assert tokens_of(llm) == expected
+    assert record.sizes == before
+
+
+def test_the_comparison_notices_a_recording_that_reads_old_tensors(path):
+    """The twin: were the places not filled again, the tokens would differ."""
+
+    def stale(run):
+        out = run().clone()
+        return lambda: None, out
+
+    expected = tokens_of(LLM(str(path), attention_backend="reference", block_size=16, kv_cache_memory=MEMORY))
+    assert tokens_of(llm_with(path, stale)) != expected
+
+
+def test_draws_are_replayed_behind_replayed_steps(path):
+    """A step is read when the next has been launched, as on a GPU. (sampling/test_cuda_graphs.py has draws alone.)"""
+    asking = ({"temperature": 0}, {"top_k": 9, "seed": 1}, {"top_p": 0.9, "seed": 2})
+    params = [SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False, **asking[i % 3]) for i in range(len(PROMPTS))]
+    llm = llm_with(path, record, async_scheduling=True)
+    llm.engine.sampler = Sampler(graphs=SamplerGraphs(5, record))
+    expected = tokens_of(LLM(str(path), attention_backend="reference", block_size=16, kv_cache_memory=MEMORY), params)
+    assert tokens_of(llm, params) == expected
+    assert record.draws
+
+
+def test_padding_rows_write_into_their_own_block_alone(path):
+    llm = llm_with(path, record)
+    llm.generate([[1, 2, 3]] * 3, PARAMS[:3], use_tqdm=False)
+    graphs, cache = llm.engine.runner.graphs, llm.engine.runner.cache
+    k_pages, _ = cache.layer(0)
+    used = set(k_pages.flatten(1).any(1).nonzero().flatten().tolist())
+    padding_block = cache.num_blocks - 1
+    assert graphs._buckets[4].places.attention.block_tables[3].unique().tolist() == [padding_block]
+    assert padding_block in used
+    assert len(used) <= 1 + 6  # and the three sequences' blocks
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"), [(1, [1]), (5, [1, 2, 4, 5]), (16, [1, 2, 4, 8, 16]), (40, [1, 2, 4, 8, 16, 32, 40])]
+)
+def test_there_is_a_recording_for_every_number_of_rows(max_num_seqs, sizes):
+    graphs = DecodeGraphs(max_num_seqs=max_num_seqs, max_model_len=64, block_size=16, padding_block=9, capture=record)
+    assert graphs.sizes == sizes
+
+
+def test_what_cannot_be_recorded_runs_as_it_comes_and_is_told_once(path, caplog):
+    def fail(run):
+        raise RuntimeError("CUDA out of memory\nand so on")
+
+    expected = tokens_of(LLM(str(path), attention_backend="reference", block_size=16, kv_cache_memory=MEMORY))
+    assert tokens_of(llm_with(path, fail)) == expected
+    assert caplog.text.count("a decode step of 4 rows could not be captured as a CUDA graph (CUDA out of memory)") == 1

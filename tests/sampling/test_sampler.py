@@ -1,0 +1,168 @@
+"""The sampler as one call: greedy and sampled rows together, extreme parameters, rows without a token, any batch."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from nanoinfer import SamplingParams
+from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.draw import draw, philox, uniform
+from nanoinfer.sampling.sampler import STAGES, Sampler
+from nanoinfer.scheduling.sequence import Sequence
+
+INF, NAN = math.inf, math.nan
+EOS = 3
+
+
+def sequence(*, seed=0, num_prompt=1, num_output=0, **params):
+    seq = Sequence("r", [0] * num_prompt, SamplingParams(seed=seed, **params), seed, 999, frozenset([EOS]))
+    seq.token_ids += [0] * num_output
+    return seq
+
+
+def sample(logits, *sequences):
+    logits = torch.as_tensor(logits)
+    return Sampler()(
+        logits.clone(), SamplingBatch.build(list(sequences), logits.shape[1], logits.device)
+    ).read()  # it may write them
+
+
+def test_greedy_takes_the_lowest_id_among_equal_logits():
+    rows = [[1.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0], [-INF, -5.0, -INF, -5.0], [2.0, 1.0, 2.0 + 2**-22, 2.0]]
+    assert sample(rows, *[sequence(temperature=0)] * 4).token_ids == [1, 0, 1, 2]
+    ties = torch.zeros(1, 50_257)
+    ties[0, [40_000, 123, 50_000]] = 9.0
+    assert sample(ties, sequence(temperature=0)).token_ids == [123]
+
+
+def test_greedy_is_greedy_whatever_else_its_row_or_its_neighbours_ask_for():
+    logits = torch.randn(40, 100, generator=torch.Generator().manual_seed(0))
+    others = {"top_k": 5, "top_p": 0.1, "min_p": 0.9}
+    params = [{"temperature": 0} | others if i % 2 else {"temperature": 9.0, "top_p": 0.95} for i in range(40)]
+    mixed = sample(logits, *[sequence(seed=i, **p) for i, p in enumerate(params)]).token_ids
+    greedy = logits.argmax(-1).tolist()
+    assert mixed[1::2] == greedy[1::2]
+    assert mixed[::2] != greedy[::2]  # the sampled rows are sampled
+
+
+def test_a_sampled_row_without_stages_is_the_draw_of_its_logits_at_its_seed_and_position():
+    logits = torch.randn(20, 100, generator=torch.Generator().manual_seed(0))
+    expected = draw(logits, uniform(range(20), [5] * 20))  # prompt of 3 + 2 out: index 5 is drawn
+    sampled = sample(logits, *[sequence(seed=i, num_prompt=3, num_output=2) for i in range(20)])
+    assert sampled.token_ids == expected.tolist()
+    assert sampled.errors == {}
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1, 2**63, 2**64 - 1])
+def test_a_seed_of_64_bits_is_read_as_unsigned(seed):
+    logits = torch.zeros(1, 100_000)
+    words = np.array([[1], [0], [0], [0]], dtype=np.uint64), np.array([[seed % 2**32], [seed >> 32]], dtype=np.uint64)
+    high, low, _, _ = philox(*words)[:, 0].tolist()
+    u = torch.tensor([((high >> 5) * 2**26 + (low >> 6)) / 2**53], dtype=torch.float64)
+    assert sample(logits, sequence(seed=seed)).token_ids == draw(logits, u).tolist()
+
+
+def test_the_same_seed_and_position_give_the_same_token_in_any_batch():
+    """300 rows of mixed parameters, each alone, all together, and shuffled among others of a rotated order."""
+    rng = random.Random(0)
+    logits = torch.randn(300, 200, generator=torch.Generator().manual_seed(0)) * 3
+    sequences = [
+        sequence(
+            seed=rng.getrandbits(64),
+            num_output=rng.randrange(50),
+            temperature=rng.choice([0, 0.5, 1.0, 1.0, 2.0]),
+            top_k=rng.choice([0, 0, 3, 50]),
+            top_p=rng.choice([1.0, 1.0, 0.5, 0.95]),
+            min_p=rng.choice([0, 0, 0.05]),
+            min_tokens=rng.choice([0, 10]),
+        )
+        for _ in range(300)
+    ]
+    alone = [sample(logits[i : i + 1], seq).token_ids[0] for i, seq in enumerate(sequences)]
+    assert sample(logits, *sequences).token_ids == alone
+    order = rng.sample(range(300), 150)
+    assert sample(logits[order], *[sequences[i] for i in order]).token_ids == [alone[i] for i in order]
+
+
+def test_another_position_and_another_seed_give_other_tokens():
+    """200 rows of 10,000 equal tokens: the chance that more than 5 repeat a row's token is below 1e-12."""
+    logits = torch.zeros(200, 10_000)
+    first = sample(logits, *[sequence(seed=i) for i in range(200)]).token_ids
+    later = sample(logits, *[sequence(seed=i, num_output=1) for i in range(200)]).token_ids
+    others = sample(logits, *[sequence(seed=i + 1000) for i in range(200)]).token_ids
+    assert sum(a == b for a, b in zip(first, later, strict=True)) <= 5
+    assert sum(a == b for a, b in zip(first, others, strict=True)) <= 5
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_min_tokens_keeps_eos_and_stop_ids_from_being_drawn_until_it_is_reached(temperature):
+    logits = torch.tensor([[0.0, 5.0, 40.0, 80.0]]).repeat(3, 1)  # EOS 3, then the stop id 2, then 1
+    params = {"temperature": temperature, "min_tokens": 2, "stop_token_ids": [2]}
+    assert sample(logits, *[sequence(num_output=n, **params) for n in (0, 1, 2)]).token_ids == [1, 1, EOS]
+
+
+@pytest.mark.parametrize("params", [{"ignore_eos": True}, {"ignore_eos": False}])
+def test_min_tokens_masks_eos_whether_or_not_it_would_stop(params):
+    logits = torch.tensor([[0.0, 5.0, 1.0, 80.0]])
+    assert sample(logits, sequence(temperature=0, min_tokens=1, **params)).token_ids == [1]
+
+
+def test_a_tiny_temperature_is_greedy_and_a_huge_one_is_uniform():
+    """Huge: 4 equal tokens in 400 draws; none is missing but once in 1e49."""
+    logits = torch.tensor([[1e4, -3e4, 9.9e3, 1e4 - 1]])
+    assert sample(logits.repeat(50, 1), *[sequence(seed=i, temperature=1e-300) for i in range(50)]).token_ids == [0] * 50
+    huge = sample(logits.repeat(400, 1), *[sequence(seed=i, temperature=1e300) for i in range(400)])
+    assert set(huge.token_ids) == {0, 1, 2, 3}
+    assert huge.errors == {}
+
+
+def test_a_row_with_no_token_left_gets_an_error_that_names_the_stage_and_harms_no_other_row():
+    logits = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    others = [sequence(seed=1, temperature=0.7), sequence(seed=2, top_p=0.5)]
+    barred = sequence(min_tokens=1, stop_token_ids=[0, 1, 2, 3], temperature=0.7)
+    expected = sample(logits[[0, 2]], *others).token_ids
+    sampled = sample(logits, others[0], barred, others[1])
+    assert sampled.token_ids == [expected[0], -1, expected[1]]
+    assert list(sampled.errors) == [1]
+    assert "mask_min_tokens" in sampled.errors[1]
+
+
+def test_the_stage_that_took_the_last_token_is_named_and_not_one_before_it():
+    def take_everything(logits, batch):
+        return torch.full_like(logits, -INF)
+
+    sampler = Sampler((*STAGES[:2], take_everything, *STAGES[2:]))
+    sequences = [sequence(temperature=0), sequence(temperature=0.7, min_tokens=1, top_p=0.5)]
+    sampled = sampler(torch.randn(2, 4), SamplingBatch.build(sequences, 4, torch.device("cpu"))).read()
+    assert sampled.token_ids == [-1, -1]
+    assert all("no token is left to draw after take_everything" in error for error in sampled.errors.values())
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0}, {"top_k": 3, "min_p": 0.01}, {"temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.01}]
+)
+@pytest.mark.parametrize("bad", [[NAN, 1.0, 2.0, 3.0], [NAN] * 4, [INF, 0.0, 0.0, 0.0], [-INF] * 4, [INF, -INF, NAN, 0.0]])
+def test_logits_that_are_not_finite_are_an_error_of_their_row_alone(bad, params):
+    fine = [0.0, 90.0, 0.0, 0.0]
+    sampled = sample([fine, bad, fine], sequence(), sequence(**params), sequence(temperature=0))
+    assert sampled.token_ids == [1, -1, 1]
+    assert list(sampled.errors) == [1]
+    assert "logits are not finite" in sampled.errors[1]
+
+
+@pytest.mark.parametrize("bad", [[NAN, 1.0, 2.0, 3.0], [INF, 0.0, 0.0, 0.0], [0.0, NAN, -INF, -INF]])
+def test_logits_that_are_not_finite_are_an_error_even_where_a_stage_drops_them(bad):
+    sampled = sample([bad], sequence(top_p=0.9))
+    assert sampled.token_ids == [-1]
+    assert "logits are not finite" in sampled.errors[0]
+
+
+def test_a_row_at_temperature_1_keeps_its_bits_beside_a_row_at_another_temperature():
+    """Taking the maximum off 0.1 and 0.1 + 1e-8 rounds them to a tie, which top_k = 2 would keep whole."""
+    row = torch.tensor([[1.0, 0.1, 0.1 + 1e-8]])
+    for seed in range(20):
+        alone = sample(row, sequence(seed=seed, top_k=2)).token_ids[0]
+        assert sample(row.repeat(2, 1), sequence(seed=seed, top_k=2), sequence(temperature=0.5)).token_ids[0] == alone

@@ -1,0 +1,251 @@
+"""A sequence's counts and n-grams: grown token by token they equal a recount, and each token is looked at once."""
+
+from collections import Counter
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoinfer import SamplingParams
+from nanoinfer.config import SchedulerConfig
+from nanoinfer.sampling.batch import SamplingBatch, TokenEntries
+from nanoinfer.sampling.state import NGrams, SamplingState, TokenCounts
+from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.sequence import Sequence
+
+
+def sequence(prompt, output=(), **params):
+    seq = Sequence("r", list(prompt), SamplingParams(max_tokens=None, **params), seed=0, max_num_tokens=9999)
+    seq.token_ids += output
+    return seq
+
+
+def recount(seq):
+    """{id: how often it is in the output} for every id of prompt + output."""
+    counts = Counter(seq.output_token_ids)
+    return {token_id: counts[token_id] for token_id in seq.token_ids}
+
+
+def completing(token_ids, size):
+    """The ids that would make the last `size` ids an n-gram that is there already, found by trying them all."""
+    there = {tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1)}
+    return {x for x in set(token_ids) if len(token_ids) >= size - 1 and (*token_ids[len(token_ids) - size + 1 :], x) in there}
+
+
+def known(state):
+    return dict(zip(state.seen.ids, state.seen.output_counts, strict=True))
+
+
+# ---- by hand
+
+
+def test_token_counts_hold_each_id_once_in_order_of_appearance_and_count_the_output_alone():
+    seq = sequence([7, 5, 7], [5, 2, 2], presence_penalty=1)
+    state = SamplingState.of(seq)
+    assert list(state.seen.ids) == [7, 5, 2]
+    assert list(state.seen.output_counts) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("size", "token_ids", "banned"),
+    [
+        (1, [5, 6, 5], {5, 6}),
+        (2, [5, 6, 5], {6}),
+        (2, [5, 6, 5, 4, 5], {4, 6}),
+        (2, [5, 5, 5], {5}),
+        (2, [5, 6], set()),
+        (3, [1, 2, 3, 1, 2], {3}),
+        (3, [1, 2], set()),  # a suffix, but nothing that it began
+        (4, [1, 1, 1], set()),
+        (4, [1, 1, 1, 1], {1}),
+        (4, [1], set()),
+        (9, [1], set()),
+    ],
+)
+def test_ngrams_ban_what_followed_the_last_ids_before(size, token_ids, banned):
+    ngrams = NGrams(size)
+    for i in range(len(token_ids)):
+        ngrams.add(token_ids, i)
+    assert ngrams.banned(token_ids) == banned
+    assert completing(token_ids, size) == banned  # the brute force that the tests below trust
+
+
+def test_allowed_ids_are_kept_once_each_and_biases_beside_their_ids():
+    state = SamplingState.of(sequence([1], allowed_token_ids=[9, 4, 9], logit_bias={8: 0.5, 3: -2}))
+    assert list(state.allowed_ids) == [4, 9]
+    assert list(zip(state.bias_ids, state.bias_values, strict=True)) == [(8, 0.5), (3, -2)]
+
+
+def test_what_the_parameters_do_not_ask_for_is_none():
+    for params in ({"no_repeat_ngram_size": 2}, {"frequency_penalty": 1}, {"allowed_token_ids": [1]}, {"logit_bias": {1: 1}}):
+        state = SamplingState.of(sequence([1, 2], **params))
+        fields = {
+            "no_repeat_ngram_size": state.ngrams,
+            "frequency_penalty": state.seen,
+            "allowed_token_ids": state.allowed_ids,
+            "logit_bias": state.bias_ids,
+        }
+        assert [name for name, value in fields.items() if value is not None] == list(params)
+
+
+@pytest.mark.parametrize("params", [{"repetition_penalty": 1.1}, {"presence_penalty": -1}, {"frequency_penalty": 0.1}])
+def test_each_of_the_three_penalties_alone_makes_tokens_count(params):
+    assert known(SamplingState.of(sequence([1, 2], [2], **params))) == {1: 0, 2: 1}
+
+
+# ---- grown and recounted
+
+
+@settings(max_examples=150)
+@given(
+    token_ids=st.lists(st.integers(0, 4), min_size=1, max_size=40),
+    num_prompt=st.integers(1, 40),
+    size=st.integers(1, 5),
+    steps=st.lists(st.integers(1, 4), min_size=40, max_size=40),  # a step may find several new tokens
+)
+def test_a_state_grown_in_steps_equals_one_built_at_once_and_a_recount(token_ids, num_prompt, size, steps):
+    params = {"frequency_penalty": 1, "no_repeat_ngram_size": size}
+    prompt, output = token_ids[:num_prompt], token_ids[num_prompt:]
+    grown = sequence(prompt, **params)
+    while True:
+        state = SamplingState.of(grown)
+        at_once = SamplingState.of(sequence(prompt, grown.output_token_ids, **params))
+        assert (state.seen.ids, state.seen.output_counts) == (at_once.seen.ids, at_once.seen.output_counts)
+        assert known(state) == recount(grown)
+        banned = state.ngrams.banned(grown.token_ids)
+        assert banned == at_once.ngrams.banned(grown.token_ids) == completing(grown.token_ids, size)
+        if grown.output_token_ids == output:
+            break
+        grown.token_ids += output[grown.num_output_tokens :][: steps.pop()]
+
+
+def test_the_comparison_notices_a_state_that_misses_a_token():
+    seq = sequence([1, 2, 1], frequency_penalty=1, no_repeat_ngram_size=2)
+    state = SamplingState.of(seq)
+    seq.token_ids += [1, 3, 1]
+    state._num_known += 1  # the planted fault: one token is taken for known
+    SamplingState.of(seq)
+    assert known(state) != recount(seq)
+    assert state.ngrams.banned(seq.token_ids) != completing(seq.token_ids, 2)
+
+
+def test_a_sequence_keeps_one_state_and_shares_it_with_no_other():
+    """n answers to one prompt hold the same ids, and go their own ways."""
+    one, other = sequence([1, 2], presence_penalty=1), sequence([1, 2], presence_penalty=1)
+    state = SamplingState.of(one)
+    SamplingState.of(other)
+    one.token_ids.append(3)
+    assert SamplingState.of(one) is state
+    assert known(SamplingState.of(one)) == {1: 0, 2: 0, 3: 1}
+    assert known(SamplingState.of(other)) == {1: 0, 2: 0}
+
+
+def test_a_preempted_sequence_keeps_its_counts_and_counts_no_token_twice():
+    """Blocks for one and a half: the scheduler takes the younger sequence's back, and later computes it again."""
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, chunk_size=4), BlockManager(7, 2))
+    sequences = [sequence([i, 1, 2], frequency_penalty=1, no_repeat_ngram_size=2) for i in (3, 4)]
+    for i, seq in enumerate(sequences):
+        seq.request_id, seq.max_num_tokens = str(i), 10
+        scheduler.add(seq)
+    num_left = 2
+    while num_left:
+        plan = scheduler.schedule()
+        scheduler.commit(plan)
+        for seq, _ in plan.rows:
+            state = SamplingState.of(seq)
+            assert known(state) == recount(seq)
+            assert state.ngrams.banned(seq.token_ids) == completing(seq.token_ids, 2)
+            seq.token_ids.append(1 + len(seq.token_ids) % 3)
+            if len(seq.token_ids) == 10:
+                scheduler.finish(seq)
+                num_left -= 1
+    assert sequences[1].num_preemptions > 0
+    assert sum(sequences[1].sampling_state.seen.output_counts) == 6  # its 7th was not looked at any more
+
+
+# ---- what a step costs, and what it hands over
+
+
+@pytest.mark.parametrize("length", [10, 1000])
+def test_a_step_adds_each_new_token_once_however_long_the_history(length, monkeypatch):
+    def counting(of, name):
+        original = getattr(of, name)
+
+        def call(self, *args, **kwargs):
+            calls.append(of)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(of, name, call)
+
+    calls = []
+    counting(TokenCounts, "add")
+    counting(NGrams, "add")
+    seq = sequence(range(length), repetition_penalty=1.1, no_repeat_ngram_size=3)
+    SamplingBatch.build([seq], 2000, torch.device("cpu"))
+    assert Counter(calls) == {TokenCounts: length, NGrams: length}
+    for num_new in (1, 1, 1, 5, 0):
+        calls.clear()
+        seq.token_ids += [3] * num_new
+        SamplingBatch.build([seq], 2000, torch.device("cpu"))
+        assert Counter(calls) == ({TokenCounts: num_new, NGrams: num_new} if num_new else {})
+
+
+def test_a_batch_keeps_its_entries_when_a_sequence_grows_after_it():
+    """The arrays are read without a copy: growing one must not move what an earlier batch holds."""
+    seq = sequence([1, 2], frequency_penalty=1, no_repeat_ngram_size=1)
+    batch = SamplingBatch.build([seq], 9999, torch.device("cpu"))
+    for token_id in range(5000):
+        seq.token_ids.append(token_id)
+        SamplingState.of(seq)
+    assert batch.seen.ids.tolist() == [1, 2]
+    assert batch.seen.values.tolist() == [0, 0]
+    assert batch.repeated_ngrams.ids.tolist() == [1, 2]
+
+
+def test_a_batch_of_grown_sequences_has_the_entries_of_freshly_counted_ones():
+    params = {"presence_penalty": 1, "no_repeat_ngram_size": 2, "logit_bias": {1: 2}, "allowed_token_ids": [1, 2]}
+    grown = [sequence([1, 2], **params), sequence([3]), sequence([4, 4], **params)]
+    for step in range(20):
+        fresh = [
+            sequence(seq.prompt_token_ids, seq.output_token_ids, **(params if i != 1 else {})) for i, seq in enumerate(grown)
+        ]
+        one, other = (SamplingBatch.build(rows, 10, torch.device("cpu")) for rows in (grown, fresh))
+        for name in ("seen", "repeated_ngrams", "logit_bias", "allowed"):
+            ours, theirs = getattr(one, name), getattr(other, name)
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                assert set(ours.rows.tolist()) <= {0, 2}
+                assert sorted(zip(ours.rows.tolist(), ours.ids.tolist(), strict=True)) == sorted(
+                    zip(theirs.rows.tolist(), theirs.ids.tolist(), strict=True)
+                )
+        assert torch.equal(one.seen.values, other.seen.values)
+        for i, seq in enumerate(grown):
+            seq.token_ids.append((step * (i + 2)) % 7)
+    assert one.repeated_ngrams is not None
+
+
+def test_a_batch_uses_the_last_ones_columns_only_for_the_same_rows():
+    """Equal to a batch built from nothing, in every field, whether rows stay, leave, change places or come."""
+    a, b, c = (sequence([1, 2], **p) for p in ({"temperature": 0.5}, {"top_k": 3, "logprobs": 2}, {"frequency_penalty": 1}))
+    greedy = sequence([1], temperature=0)
+    last, device = None, torch.device("cpu")
+    for rows in ([a, b], [a, b], [b, a], [b], [b, c], [b, c], [greedy], [greedy], [c]):
+        for seq in rows:
+            seq.token_ids.append(3)
+        last, before = SamplingBatch.build(rows, 10, device, last), last
+        fresh = SamplingBatch.build(rows, 10, device)
+        assert before is None or (last.columns is before.columns) == (last.params == before.params)
+        for field in fields(SamplingBatch):
+            torch.testing.assert_close(plain(getattr(last, field.name)), plain(getattr(fresh, field.name)), rtol=0, atol=0)
+
+
+def plain(value):
+    """None and the like are compared by their text."""
+    if isinstance(value, TokenEntries):
+        return {name: plain(getattr(value, name)) for name in ("rows", "ids", "values")}
+    if isinstance(value, dict):
+        return {name: plain(its) for name, its in value.items()}
+    return value if isinstance(value, torch.Tensor) else torch.tensor(list(repr(value).encode()))

@@ -1,0 +1,204 @@
+"""Blocks: by hand with blocks of two tokens, then a state machine against a model that only counts."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.sequence import Sequence
+
+
+def sequence(token_ids, name="r"):
+    return Sequence(name, list(token_ids), SamplingParams(), seed=0, max_num_tokens=1000)
+
+
+def run(manager, seq, num_tokens=None):
+    """Allocate, 'compute' and register a sequence's tokens, as a step does. Returns the copies owed."""
+    num_tokens = seq.num_new_tokens if num_tokens is None else num_tokens
+    copies = manager.allocate(seq, num_tokens)
+    seq.num_computed_tokens += num_tokens
+    manager.cache_finished_blocks(seq, seq.num_computed_tokens)
+    return copies
+
+
+def take_prefix(manager, seq):
+    """Start a sequence on the blocks of its prefix. Returns how many of its tokens they hold."""
+    manager.start(seq, manager.match_prefix(seq.token_ids))
+    return len(seq.block_table) * manager.block_size
+
+
+def start(manager, seq):
+    seq.num_computed_tokens = take_prefix(manager, seq)
+    run(manager, seq)
+    return seq
+
+
+def test_a_block_is_taken_only_when_the_one_before_it_is_full():
+    manager = BlockManager(num_blocks=4, block_size=2)
+    seq = start(manager, sequence([5, 6, 7]))
+    assert seq.block_table == [0, 1]
+    seq.token_ids.append(8)
+    run(manager, seq)
+    assert seq.block_table == [0, 1]  # the fourth token fits
+    seq.token_ids.append(9)
+    run(manager, seq)
+    assert seq.block_table == [0, 1, 2]
+    manager.free(seq)
+    assert manager.num_free_blocks == 4
+
+
+def test_a_prompt_shares_the_finished_blocks_of_one_that_begins_alike():
+    manager = BlockManager(num_blocks=8, block_size=2)
+    first = start(manager, sequence([5, 6, 7, 8, 9]))
+    second = sequence([5, 6, 7, 8, 1, 1])
+    assert take_prefix(manager, second) == 4
+    assert second.block_table == first.block_table[:2]
+    third = sequence([5, 6, 1, 8, 9])
+    assert take_prefix(manager, third) == 2
+    fourth = sequence([6, 6, 7, 8, 9])  # the same second block behind another first one
+    assert take_prefix(manager, fourth) == 0
+
+
+def test_the_last_token_is_always_computed_even_if_all_of_the_prompt_is_cached():
+    manager = BlockManager(num_blocks=8, block_size=2)
+    start(manager, sequence([5, 6, 7, 8]))
+    assert take_prefix(manager, sequence([5, 6, 7, 8])) == 2
+
+
+def test_a_freed_block_is_found_until_it_is_taken_and_the_least_recently_used_is_taken_first():
+    manager = BlockManager(num_blocks=2, block_size=2)
+    for prompt in ([1, 1], [2, 2]):
+        manager.free(start(manager, sequence(prompt)))
+    seq = sequence([1, 1, 9])
+    assert take_prefix(manager, seq) == 2
+    manager.free(seq)  # [1, 1] is now the more recently used
+    manager.free(start(manager, sequence([3, 3])))
+    assert len(manager.match_prefix([1, 1, 9])) == 1
+    assert len(manager.match_prefix([2, 2, 9])) == 0
+
+
+def test_prefixes_whose_hashes_collide_are_not_confused():
+    assert hash((-1, (-1,))) == hash((-1, (-2,)))  # CPython: hash(-1) == hash(-2)
+    manager = BlockManager(num_blocks=4, block_size=1)
+    manager.free(start(manager, sequence([-1, 5])))
+    assert manager.match_prefix([-2, 5]) == []
+    assert len(manager.match_prefix([-1, 5])) == 1
+
+
+def test_a_chain_behind_an_evicted_block_is_never_found_through_its_successor():
+    """The block after an evicted prefix keeps its content; only the whole chain may lead to it."""
+    manager = BlockManager(num_blocks=3, block_size=1)
+    seq = start(manager, sequence([1, 2, 3]))
+    first, second, third = seq.block_table
+    manager.free(seq)
+    manager._free.move_to_end(first, last=False)  # evict the head of the chain first, against the usual order
+    other = start(manager, sequence([9]))
+    assert other.block_table == [first]
+    manager.free(other)
+    assert manager.match_prefix([1, 2, 3, 4]) == []
+    manager.free(start(manager, sequence([1])))  # the head comes back, as new content
+    assert len(manager.match_prefix([1, 2, 3, 4])) == 1
+    assert {second, third} & set(manager._free)
+
+
+def test_a_fork_shares_everything_and_copies_the_block_it_writes_into():
+    manager = BlockManager(num_blocks=4, block_size=2)
+    parent = start(manager, sequence([5, 6, 7]))
+    child = sequence([5, 6, 7])
+    manager.fork(parent, child)
+    child.num_computed_tokens = 3
+    assert child.block_table == [0, 1]
+    assert manager.num_free_blocks == 2
+    child.token_ids.append(8)
+    assert run(manager, child) == [(1, 2)]
+    assert child.block_table == [0, 2]
+    parent.token_ids.append(9)
+    assert run(manager, parent) == []  # nobody shares it any more
+    manager.free(parent)
+    manager.free(child)
+    assert manager.num_free_blocks == 4
+
+
+def test_without_prefix_caching_nothing_is_found():
+    manager = BlockManager(num_blocks=4, block_size=2, enable_prefix_caching=False)
+    manager.free(start(manager, sequence([5, 6, 7])))
+    assert take_prefix(manager, sequence([5, 6, 7])) == 0
+
+
+class Blocks(RuleBasedStateMachine):
+    """Sequences come, grow, fork and go in any order. `memory` is what a real cache would hold in each slot."""
+
+    NUM_BLOCKS, BLOCK_SIZE = 6, 2
+
+    def __init__(self):
+        super().__init__()
+        self.manager = BlockManager(self.NUM_BLOCKS, self.BLOCK_SIZE)
+        self.alive = []
+        self.memory = [None] * (self.NUM_BLOCKS * self.BLOCK_SIZE)
+
+    def compute(self, seq):
+        first = seq.num_computed_tokens
+        for source, target in run(self.manager, seq):
+            for offset in range(self.BLOCK_SIZE):
+                self.memory[target * self.BLOCK_SIZE + offset] = self.memory[source * self.BLOCK_SIZE + offset]
+        for i in range(first, len(seq.token_ids)):
+            self.memory[self.slot(seq, i)] = tuple(seq.token_ids[: i + 1])  # a key depends on all tokens before it
+
+    def slot(self, seq, i):
+        return seq.block_table[i // self.BLOCK_SIZE] * self.BLOCK_SIZE + i % self.BLOCK_SIZE
+
+    @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=7))
+    def add(self, token_ids):
+        seq = sequence(token_ids)
+        if self.manager.can_start(len(seq.token_ids), self.manager.match_prefix(seq.token_ids)):
+            seq.num_computed_tokens = take_prefix(self.manager, seq)
+            self.compute(seq)
+            self.alive.append(seq)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), token_id=st.integers(0, 1))
+    def grow(self, data, token_id):
+        seq = data.draw(st.sampled_from(self.alive))
+        seq.token_ids.append(token_id)
+        if self.manager.can_allocate(seq, 1):
+            self.compute(seq)
+        else:
+            seq.token_ids.pop()
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def fork(self, data):
+        parent = data.draw(st.sampled_from(self.alive))
+        child = sequence(parent.token_ids)
+        self.manager.fork(parent, child)
+        child.num_computed_tokens = parent.num_computed_tokens
+        self.alive.append(child)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def finish(self, data):
+        seq = data.draw(st.sampled_from(self.alive))
+        self.alive.remove(seq)
+        self.manager.free(seq)
+
+    @invariant()
+    def every_token_is_where_its_block_table_says(self):
+        for seq in self.alive:
+            for i in range(seq.num_computed_tokens):
+                assert self.memory[self.slot(seq, i)] == tuple(seq.token_ids[: i + 1])
+
+    @invariant()
+    def reference_counts_are_the_block_tables_counted(self):
+        held = [block for seq in self.alive for block in seq.block_table]
+        assert self.manager._ref_counts == [held.count(block) for block in range(self.NUM_BLOCKS)]
+        assert set(self.manager._free) == set(range(self.NUM_BLOCKS)) - set(held)
+
+    def teardown(self):
+        for seq in self.alive:
+            self.manager.free(seq)
+        assert self.manager.num_free_blocks == self.NUM_BLOCKS
+
+
+TestBlocks = Blocks.TestCase
+TestBlocks.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,208 @@
+"""Who runs: by hand, then a state machine that checks the rules at every step of random loads."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from nanoinfer.config import SchedulerConfig
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
+
+
+def make(num_blocks=64, block_size=2, **config):
+    config = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "chunk_size": 4} | config
+    return Scheduler(SchedulerConfig(**config), BlockManager(num_blocks, block_size))
+
+
+def sequence(name, num_tokens, max_num_tokens=100, first=0):
+    return Sequence(name, list(range(first, first + num_tokens)), SamplingParams(), seed=0, max_num_tokens=max_num_tokens)
+
+
+def step(scheduler, token_id=7):
+    """One step with a model that always says the same token. Returns {request: tokens computed}."""
+    plan = scheduler.schedule()
+    scheduler.commit(plan)
+    for seq, _ in plan.rows:
+        seq.token_ids.append(token_id)
+        if len(seq.token_ids) >= seq.max_num_tokens:
+            scheduler.finish(seq)
+    return {item.sequence.request_id: item.num_new_tokens for item in plan.scheduled}
+
+
+def test_a_prompt_is_cut_at_multiples_of_the_grid_and_then_decodes():
+    scheduler = make()
+    scheduler.add(sequence("a", 10))
+    assert [step(scheduler) for _ in range(5)] == [{"a": 4}, {"a": 4}, {"a": 2}, {"a": 1}, {"a": 1}]
+
+
+def test_chunked_prefill_and_decode_share_a_step_and_decodes_stand_first():
+    scheduler = make()
+    scheduler.add(sequence("long", 9, first=50))
+    assert step(scheduler) == {"long": 4}
+    scheduler.add(sequence("short", 1))
+    assert step(scheduler) == {"long": 4, "short": 1}
+    plan = scheduler.schedule()
+    assert [(item.sequence.request_id, item.num_new_tokens) for item in plan.scheduled] == [("long", 1), ("short", 1)]
+
+
+def test_a_chunk_runs_whole_or_waits_and_no_younger_prompt_passes_it():
+    scheduler = make(max_num_batched_tokens=6)
+    for name, length in (("a", 4), ("b", 4), ("c", 2)):
+        scheduler.add(sequence(name, length, first=10 * length + ord(name)))
+    assert step(scheduler) == {"a": 4}  # 2 are left: not enough for b, and c waits behind b
+    assert step(scheduler) == {"a": 1, "b": 4, "c": 2}
+
+
+def test_decodes_are_not_counted_against_the_prompt_budget():
+    scheduler = make(max_num_batched_tokens=4)
+    for i in range(4):
+        scheduler.add(sequence(f"d{i}", 1, first=10 * i))
+    assert step(scheduler) == {f"d{i}": 1 for i in range(4)}
+    scheduler.add(sequence("p", 4, first=90))
+    assert step(scheduler) == {f"d{i}": 1 for i in range(4)} | {"p": 4}
+
+
+def test_when_blocks_run_out_the_youngest_waits_and_recomputes():
+    scheduler = make(num_blocks=5, block_size=2)
+    old, young = sequence("old", 3, 10), sequence("young", 3, 10, first=50)
+    scheduler.add(old)
+    scheduler.add(young)
+    assert step(scheduler) == {"old": 3, "young": 3}
+    assert step(scheduler) == {"old": 1, "young": 1}
+    assert step(scheduler) == {"old": 1}  # it took the fifth block for its fifth token
+    assert young.status is SequenceStatus.WAITING
+    assert (young.num_preemptions, young.num_computed_tokens, young.block_table) == (1, 0, [])
+    while old.status is not SequenceStatus.FINISHED:
+        assert "young" not in step(scheduler)
+    assert step(scheduler)["young"] > 1  # its output is part of what it computes again
+    assert young.num_preemptions == 1
+
+
+def test_a_sequence_starts_only_if_a_block_is_left_for_every_running_one():
+    scheduler = make(num_blocks=4, block_size=2)
+    scheduler.add(sequence("old", 3, 8))
+    scheduler.add(sequence("young", 3, 8, first=50))
+    assert step(scheduler) == {"old": 3}  # two blocks are free: enough for young, but not for old's next one, too
+
+
+def test_no_block_is_kept_free_for_a_sequence_that_cannot_grow_into_it():
+    """Blocks of 4 in a pool of 2; the last token of a sequence is never computed, so one of 5 needs one block."""
+    for max_num_tokens, both_run in ((5, True), (6, False)):
+        scheduler = make(num_blocks=2, block_size=4)
+        for name, first in (("a", 0), ("b", 20)):
+            scheduler.add(sequence(name, 4, max_num_tokens, first))
+        assert step(scheduler) == ({"a": 4, "b": 4} if both_run else {"a": 4})
+
+
+def test_a_plan_names_rows_only_for_sequences_whose_last_token_it_computes():
+    scheduler = make()
+    scheduler.add(sequence("a", 3))
+    scheduler.add(sequence("b", 6, first=50))
+    plan = scheduler.schedule()
+    assert [(seq.request_id, index) for seq, index in plan.rows] == [("a", 2)]
+    assert (plan.num_prefill_tokens, plan.num_decode_tokens) == (7, 0)
+
+
+def test_finishing_twice_or_before_running_frees_everything_once():
+    scheduler = make()
+    waiting, running = sequence("w", 4), sequence("r", 4, first=50)
+    scheduler.add(running)
+    step(scheduler)
+    scheduler.add(waiting)
+    for seq in (waiting, running, running):
+        scheduler.finish(seq)
+    assert scheduler.num_unfinished == 0
+    assert scheduler.block_manager.num_free_blocks == 64
+
+
+def test_a_sequence_that_can_never_fit_is_the_callers_mistake():
+    with pytest.raises(AssertionError):
+        make(num_blocks=2).add(sequence("a", 3, max_num_tokens=5))
+
+
+class Load(RuleBasedStateMachine):
+    """Sequences arrive and are aborted while steps run. Whatever the pool and the budgets, each rule of the header holds."""
+
+    @initialize(
+        num_blocks=st.integers(4, 16),
+        block_size=st.integers(1, 4),
+        max_num_seqs=st.integers(1, 5),
+        budget=st.integers(1, 12),
+        chunk_size=st.integers(1, 12),
+    )
+    def begin(self, num_blocks, block_size, max_num_seqs, budget, chunk_size):
+        self.scheduler = make(
+            num_blocks, block_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, chunk_size=chunk_size
+        )
+        self.arrived = []
+
+    @property
+    def unfinished(self):
+        return [seq for seq in self.arrived if seq.status is not SequenceStatus.FINISHED]
+
+    @rule(data=st.data())
+    def arrive(self, data):
+        manager = self.scheduler.block_manager
+        capacity = manager.num_blocks * manager.block_size
+        prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=capacity - 1))
+        total = data.draw(st.integers(len(prompt) + 1, capacity))
+        seq = Sequence(str(len(self.arrived)), prompt, SamplingParams(), seed=0, max_num_tokens=total)
+        self.arrived.append(seq)
+        self.scheduler.add(seq)
+
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data())
+    def abort(self, data):
+        self.scheduler.finish(data.draw(st.sampled_from(self.unfinished)))
+
+    @precondition(lambda self: self.unfinished)
+    @rule(token_id=st.integers(0, 1))
+    def step(self, token_id):
+        was_decoding = [seq for seq in self.unfinished if seq.status is SequenceStatus.RUNNING and seq.num_new_tokens == 1]
+        config, manager = self.scheduler.config, self.scheduler.block_manager
+        plan = self.scheduler.schedule()
+        scheduled = {item.sequence: item.num_new_tokens for item in plan.scheduled}
+        assert scheduled, "a step without progress"
+        assert all(seq in scheduled or seq in plan.preempted for seq in was_decoding)
+        assert plan.num_prefill_tokens <= config.max_num_batched_tokens
+        running = [seq for seq in self.unfinished if seq.status is SequenceStatus.RUNNING]
+        waiting = [seq for seq in self.unfinished if seq.status is SequenceStatus.WAITING]
+        assert len(running) <= config.max_num_seqs
+        assert running + waiting == self.unfinished  # every running one arrived before every waiting one
+        for seq, num_new in scheduled.items():
+            end = seq.num_computed_tokens + num_new
+            assert end == len(seq.token_ids) or end % config.chunk_grid == 0
+            assert len(seq.block_table) * manager.block_size >= end
+        self.scheduler.commit(plan)
+        for seq, _ in plan.rows:
+            seq.token_ids.append(token_id)
+            if len(seq.token_ids) >= seq.max_num_tokens:
+                self.scheduler.finish(seq)
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(5000):
+            if not self.unfinished:
+                break
+            self.step(0)
+        assert not self.unfinished, "the scheduler never finishes"
+        assert self.scheduler.block_manager.num_free_blocks == self.scheduler.block_manager.num_blocks
+
+
+TestLoad = Load.TestCase
+TestLoad.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+def test_without_a_tracer_nothing_is_kept_to_be_told():
+    scheduler = make(num_blocks=6, block_size=2)
+    older, younger = sequence("a", 4, 12), sequence("b", 4, 12, first=20)
+    for seq in (older, younger):
+        scheduler.add(seq)
+    while scheduler.num_unfinished:
+        step(scheduler)
+    assert younger.num_preemptions > 0
+    assert scheduler._untold == []

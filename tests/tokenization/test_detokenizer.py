@@ -1,0 +1,129 @@
+"""Ids -> text as it grows: the pieces joined are the whole decode, and no piece shows what a later id would change."""
+
+import pytest
+from byte_tokenizer import BEYOND, EOS, IM_END, TOKENS, byte_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerFast
+
+from nanoinfer.tokenization.detokenizer import Detokenizer
+from nanoinfer.tokenization.tokenizer import Tokenizer
+
+# id -> bytes. Ids 0 to 255 are the bytes themselves; the others begin, end or straddle characters of several bytes.
+
+
+def pieces_of(ids, *, skip_special_tokens=True, tokenizer=None):
+    """What each push gives out, and what finish gives out at the end."""
+    detokenizer = Detokenizer(tokenizer or byte_tokenizer(), skip_special_tokens=skip_special_tokens)
+    return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.finish()]
+
+
+def decoded_by_python(ids, *, skip_special_tokens):
+    """The oracle: Python's own UTF-8 decoder on the bytes of the ids."""
+    special = {} if skip_special_tokens else {EOS: b"<eos>", IM_END: b"<|im_end|>"}
+    return b"".join(TOKENS[i] if i < EOS else special.get(i, b"") for i in ids).decode("utf-8", errors="replace")
+
+
+def check(ids, *, skip_special_tokens=True, pieces_of=pieces_of):
+    pieces = pieces_of(ids, skip_special_tokens=skip_special_tokens)
+    text = "".join(pieces)
+    assert text == byte_tokenizer().decode(ids, skip_special_tokens=skip_special_tokens)
+    assert text == decoded_by_python(ids, skip_special_tokens=skip_special_tokens)
+    for end in range(len(ids) + 1):
+        shown, now = "".join(pieces[:end]), decoded_by_python(ids[:end], skip_special_tokens=skip_special_tokens)
+        assert now.startswith(shown)
+        if not now.endswith("\ufffd"):
+            assert shown == now  # nothing certain waits
+
+
+some_ids = st.lists(st.one_of(st.integers(0, 255), st.integers(256, IM_END), st.sampled_from([*BEYOND, 0xE2, 0x82, 0xAC])))
+
+
+@settings(max_examples=400, deadline=None)
+@given(ids=some_ids, skip_special_tokens=st.booleans())
+def test_any_ids_joined_are_their_decode_and_no_piece_is_taken_back(ids, skip_special_tokens):
+    check(ids, skip_special_tokens=skip_special_tokens)
+
+
+@st.composite
+def split_texts(draw):
+    """A text, and ids that spell its bytes: longer tokens are taken at random where they fit."""
+    text = draw(st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("the€x😀你a\u200d\ufffd")), max_size=12))
+    data, ids = text.encode(), []
+    while data:
+        fitting = [i for i, token in enumerate(TOKENS) if data.startswith(token)]
+        ids.append(draw(st.sampled_from(fitting)))
+        data = data[len(TOKENS[ids[-1]]) :]
+    return text, ids
+
+
+@settings(max_examples=300, deadline=None)
+@given(split_texts())
+def test_any_text_comes_back_however_its_bytes_are_split(case):
+    text, ids = case
+    assert "".join(pieces_of(ids)) == text
+    check(ids)
+
+
+def test_the_check_notices_ids_decoded_one_at_a_time():
+    def one_at_a_time(ids, *, skip_special_tokens):
+        return [byte_tokenizer().decode([token_id], skip_special_tokens=skip_special_tokens) for token_id in ids]
+
+    check([*b"abc"], pieces_of=one_at_a_time)
+    with pytest.raises(AssertionError):
+        check([*"é".encode()], pieces_of=one_at_a_time)
+
+
+@pytest.mark.parametrize("character", ["é", "你", "😀", "👩‍👩‍👧", "🇨🇭"])
+def test_a_character_waits_for_its_last_byte(character):
+    pieces = pieces_of([*b"a", *character.encode(), *b"b"])
+    shown, data = "", "a" + character + "b"
+    for end, piece in enumerate(pieces[:-1], start=1):
+        shown += piece
+        assert shown == data.encode()[:end].decode(errors="ignore")
+    assert shown == data
+
+
+@pytest.mark.parametrize(
+    ("ids", "pieces"),
+    [
+        ([], [""]),
+        ([0xE2, 0x82], ["", "", "\ufffd"]),  # cut short: one replacement at the end, as in decode
+        ([0xE2, 0x82, ord("a")], ["", "", "\ufffda", ""]),
+        ([0xFF, 0xFF, ord("a")], ["", "", "\ufffd\ufffda", ""]),
+        ([0x80, *b"a"], ["", "\ufffda", ""]),
+        ([*"\ufffd".encode(), *b"a"], ["", "", "", "\ufffda", ""]),  # a real U+FFFD looks like half a character: it waits
+        ([262, 263], ["", "a€", ""]),  # a\xe2 \x82\xac: the a waits with the half character in its token
+    ],
+)
+def test_invalid_utf8_is_given_out_once_nothing_can_repair_it(ids, pieces):
+    assert pieces_of(ids) == pieces
+
+
+def test_special_tokens_are_skipped_or_shown():
+    ids = [*b"hi", EOS, *b"!", IM_END]
+    assert pieces_of(ids) == ["h", "i", "", "!", "", ""]
+    assert pieces_of(ids, skip_special_tokens=False) == ["h", "i", "<eos>", "!", "<|im_end|>", ""]
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_ids_beyond_the_tokenizers_vocabulary_decode_to_nothing(skip_special_tokens):
+    ids = [ord("a"), BEYOND[0], 0xC3, BEYOND[1], 0xA9, BEYOND[2]]
+    assert pieces_of(ids, skip_special_tokens=skip_special_tokens) == ["a", "", "", "", "é", "", ""]
+    assert pieces_of(BEYOND, skip_special_tokens=skip_special_tokens) == [""] * 4
+
+
+def test_an_id_that_changes_the_text_before_it_does_not_end_the_stream():
+    """Llama's byte tokens: in a run of bytes that is no UTF-8, every byte is U+FFFD, those of an é already shown included."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "<unk>": 257}
+    backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    backend.decoder = decoders.ByteFallback()
+    ids = [0xC3, 0xA9, 0xFF, 256, 256]
+    stream = DecodeStream(skip_special_tokens=True)
+    with pytest.raises(Exception, match="Invalid prefix"):  # the case is real
+        [stream.step(backend, token_id) for token_id in ids]
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert pieces_of(ids, tokenizer=tokenizer) == ["", "é", "", "\ufffda", "a", ""]

@@ -1,0 +1,110 @@
+"""The tokenizer: none, damaged, and a BOS that is never written twice."""
+
+import json
+import shutil
+
+import pytest
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.errors import CheckpointError, InvalidPromptError
+from nanoinfer.models.checkpoint import BUNDLED
+from nanoinfer.tokenization.tokenizer import Tokenizer
+
+BOS = 0  # <|endoftext|>
+LILY = [{"role": "user", "content": "Tell me a story about Lily"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(BUNDLED / "tiny-qwen3")
+
+
+@pytest.fixture(scope="module")
+def bos_path(tmp_path_factory):
+    """tiny-qwen3 with a tokenizer that adds a BOS, and a chat template that writes it too, as Llama's and Gemma's do."""
+    path = shutil.copytree(BUNDLED / "tiny-qwen3", tmp_path_factory.mktemp("bos") / "checkpoint")
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [BOS], "tokens": ["<|endoftext|>"]}},
+    }
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    template = path / "chat_template.jinja"
+    template.write_text("<|endoftext|>" + template.read_text())
+    return path
+
+
+def test_a_folder_without_tokenizer_files_has_no_tokenizer(gpt2_path):
+    assert Tokenizer.load(gpt2_path) is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}'])
+def test_a_damaged_tokenizer_is_refused_with_its_folder(tmp_path, content):
+    path = shutil.copytree(BUNDLED / "tiny-qwen3", tmp_path / "checkpoint")
+    (path / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match=f"transformers cannot load the tokenizer in {path}"):
+        Tokenizer.load(path)
+
+
+def test_any_text_comes_back_from_its_ids(tokenizer):
+    text = "Once upon a time… 日本語 👩‍👩‍👧 e\u0301\n\n  \t end"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_ids_are_those_of_transformers(tokenizer):
+    text = "<|im_start|>user\nHello, Lily!<|im_end|>"
+    assert tokenizer.encode(text) == tokenizer.hf(text).input_ids
+    assert tokenizer.encode(text)[0] == tokenizer.hf.convert_tokens_to_ids("<|im_start|>")  # one token, not its characters
+
+
+def test_special_tokens_are_left_out_of_the_text_only_when_asked(tokenizer):
+    ids = tokenizer.encode("<|im_start|>Lily<|im_end|>")
+    assert tokenizer.decode(ids) == "Lily"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>Lily<|im_end|>"
+
+
+def test_encode_adds_the_bos_once_and_only_where_the_tokenizer_has_one(tokenizer, bos_path):
+    with_bos = Tokenizer.load(bos_path)
+    plain = tokenizer.encode("Once upon a time")
+    assert BOS not in plain
+    assert with_bos.encode("Once upon a time") == [BOS, *plain]
+    assert with_bos.encode("Once upon a time", add_special_tokens=False) == plain
+
+
+def test_a_prompt_and_a_chat_begin_with_one_bos(bos_path):
+    llm = LLM(bos_path, kv_cache_memory=2**24)
+    params = SamplingParams(max_tokens=1)
+    [text] = llm.generate("Once upon a time", params, use_tqdm=False)
+    [chat] = llm.chat(LILY, params, use_tqdm=False)
+    assert text.prompt_token_ids.count(BOS) == chat.prompt_token_ids.count(BOS) == 1
+    assert text.prompt_token_ids[0] == chat.prompt_token_ids[0] == BOS
+
+
+def test_the_chat_template_writes_every_message_and_the_generation_prompt_when_asked(tokenizer):
+    messages = [*LILY, {"role": "assistant", "content": "No."}]
+    text = "<|im_start|>user\nTell me a story about Lily<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n"
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == text
+    assert tokenizer.apply_chat_template(messages) == text + "<|im_start|>assistant\n"
+
+
+def test_a_template_that_refuses_the_messages_is_quoted(tokenizer):
+    refusing = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(InvalidPromptError, match="the chat template refused the messages: roles must alternate"):
+        tokenizer.apply_chat_template(LILY, chat_template=refusing)
+    with pytest.raises(InvalidPromptError, match="the chat template refused the messages"):
+        tokenizer.apply_chat_template(LILY, chat_template="{% for %}")
+
+
+def test_a_users_call_with_truncation_does_not_shorten_later_prompts():
+    tokenizer = Tokenizer.load(BUNDLED / "tiny-qwen3")
+    whole = tokenizer.encode("Once upon a time, there was a fox")
+    assert len(whole) > 5
+    tokenizer.hf("Once upon a time", truncation=True, max_length=2, padding="max_length")
+    assert tokenizer.encode("Once upon a time, there was a fox") == whole
+
+
+def test_text_that_is_no_unicode_is_refused_by_name():
+    with pytest.raises(InvalidPromptError, match="not valid Unicode"):
+        Tokenizer.load(BUNDLED / "tiny-qwen3").encode("\ud800")
