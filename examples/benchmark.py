@@ -6,7 +6,7 @@ import time
 from nanoinfer import LLM, SamplingParams
 
 llm = LLM()
-vocab_size = llm.engine.model_config.vocab_size
+vocab_size = llm.engine.executor.info.vocab_size
 random.seed(0)
 params = SamplingParams(max_tokens=64, ignore_eos=True, detokenize=False, seed=0)
 for num_seqs in (1, 4, 16, 64):

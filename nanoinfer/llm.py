@@ -1,18 +1,13 @@
-"""The front door: LLM, with vLLM's names and shapes.
+"""LLM, the class that users begin with. Its names and shapes are vLLM's.
 
-In: prompts, chat messages. Out: RequestOutputs, or Deltas as they come. Everything malformed is refused here, before any work
-is done.
+In: prompts, chat messages. Out: RequestOutputs, or Deltas while generating. Malformed input is refused before any
+work is done.
 """
 
 import logging
 import os
-import reprlib
-import signal
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -20,11 +15,11 @@ from tqdm import tqdm
 
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, refuse_unknown
 from nanoinfer.engine.beam_search import BeamSearch
-from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.prompts import Prompt, as_list, parse_prompt, with_prompt_index
+from nanoinfer.engine.factory import load_engine
+from nanoinfer.engine.guards import interrupt_deferred
+from nanoinfer.engine.inputs import PreparedRequest, with_prompt_index
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import (
-    InvalidPromptError,
     InvalidTypeError,
     InvalidValueError,
     NanoinferError,
@@ -136,9 +131,9 @@ class LLM:
                 batch_invariant=batch_invariant,
             ),
         )
-        self.engine, checkpoint = LLMEngine.load(config)
+        self.engine, checkpoint = load_engine(config)
         self._generation_config = checkpoint.generation_config
-        self._told_defaults = False
+        self._has_logged_defaults = False
 
     def generate(
         self,
@@ -146,7 +141,7 @@ class LLM:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer prompts, all of them together, and return the outputs in the order of the prompts.
+        """Generate answers to prompts, all in one batch, and return the outputs in the order of the prompts.
 
         prompts: a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; or a list of these.
         sampling_params: one for all, or one per prompt; None takes the checkpoint's generation_config.json.
@@ -155,28 +150,30 @@ class LLM:
 
         Raises: InvalidPromptError, InvalidTypeError, InvalidValueError, naming the prompt's index; nothing has run then.
         """
-        parsed = self._parse(as_list(prompts), sampling_params)
+        prepared = self.engine.inputs.prepare_all(
+            prompts, self.get_default_sampling_params() if sampling_params is None else sampling_params
+        )
         requests: list[Request] = []
         try:
-            with _interrupt_deferred():
-                for prompt, params in parsed:
-                    requests.append(self.engine.add_request(prompt.token_ids, params, prompt=prompt.text))
+            with interrupt_deferred():
+                for one in prepared:
+                    requests.append(self.engine.submit(one))
             self._run(requests, use_tqdm)
-        finally:  # an error or Ctrl-C: nothing of this call is left behind
+        finally:  # after an error or Ctrl-C, nothing of this call remains
             self._abort_all(requests)
         return [cast(RequestOutput, request.output) for request in requests]
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Answer one prompt, and yield a Delta for every token as it comes; the last carries the whole RequestOutput.
+        """Answer one prompt, and yield a Delta for every sampled token. The last one carries the whole RequestOutput.
 
-        The joined texts are the output's text: nothing shown is taken back. Leaving the loop early aborts the request.
+        The joined texts are the output's text: yielded text is never taken back. Leaving the loop early aborts the request.
 
-        Raises: as generate does, at once and not at the first token.
+        Raises: as generate does, when it is called and not at the first token.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         if getattr(params, "n", 1) > 1:
             raise UnsupportedError(f"stream() shows one answer, got n={params.n}; use generate(), or a stream() for each seed")
-        return self._stream(self._checked(prompt, params), params)
+        return self._stream(self.engine.inputs.prepare(prompt, params))
 
     def chat(
         self,
@@ -215,25 +212,13 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """One conversation as a prompt for generate() or stream(): {"prompt": text, "prompt_token_ids": ids}."""
-        if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-            raise InvalidTypeError(
-                f'messages must be a list of dicts like {{"role": "user", "content": "Hello"}}, got {reprlib.repr(messages)}'
-            )
-        if self.engine.tokenizer is None:
-            raise InvalidPromptError("this checkpoint has no tokenizer, so there is no chat template; use token ids")
-        if not isinstance(chat_template_kwargs, dict | None):
-            raise InvalidTypeError(f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r}")
-        if clash := {"chat_template", "add_generation_prompt", "tokenize"} & (chat_template_kwargs or {}).keys():
-            raise InvalidValueError(f"chat_template_kwargs must not hold {', '.join(clash)}: that is an argument of its own")
-        text = self.engine.tokenizer.apply_chat_template(
+        """Render one conversation as a prompt for generate() or stream(): {"prompt": text, "prompt_token_ids": ids}."""
+        return self.engine.inputs.render_chat(
             messages,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
-            **(chat_template_kwargs or {}),
+            chat_template_kwargs=chat_template_kwargs,
         )
-        # The template has written every special token itself: adding BOS here would write it twice.
-        return {"prompt": text, "prompt_token_ids": self.engine.tokenizer.encode(text, add_special_tokens=False)}
 
     def beam_search(self, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Find the likeliest answers to each prompt, and return them with their scores, in the order of the prompts.
@@ -243,13 +228,13 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidTypeError(f"params must be BeamSearchParams, got {params!r}")
-        search = BeamSearch(self.engine, as_list(prompts), params)
+        search = BeamSearch(self.engine, prompts, params)
         try:
             while search.num_unfinished:
-                with _interrupt_deferred():
+                with interrupt_deferred():
                     search.step()
         finally:
-            with _interrupt_deferred():
+            with interrupt_deferred():
                 search.close()
         return search.outputs
 
@@ -285,36 +270,36 @@ class LLM:
             params = SamplingParams(**given, detokenize=self.engine.tokenizer is not None)
         except NanoinferError as error:
             raise type(error)(f"in the checkpoint's generation_config.json: {error}; or pass SamplingParams(...)") from error
-        if given and not self._told_defaults:
-            told = ", ".join(f"{name}={value}" for name, value in given.items())
-            logger.info("sampling defaults from the checkpoint's generation_config.json: %s", told)
-            self._told_defaults = True
+        if given and not self._has_logged_defaults:
+            defaults = ", ".join(f"{name}={value}" for name, value in given.items())
+            logger.info("sampling defaults from the checkpoint's generation_config.json: %s", defaults)
+            self._has_logged_defaults = True
         return params
 
     # ---- running
 
-    def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Delta]:
+    def _stream(self, prepared: PreparedRequest) -> Iterator[Delta]:
         requests: list[Request] = []
         try:
-            with _interrupt_deferred():
-                request = self.engine.add_request(prompt.token_ids, params, prompt=prompt.text, streaming=True)
+            with interrupt_deferred():
+                request = self.engine.submit(prepared, streaming=True)
                 requests.append(request)
             while request.output is None or request.deltas:
                 if not request.deltas:
-                    self._step()
+                    self.engine.step()
                 while request.deltas:
                     yield request.deltas.popleft()
         finally:
             self._abort_all(requests)
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
-        """Step until all of these have ended. Requests of others that are in the engine move on, too."""
+        """Step until all of these have ended. Requests of open streams advance as well."""
         pending = [request for request in requests if request.output is None]
         start = last_shown = time.perf_counter()
         with tqdm(total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
             bar.update(len(requests) - len(pending))
             while pending:
-                self._step()
+                self.engine.step()
                 num_pending = len(pending)
                 pending = [request for request in pending if request.output is None]
                 now = time.perf_counter()
@@ -328,57 +313,13 @@ class LLM:
                     bar.set_postfix_str(speed, refresh=num_pending == len(pending))
                 bar.update(num_pending - len(pending))
 
-    def _step(self) -> list[Request]:
-        with _interrupt_deferred():
-            return self.engine.step()
-
     def _abort_all(self, requests: list[Request]) -> None:
-        """End what has not ended. A second Ctrl-C waits until it is done."""
-        with _interrupt_deferred():
+        """Abort unfinished requests. A second Ctrl-C waits until that is done."""
+        with interrupt_deferred():
             self.engine.abort(*(request.request_id for request in requests))
-
-    def _parse(self, prompts: list[Any], sampling_params: Any) -> list[tuple[Prompt, SamplingParams]]:
-        """Every prompt with its params, all of them checked: after this nothing is refused."""
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(prompts)
-        if not isinstance(sampling_params, list | tuple):
-            raise InvalidTypeError(f"sampling_params must be SamplingParams, or a list of them, got {sampling_params!r}")
-        if len(sampling_params) != len(prompts):
-            raise InvalidValueError(
-                f"sampling_params must be one, or one per prompt: got {len(sampling_params)} for {len(prompts)} prompts"
-            )
-        parsed = []
-        for index, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
-            with with_prompt_index(index):
-                parsed.append((self._checked(prompt, params), params))
-        return parsed
-
-    def _checked(self, prompt: Any, params: Any) -> Prompt:
-        parsed = parse_prompt(prompt, self.engine.tokenizer)
-        self.engine.admission.check(parsed.token_ids, params)
-        return parsed
 
 
 def _path_string(name: str, value: Any) -> str:
     if not isinstance(value, str | os.PathLike):
         raise InvalidTypeError(f"{name} must be a string or a path, got {value!r}")
     return os.fspath(value)
-
-
-@contextmanager
-def _interrupt_deferred() -> Iterator[None]:
-    """Let Ctrl-C wait until the block ends: a step that is left half done would leave blocks that nobody owns."""
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield  # signals go to the main thread; and a handler that is not Python's raises nothing to be deferred
-        return
-    received: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if received:
-            previous(*received[0])

@@ -25,6 +25,19 @@ class Logprob:
 LogprobsOnePosition = dict[int, Logprob]  # the token itself comes first, then the likeliest, in falling order
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position as the executor returns them, before token texts are added.
+
+    ids[0] is the token itself. The other ids are the most likely ones without it, in falling order. Every id has a value and a
+    rank: the number of ids that are at least as likely, so 1 is the most likely id, and ties share the larger number.
+    """
+
+    ids: list[int]
+    values: list[float]
+    ranks: list[int]
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One answer to one prompt.

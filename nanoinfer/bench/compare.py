@@ -104,11 +104,11 @@ def compare(
     runner, peer = NanoinferRunner(llm), None
     for workload in workloads:
         runner.run(workload, 0)
-    in_use = memory_in_use(llm.engine.device)
+    in_use = memory_in_use(torch.device(llm.engine.executor.info.device))
     if with_transformers:
-        peer = TransformersRunner(opened.path, dtype, llm.engine.device)
+        peer = TransformersRunner(opened.path, dtype, torch.device(llm.engine.executor.info.device))
     bars: dict[str, float] = {}
-    device_type = llm.engine.device.type
+    device_type = torch.device(llm.engine.executor.info.device).type
     if peer is not None and (device_type == "cuda" or torch.get_num_threads() == 2) and not engine["quantization"]:
         bars = BARS.get((device_type, shape or "", str(dtype).removeprefix("torch.")), {})
     results = []
@@ -129,9 +129,7 @@ def compare(
                 bar=bars.get(workload.name),
                 memory_in_use=in_use,
                 num_weight_bytes=sum(weight.numel() for weight in model.parameters()) * dtype.itemsize,
-                num_cache_bytes=sum(
-                    pages.nbytes for i in range(config.num_hidden_layers) for pages in llm.engine.runner.cache.layer(i)
-                ),
+                num_cache_bytes=llm.engine.executor.info.num_cache_bytes,
             )
         )
     return results

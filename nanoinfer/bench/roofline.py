@@ -130,9 +130,9 @@ def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, li
     )
     # Not async: a step's time is then that of its own work.
     llm = LLM(checkpoint, tracer=recorder, kv_cache_memory=most_bytes, async_scheduling=False, **engine)
-    machine = measure_machine(llm.engine.device, dtype)
+    machine = measure_machine(torch.device(llm.engine.executor.info.device), dtype)
     phases = []
-    for i, (num_seqs, asked) in enumerate(STEPS[llm.engine.device.type]):
+    for i, (num_seqs, asked) in enumerate(STEPS[torch.device(llm.engine.executor.info.device).type]):
         length = min(asked, llm.engine.max_model_len - num_steps(num_seqs, asked) - 2)
         prefill_s, decode_s = _measure(llm, recorder, num_seqs, length)
         if i == 0:
@@ -171,7 +171,7 @@ def _measure(llm: LLM, recorder: Recorder, num_seqs: int, length: int) -> tuple[
     params = SamplingParams(temperature=0, max_tokens=num_steps(num_seqs, length) + 1, ignore_eos=True, detokenize=False)
     for run in range(2):
         generator = torch.Generator().manual_seed(run)
-        prompts = torch.randint(llm.engine.model_config.vocab_size, (num_seqs, length), generator=generator).tolist()
+        prompts = torch.randint(llm.engine.executor.info.vocab_size, (num_seqs, length), generator=generator).tolist()
         recorder.events.clear()
         llm.generate(prompts, params, use_tqdm=False)
     seconds: list[float] = []

@@ -22,7 +22,7 @@ class NanoinferRunner:
 
     def run(self, workload: Workload, run: int) -> list[RequestTiming]:
         engine = self.llm.engine
-        prompts = workload.prompts(engine.model_config.vocab_size, run)
+        prompts = workload.prompts(engine.executor.info.vocab_size, run)
         waiting = list(zip(workload.arrivals or [0.0] * len(prompts), prompts, workload.params(), strict=True))
         waiting.reverse()  # the next one last
         timings, running = [], []

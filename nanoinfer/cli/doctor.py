@@ -21,8 +21,8 @@ from nanoinfer.execution.memory import memory_for_cache
 from nanoinfer.models import cpu_linear, loader
 from nanoinfer.models.layers import ActivatedLinear, ResidualLinear
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.scheduler import ScheduledSequence, SchedulerPlan
 from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 64, 4, 2
 # (tokens in the cache, new tokens) of each sequence of the step: two that decode, a chunk behind a prefix, a whole prompt
@@ -153,7 +153,7 @@ def _attend(backend: AttentionBackend, device: torch.device, dtype: torch.dtype)
     out = torch.empty(0)
     for nums in zip(*LENGTHS, strict=True):  # a step of the old tokens, then the one of the new
         scheduled = tuple(ScheduledSequence(seq, num) for seq, num in zip(sequences, nums, strict=True) if num)
-        batch = ForwardBatch.build(SchedulerPlan(scheduled, (), (), (), ()), block_size, device)
+        batch = ForwardBatch.build(StepPlan(scheduled), block_size, device)
         q, k, v = torch.randn(len(batch.input_ids), NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM, generator=generator).split(
             [NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], dim=1
         )

@@ -1,14 +1,24 @@
-"""One request seen from outside: its answers as they grow, what a stream of it shows, and its RequestOutput at the end.
+"""One request: its answers as they grow, the Deltas of its stream, and its RequestOutput at the end.
 
-In: one sampled id at a time. Out: Deltas and a RequestOutput. The sampled id passes the last stations of its journey here:
-stop ids -> detokenizer -> stop strings -> output.
+In: one sampled id at a time. Out: Deltas and a RequestOutput. The last stages of a token's journey are here: stop ids ->
+detokenizer -> stop strings -> output.
 """
 
+import hashlib
 import time
 from collections import deque
 
+from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.stopping import Stop, StopStrings, check_token_ids
-from nanoinfer.outputs import CompletionOutput, Delta, Logprob, LogprobsOnePosition, RequestMetrics, RequestOutput
+from nanoinfer.outputs import (
+    CompletionOutput,
+    Delta,
+    Logprob,
+    LogprobsOnePosition,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+)
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.tokenization.detokenizer import Detokenizer
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -16,10 +26,10 @@ from nanoinfer.tracing import TokenAppended
 
 
 class Request:
-    """Owns its outputs, so that several callers may drive one engine, each reading its own.
+    """The answers to one prompt. Several callers may drive one engine, each reading its own requests.
 
-    output: None until every answer has ended. deltas: what a stream has still to show; filled only if `streaming`, which is
-    for a single answer.
+    output: None until every answer has ended. deltas: what a stream has not yielded yet. They are collected only if
+    `streaming`, which is for a single answer.
     """
 
     def __init__(
@@ -36,39 +46,42 @@ class Request:
         self.output: RequestOutput | None = None
         self.deltas: deque[Delta] = deque()
         self._prompt = prompt
+        self._named_by = tokenizer if sequences[0].params.detokenize else None
         self._streaming = streaming
         self._metrics = RequestMetrics(arrival_time)
         self._answers = [_Answer(seq, tokenizer) for seq in sequences]
         wants_prompt = sequences[0].params.prompt_logprobs is not None
         self._prompt_logprobs: list[LogprobsOnePosition | None] | None = [None] if wants_prompt else None
 
-    def advance(self, seq: Sequence, token_id: int, logprobs: LogprobsOnePosition | None = None) -> Stop | None:
-        """Take one sampled id of one of the sequences. Returns a Stop if it was that sequence's last."""
+    def advance(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None = None) -> Stop | None:
+        """Process a sampled id that one of the sequences has just received. Returns a Stop if the sequence ends with it."""
         if self._metrics.first_token_time is None:
             self._metrics.first_token_time = time.perf_counter()
         answer = self._answers[seq.index]
-        answer.advance(token_id, logprobs)
-        self._show([token_id], answer, None if logprobs is None else [logprobs])
+        named = None if logprobs is None else _named(logprobs, self._named_by)
+        answer.advance(token_id, named)
+        self._show([token_id], answer, None if named is None else [named])
         return answer.stop
 
     def newest(self, seq: Sequence) -> TokenAppended:
-        """What the sequence's newest token has come to, for the tracer."""
+        """The tracer's event for the sequence's newest token."""
         return self._answers[seq.index].newest()
 
-    def add_prompt_logprobs(self, position: int, logprobs: list[LogprobsOnePosition]) -> None:
-        """Take those of the prompt's tokens from this position on, less what is known: a preempted prompt comes twice."""
+    def add_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
+        """Add those of the prompt's tokens from this position on. A preempted prompt is computed twice and added once."""
         assert self._prompt_logprobs is not None
-        self._prompt_logprobs += logprobs[len(self._prompt_logprobs) - position :]
+        new = logprobs[len(self._prompt_logprobs) - position :]
+        self._prompt_logprobs += [_named(one, self._named_by) for one in new]
 
     def end(self, stop: Stop, seq: Sequence | None = None) -> None:
-        """End one sequence, or all, from outside: aborted, or failed. What was held of the text is kept, what has ended too."""
+        """End one sequence, or all, that was aborted or failed. Held text is kept. Answers that have ended stay as they are."""
         for answer in self._answers if seq is None else [self._answers[seq.index]]:
             if answer.stop is None:
                 answer.end(stop)
                 self._show([], answer, None)
 
     def _show(self, new_token_ids: list[int], answer: "_Answer", logprobs: list[LogprobsOnePosition] | None) -> None:
-        """Make the output if that was the last, and a stream's next Delta."""
+        """Make the output if every answer has ended, and the stream's next Delta."""
         if all(answer.stop for answer in self._answers):
             self._metrics.finished_time = time.perf_counter()
             self._metrics.num_output_tokens = sum(seq.num_output_tokens for seq in self.sequences)
@@ -94,7 +107,7 @@ class _Answer:
     def __init__(self, seq: Sequence, tokenizer: Tokenizer | None) -> None:
         self.seq = seq
         self.stop: Stop | None = None
-        self.shown = ""  # what the newest token let out
+        self.shown = ""  # the text that the newest token released
         self.text = StopStrings(seq.params.stop or (), include_in_output=seq.params.include_stop_str_in_output)
         self._tokenizer = tokenizer
         self._detokenizer: Detokenizer | None = None
@@ -104,7 +117,6 @@ class _Answer:
 
     def advance(self, token_id: int, logprobs: LogprobsOnePosition | None) -> None:
         seq = self.seq
-        seq.token_ids.append(token_id)
         if self._logprobs is not None and logprobs is not None:
             self._logprobs.append(logprobs)
 
@@ -116,7 +128,7 @@ class _Answer:
         if self._detokenizer and stop:
             text += self._detokenizer.finish()
 
-        # Neither the text of the first min_tokens tokens nor that of an id that ended the output is searched for stop strings.
+        # The text of the first min_tokens tokens, and that of an id that ended the output, is not searched for stop strings.
         examine = not ended_by_id and seq.num_output_tokens > seq.params.min_tokens
         if matched := self.text.push(text, examine=examine):
             stop = Stop("stop", matched)
@@ -143,22 +155,55 @@ class _Answer:
 
     def output(self) -> CompletionOutput:
         assert self.stop is not None
-        told, token_ids = self._logprobs, self.seq.output_token_ids
+        logprobs, token_ids = self._logprobs, self.seq.output_token_ids
+        total = None if logprobs is None else sum(row[i].logprob for row, i in zip(logprobs, token_ids, strict=True))
         return CompletionOutput(
             index=self.seq.index,
             text=self.text.text,
             token_ids=token_ids,
-            cumulative_logprob=None if told is None else sum(row[i].logprob for row, i in zip(told, token_ids, strict=True)),
-            logprobs=told,
+            cumulative_logprob=total,
+            logprobs=logprobs,
             finish_reason=self.stop.finish_reason,
             stop_reason=self.stop.stop_reason,
             error=self.stop.error,
         )
 
 
-def named_logprobs(ids: list[int], values: list[float], ranks: list[int], tokenizer: Tokenizer | None) -> LogprobsOnePosition:
-    """The sampler's numbers, in the shape that users get."""
+def sequences_of(
+    prepared: PreparedRequest, number: int, *, engine_seed: int, max_model_len: int, eos_token_ids: frozenset[int]
+) -> list[Sequence]:
+    """One sequence for each of the n answers. The first holds the others as forks.
+
+    A request without its own seed gets one from the engine's seed and its number, so that no two requests share one.
+    """
+    params, prompt_token_ids = prepared.params, prepared.prompt_token_ids
+    seed = params.seed if params.seed is not None else _distinct_seed(engine_seed, number)
+    first, *forks = [
+        Sequence(
+            request_id=str(number),
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            seed=(seed + index) % 2**64,
+            max_num_tokens=min(len(prompt_token_ids) + (params.max_tokens or max_model_len), max_model_len),
+            eos_token_ids=eos_token_ids,
+            bad_words=prepared.bad_words,
+            index=index,
+        )
+        for index in range(params.n)
+    ]
+    first.forks = forks
+    return [first, *forks]
+
+
+def _distinct_seed(engine_seed: int, number: int) -> int:
+    """64 bits that differ for every request of an engine, and for the same request of engines with different seeds."""
+    digest = hashlib.blake2b(f"{engine_seed}:{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _named(logprobs: TokenLogprobs, tokenizer: Tokenizer | None) -> LogprobsOnePosition:
+    """The executor's numbers in the shape that users get, with token texts if there is a tokenizer."""
     return {
         token_id: Logprob(value, rank, tokenizer.token_text(token_id) if tokenizer else None)
-        for token_id, value, rank in zip(ids, values, ranks, strict=True)
+        for token_id, value, rank in zip(logprobs.ids, logprobs.values, logprobs.ranks, strict=True)
     }

@@ -1,6 +1,6 @@
-"""When a sequence ends: EOS, stop ids and lengths, looked for on ids; stop strings, looked for on text.
+"""When a sequence ends: EOS, stop ids and lengths are checked on ids, stop strings on text.
 
-In: the ids and the text so far. Out: a Stop, or None. It decides; request.py acts on it.
+In: the ids and the text so far. Out: a Stop, or None, for request.py.
 """
 
 from collections.abc import Sequence as Strings
@@ -12,7 +12,7 @@ from nanoinfer.scheduling.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Why a sequence ended, as CompletionOutput tells it."""
+    """Why a sequence ended, in the terms of CompletionOutput."""
 
     finish_reason: FinishReason
     stop_reason: int | str | None = None
@@ -20,9 +20,9 @@ class Stop:
 
 
 def check_token_ids(seq: Sequence) -> Stop | None:
-    """Does the newest id end the sequence? EOS goes before stop ids, and both before the length.
+    """Whether the newest id ends the sequence. EOS takes precedence over stop ids, and both over the length.
 
-    min_tokens needs no look here: until it is reached, the sampler cannot draw an id that stops.
+    min_tokens is not checked here. Until it is reached, the sampler forbids every id that stops.
     """
     newest = seq.token_ids[-1]
     if newest in seq.eos_token_ids and not seq.params.ignore_eos:
@@ -35,9 +35,9 @@ def check_token_ids(seq: Sequence) -> Stop | None:
 
 
 class StopStrings:
-    """The output text as it grows, cut where a stop string completes, and shown only as far as it is certain.
+    """The output text as it grows, cut where a stop string completes.
 
-    Text that may yet become a stop string is held back, so nothing shown is ever taken back.
+    Text that may become part of a stop string is held, so released text is never taken back.
 
     >>> text = StopStrings(["END"], include_in_output=False)
     >>> text.push("The E"), text.release()
@@ -57,8 +57,8 @@ class StopStrings:
     def push(self, piece: str, *, examine: bool = True) -> str | None:
         """Append a piece of text. Returns the stop string that it completes, after cutting the text there.
 
-        The match that completes first wins; of those that complete together, the first in the list. With examine=False
-        (min_tokens) the piece is appended and never looked at: a match must complete in a later piece.
+        The match that completes first wins. Of those that complete together, the first in the list wins. With examine=False
+        (min_tokens), the piece is appended without a search, so a match must complete in a later piece.
         """
         num_before = len(self.text)
         self.text += piece
@@ -74,7 +74,7 @@ class StopStrings:
         return matched
 
     def release(self, *, everything: bool = False) -> str:
-        """The text that may be shown now and was not shown before; at the end of the sequence, everything."""
+        """The text that is certain and was not released before. At the end of the sequence, all the rest."""
         num_certain = len(self.text) if everything else len(self.text) - self._num_held()
         shown = self.text[self._num_shown : num_certain]
         self._num_shown = max(self._num_shown, num_certain)
@@ -82,11 +82,11 @@ class StopStrings:
 
     @property
     def held(self) -> str:
-        """The text that is there and has not been shown."""
+        """The text that has not been released."""
         return self.text[self._num_shown :]
 
     def _num_held(self) -> int:
-        """The length of the longest end of the text that begins a stop string: at most the longest stop less one."""
+        """The length of the longest suffix of the text that is a proper prefix of a stop string."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         for length in range(min(longest, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-length:]) for stop in self._stops):

@@ -23,8 +23,8 @@ from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.scheduler import ScheduledSequence, SchedulerPlan
 from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
 PROMPT_LENGTHS = (5, 37, 1, 66, 20)  # the second is looked at
 WATCHED = 1
@@ -90,7 +90,7 @@ def _hidden_rows(
     for nums in [lengths[: len(sequences)], *[[1] * len(sequences)] * NUM_DECODES]:
         items = [ScheduledSequence(seq, num) for seq, num in zip(sequences, nums, strict=True)]
         items.sort(key=lambda item: item.num_new_tokens > 1)  # as the scheduler has them
-        batch = ForwardBatch.build(SchedulerPlan(tuple(items), (), (), (), ()), cache.block_size, torch.device("cpu"))
+        batch = ForwardBatch.build(StepPlan(tuple(items)), cache.block_size, torch.device("cpu"))
         hidden = model(batch.input_ids, batch.positions, backend.begin_step(cache, batch.attention))
         place = next(place for place, item in enumerate(items) if item.sequence is sequences[watched])
         start, end = batch.attention.query_start_loc_cpu[place : place + 2]

@@ -1,6 +1,6 @@
 """Scheduled sequences -> the tensors of one step, packed: all sequences' new tokens in one row of tokens, no padding.
 
-In: a SchedulerPlan. Out: a ForwardBatch. AttentionMetadata's docstring draws an example.
+In: a StepPlan. Out: a ForwardBatch. AttentionMetadata's docstring draws an example.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nanoinfer.attention.base import AttentionMetadata
 from nanoinfer.devices.transfer import integers_on_device
-from nanoinfer.scheduling.scheduler import SchedulerPlan
 from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.tracing import BatchBuilt, Tracer
 
 
@@ -38,7 +38,7 @@ class ForwardBatch:
     @classmethod
     def build(
         cls,
-        plan: SchedulerPlan,
+        plan: StepPlan,
         block_size: int,
         device: torch.device,
         last_drawn: "LastDrawn | None" = None,

@@ -4,6 +4,7 @@ A model is `forward(input_ids, positions, attend) -> hidden [num_tokens, hidden]
 with a `config` that has the fields of ModelConfig. `register_model` adds one of your own.
 """
 
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -54,6 +55,8 @@ class Model(Protocol):
     ) -> Float[Tensor, "num_tokens hidden"]: ...
 
     def compute_logits(self, hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
 def register_model(architecture: str, model_class: type[nn.Module]) -> None:

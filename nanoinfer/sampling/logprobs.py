@@ -4,25 +4,12 @@ In: logits of some rows, the ids that were drawn (or that stand in the prompt), 
 TokenLogprobs, plain numbers. They are probabilities of all ids at temperature 1, unless the caller hands in processed logits.
 """
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.devices.transfer import on_device
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """ids[0] is the token itself, then the likeliest ids but for itself, in falling order; one value and rank for each.
-
-    ranks: how many ids are as likely or likelier, so 1 is the likeliest and equal ones share the larger number.
-    """
-
-    ids: list[int]
-    values: list[float]
-    ranks: list[int]
+from nanoinfer.outputs import TokenLogprobs
 
 
 def token_logprobs(logits: Float[Tensor, "rows vocab"], token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:

@@ -1,20 +1,19 @@
-"""Which cache blocks belong to whom. Pure bookkeeping: block ids and counts, no tensor.
+"""Which cache blocks belong to which sequence. Pure bookkeeping: block ids and counts, no tensor.
 
-A sequence's tokens lie in blocks of `block_size` slots; its block table lists them in order. Token i of a sequence lies in
-slot `block_table[i // block_size] * block_size + i % block_size`. Three ideas live here:
+A sequence's tokens are stored in blocks of `block_size` slots, and its block table lists these blocks in order. Token i has
+slot `block_table[i // block_size] * block_size + i % block_size`. Three mechanisms:
 
-- Reference counts. A block may stand in several block tables: after a prefix hit, or after a fork. It is free at count zero.
-- Prefix caching. A finished block is known by (key of the block before it, its token ids), so a chain of lookups from the
-  start of a prompt finds the blocks that already hold it. The token ids themselves are compared, by the dict, so two prefixes
-  whose hashes collide are never confused. Freed blocks keep their content until they are needed for something else, the
-  least recently used first.
-- Copy on write. A fork shares all blocks, the half-filled last one too. Whoever writes into a shared block first gets a copy
-  of its own; the copy is owed by the runner, before the forward pass.
+- Reference counts. A block may be in several block tables, after a prefix hit or a fork. It is free at count zero.
+- Prefix caching. A full block is identified by (key of the block before it, its token ids), so a chain of lookups from the
+  start of a prompt finds the blocks that already hold it. The dict compares the token ids themselves, so prefixes whose
+  hashes collide are never confused. Freed blocks keep their content until they are needed, the least recently used first.
+- Copy on write. A fork shares all blocks, including the partly filled last one. Before a sequence writes into a shared block,
+  it gets its own copy. The executor copies the block before the forward pass.
 
     tokens   [ the cat sat on | the mat and     ]         block_size 4
-    table    [       7        |        2        ]         7 is finished and has a key; 2 is being filled
+    table    [       7        |        2        ]         7 is full and has a key, 2 is being filled
 
-Source: PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180; the keys differ from vLLM's, which are hashes.
+Source: PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180. The keys differ from vLLM's, which are hashes.
 """
 
 from collections import OrderedDict
@@ -52,7 +51,7 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.tracer = tracer
         self._ref_counts = [0] * num_blocks
-        # Free blocks in the order they will be taken: empty ones first, then cached ones, least recently used first.
+        # Free blocks in the order in which they will be taken: empty ones first, then cached ones, least recently used first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._new_key = count()
         self._cached: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # (parent key, ids) -> (key, block)
@@ -60,18 +59,18 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks nobody holds. Some may still be found by a prefix until they are taken."""
+        """Blocks in no block table. Some are still in the prefix cache until they are taken."""
         return len(self._free)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    # ---- asking
+    # ---- queries
 
     def match_prefix(self, token_ids: list[int]) -> list[tuple[int, int]]:
-        """The longest chain of finished blocks that hold the start of token_ids, as (key, block).
+        """The longest chain of full cached blocks that hold the start of token_ids, as (key, block).
 
-        It stops one token short of the whole: the last token must be computed, for its logits.
+        The last token is never included: it must be computed, for its logits.
         """
         matched: list[tuple[int, int]] = []
         if not self.enable_prefix_caching:
@@ -86,7 +85,7 @@ class BlockManager:
         return matched
 
     def can_start(self, num_tokens: int, prefix: list[tuple[int, int]], *, num_kept_free: int = 0) -> bool:
-        """Are there blocks for all tokens of a waiting sequence whose match_prefix this is, and so many besides?"""
+        """Whether there are blocks for all tokens of a waiting sequence with this match_prefix, and num_kept_free more."""
         num_revived = sum(block in self._free for _, block in prefix)
         num_needed = self.num_blocks_for(num_tokens) - len(prefix) + num_revived
         return num_needed + num_kept_free <= len(self._free)
@@ -94,10 +93,10 @@ class BlockManager:
     def can_allocate(self, seq: Sequence, num_new_tokens: int) -> bool:
         return self._num_blocks_needed(seq, num_new_tokens) <= len(self._free)
 
-    # ---- changing
+    # ---- changes
 
     def start(self, seq: Sequence, prefix: list[tuple[int, int]]) -> None:
-        """Give a waiting sequence the cached blocks of its prefix, as match_prefix has just found them."""
+        """Give a waiting sequence the cached blocks of its prefix, as match_prefix has just returned them."""
         assert not seq.block_table, "a sequence starts with an empty block table"
         for key, block in prefix:
             self._free.pop(block, None)
@@ -108,9 +107,9 @@ class BlockManager:
             self.tracer.emit(BlocksShared(seq.sequence_id, tuple(seq.block_table)))
 
     def allocate(self, seq: Sequence, num_new_tokens: int) -> list[tuple[int, int]]:
-        """Make room for the sequence's next tokens. Returns the copies owed before they are written, as (from, to) blocks.
+        """Allocate blocks for the sequence's next tokens, which can_allocate has confirmed.
 
-        Ask can_allocate first.
+        Returns the (from, to) blocks to copy before these tokens are written.
         """
         copies = []
         for index in self._shared_blocks_to_write(seq):
@@ -128,7 +127,7 @@ class BlockManager:
         return copies
 
     def cache_finished_blocks(self, seq: Sequence, num_tokens: int) -> None:
-        """Make the blocks that the sequence's first num_tokens fill findable. Call it once those tokens are in the cache."""
+        """Add the blocks that the sequence's first num_tokens fill to the prefix cache. These tokens must be computed."""
         if not self.enable_prefix_caching:
             return
         cached = []
@@ -141,20 +140,20 @@ class BlockManager:
                 self._cached[content] = (next(self._new_key), block)
                 self._content[block] = content
                 cached.append(block)
-            # Where another sequence finished the same tokens first, its block stays the one that is found,
-            # and this chain goes on from that block's key.
+            # If another sequence filled a block with the same tokens first, its block stays in the cache, and this chain
+            # continues from that block's key.
             seq.prefix_keys.append(self._cached[content][0])
         if self.tracer is not None and cached:
             self.tracer.emit(BlocksCached(seq.sequence_id, tuple(cached)))
 
     def forget_cached(self, seq: Sequence) -> None:
-        """Let nobody find the sequence's blocks by their content any more. Whoever shares them keeps them."""
+        """Remove the sequence's blocks from the prefix cache. Sequences that share them keep them."""
         for block in seq.block_table:
             if block in self._content:
                 self._evict(block)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child share all of its parent's blocks. Its tokens and num_computed_tokens are the caller's to set."""
+        """Share all of the parent's blocks with a child. The caller sets the child's tokens and num_computed_tokens."""
         assert not child.block_table, "a fork starts with an empty block table"
         for block in parent.block_table:
             self._ref_counts[block] += 1
@@ -164,7 +163,7 @@ class BlockManager:
             self.tracer.emit(BlocksForked(parent.sequence_id, child.sequence_id, tuple(child.block_table)))
 
     def free(self, seq: Sequence) -> None:
-        """Give the sequence's blocks back: the last first, so that the start of a prompt, which others share, lives longest."""
+        """Free the sequence's blocks, the last first, so that the start of a prompt, which others may share, stays longest."""
         if self.tracer is not None and seq.block_table:
             self.tracer.emit(BlocksFreed(seq.sequence_id, tuple(seq.block_table)))
         while seq.block_table:
@@ -174,7 +173,7 @@ class BlockManager:
     # ---- inside
 
     def _shared_blocks_to_write(self, seq: Sequence) -> range | list[int]:
-        """Indices of the blocks that the next tokens fall into and that somebody else holds too: after a fork, at most one."""
+        """Indices of the shared blocks that the next tokens are written to. After a fork, at most one."""
         first = seq.num_computed_tokens // self.block_size
         return [i for i in range(first, len(seq.block_table)) if self._ref_counts[seq.block_table[i]] > 1]
 
@@ -190,7 +189,7 @@ class BlockManager:
         return block
 
     def _evict(self, block: int) -> None:
-        """From here on nobody finds its content."""
+        """Remove a block from the prefix cache."""
         del self._cached[self._content.pop(block)]
         if self.tracer is not None:
             self.tracer.emit(BlockEvicted(block))

@@ -1,86 +1,44 @@
-"""Which sequences run this step, and how many tokens of each. Pure bookkeeping: no tensors here.
+"""Which sequences run in a step, and how many tokens of each. Pure bookkeeping, no tensors.
 
-In: sequences, as they arrive. Out: a SchedulerPlan per step. The rules, in the order they are applied:
+In: sequences, as they arrive. Out: a StepPlan per step. The rules, in the order in which they are applied:
 
-1. First come, first served, by arrival. What runs is older than what waits, save answers that wait for a place (rule 5).
-2. A sequence with one new token always gets its row: that is a decode step, or the rest of a prompt that is one token long.
-   `max_num_batched_tokens` limits the tokens of the others.
-3. A prompt is cut at absolute multiples of the chunk grid, never at whatever budget is left, so that other requests cannot
-   move a sequence's boundaries. A chunk runs whole or waits, and then no younger prompt passes it.
-4. When blocks run out, the youngest running sequence is preempted: its blocks are freed, it waits at the head of the queue, and
-   later recomputes what it had (less what the prefix cache still holds).
-5. When a prompt of several answers (n > 1) is computed, the others fork: each draws its first token from the prompt's last row
-   and shares its blocks. Those that max_num_seqs leaves no room for wait at the head of the queue, to compute the prompt's end
-   for themselves.
-6. A waiting sequence starts only when there are blocks for all of its tokens, and for what those that run will soon ask for:
-   the rest of their known tokens, one more for each that may grow so far, and one for each fork. And never in a step that
-   preempted one.
+1. First come, first served. A running sequence is older than every waiting one, except for answers that wait for a place
+   (rule 5).
+2. A sequence with one new token always runs. That is a decode step, or the last token of a prompt.
+   `max_num_batched_tokens` limits the tokens of all others.
+3. A prompt is cut at absolute multiples of the chunk grid, never at the remaining budget, so that other requests cannot move
+   a sequence's boundaries. A chunk runs as a whole or waits, and while it waits, no younger prompt passes it.
+4. When blocks run out, the youngest running sequence is preempted. Its blocks are freed, it waits at the head of the queue, and
+   it later recomputes its tokens, except for those that the prefix cache still holds.
+5. When a prompt with several answers (n > 1) has been computed, its forks start. Each samples its first token from the prompt's
+   last row and shares its blocks. Forks for which max_num_seqs leaves no room wait at the head of the queue and compute the end
+   of the prompt again.
+6. A waiting sequence starts only if there are blocks for all of its tokens and for what the running sequences will soon
+   request: their known tokens, one more block for each that may grow that far, and one for each fork. No sequence starts in a
+   step that preempted one.
 
-How a sequence's tokens are cut into steps shows in the last bits of its numbers. Rule 3 keeps other requests from moving the
-cuts, but two things still do: a prefix hit starts behind the first cuts, and a preempted sequence computes its output as if
-it were prompt. With batch_invariant neither does: only whole chunks of prompts are put into the prefix cache and taken from it,
-and a sequence that starts again replays its prompt by chunks and its output token by token, as it was made.
+How a sequence's tokens are cut into steps changes the last bits of its numbers. Rule 3 keeps other requests from moving the
+cuts, but two things still do. A prefix hit starts behind the first cuts, and a preempted sequence computes its output as if it
+were prompt. With batch_invariant neither happens. Only whole chunks of prompts enter the prefix cache, and a sequence that
+starts again computes its prompt by chunks and its output token by token, as it did the first time.
 
-Why it always moves on: the oldest running sequence can preempt all others, and alone it fits, since max_model_len is no more
-than the pool holds; and with nothing running every block is free, so the head of the queue starts.
+The scheduler always makes progress. The oldest running sequence can preempt all others, and alone it fits, because
+max_model_len is at most what the pool holds. If nothing runs, every block is free and the head of the queue starts.
 """
 
 import math
+import time
 from collections import deque
-from dataclasses import dataclass
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
 from nanoinfer.tracing import StepScheduled, Tracer
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """This step computes the next num_new_tokens of the sequence's tokens that are not in the cache yet."""
-
-    sequence: Sequence
-    num_new_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRows:
-    """Packed tokens start .. stop - 1 are the tokens of the sequence's prompt from `position` on."""
-
-    sequence: Sequence
-    start: int
-    stop: int
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerPlan:
-    """One step.
-
-    scheduled: single-token rows first, then prompt chunks, each group oldest first. Packed index 0 is the first token of the
-    first of them. rows: the (sequence, packed index) pairs that meet the LM head to draw a token; a chunk that does not end its
-    prompt has none, and forks have the index of the sequence they come from. prompt_rows: the tokens of prompts whose
-    log-probabilities were asked for. block_copies: (from, to) blocks the runner must copy before the forward pass.
-    """
-
-    scheduled: tuple[ScheduledSequence, ...]
-    rows: tuple[tuple[Sequence, int], ...]
-    prompt_rows: tuple[PromptRows, ...]
-    block_copies: tuple[tuple[int, int], ...]
-    preempted: tuple[Sequence, ...]
-    step: int = -1  # the scheduler counts its own from 0
-
-    @property
-    def num_decode_tokens(self) -> int:
-        return sum(item.num_new_tokens == 1 for item in self.scheduled)
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        return sum(item.num_new_tokens for item in self.scheduled) - self.num_decode_tokens
-
-
 class Scheduler:
-    """Owns the two queues and, with commit, every sequence's num_computed_tokens."""
+    """Owns the two queues, and every sequence's status, ids and counts of tokens."""
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager, tracer: Tracer | None = None) -> None:
         self.config = config
@@ -89,7 +47,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._num_steps = 0
-        self._untold: list[Sequence] = []  # preempted where nobody ran: the next StepScheduled tells of them
+        self._unreported: list[Sequence] = []  # preempted in a step that ran nothing: part of the next StepScheduled
 
     @property
     def num_unfinished(self) -> int:
@@ -102,8 +60,9 @@ class Scheduler:
         for fork in seq.forks:
             fork.status = SequenceStatus.PENDING
 
-    def schedule(self) -> SchedulerPlan:
+    def schedule(self) -> StepPlan:
         """Decide one step, and give every scheduled sequence its blocks."""
+        start = time.perf_counter()
         scheduled: list[ScheduledSequence] = []
         copies: list[tuple[int, int]] = []
         preempted: list[Sequence] = []
@@ -114,7 +73,7 @@ class Scheduler:
             seq = self._running[index]
             num_new = self.next_chunk(seq)
             if seq.num_pending_tokens and seq.num_tokens >= seq.max_num_tokens:
-                pass  # the token that is on its way is its last
+                pass  # the pending token is its last
             elif num_new > 1 and budget < num_new:
                 budget = 0  # it waits, and no younger prompt passes it
             elif self._make_room(seq, num_new, preempted):
@@ -125,7 +84,7 @@ class Scheduler:
 
         while self._waiting and not preempted and len(self._running) < self.config.max_num_seqs:
             seq = self._waiting[0]
-            prefix = [] if seq.wants_prompt_logprobs else self.match_prefix(seq)  # those need the prompt computed as a whole
+            prefix = [] if seq.wants_prompt_logprobs else self.match_prefix(seq)  # they require the whole prompt's rows
             num_reserved = sum(self._num_reserved_blocks(running) for running in self._running)
             if not self.block_manager.can_start(seq.num_tokens, prefix, num_kept_free=num_reserved):
                 break
@@ -146,14 +105,20 @@ class Scheduler:
 
         self._make_forks_wait(scheduled)
         scheduled.sort(key=lambda item: item.num_new_tokens > 1)  # stable: each group stays in order of arrival
-        plan = SchedulerPlan(
-            tuple(scheduled), rows_of(scheduled), _prompt_rows(scheduled), tuple(copies), tuple(preempted), self._num_steps
+        plan = StepPlan(
+            scheduled=tuple(scheduled),
+            rows=rows_of(scheduled),
+            prompt_rows=prompt_rows_of(scheduled),
+            block_copies=tuple(copies),
+            preempted=tuple(preempted),
+            step=self._num_steps,
+            schedule_seconds=time.perf_counter() - start,
         )
         self._num_steps += bool(scheduled)
         if self.tracer is not None:
-            self._untold += preempted
+            self._unreported += preempted
         if self.tracer is not None and scheduled:
-            untold, self._untold = self._untold, []
+            unreported, self._unreported = self._unreported, []
             self.tracer.emit(
                 StepScheduled(
                     step=plan.step,
@@ -162,25 +127,34 @@ class Scheduler:
                     running=tuple(seq.sequence_id for seq in self._running),
                     num_waiting=len(self._waiting),
                     num_free_blocks=self.block_manager.num_free_blocks,
-                    preempted=tuple(seq.sequence_id for seq in untold),
+                    preempted=tuple(seq.sequence_id for seq in unreported),
                 )
             )
         return plan
 
-    def commit(self, plan: SchedulerPlan) -> None:
-        """The forward pass is done, or under way: for all that follows, the plan's tokens are in the cache, and the blocks they
-        filled can be found.
+    def commit(self, plan: StepPlan) -> None:
+        """Count the tokens of a launched plan as cached, and those that it samples as pending.
+
+        The forward pass may still be in flight. Whatever is launched later runs after it. Full blocks enter the prefix cache.
         """
         for item in plan.scheduled:
             item.sequence.num_computed_tokens += item.num_new_tokens
             self.block_manager.cache_finished_blocks(item.sequence, self.num_cacheable(item.sequence))
             if item.sequence.forks and item.sequence.num_new_tokens == 0:
                 self._fork(item.sequence)
+        if not plan.num_top_logprobs:
+            for seq, _ in plan.rows:
+                seq.num_pending_tokens += 1
+
+    def append(self, seq: Sequence, token_id: int) -> None:
+        """Append a sampled token. A sequence may receive several per step."""
+        seq.token_ids.append(token_id)
+        seq.num_pending_tokens = max(seq.num_pending_tokens - 1, 0)
 
     def finish(self, seq: Sequence, *, has_failed: bool = False) -> None:
-        """Take a sequence out, wherever it stands, and free its blocks. A second call does nothing.
+        """Remove a sequence, whatever its status, and free its blocks. A second call does nothing.
 
-        has_failed: its keys and values may not be numbers, so that no other prompt may find them.
+        has_failed: its keys and values may not be finite, so they leave the prefix cache.
         """
         if has_failed:
             self.block_manager.forget_cached(seq)
@@ -188,11 +162,14 @@ class Scheduler:
             self._running.remove(seq)
         elif seq.status is SequenceStatus.WAITING:
             self._waiting.remove(seq)
-        self._forget(seq)
+        self._free(seq)
         seq.status = SequenceStatus.FINISHED
 
     def next_chunk(self, seq: Sequence, num_computed_tokens: int | None = None) -> int:
-        """How many tokens bring the sequence from where it is (or from there) to the next multiple of the grid, or its end."""
+        """The number of tokens up to the next multiple of the chunk grid or the sequence's end.
+
+        num_computed_tokens: where the chunk begins, by default the sequence's own count.
+        """
         start = seq.num_computed_tokens if num_computed_tokens is None else num_computed_tokens
         grid, end = self.config.chunk_grid, seq.num_tokens
         if self.config.batch_invariant:
@@ -201,7 +178,7 @@ class Scheduler:
         return min(end - start, grid - start % grid)
 
     def match_prefix(self, seq: Sequence) -> list[tuple[int, int]]:
-        """The blocks that the cache holds of the sequence's start; with batch_invariant, of whole chunks of its prompt."""
+        """The cached blocks that hold the sequence's start. With batch_invariant, those of whole chunks of its prompt."""
         prefix = self.block_manager.match_prefix(seq.token_ids)
         if self.config.batch_invariant:
             block_size = self.block_manager.block_size
@@ -210,22 +187,24 @@ class Scheduler:
         return prefix
 
     def num_cacheable(self, seq: Sequence) -> int:
-        """How many of its computed tokens others may find; with batch_invariant, those of whole chunks of its prompt."""
+        """How many of its computed tokens may be cached. With batch_invariant, those of whole chunks of its prompt."""
         if not self.config.batch_invariant:
-            return min(seq.num_computed_tokens, len(seq.token_ids))  # a block's tokens must be known to be found
+            return min(seq.num_computed_tokens, len(seq.token_ids))  # the ids of pending tokens are not known yet
         num_tokens = min(seq.num_computed_tokens, len(seq.prompt_token_ids))
         return num_tokens // self.config.chunk_grid * self.config.chunk_grid
 
     def restart(self) -> None:
-        """A step has failed before its commit: whoever runs goes back to the queue, in order, and is computed again."""
+        """After a failed step, requeue every running sequence in order. Pending tokens are sampled again."""
         for seq in reversed(self._running):
             self._preempt(seq)
         self._running.clear()
+        for seq in self._waiting:
+            seq.num_pending_tokens = 0
 
     # ---- inside
 
     def _make_room(self, seq: Sequence, num_new_tokens: int, preempted: list[Sequence]) -> bool:
-        """Preempt from the young end until the sequence's next tokens have blocks. False if it had to go itself."""
+        """Preempt the youngest sequences until this one's next tokens have blocks. False if it was preempted itself."""
         while not self.block_manager.can_allocate(seq, num_new_tokens):
             youngest = self._running.pop()
             self._preempt(youngest)
@@ -235,33 +214,33 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """The caller takes it out of _running, from the young end."""
-        self._forget(seq)
+        """Requeue a sequence. The caller removes it from _running, youngest first."""
+        self._free(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
         self._waiting.appendleft(seq)
 
     def _num_reserved_blocks(self, seq: Sequence) -> int:
-        """Blocks that a running sequence will soon ask for: for its known tokens, one more if it may grow so far, one for each
-        fork. Its very last token is never computed.
+        """Blocks that a running sequence will soon request: for its known tokens, one more if it may grow that far, one for
+        each fork. Its very last token is never computed.
         """
         num_for_known, num_for_all = map(self.block_manager.num_blocks_for, (seq.num_tokens, seq.max_num_tokens - 1))
         return max(min(num_for_known + 1, num_for_all) - len(seq.block_table), 0) + len(seq.forks)
 
     def _make_forks_wait(self, scheduled: list[ScheduledSequence]) -> None:
-        """Of the prompts that end in this step, queue the answers that there is no place for."""
-        num_places = self.config.max_num_seqs - len(self._running)
+        """Queue the forks of prompts that end in this step for which max_num_seqs leaves no room."""
+        num_free_places = self.config.max_num_seqs - len(self._running)
         for item in scheduled:
             seq = item.sequence
             if item.num_new_tokens == seq.num_new_tokens:
-                seq.forks, too_many = seq.forks[:num_places], seq.forks[num_places:]
-                num_places -= len(seq.forks)
+                seq.forks, too_many = seq.forks[:num_free_places], seq.forks[num_free_places:]
+                num_free_places -= len(seq.forks)
                 self._waiting.extendleft(reversed(too_many))
                 for fork in too_many:
                     fork.status = SequenceStatus.WAITING
 
     def _fork(self, parent: Sequence) -> None:
-        """Start the other answers of a prompt that has been computed: right behind the first, since they are as old."""
+        """Start the further answers of a computed prompt, directly behind the first, since they are as old."""
         forks, parent.forks = parent.forks, []
         place = self._running.index(parent) + 1
         self._running[place:place] = forks
@@ -270,30 +249,6 @@ class Scheduler:
             fork.num_computed_tokens = parent.num_computed_tokens
             fork.status = SequenceStatus.RUNNING
 
-    def _forget(self, seq: Sequence) -> None:
+    def _free(self, seq: Sequence) -> None:
         self.block_manager.free(seq)
         seq.num_computed_tokens = 0
-
-
-def rows_of(scheduled: list[ScheduledSequence]) -> tuple[tuple[Sequence, int], ...]:
-    """Each sequence whose last known token is computed in this step, and its forks, with that token's packed index."""
-    rows = []
-    end = 0
-    for item in scheduled:
-        end += item.num_new_tokens
-        if item.num_new_tokens == item.sequence.num_new_tokens:
-            rows += [(seq, end - 1) for seq in (item.sequence, *item.sequence.forks)]
-    return tuple(rows)
-
-
-def _prompt_rows(scheduled: list[ScheduledSequence]) -> tuple[PromptRows, ...]:
-    """The prompt tokens of this step that are followed by another prompt token, where their log-probabilities are wanted."""
-    rows = []
-    start = 0
-    for item in scheduled:
-        seq = item.sequence
-        num = min(item.num_new_tokens, len(seq.prompt_token_ids) - 1 - seq.num_computed_tokens)
-        if seq.wants_prompt_logprobs and num > 0:
-            rows.append(PromptRows(seq, start, start + num, seq.num_computed_tokens))
-        start += item.num_new_tokens
-    return tuple(rows)

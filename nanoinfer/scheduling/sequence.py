@@ -1,6 +1,6 @@
-"""One prompt's life in the engine: its ids, how many of them are in the cache, which blocks hold them, where it stands.
+"""One sequence: its token ids, how many of them are cached, which blocks hold them, and its status.
 
-Plain state; each field's comment names its one writer.
+Plain state. Each field's comment names its only writer.
 """
 
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ from nanoinfer.sampling_params import SamplingParams
 
 
 class SequenceStatus(Enum):
-    PENDING = "pending"  # a further answer to a prompt (n > 1), until the prompt has been computed
-    WAITING = "waiting"  # new, or preempted: holds no block
+    PENDING = "pending"  # a further answer to a prompt (n > 1) that has not been computed yet
+    WAITING = "waiting"  # new or preempted: holds no block
     RUNNING = "running"
     FINISHED = "finished"
 
 
-@dataclass(eq=False, slots=True)  # eq=False: a sequence is itself, whatever ids it holds
+@dataclass(eq=False, slots=True)  # eq=False: compared by identity
 class Sequence:
     """There is no phase flag: a prompt, a chunk of it, a decode step and a recomputation after preemption are all
     `num_new_tokens` tokens that are known and not yet in the cache. A decode step is the case where that is one.
@@ -28,27 +28,25 @@ class Sequence:
     (3, 0)
     """
 
-    # set once by the engine, where the request enters
+    # set once, when the request enters the engine
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    max_num_tokens: int  # prompt + output; reaching it ends with "length"
+    max_num_tokens: int  # prompt + output: reaching it ends with "length"
     eos_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     index: int = 0  # which of the prompt's n answers it is
 
-    token_ids: list[int] = field(init=False)  # prompt + output; Request.advance appends (beam search writes its own beams')
-    num_pending_tokens: int = field(default=0, init=False)  # drawn, but not yet read back and in token_ids; the engine
-    num_computed_tokens: int = field(default=0, init=False)  # how many of its tokens are in the cache; the scheduler
+    token_ids: list[int] = field(init=False)  # prompt + output: the scheduler (beam search writes those of its beams)
+    num_pending_tokens: int = field(default=0, init=False)  # sampled, but not yet in token_ids: the scheduler
+    num_computed_tokens: int = field(default=0, init=False)  # how many of its tokens are in the cache: the scheduler
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)  # the scheduler
     num_preemptions: int = field(default=0, init=False)  # the scheduler
-    num_cached_tokens: int = field(default=0, init=False)  # in the prefix cache when it first ran; the scheduler
+    num_cached_tokens: int = field(default=0, init=False)  # in the prefix cache when it first ran: the scheduler
     block_table: list[int] = field(default_factory=list, init=False)  # the block manager
     prefix_keys: list[int] = field(default_factory=list, init=False)  # the block manager: keys of its finished blocks
-    forks: list["Sequence"] = field(
-        default_factory=list, init=False
-    )  # PENDING ones: given by the engine, taken by the scheduler
+    forks: list["Sequence"] = field(default_factory=list, init=False)  # PENDING ones: set by the engine, taken by the scheduler
     sampling_state: Any = field(default=None, init=False)  # sampling/state.py
 
     def __post_init__(self) -> None:
@@ -56,17 +54,17 @@ class Sequence:
 
     @property
     def sequence_id(self) -> str:
-        """As the tracer's events name it."""
+        """Its name in the tracer's events."""
         return f"{self.request_id}.{self.index}" if self.index else self.request_id
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Of n answers the first alone tells them, and only once."""
+        """Only the first of n answers returns them, and only once."""
         return self.params.prompt_logprobs is not None and self.index == 0 and self.num_output_tokens == 0
 
     @property
     def num_tokens(self) -> int:
-        """Those in token_ids, and those drawn whose ids are not known here yet."""
+        """Known and pending tokens."""
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
@@ -83,5 +81,5 @@ class Sequence:
 
     @property
     def stop_ids(self) -> Iterable[int]:
-        """EOS and stop ids: what min_tokens keeps from being drawn."""
+        """EOS and stop ids: what min_tokens forbids."""
         return self.eos_token_ids.union(self.params.stop_token_ids or ())

@@ -152,7 +152,7 @@ def test_a_block_table_that_points_to_another_story_brings_back_the_hero_of_that
     assert all(len(tokenizer.encode(prompt)) <= engine.block_manager.block_size for prompt in prompts)
 
     def tell(exchange):
-        requests = [engine.add_request(tokenizer.encode(prompt), GREEDY, prompt=prompt) for prompt in prompts]
+        requests = [engine.add_request(prompt, GREEDY) for prompt in prompts]
         engine.step()
         if exchange:
             first, second = (request.sequences[0].block_table for request in requests)

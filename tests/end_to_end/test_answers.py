@@ -248,7 +248,7 @@ def python_handles_ctrl_c():
 def test_ctrl_c_while_several_answers_run_leaves_nothing_behind(ids_llm, monkeypatch, at_step):
     prompts, params = [[1, 2, 3], [4, 5, 6, 7, 8]], asked(n=3)
     expected = [output.outputs for output in generate(ids_llm, prompts, params)]
-    forward, num_steps = ids_llm.engine.runner.forward, 0
+    forward, num_steps = ids_llm.engine.executor.runner.forward, 0
 
     def interrupted(batch):
         nonlocal num_steps
@@ -258,7 +258,7 @@ def test_ctrl_c_while_several_answers_run_leaves_nothing_behind(ids_llm, monkeyp
         return forward(batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ids_llm.engine.runner, "forward", interrupted)
+        patch.setattr(ids_llm.engine.executor.runner, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             generate(ids_llm, prompts, params)
     assert num_steps == at_step
@@ -278,8 +278,8 @@ def test_a_step_that_fails_can_be_made_again_with_several_answers(qwen3_path, mo
         engine.step()
     owner, name = {
         "the tracer": (tracer, "emit"),
-        "the forward pass": (engine.runner, "forward"),
-        "the sampler": (engine, "sampler"),
+        "the forward pass": (engine.executor.runner, "forward"),
+        "the sampler": (engine.executor, "sampler"),
     }[part]
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, lambda *_: 1 / 0)
@@ -596,10 +596,11 @@ def test_k_prompt_logprobs_are_the_k_largest_and_the_prompts_own(ids_llm, k):
 
 
 def test_a_large_vocabulary_is_headed_some_rows_at_a_time(ids_llm, qwen3_path, monkeypatch):
-    monkeypatch.setattr("nanoinfer.engine.llm_engine._PROMPT_LOGITS", 7 * VOCAB_SIZE)
+    monkeypatch.setattr("nanoinfer.execution.uniproc_executor.PROMPT_LOGITS", 7 * VOCAB_SIZE)
     prompt = random_prompt(30)
-    compute_logits, sizes = ids_llm.engine.runner.compute_logits, []
-    monkeypatch.setattr(ids_llm.engine.runner, "compute_logits", lambda rows: sizes.append(len(rows)) or compute_logits(rows))
+    runner, sizes = ids_llm.engine.executor.runner, []
+    compute_logits = runner.compute_logits
+    monkeypatch.setattr(runner, "compute_logits", lambda rows: sizes.append(len(rows)) or compute_logits(rows))
     [some] = generate(ids_llm, [prompt], asked(prompt_logprobs=-1, max_tokens=1))
     assert sizes == [1, 7, 7, 7, 7, 1]
     compare_prompt_logprobs(qwen3_path, some)
@@ -682,7 +683,7 @@ def test_a_bad_word_of_several_tokens_never_comes_out_in_either_form(llm):
 
 def test_the_form_with_a_space_counts_only_if_it_is_as_long(llm):
     tokenizer = llm.engine.tokenizer
-    spaced_tokens = (tokenizer.decode([i]) for i in range(300, llm.engine.model_config.vocab_size))
+    spaced_tokens = (tokenizer.decode([i]) for i in range(300, llm.engine.executor.info.vocab_size))
     word = next(
         text[1:]
         for text in spaced_tokens

@@ -85,9 +85,9 @@ def test_bf16_logits_stand_as_near_the_truth_as_transformers(family, tmp_path):
 def test_recorded_and_fused_steps_give_the_tokens_of_plain_ones(family, tmp_path):
     path = tiny_models.save(family, tmp_path)
     recorded, llm = greedy(path, device="cuda")
-    assert llm.engine.runner.graphs._buckets  # it did record
+    assert llm.engine.executor.runner.graphs._buckets  # it did record
     plain, llm = greedy(path, device="cuda", enforce_eager=True)
-    assert llm.engine.runner.graphs is None
+    assert llm.engine.executor.runner.graphs is None
     assert recorded == plain == greedy(path, device="cpu")[0]
 
 
@@ -118,9 +118,9 @@ def test_an_engine_with_recorded_draws_gives_the_tokens_of_one_without(tmp_path)
     for is_recorded in (True, False):
         llm = LLM(str(path), device="cuda", kv_cache_memory=2**26)
         if not is_recorded:
-            llm.engine.sampler = Sampler()
+            llm.engine.executor.sampler = Sampler()
         tokens.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)])
-        assert not is_recorded or llm.engine.sampler.graphs._recordings
+        assert not is_recorded or llm.engine.executor.sampler.graphs._recordings
     assert tokens[0] == tokens[1]
 
 

@@ -34,7 +34,7 @@ def ids(rng, length):
 def logits_of(llm, prompts, watched, params=PARAMS):
     """{number of output tokens: the row of logits that came next} of one of the prompts, as the sampler was given it."""
     rows = {}
-    sampler, build = llm.engine.sampler, SamplingBatch.build
+    sampler, build = llm.engine.executor.sampler, SamplingBatch.build
     requests = [llm.engine.add_request(prompt, params) for prompt in prompts]
     watched = requests[watched].sequences[0]
 
@@ -52,13 +52,13 @@ def logits_of(llm, prompts, watched, params=PARAMS):
                 rows[seq.num_output_tokens] = logits[row].clone()
         return sampler(logits, batch, watch)
 
-    llm.engine.sampler = watching
+    llm.engine.executor.sampler = watching
     SamplingBatch.build = Watching.build
     try:
         while llm.engine.num_unfinished:
             llm.engine.step()
     finally:
-        llm.engine.sampler, SamplingBatch.build = sampler, build
+        llm.engine.executor.sampler, SamplingBatch.build = sampler, build
     assert len(rows) == params.max_tokens
     return rows
 
@@ -158,7 +158,7 @@ def test_batch_invariant_gives_the_same_bits_after_a_prefix_hit_and_after_preemp
     assert request.output.metrics.num_cached_tokens == 32  # it did hit
     assert_same_bits(logits_of(cached, [prompt], 0, params), alone)
 
-    block_bytes = cached.engine.runner.cache.layer(0)[0][0].nbytes * 2 * cached.engine.model_config.num_hidden_layers
+    block_bytes = cached.engine.executor.info.num_cache_bytes // cached.engine.executor.info.num_blocks
     tight = LLM(path, kv_cache_memory=12 * block_bytes, **settings)
     for place in (0, 2):
         prompts = [ids(rng, 5) for _ in range(3)]

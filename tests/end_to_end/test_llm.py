@@ -152,7 +152,7 @@ def test_a_wrong_number_of_params_is_refused(llm, num_params):
     ],
 )
 def test_a_malformed_prompt_is_refused_by_its_index_before_any_work(llm, monkeypatch, prompt, error, sentence):
-    monkeypatch.setattr(llm.engine, "add_request", lambda *_, **__: pytest.fail("work was done"))
+    monkeypatch.setattr(llm.engine, "submit", lambda *_, **__: pytest.fail("work was done"))
     with pytest.raises(error, match=f"^prompt 2: .*{sentence}"):
         generate(llm, ["good", [1, 2], prompt, "good"])
     with pytest.raises(error, match=f"^(?!prompt).*{sentence}"):  # there is one prompt, and it needs no index
@@ -229,7 +229,7 @@ def test_a_prompt_one_shorter_than_the_model_gets_one_token(ids_llm):
 
 def test_the_model_length_is_lowered_to_what_the_cache_holds(qwen3_path, caplog):
     block_bytes = 2 * 2 * 4 * 2 * 16 * 4  # k and v, layers, tokens, heads, head_dim, bytes
-    with caplog.at_level(logging.INFO, "nanoinfer.engine.llm_engine"):
+    with caplog.at_level(logging.INFO, "nanoinfer.execution.uniproc_executor"):
         llm = LLM(qwen3_path, kv_cache_memory=5 * block_bytes, block_size=4, max_model_len=64)
     assert llm.engine.max_model_len == 20
     told, warned = caplog.records
@@ -392,7 +392,7 @@ def test_a_tracer_that_raises_in_a_step_leaves_nothing_behind(at):
 def test_a_failure_in_the_middle_of_a_step_leaves_nothing_behind(llm, monkeypatch, part, at_call):
     prompts = ["Once upon a time", "One day"]
     expected = [output.outputs for output in generate(llm, prompts)]
-    owner, name = (llm.engine.runner, "forward") if part == "runner.forward" else (llm.engine, "sampler")
+    owner, name = (llm.engine.executor.runner, "forward") if part == "runner.forward" else (llm.engine.executor, "sampler")
     works, num_calls = getattr(owner, name), 0
 
     def fails(*arguments):
@@ -418,7 +418,7 @@ def test_a_step_that_fails_inside_a_stream_does_not_harm_the_stream(llm, monkeyp
     stream = llm.stream("Once upon a time", GREEDY)
     text = next(stream).text
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine, "sampler", lambda *_: 1 / 0)
+        patch.setattr(llm.engine.executor, "sampler", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             generate(llm, "One day")
     assert text + "".join(delta.text for delta in stream) == expected
@@ -437,7 +437,7 @@ def python_handles_ctrl_c():
 def test_ctrl_c_ends_generate_and_leaves_nothing_behind(llm, monkeypatch, at_step):
     prompts = ["Once upon a time", "One day"]
     expected = [output.outputs for output in generate(llm, prompts)]
-    forward, num_steps = llm.engine.runner.forward, 0
+    forward, num_steps = llm.engine.executor.runner.forward, 0
 
     def interrupted(batch):
         nonlocal num_steps
@@ -446,7 +446,7 @@ def test_ctrl_c_ends_generate_and_leaves_nothing_behind(llm, monkeypatch, at_ste
             signal.raise_signal(signal.SIGINT)
         return forward(batch)
 
-    monkeypatch.setattr(llm.engine.runner, "forward", interrupted)
+    monkeypatch.setattr(llm.engine.executor.runner, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
         generate(llm, prompts)
     assert num_steps == at_step  # not a step more
@@ -459,13 +459,13 @@ def test_ctrl_c_ends_generate_and_leaves_nothing_behind(llm, monkeypatch, at_ste
 
 
 @pytest.mark.usefixtures("python_handles_ctrl_c")
-@pytest.mark.parametrize("after", ["engine.add_request", "scheduler.schedule", "scheduler.commit"])
+@pytest.mark.parametrize("after", ["engine.submit", "scheduler.schedule", "scheduler.commit"])
 def test_ctrl_c_at_the_worst_moment_harms_no_stream_that_is_under_way(llm, monkeypatch, after):
     """Right after the bookkeeping of a step or of a new request, when half of what belongs together is done."""
     expected = answer(llm, "Once upon a time").text
     stream = llm.stream("Once upon a time", GREEDY)
     text = next(stream).text
-    owner, name = (llm.engine, "add_request") if after == "engine.add_request" else (llm.engine.scheduler, after.split(".")[1])
+    owner, name = (llm.engine, "submit") if after == "engine.submit" else (llm.engine.scheduler, after.split(".")[1])
     works = getattr(owner, name)
 
     def interrupted(*arguments, **keywords):
@@ -701,8 +701,8 @@ def test_a_cache_that_holds_no_block_is_refused_with_its_size(qwen3_path):
 )
 def test_dtypes_are_known_by_vllms_names(qwen3_path, dtype, loaded):
     llm = LLM(qwen3_path, dtype=dtype, kv_cache_memory=MEMORY)
-    assert {parameter.dtype for parameter in llm.engine.runner.model.parameters()} == {loaded}
-    assert llm.engine.runner.cache.layer(0)[0].dtype == loaded
+    assert {parameter.dtype for parameter in llm.engine.executor.runner.model.parameters()} == {loaded}
+    assert llm.engine.executor.runner.cache.layer(0)[0].dtype == loaded
     assert len(answer(llm, [1, 2, 3], IDS).token_ids) == 12
 
 
@@ -746,7 +746,7 @@ def test_a_second_ctrl_c_waits_until_everything_is_freed(qwen3_path, monkeypatch
         finish(seq)
 
     monkeypatch.setattr(llm.engine.scheduler, "finish", interrupted_finish)
-    monkeypatch.setattr(llm.engine.runner, "forward", lambda batch: signal.raise_signal(signal.SIGINT) or 1 / 0)
+    monkeypatch.setattr(llm.engine.executor.runner, "forward", lambda batch: signal.raise_signal(signal.SIGINT) or 1 / 0)
     with pytest.raises((KeyboardInterrupt, ZeroDivisionError)):
         llm.generate([[1, 2], [3, 4], [5, 6]], IDS, use_tqdm=False)
     assert llm.engine.num_unfinished == 0
@@ -799,7 +799,7 @@ def test_a_prompt_that_fails_leaves_nothing_behind_that_others_could_meet(backen
 
 def test_a_permission_that_nothing_here_needs_is_accepted_and_torchs_own_dtype_too(qwen3_path):
     llm = LLM(qwen3_path, trust_remote_code=True, dtype=torch.bfloat16, kv_cache_memory=MEMORY)
-    assert llm.engine.runner.cache.layer(0)[0].dtype == torch.bfloat16
+    assert llm.engine.executor.runner.cache.layer(0)[0].dtype == torch.bfloat16
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -810,7 +810,7 @@ def test_an_llm_used_in_a_forked_child_is_refused_instead_of_hanging(ids_llm, mo
 
 
 def test_several_threads_are_told_that_one_at_a_time_may_use_it(ids_llm, monkeypatch):
-    forward, told = ids_llm.engine.runner.forward, []
+    forward, told = ids_llm.engine.executor.runner.forward, []
 
     def meanwhile(batch):
         def use_it():
@@ -823,7 +823,7 @@ def test_several_threads_are_told_that_one_at_a_time_may_use_it(ids_llm, monkeyp
         thread.join()
         return forward(batch)
 
-    monkeypatch.setattr(ids_llm.engine.runner, "forward", meanwhile)
+    monkeypatch.setattr(ids_llm.engine.executor.runner, "forward", meanwhile)
     assert answer(ids_llm, [1, 2], IDS).finish_reason == "length"
     assert told
 

@@ -122,14 +122,14 @@ def test_beams_share_the_blocks_of_their_prompt(path):
     llm = make(path)
     prompt, width = list(range(1, 41)), 6  # 10 full blocks of 4
     most = []
-    compute = llm.engine.compute
+    launch = llm.engine.executor.launch
     manager = llm.engine.block_manager
 
-    def watching(plan):
+    def watching(plan, previous):
         most.append(manager.num_blocks - manager.num_free_blocks)
-        return compute(plan)
+        return launch(plan, previous)
 
-    llm.engine.compute = watching
+    llm.engine.executor.launch = watching
     llm.beam_search([prompt], BeamSearchParams(beam_width=width, max_tokens=5))
     assert 10 < max(most) <= 10 + width * 2  # five tokens more are at most two blocks each; unshared it would be 6 * 12
 
@@ -191,8 +191,8 @@ def test_beams_that_cannot_fit_together_are_refused_before_any_work(path):
 
 def test_a_failure_in_the_middle_frees_every_block(path, monkeypatch):
     llm = make(path)
-    forward, calls = llm.engine.runner.forward, itertools.count(1)
-    monkeypatch.setattr(llm.engine.runner, "forward", lambda batch: 1 / 0 if next(calls) == 4 else forward(batch))
+    forward, calls = llm.engine.executor.runner.forward, itertools.count(1)
+    monkeypatch.setattr(llm.engine.executor.runner, "forward", lambda batch: 1 / 0 if next(calls) == 4 else forward(batch))
     with pytest.raises(ZeroDivisionError):
         llm.beam_search(PROMPTS, BeamSearchParams(beam_width=3))
     assert llm.engine.block_manager.num_free_blocks == llm.engine.block_manager.num_blocks
@@ -200,9 +200,10 @@ def test_a_failure_in_the_middle_frees_every_block(path, monkeypatch):
 
 def test_logits_that_are_not_finite_are_an_error_and_not_an_answer(path, monkeypatch):
     llm = make(path)
-    compute_logits, calls = llm.engine.runner.compute_logits, itertools.count(1)
+    runner = llm.engine.executor.runner
+    compute_logits, calls = runner.compute_logits, itertools.count(1)
     spoil = {1: 1.0, 2: 1.0, 3: math.nan}
-    monkeypatch.setattr(llm.engine.runner, "compute_logits", lambda hidden: compute_logits(hidden) * spoil[next(calls)])
+    monkeypatch.setattr(runner, "compute_logits", lambda hidden: compute_logits(hidden) * spoil[next(calls)])
     [output] = llm.beam_search([PROMPTS[0]], BeamSearchParams(beam_width=3))
     assert output.sequences == []
     assert "not finite" in output.error

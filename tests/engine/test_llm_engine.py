@@ -12,7 +12,7 @@ from nanoinfer import Recorder, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.attention.kv_cache import bytes_per_block
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
-from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.factory import make_engine
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models import loader
 from nanoinfer.models.checkpoint import Checkpoint
@@ -43,7 +43,7 @@ def engine_for(
         cache=CacheConfig(block_size=BLOCK_SIZE, kv_cache_memory=num_blocks * one_block, enable_prefix_caching=prefix_caching),
         scheduler=SchedulerConfig(chunk_size=chunk_size, max_num_batched_tokens=64, max_num_seqs=max_num_seqs),
     )
-    return LLMEngine(model, None, config)
+    return make_engine(model, config)
 
 
 def greedy(max_tokens, **params):
@@ -124,8 +124,8 @@ def test_logits_of_a_chunked_batched_step_equal_a_dense_forward_pass(model):
     rng = random.Random(2)
     engine = engine_for(model, chunk_size=8)
     seen = []
-    compute_logits = engine.runner.compute_logits
-    engine.runner.compute_logits = lambda hidden: seen.append(compute_logits(hidden)) or seen[-1]
+    compute_logits = engine.executor.runner.compute_logits
+    engine.executor.runner.compute_logits = lambda hidden: seen.append(compute_logits(hidden)) or seen[-1]
     compared = 0
     requests = [engine.add_request(random_prompt(rng, 9 + 8 * i), greedy(6)) for i in range(4)]
     plans = []
@@ -210,7 +210,7 @@ def test_a_prompt_that_cannot_fit_gets_an_error_result_that_says_what_to_do(mode
 def test_a_row_without_finite_logits_ends_with_an_error_and_the_others_finish(model):
     engine = engine_for(model)
     requests = [engine.add_request([i + 1], greedy(5)) for i in range(3)]
-    compute_logits = engine.runner.compute_logits
+    compute_logits = engine.executor.runner.compute_logits
 
     def broken(hidden):
         logits = compute_logits(hidden)
@@ -218,7 +218,7 @@ def test_a_row_without_finite_logits_ends_with_an_error_and_the_others_finish(mo
             logits[1] = float("nan")
         return logits
 
-    engine.runner.compute_logits = broken
+    engine.executor.runner.compute_logits = broken
     reasons = [answer.finish_reason for answer in run(engine, requests)]
     assert reasons == ["length", "error", "length"]
     assert "not finite" in requests[1].output.outputs[0].error
@@ -228,11 +228,11 @@ def test_a_step_that_raises_leaves_the_requests_as_they_were(model):
     engine = engine_for(model)
     request = engine.add_request([1, 2, 3], greedy(5))
     engine.step()
-    forward = engine.runner.forward
-    engine.runner.forward = lambda batch: 1 / 0
+    forward = engine.executor.runner.forward
+    engine.executor.runner.forward = lambda batch: 1 / 0
     with pytest.raises(ZeroDivisionError):
         engine.step()
-    engine.runner.forward = forward
+    engine.executor.runner.forward = forward
     assert run(engine, [request])[0].token_ids == dense_greedy(model, [1, 2, 3], 5)
 
 
@@ -261,8 +261,8 @@ def test_a_fork_writes_into_a_block_of_its_own(model):
     seq.status = parent.sequences[0].status
     engine.scheduler._running.append(seq)
     copies = []
-    copy_blocks = engine.runner.cache.copy_blocks
-    engine.runner.cache.copy_blocks = lambda pairs: copies.extend(pairs) or copy_blocks(pairs)
+    copy_blocks = engine.executor.runner.cache.copy_blocks
+    engine.executor.runner.cache.copy_blocks = lambda pairs: copies.extend(pairs) or copy_blocks(pairs)
     answers = run(engine, [parent, child])
     assert len(copies) == 1
     assert answers[0].token_ids == dense_greedy(model, [1, 2, 3, 4, 5, 6], 8)
@@ -271,7 +271,7 @@ def test_a_fork_writes_into_a_block_of_its_own(model):
 
 def test_an_eos_id_beyond_the_vocabulary_harms_nobody(model):
     engine = engine_for(model)
-    assert LLMEngine(model, None, EngineConfig(), eos_token_ids=frozenset([3, 10**6])).eos_token_ids == {3}
+    assert make_engine(model, EngineConfig(), eos_token_ids=frozenset([3, 10**6])).eos_token_ids == {3}
     assert run(engine, [engine.add_request([1], greedy(5, min_tokens=3))])[0].finish_reason == "length"
 
 
@@ -388,10 +388,10 @@ def test_a_failing_step_with_another_under_way_leaves_the_requests_as_they_were(
     request = engine.add_request([1, 2, 3], greedy(8, ignore_eos=True))
     engine.step()
     engine.step()
-    forward = engine.runner.forward
-    engine.runner.forward = lambda batch: 1 / 0
+    forward = engine.executor.runner.forward
+    engine.executor.runner.forward = lambda batch: 1 / 0
     with pytest.raises(ZeroDivisionError):
         engine.step()
     assert request.sequences[0].num_pending_tokens == 0
-    engine.runner.forward = forward
+    engine.executor.runner.forward = forward
     assert run(engine, [request])[0].token_ids == dense_greedy(model, [1, 2, 3], 8)

@@ -21,12 +21,18 @@ def request(*, room=99, tokenizer=True, **params):
     return Request([seq], "a prompt", byte_tokenizer() if tokenizer else None, arrival_time=0.0, streaming=True)
 
 
+def advance(request, seq, token_id, logprobs=None):
+    """What the engine does with a sampled id."""
+    seq.token_ids.append(token_id)
+    return request.advance(seq, token_id, logprobs)
+
+
 def run(ids, **params):
     """Feed ids up to the one that ends the request. Returns (text, number of ids kept, finish_reason, stop_reason)."""
     one = request(**params)
     for token_id in ids:
         assert one.output is None
-        one.advance(one.sequences[0], token_id)
+        advance(one, one.sequences[0], token_id)
         if one.output:
             break
     completion = one.output.outputs[0]
@@ -163,7 +169,7 @@ def test_the_request_ends_with_this_text_so_many_ids_and_this_reason(ids, params
 def test_a_stream_shows_each_id_once_and_text_as_soon_as_it_is_certain():
     one = request(stop="END")
     for token_id in [*b"aE", *"é".encode(), *b"bEND"]:
-        one.advance(one.sequences[0], token_id)
+        advance(one, one.sequences[0], token_id)
     deltas = list(one.deltas)
     assert [delta.text for delta in deltas] == ["a", "", "", "Eé", "b", "", "", ""]
     assert [delta.token_ids for delta in deltas] == [[token_id] for token_id in one.sequences[0].output_token_ids]
@@ -174,8 +180,8 @@ def test_a_stream_shows_each_id_once_and_text_as_soon_as_it_is_certain():
 def test_a_request_that_nobody_streams_keeps_no_deltas():
     seq = Sequence("r", PROMPT, SamplingParams(), 0, len(PROMPT) + 2)
     one = Request([seq], None, byte_tokenizer(), arrival_time=0.0)
-    one.advance(one.sequences[0], ord("a"))
-    one.advance(one.sequences[0], ord("b"))
+    advance(one, one.sequences[0], ord("a"))
+    advance(one, one.sequences[0], ord("b"))
     assert (one.output.outputs[0].text, list(one.deltas)) == ("ab", [])
 
 
@@ -229,7 +235,7 @@ def test_a_request_ends_as_the_oracle_says_and_its_stream_takes_nothing_back(ids
     (*expected, finish_reason, stop_reason), told = expected_end(ids, **params)
     longest = max(map(len, params["stop"]), default=1)
     for token_id, (certain, num_at_risk) in zip(ids, told, strict=False):
-        one.advance(one.sequences[0], token_id)
+        advance(one, one.sequences[0], token_id)
         shown = "".join(delta.text for delta in one.deltas)
         assert certain.startswith(shown)
         assert len(certain) - max(longest - 1, 0) <= len(shown) <= len(certain) - num_at_risk
@@ -237,7 +243,7 @@ def test_a_request_ends_as_the_oracle_says_and_its_stream_takes_nothing_back(ids
     if finish_reason == "abort":
         one.end(Stop("abort"))
     else:
-        one.advance(one.sequences[0], ids[len(told)])
+        advance(one, one.sequences[0], ids[len(told)])
     completion = one.output.outputs[0]
     assert [completion.text, len(completion.token_ids)] == expected
     assert (completion.finish_reason, completion.stop_reason) == (finish_reason, stop_reason)
@@ -258,7 +264,7 @@ def test_the_joined_stream_notices_a_stream_that_holds_nothing_back(monkeypatch)
 def test_a_request_ended_from_outside_keeps_its_ids_and_the_text_it_held(stop):
     one = request(stop=["END", "b\ufffd"], min_tokens=3)
     for token_id in [*b"aE", *b"b", 0xE2]:
-        one.advance(one.sequences[0], token_id)
+        advance(one, one.sequences[0], token_id)
     shown = "".join(delta.text for delta in one.deltas)
     one.end(stop)
     completion = one.output.outputs[0]
@@ -277,10 +283,10 @@ def two_answers(**params):
 def test_a_request_of_two_answers_has_an_output_when_the_second_has_ended():
     one, first, second = two_answers(stop="bc")
     for token_id in b"xbc":
-        stop = one.advance(second, token_id)
-        assert one.advance(first, ord("a")) is one.output is None
+        stop = advance(one, second, token_id)
+        assert advance(one, first, ord("a")) is one.output is None
     assert stop == Stop("stop", "bc")
-    assert one.advance(first, ord("a")) == Stop("length")
+    assert advance(one, first, ord("a")) == Stop("length")
     assert [answer.index for answer in one.output.outputs] == [0, 1]
     assert [answer.text for answer in one.output.outputs] == ["aaaa", "x"]
     assert [answer.token_ids for answer in one.output.outputs] == [[*b"aaaa"], [*b"xbc"]]
@@ -290,11 +296,11 @@ def test_a_request_of_two_answers_has_an_output_when_the_second_has_ended():
 
 def test_an_error_ends_one_answer_and_an_abort_all_that_still_run():
     one, first, second = two_answers()
-    one.advance(first, ord("a"))
-    one.advance(second, ord("b"))
+    advance(one, first, ord("a"))
+    advance(one, second, ord("b"))
     one.end(Stop("error", error="no token is left"), second)
     assert one.output is None
-    one.advance(first, ord("c"))
+    advance(one, first, ord("c"))
     one.end(Stop("abort"))
     assert [(answer.text, answer.finish_reason) for answer in one.output.outputs] == [("ac", "abort"), ("b", "error")]
     assert [answer.error for answer in one.output.outputs] == [None, "no token is left"]
@@ -312,7 +318,7 @@ def test_a_request_ended_before_its_first_token_has_an_empty_output():
 def test_the_output_tells_its_prompt_and_counts():
     one = request(room=1)
     one.sequences[0].num_preemptions, one.sequences[0].num_cached_tokens = 2, 16
-    one.advance(one.sequences[0], ord("a"))
+    advance(one, one.sequences[0], ord("a"))
     assert (one.output.request_id, one.output.prompt, one.output.prompt_token_ids) == ("r7", "a prompt", PROMPT)
     assert one.output.finished
     metrics = one.output.metrics
@@ -325,13 +331,13 @@ def test_ttft_runs_to_the_first_token_and_tpot_is_the_mean_of_the_gaps_after_it(
     seq = Sequence("r", PROMPT, SamplingParams(), 0, len(PROMPT) + 4)
     one = Request([seq], None, byte_tokenizer(), arrival_time=10.0)
     for token_id in b"abcd":
-        one.advance(one.sequences[0], token_id)
+        advance(one, one.sequences[0], token_id)
     assert one.output.metrics.ttft == 2.0
     assert one.output.metrics.tpot == (99.0 - 12.0) / 3
 
 
 def test_one_token_has_a_ttft_and_no_tpot():
     one = request(room=1)
-    one.advance(one.sequences[0], ord("a"))
+    advance(one, one.sequences[0], ord("a"))
     assert one.output.metrics.ttft > 0
     assert one.output.metrics.tpot is None

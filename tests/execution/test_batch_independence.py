@@ -70,8 +70,8 @@ def test_linear_layers_that_no_form_serves_run_packed_as_they_are_and_the_log_na
     llm = LLM(qwen3_path, kv_cache_memory=2**24)
     assert not llm.batch_independent
     assert "the bits of a row depend on the batch on this machine, in linear layers 48 -> 96 float32" in caplog.text
-    assert isinstance(llm.engine.runner.model.lm_head, PackedLinear)
-    assert llm.engine.runner.model.lm_head.form.calls(10**6)
+    assert isinstance(llm.engine.executor.runner.model.lm_head, PackedLinear)
+    assert llm.engine.executor.runner.model.lm_head.form.calls(10**6)
     with pytest.raises(UnsupportedError, match="batch_invariant=True"):
         LLM(qwen3_path, kv_cache_memory=2**24, batch_invariant=True)
 
@@ -88,7 +88,7 @@ def test_without_onednns_operators_plain_layers_give_the_same_answers_in_calls_t
 
     monkeypatch.setattr(PackedLinear, "__init__", missing)
     llm = LLM(qwen3_path, dtype=dtype, kv_cache_memory=2**24)
-    assert isinstance(llm.engine.runner.model.lm_head, PlainLinear)
+    assert isinstance(llm.engine.executor.runner.model.lm_head, PlainLinear)
     together = logprobs_of(llm, prompts)
     if dtype == "float32":
         likeliest = [[max(position, key=position.get) for answer in one for position in answer] for one in (together, expected)]

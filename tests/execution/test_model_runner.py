@@ -31,7 +31,7 @@ def llm_with(path, capture, **options):
         str(path), attention_backend="triton", block_size=16, kv_cache_memory=MEMORY, max_num_seqs=5, device=DEVICE, **options
     )
     engine = llm.engine
-    pages, _ = engine.runner.cache.layer(0)
+    pages, _ = engine.executor.runner.cache.layer(0)
     num_blocks, block_size, num_kv_heads, head_dim = pages.shape
     cache = KVCache(
         num_layers=2, num_blocks=num_blocks + 1, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim,
@@ -40,7 +40,7 @@ def llm_with(path, capture, **options):
     graphs = DecodeGraphs(
         max_num_seqs=5, max_model_len=engine.max_model_len, block_size=block_size, padding_block=num_blocks, capture=capture
     )
-    engine.runner = ModelRunner(engine.runner.model, cache, engine.runner.backend, graphs)
+    engine.executor.runner = ModelRunner(engine.executor.runner.model, cache, engine.executor.runner.backend, graphs)
     return llm
 
 
@@ -85,7 +85,7 @@ def test_draws_are_replayed_behind_replayed_steps(path):
     asking = ({"temperature": 0}, {"top_k": 9, "seed": 1}, {"top_p": 0.9, "seed": 2})
     params = [SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False, **asking[i % 3]) for i in range(len(PROMPTS))]
     llm = llm_with(path, record, async_scheduling=True)
-    llm.engine.sampler = Sampler(graphs=SamplerGraphs(5, record))
+    llm.engine.executor.sampler = Sampler(graphs=SamplerGraphs(5, record))
     expected = tokens_of(LLM(str(path), attention_backend="reference", block_size=16, kv_cache_memory=MEMORY), params)
     assert tokens_of(llm, params) == expected
     assert record.draws
@@ -94,7 +94,7 @@ def test_draws_are_replayed_behind_replayed_steps(path):
 def test_padding_rows_write_into_their_own_block_alone(path):
     llm = llm_with(path, record)
     llm.generate([[1, 2, 3]] * 3, PARAMS[:3], use_tqdm=False)
-    graphs, cache = llm.engine.runner.graphs, llm.engine.runner.cache
+    graphs, cache = llm.engine.executor.runner.graphs, llm.engine.executor.runner.cache
     k_pages, _ = cache.layer(0)
     used = set(k_pages.flatten(1).any(1).nonzero().flatten().tolist())
     padding_block = cache.num_blocks - 1

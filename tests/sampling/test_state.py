@@ -158,7 +158,7 @@ def test_a_preempted_sequence_keeps_its_counts_and_counts_no_token_twice():
             state = SamplingState.of(seq)
             assert known(state) == recount(seq)
             assert state.ngrams.banned(seq.token_ids) == completing(seq.token_ids, 2)
-            seq.token_ids.append(1 + len(seq.token_ids) % 3)
+            scheduler.append(seq, 1 + len(seq.token_ids) % 3)
             if len(seq.token_ids) == 10:
                 scheduler.finish(seq)
                 num_left -= 1

@@ -26,7 +26,7 @@ def step(scheduler, token_id=7):
     plan = scheduler.schedule()
     scheduler.commit(plan)
     for seq, _ in plan.rows:
-        seq.token_ids.append(token_id)
+        scheduler.append(seq, token_id)
         if len(seq.token_ids) >= seq.max_num_tokens:
             scheduler.finish(seq)
     return {item.sequence.request_id: item.num_new_tokens for item in plan.scheduled}
@@ -178,7 +178,7 @@ class Load(RuleBasedStateMachine):
             assert len(seq.block_table) * manager.block_size >= end
         self.scheduler.commit(plan)
         for seq, _ in plan.rows:
-            seq.token_ids.append(token_id)
+            self.scheduler.append(seq, token_id)
             if len(seq.token_ids) >= seq.max_num_tokens:
                 self.scheduler.finish(seq)
 
@@ -197,7 +197,7 @@ TestLoad = Load.TestCase
 TestLoad.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
-def test_without_a_tracer_nothing_is_kept_to_be_told():
+def test_without_a_tracer_no_preemption_is_kept_for_an_event():
     scheduler = make(num_blocks=6, block_size=2)
     older, younger = sequence("a", 4, 12), sequence("b", 4, 12, first=20)
     for seq in (older, younger):
@@ -205,4 +205,4 @@ def test_without_a_tracer_nothing_is_kept_to_be_told():
     while scheduler.num_unfinished:
         step(scheduler)
     assert younger.num_preemptions > 0
-    assert scheduler._untold == []
+    assert scheduler._unreported == []

@@ -1,0 +1,121 @@
+"""What surrounds every entry into an engine, so that no failure and no second caller leaves it half changed.
+
+Process   An engine works in the process that made it. torch's threads do not survive a fork.
+Thread    One thread at a time. step() refuses a second thread. add_request() and abort() wait for the step to end.
+Ctrl-C    SIGINT waits until the step is over: a step that is half done would leave blocks that belong to no sequence. For this,
+          the process's SIGINT handler is replaced during the step, in the main thread only.
+Failure   If a step raises (a user's stage, out of memory), every request is requeued and recomputed.
+Aborts    An abort during a step (by a tracer, or by a stream that is garbage collected) takes effect when the step is over.
+Trace     Events reach the user's tracer when the step is over, because a tracer may raise.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from nanoinfer.errors import NanoinferError
+
+
+class EngineGuard:
+    """The guards of one engine.
+
+    Args:
+        restart: requeues every request after a failed step.
+        flush_trace: hands collected events to the user's tracer.
+        abort: ends requests by id, applied to those whose abort was requested during a step.
+    """
+
+    def __init__(self, *, restart: Callable[[], None], flush_trace: Callable[[], None], abort: Callable[..., None]) -> None:
+        self._restart = restart
+        self._flush_trace = flush_trace
+        self._abort = abort
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._pending_aborts: list[str] = []
+        self.is_stepping = False
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Surround a step of the scheduler's. Raises: as exclusive() does."""
+        with self.exclusive():
+            try:
+                yield
+            except BaseException:
+                self._restart()
+                raise
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Surround a step.
+
+        Raises: NanoinferError in another process, while another thread steps, or during a step.
+        """
+        self._check_process()
+        if not self._lock.acquire(blocking=False):
+            raise self._in_use()
+        try:
+            if self.is_stepping:
+                raise self._in_use()
+            with interrupt_deferred():
+                self.is_stepping = True
+                try:
+                    yield
+                finally:
+                    try:
+                        self._flush_trace()
+                    finally:
+                        self.is_stepping = False
+                        pending, self._pending_aborts = self._pending_aborts, []
+                        self._abort(*pending)
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Surround any other change of the engine. Waits while another thread steps.
+
+        Raises: NanoinferError in another process.
+        """
+        self._check_process()
+        with self._lock:
+            yield
+
+    def defer_abort(self, request_ids: tuple[str, ...]) -> bool:
+        """During a step, keep these ids for its end and return True."""
+        if self.is_stepping:
+            self._pending_aborts += request_ids
+        return self.is_stepping
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise NanoinferError(
+                "this LLM was made in another process, and torch's threads do not survive a fork; make it in the child, or "
+                "start the child with multiprocessing's 'spawn'"
+            )
+
+    @staticmethod
+    def _in_use() -> NanoinferError:
+        return NanoinferError(
+            "step() was called during a step: one thread at a time may use an LLM, and a tracer may not step it. "
+            "Use a lock, or give all prompts to one generate()"
+        )
+
+
+@contextmanager
+def interrupt_deferred() -> Iterator[None]:
+    """Deliver Ctrl-C when the block ends. Process-wide: replaces the SIGINT handler meanwhile, in the main thread only."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield  # only the main thread receives signals, and only a Python handler raises an exception
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if received:
+            previous(*received[0])

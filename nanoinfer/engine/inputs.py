@@ -1,0 +1,203 @@
+"""Prompts and chat messages in the forms that users have them -> checked requests.
+
+In: strings, token ids, vLLM's dicts, chat messages, with SamplingParams. Out: PreparedRequests. A prompt is parsed, rendered,
+tokenised and checked once, before it reaches the engine. InputProcessor knows the model's sizes and the tokenizer, and neither
+queue nor cache, so any thread may call it.
+"""
+
+import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError
+from nanoinfer.execution.executor import ExecutorInfo
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.tokenization.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request that the engine accepts.
+
+    prompt: None if only token ids were given. bad_words: params.bad_words as token ids.
+    error: for a prompt that is too long. Such a request ends at once with finish_reason "error".
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    error: str | None = None
+
+
+class InputProcessor:
+    """Prepares the requests of one engine."""
+
+    def __init__(self, info: ExecutorInfo, tokenizer: Tokenizer | None) -> None:
+        self._info = info
+        self._tokenizer = tokenizer
+
+    def prepare(self, prompt: Any, params: SamplingParams) -> PreparedRequest:
+        """Parse, tokenise and check one prompt. A prompt that is too long is not refused, see PreparedRequest.error.
+
+        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError.
+        """
+        text, token_ids = self._parse(prompt)
+        bad_words = self._check(token_ids, params)
+        error = self._too_long(len(token_ids)) if len(token_ids) >= self._info.max_model_len else None
+        return PreparedRequest(text, token_ids, params, bad_words, error)
+
+    def prepare_all(self, prompts: Any, params: SamplingParams | list[SamplingParams]) -> list[PreparedRequest]:
+        """Prepare one prompt or a list of them, with one SamplingParams for all or one per prompt.
+
+        Raises: as prepare does, with the prompt's index.
+        """
+        prompts = as_list(prompts)
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if not isinstance(params, list | tuple):
+            raise InvalidTypeError(f"sampling_params must be SamplingParams, or a list of them, got {params!r}")
+        if len(params) != len(prompts):
+            raise InvalidValueError(
+                f"sampling_params must be one, or one per prompt: got {len(params)} for {len(prompts)} prompts"
+            )
+        prepared = []
+        for index, (prompt, its_params) in enumerate(zip(prompts, params, strict=True)):
+            with with_prompt_index(index):
+                prepared.append(self.prepare(prompt, its_params))
+        return prepared
+
+    def render_chat(
+        self,
+        messages: Any,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Render one conversation as a prompt, {"prompt": text, "prompt_token_ids": ids}. See LLM.chat."""
+        if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+            raise InvalidTypeError(
+                f'messages must be a list of dicts like {{"role": "user", "content": "Hello"}}, got {reprlib.repr(messages)}'
+            )
+        if self._tokenizer is None:
+            raise InvalidPromptError("this checkpoint has no tokenizer, so there is no chat template; use token ids")
+        if not isinstance(chat_template_kwargs, dict | None):
+            raise InvalidTypeError(f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r}")
+        if clash := {"chat_template", "add_generation_prompt", "tokenize"} & (chat_template_kwargs or {}).keys():
+            raise InvalidValueError(f"chat_template_kwargs must not hold {', '.join(clash)}: that is an argument of its own")
+        text = self._tokenizer.apply_chat_template(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            **(chat_template_kwargs or {}),
+        )
+        # The template has written every special token: adding BOS here would duplicate it.
+        return {"prompt": text, "prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
+
+    def _parse(self, prompt: Any) -> tuple[str | None, list[int]]:
+        """The text, if there is one, and the token ids. If a dict holds both, the ids are used and the text is only shown."""
+        if isinstance(prompt, dict):
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+            if unknown or not isinstance(text, str | None) or (text is None and token_ids is None):
+                raise InvalidPromptError(
+                    f"a prompt's dict holds prompt (a string) or prompt_token_ids (ids), got {reprlib.repr(prompt)}"
+                )
+            return (text, _token_ids(token_ids)) if token_ids is not None else self._parse(text)
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise InvalidPromptError("this checkpoint has no tokenizer; give token ids, or LLM(tokenizer=...)")
+            return prompt, self._tokenizer.encode(prompt)
+        return None, _token_ids(prompt)
+
+    def _check(self, token_ids: list[int], params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Refuse what this model cannot serve. Returns params.bad_words as token ids."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidTypeError(f"sampling_params must be SamplingParams, got {params!r}")
+        if not token_ids:
+            raise InvalidPromptError("the prompt has no tokens; give at least one, such as the model's BOS")
+        vocab_size = self._info.vocab_size
+        for name, ids in (
+            ("the prompt", token_ids),
+            ("stop_token_ids", params.stop_token_ids or ()),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logit_bias", tuple(params.logit_bias or ())),
+            *(("bad_words", word) for word in params.bad_words or () if not isinstance(word, str)),
+        ):
+            # min and max run in C. A loop over a prompt of 100,000 ids would be noticeable.
+            if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+                bad = next(i for i in ids if not 0 <= i < vocab_size)
+                error = f"{name} has the token id {bad}; this model's ids are 0 .. {vocab_size - 1}"
+                raise InvalidPromptError(error) if ids is token_ids else InvalidValueError(error)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > vocab_size:
+                raise InvalidValueError(
+                    f"{name} must be at most the vocabulary's {vocab_size}, got {getattr(params, name)}; use -1 for all"
+                )
+        bad_words = self._bad_word_ids(params)
+        if params.detokenize and self._tokenizer is None:
+            raise InvalidValueError(
+                "this checkpoint has no tokenizer, so there can be no text; pass SamplingParams(detokenize=False), "
+                "or LLM(tokenizer=...)"
+            )
+        return bad_words
+
+    def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Some tokenizers have ids that the model lacks. A word that contains one cannot be generated and is left out."""
+        words: list[tuple[int, ...]] = []
+        for word in params.bad_words or ():
+            if isinstance(word, str):
+                if self._tokenizer is None:
+                    raise InvalidValueError(f"bad_words has {word!r}, but there is no tokenizer; give lists of token ids")
+                words += self._tokenizer.word_forms(word)
+            else:
+                words.append(tuple(word))
+        return tuple(ids for ids in words if max(ids) < self._info.vocab_size)
+
+    def _too_long(self, num_prompt_tokens: int) -> str:
+        error = f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {self._info.max_model_len}, answer included; "
+        error += "shorten the prompt"
+        if self._info.max_model_len < self._info.max_position_embeddings:
+            error += f", or raise max_model_len (this model: up to {self._info.max_position_embeddings}) and kv_cache_memory"
+        return error
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """One prompt, or a list of them, as a list of them. A list of plain ints is one prompt.
+
+    >>> as_list("Hello"), as_list([5, 6]), as_list(["Hello", [5, 6]])
+    (['Hello'], [[5, 6]], ['Hello', [5, 6]])
+    """
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise InvalidTypeError(f"prompts must be a string, token ids, a dict or a list of these, got {reprlib.repr(prompts)}")
+    if prompts and all(isinstance(item, Integral) for item in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+@contextmanager
+def with_prompt_index(index: int) -> Iterator[None]:
+    """Put the prompt's index before the message of an error raised inside."""
+    try:
+        yield
+    except NanoinferError as error:
+        raise type(error)(f"prompt {index}: {error}") from error
+
+
+def _token_ids(ids: Any) -> list[int]:
+    """A new list of plain ints. numpy's integers are accepted."""
+    if isinstance(ids, list | tuple):
+        if all(type(i) is int for i in ids):
+            return list(ids)
+        if all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
+            return [int(i) for i in ids]
+    raise InvalidTypeError(
+        f"a prompt must be a string, a list of token ids (of an array, its .tolist()), or a dict with prompt or "
+        f"prompt_token_ids, got {reprlib.repr(ids)}"
+    )

@@ -1,0 +1,95 @@
+"""The seam between bookkeeping and tensors: an engine passes a step's plan to an Executor and receives sampled tokens.
+
+In: StepPlans. Out: StepOutputs, plain Python. This file imports no torch. UniProcExecutor runs the model in this process.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from nanoinfer.outputs import TokenLogprobs
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorInfo:
+    """What the engine must know about the loaded model and its KV cache.
+
+    max_position_embeddings: the model's limit. max_model_len: the most tokens of a sequence, limited by the cache as well.
+    """
+
+    vocab_size: int
+    max_position_embeddings: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    num_cache_bytes: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+    attention_backend: str = "reference"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What a step returns for one sequence.
+
+    token_ids: the sampled ids, in order. logprobs: one for each of token_ids, if requested. With StepPlan.num_top_logprobs
+    there are no token_ids, and one entry in logprobs.
+    error: why no token could be sampled.
+    """
+
+    sequence: Sequence
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt's tokens from `position` on."""
+
+    sequence: Sequence
+    position: int
+    logprobs: list[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """sequences: in the order of the plan's rows. seconds: what the executor spent on build, forward and sample."""
+
+    sequences: list[SequenceOutput]
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class InFlight(Protocol):
+    """A launched step whose output has not been collected."""
+
+    @property
+    def plan(self) -> StepPlan: ...
+    @property
+    def must_sync(self) -> bool:
+        """Whether the sampled tokens must reach the host before the next step is launched."""
+        ...
+
+
+class Executor(Protocol):
+    """Computes steps. After a call that raises, the engine requeues every request and computes it again."""
+
+    @property
+    def info(self) -> ExecutorInfo: ...
+    @property
+    def batch_independent(self) -> bool:
+        """See LLM.batch_independent."""
+        ...
+
+    def launch(self, plan: StepPlan, previous: Any) -> InFlight:
+        """Start a step: batch, block copies, forward pass, LM head, sampling. It does not wait for the device.
+
+        previous: the step in flight, or None. Its sampled tokens may be input of this step before the host knows them.
+        """
+        ...
+
+    def collect(self, step: Any) -> StepOutput:
+        """Wait for a step's sampled tokens."""
+        ...

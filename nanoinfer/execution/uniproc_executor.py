@@ -1,0 +1,250 @@
+"""The Executor that runs the model in this process, on one device.
+
+In: a loaded model and StepPlans. Out: StepOutputs. It owns everything that holds tensors: KV cache, attention backend, CUDA
+graphs, model runner and sampler.
+"""
+
+import logging
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from nanoinfer.attention.base import AttentionBackend, select_backend
+from nanoinfer.attention.kv_cache import KVCache, bytes_per_block
+from nanoinfer.config import EngineConfig
+from nanoinfer.devices import openmp
+from nanoinfer.devices.cuda_graphs import CUDACapture
+from nanoinfer.errors import InvalidValueError
+from nanoinfer.execution.batch_independence import cannot_be_invariant, is_batch_independent
+from nanoinfer.execution.decode_graphs import DecodeGraphs
+from nanoinfer.execution.executor import ExecutorInfo, PromptLogprobs, SequenceOutput, StepOutput
+from nanoinfer.execution.forward_batch import ForwardBatch, LastDrawn
+from nanoinfer.execution.memory import num_blocks_for, peak_step_bytes
+from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.models.registry import Model
+from nanoinfer.outputs import TokenLogprobs
+from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.cuda_graphs import SamplerGraphs
+from nanoinfer.sampling.logprobs import token_logprobs
+from nanoinfer.sampling.sampler import NOT_FINITE, STAGES, Drawn, Sampler
+from nanoinfer.sampling.stage_trace import StageTracer
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import PromptRows, StepPlan
+from nanoinfer.tokenization.tokenizer import Tokenizer
+from nanoinfer.tracing import Tracer
+
+logger = logging.getLogger(__name__)
+
+PROMPT_LOGITS = 2**22  # logits of a prompt that are computed at a time for prompt_logprobs: 16 MB
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose tokens are sampled on the device. drawn is None for a plan with num_top_logprobs."""
+
+    plan: StepPlan
+    drawn: Drawn | None
+    prompt_logprobs: list[PromptLogprobs]
+    top_logprobs: list[SequenceOutput]
+    must_sync: bool
+    seconds: dict[str, float]
+
+
+class UniProcExecutor:
+    """Runs steps on the device of the model it is given. One thread at a time may call it."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        tracer: Tracer | None = None,
+        has_independent_rows: bool = False,
+    ) -> None:
+        """Choose the attention backend, size and allocate the KV cache.
+
+        model: on its device. The model, dtype and device fields of the config have been used by then.
+        tokenizer: for the token texts in the tracer's events.
+        has_independent_rows: what models/cpu_linear.py measured about the model's linear layers.
+        """
+        weight = next(model.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
+        self._tokenizer, self._tracer = tokenizer, tracer
+        self._traces_stages = tracer is not None and bool(getattr(config.tracer, "wants_stages", False))
+        name, backend = select_backend(
+            config.attention_backend,
+            self.device,
+            self.dtype,
+            model.config.head_dim,
+            block_size=config.cache.block_size,
+            enforce_eager=config.enforce_eager,
+        )
+        self.info = self._size_cache(model, config, name, config.cache.block_size or backend.default_block_size)
+        graphs, sampler_graphs = None, None
+        if self.device.type == "cuda" and backend.supports_cuda_graph and not config.enforce_eager:
+            graphs = DecodeGraphs(
+                max_num_seqs=config.scheduler.max_num_seqs,
+                max_model_len=self.info.max_model_len,
+                block_size=self.info.block_size,
+                padding_block=self.info.num_blocks,
+                capture=CUDACapture(),
+            )
+            sampler_graphs = SamplerGraphs(config.scheduler.max_num_seqs, CUDACapture())
+        cache = KVCache(
+            num_layers=model.config.num_hidden_layers,
+            num_blocks=self.info.num_blocks + (graphs is not None),
+            block_size=self.info.block_size,
+            num_kv_heads=model.config.num_key_value_heads,
+            head_dim=model.config.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            layout=backend.layout,
+        )
+        self.runner = ModelRunner(model, cache, backend, graphs)
+        self._num_threads = torch.get_num_threads()
+        self._is_batch_independent = has_independent_rows and self._tried_rows_are_independent(model, backend)
+        if config.scheduler.batch_invariant and not self.batch_independent:
+            raise cannot_be_invariant(self.dtype, self.device)
+        stages = STAGES if config.stages is None else config.stages
+        self._has_user_stages = stages != STAGES
+        self.sampler = Sampler(stages, processed_logprobs=config.logprobs_mode == "processed", graphs=sampler_graphs)
+        self._previous_sampling_batch: SamplingBatch | None = None  # its columns serve again if its rows do
+
+    @property
+    def batch_independent(self) -> bool:
+        """See LLM.batch_independent."""
+        return self._is_batch_independent and torch.get_num_threads() == self._num_threads
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep:
+        """From the plan to the sampled tokens on the device, without waiting for it. See Executor.launch."""
+        if self.device.type == "cpu":
+            openmp.observe()
+        with self._on_device():
+            start = time.perf_counter()
+            last_drawn = None
+            if previous is not None and previous.drawn is not None:
+                rows = {seq: row for row, (seq, _) in enumerate(previous.plan.rows)}
+                last_drawn = LastDrawn(previous.drawn.token_ids, rows)
+            batch = ForwardBatch.build(plan, self.info.block_size, self.device, last_drawn, self._tracer)
+            built = time.perf_counter()
+            hidden = self.runner.forward(batch)
+            logits = self.runner.compute_logits(hidden[batch.logits_indices])  # of the rows that need logits
+            forwarded = time.perf_counter()
+            sequences = [seq for seq, _ in plan.rows]
+            drawn = top_logprobs = None
+            if plan.num_top_logprobs:
+                top_logprobs = _top_logprobs(logits, sequences, plan.num_top_logprobs)
+            else:
+                drawn = self._sample(logits, sequences)
+            prompt_logprobs = [self._prompt_logprobs(part, hidden) for part in plan.prompt_rows]
+            must_sync = self._has_user_stages or bool(prompt_logprobs) or any(map(_reads_newest_token, sequences))
+            seconds = {"build": built - start, "forward": forwarded - built, "sample": time.perf_counter() - forwarded}
+            return LaunchedStep(plan, drawn, prompt_logprobs, top_logprobs or [], must_sync, seconds)
+
+    @torch.inference_mode()
+    def collect(self, step: LaunchedStep) -> StepOutput:
+        """Wait for the sampled tokens of a step. See Executor.collect."""
+        if step.drawn is None:
+            return StepOutput(step.top_logprobs)
+        start = time.perf_counter()
+        with self._on_device():
+            sampled = step.drawn.read()
+        outputs = []
+        for row, (seq, _) in enumerate(step.plan.rows):
+            if error := sampled.errors.get(row):
+                outputs.append(SequenceOutput(seq, error=error))
+            else:
+                logprobs = [sampled.logprobs[row]] if row in sampled.logprobs else []
+                outputs.append(SequenceOutput(seq, [sampled.token_ids[row]], logprobs))
+        seconds = step.seconds | {"sample": step.seconds["sample"] + time.perf_counter() - start}
+        return StepOutput(outputs, step.prompt_logprobs, seconds)
+
+    # ---- internals
+
+    def _size_cache(self, model: Model, config: EngineConfig, backend_name: str, block_size: int) -> ExecutorInfo:
+        """Decide how many blocks the KV cache gets, and the longest sequence that this allows."""
+        limit = model.config.max_position_embeddings
+        if config.max_model_len is not None and config.max_model_len > limit:
+            raise InvalidValueError(
+                f"max_model_len must be <= {limit}, the positions this model knows, got {config.max_model_len}"
+            )
+        requested_len = config.max_model_len or limit
+        block_bytes = bytes_per_block(
+            num_layers=model.config.num_hidden_layers,
+            block_size=block_size,
+            num_kv_heads=model.config.num_key_value_heads,
+            head_dim=model.config.head_dim,
+            dtype=self.dtype,
+        )
+        step_bytes = peak_step_bytes(model, config.scheduler, self.device) if self.device.type == "cuda" else 0
+        num_blocks = num_blocks_for(config, block_bytes, block_size, requested_len, self.device, step_bytes=step_bytes)
+        max_model_len = min(requested_len, num_blocks * block_size)
+        dtype_name = str(self.dtype).removeprefix("torch.")
+        logger.info(
+            "%s on %s, attention %s, KV cache of %d blocks of %d tokens (%.0f MiB), max_model_len %d",
+            dtype_name, self.device, backend_name, num_blocks, block_size, num_blocks * block_bytes / 2**20, max_model_len,
+        )  # fmt: skip
+        if config.max_model_len is not None and max_model_len < config.max_model_len:
+            logger.warning(
+                "max_model_len is %d, not %d: the KV cache holds no more; raise kv_cache_memory",
+                max_model_len, config.max_model_len,
+            )  # fmt: skip
+        return ExecutorInfo(
+            vocab_size=model.config.vocab_size,
+            max_position_embeddings=limit,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_cache_bytes=num_blocks * block_bytes,
+            device=str(self.device),
+            dtype=dtype_name,
+            attention_backend=backend_name,
+        )
+
+    def _tried_rows_are_independent(self, model: Model, backend: AttentionBackend) -> bool:
+        return is_batch_independent(model, backend, self.info.block_size, self.dtype)
+
+    def _sample(self, logits: Float[Tensor, "num_rows vocab"], sequences: list[Sequence]) -> Drawn:
+        batch = SamplingBatch.build(sequences, self.info.vocab_size, self.device, self._previous_sampling_batch)
+        self._previous_sampling_batch = batch
+        stage_tracer = StageTracer(self._tracer, sequences, self._tokenizer) if self._tracer and self._traces_stages else None
+        return self.sampler(logits, batch, stage_tracer)
+
+    def _prompt_logprobs(self, part: PromptRows, hidden: Float[Tensor, "num_tokens hidden"]) -> PromptLogprobs:
+        """Log-probabilities of the prompt tokens that follow these rows, computed for a limited number of rows at a time."""
+        rows_at_a_time = max(PROMPT_LOGITS // self.info.vocab_size, 1)
+        seq, logprobs = part.sequence, []
+        requested = seq.params.prompt_logprobs
+        num_top = self.info.vocab_size if requested is None or requested == -1 else requested
+        for start in range(part.start, part.stop, rows_at_a_time):
+            logits = self.runner.compute_logits(hidden[start : min(start + rows_at_a_time, part.stop)])
+            first = part.position + 1 + start - part.start
+            logprobs += token_logprobs(logits, seq.prompt_token_ids[first : first + len(logits)], [num_top] * len(logits))
+        return PromptLogprobs(seq, part.position + 1, logprobs)
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        """Make the model's GPU the current one, on which Triton kernels are launched."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+def _reads_newest_token(seq: Sequence) -> bool:
+    """Whether sampling the next token depends on the newest one, or its log-probabilities were requested."""
+    params = seq.params
+    return bool(params.needs_state or seq.bad_words or params.logits_processors) or params.logprobs is not None
+
+
+def _top_logprobs(logits: Float[Tensor, "num_rows vocab"], sequences: list[Sequence], num_top: int) -> list[SequenceOutput]:
+    """The num_top most likely ids of every row, in falling order."""
+    num_top = min(num_top, logits.shape[-1])
+    largest, likeliest = logits.max(dim=-1)
+    all_logprobs: list[TokenLogprobs] = token_logprobs(logits, likeliest.tolist(), [num_top] * len(logits))
+    return [
+        SequenceOutput(seq, logprobs=[logprobs]) if is_finite else SequenceOutput(seq, error=NOT_FINITE)
+        for seq, logprobs, is_finite in zip(sequences, all_logprobs, largest.isfinite().tolist(), strict=True)
+    ]

@@ -1,0 +1,83 @@
+"""What one step computes. Plain data, made by the scheduler (or by beam search) and carried out by an Executor."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from nanoinfer.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """This step computes the next num_new_tokens of the sequence's tokens that are not in the cache yet."""
+
+    sequence: Sequence
+    num_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Packed tokens start .. stop - 1 are the tokens of the sequence's prompt from `position` on."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step.
+
+    scheduled: single-token sequences first, then prompt chunks, each group oldest first. Packed index 0 is the first token of
+        the first of them.
+    rows: (sequence, packed index) pairs whose hidden rows reach the LM head and the sampler. A chunk that does not end its
+        prompt has none. Forks have the index of the sequence that they come from.
+    prompt_rows: the prompt tokens whose log-probabilities were requested.
+    block_copies: (from, to) blocks that are copied before the forward pass.
+    preempted: sequences that lost their blocks to this step.
+    step: the scheduler numbers its steps from 0.
+    schedule_seconds: how long the scheduler took to decide.
+    num_top_logprobs: if > 0, nothing is sampled. Each row returns the log-probabilities of that many most likely ids instead
+        (beam search).
+    """
+
+    scheduled: tuple[ScheduledSequence, ...]
+    rows: tuple[tuple[Sequence, int], ...] = ()
+    prompt_rows: tuple[PromptRows, ...] = ()
+    block_copies: tuple[tuple[int, int], ...] = ()
+    preempted: tuple[Sequence, ...] = ()
+    step: int = -1
+    schedule_seconds: float = 0.0
+    num_top_logprobs: int = 0
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return sum(item.num_new_tokens == 1 for item in self.scheduled)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(item.num_new_tokens for item in self.scheduled) - self.num_decode_tokens
+
+
+def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int], ...]:
+    """Each sequence whose last known token is computed in this step, and its forks, with that token's packed index."""
+    rows = []
+    end = 0
+    for item in scheduled:
+        end += item.num_new_tokens
+        if item.num_new_tokens == item.sequence.num_new_tokens:
+            rows += [(seq, end - 1) for seq in (item.sequence, *item.sequence.forks)]
+    return tuple(rows)
+
+
+def prompt_rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[PromptRows, ...]:
+    """The prompt tokens of this step that precede another prompt token, where their log-probabilities were requested."""
+    rows = []
+    start = 0
+    for item in scheduled:
+        seq = item.sequence
+        num = min(item.num_new_tokens, len(seq.prompt_token_ids) - 1 - seq.num_computed_tokens)
+        if seq.wants_prompt_logprobs and num > 0:
+            rows.append(PromptRows(seq, start, start + num, seq.num_computed_tokens))
+        start += item.num_new_tokens
+    return tuple(rows)
