@@ -74,7 +74,8 @@ def _machine(device: torch.device) -> list[tuple[str, str]]:
             f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, {free / 2**30:.1f} of "
             f"{total / 2**30:.1f} GiB free",
         )
-    for package in ("torch", "transformers", "triton", "flash-attn"):
+    found.append(("torch", torch.__version__))  # unlike its metadata, it says which build: 2.13.0+cpu, 2.13.0+cu130
+    for package in ("transformers", "triton", "flash-attn"):
         try:
             found.append((package, importlib.metadata.version(package)))
         except importlib.metadata.PackageNotFoundError:
