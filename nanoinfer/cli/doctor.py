@@ -10,6 +10,8 @@ import shutil
 from dataclasses import dataclass
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from nanoinfer.attention.base import BACKENDS, AttentionBackend, find_backend, select_backend
 from nanoinfer.attention.kv_cache import KVCache
@@ -58,6 +60,22 @@ def examine() -> Report:
     return Report(_machine(device), _engine(device, dtype), list(machine_checks.verdicts().items()), checks)
 
 
+def print_report(report: Report) -> None:
+    """Print a table of each part of the report."""
+    tables = {
+        "this machine": report.machine,
+        "what the engine will use": report.engine,
+        f"measured before, kept in {machine_checks.cache_path()}": report.verdicts,
+        "attention backends, beside the reference": [(check.backend, check.words) for check in report.checks],
+    }
+    console = Console()
+    for title, pairs in tables.items():
+        table = Table("", "", title=title, title_justify="left", show_header=False)
+        for pair in pairs:
+            table.add_row(*pair)
+        console.print(table)
+
+
 def _machine(device: torch.device) -> list[tuple[str, str]]:
     found = [
         ("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"),
@@ -87,7 +105,7 @@ def _engine(device: torch.device, dtype: torch.dtype) -> list[tuple[str, str]]:
     """What LLM(...) with its defaults would take for a checkpoint in bfloat16 with heads of HEAD_DIM."""
     name, backend = select_backend("auto", device, dtype, HEAD_DIM)
     besides = ", less weights and a step" if device.type == "cuda" else ""
-    told = [
+    chosen = [
         ("device", str(device)),
         ("dtype of a bfloat16 checkpoint", str(dtype).removeprefix("torch.")),
         ("attention", f"{name}, blocks of {backend.default_block_size} tokens"),
@@ -95,11 +113,11 @@ def _engine(device: torch.device, dtype: torch.dtype) -> list[tuple[str, str]]:
     ]
     if device.type == "cpu":
         report = cpu_linear.pack(_gpt2_layers(dtype))
-        told += [(f"linear layer {kind}", form) for kind, form in report.forms.items()]
+        chosen += [(f"linear layer {kind}", form) for kind, form in report.forms.items()]
         bits = "the same in any batch" if report.are_rows_independent else "depend on the batch"
-        told.append(("a row's bits in these", bits))
-        told.append(("waiting threads", openmp.describe()))
-    return told
+        chosen.append(("a row's bits in these", bits))
+        chosen.append(("waiting threads", openmp.describe()))
+    return chosen
 
 
 def _gpt2_layers(dtype: torch.dtype) -> torch.nn.Module:
