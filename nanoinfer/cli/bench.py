@@ -17,30 +17,30 @@ if TYPE_CHECKING:
     from nanoinfer.bench.compare import Comparison
     from nanoinfer.bench.workloads import Workload
 
-# The functions below import the modules that measure: torch and transformers take seconds, and --help needs neither.
+# The functions import the modules that measure: torch and transformers take seconds to import, and --help needs neither.
 
 DEFINITIONS = """\
 TTFT, time to first token: from a request's arrival to its first token.
 
 TPOT, time per output token, of one request: (last token - first token) / (tokens - 1).
 
-ITL, inter-token latency: the times between a token and the next of its request, of all requests together.
+ITL, inter-token latency: the times between consecutive tokens of a request, over all requests.
 
-Tokens per second: output tokens over the time from the first arrival to the last token, prefill included."""
+Tokens per second: output tokens divided by the time from the first arrival to the last token, prefill included."""
 
 WORKLOADS_HELP = """\
 Workloads: A one stream (32 tokens in, 128 out); B16, B64 batches (64 in, 64 out); C prefill (1,023 in, 1 out); D 32 requests of
 mixed lengths (16-256 in, 16-128 out); E 64 sampled streams (1 in, 128 out, top_k 40, top_p 0.9); F for a GPU, 256
 requests (100-1,024 in and out). All but E are greedy."""
 
-app = typer.Typer(help="What nanoinfer costs, beside what others cost.")
+app = typer.Typer(help="Measure nanoinfer, also beside transformers.")
 
 DEFAULT_WORKLOADS = "A,B16"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Compile nothing.")]
 Named = Annotated[str | None, typer.Option("--workload", help="Some of A,B16,B64,C,D,E,F, with commas. Default: A,B16.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Runs that count, after one to warm up.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Measured runs, after one to warm up.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +58,19 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
-    """Workloads by name, or with num_prompts one of the user's own, which the options after it describe."""
+    """Workloads by name, or one of the user's own."""
 
     workload: Named = None
-    num_prompts: Annotated[int | None, typer.Option(min=1, help="A workload of your own: how many requests.")] = None
-    input_len: Annotated[str, typer.Option(help="Its prompts' tokens: 128, or drawn from 16-256.")] = "128"
-    output_len: Annotated[str, typer.Option(help="Its answers' tokens, in the same way.")] = "128"
-    request_rate: Annotated[float, typer.Option(help="Its requests per second, at random times; inf is all at once.")] = (
-        math.inf
-    )
-    temperature: Annotated[float, typer.Option(min=0, help="Its sampling; 0 is greedy.")] = 0.0
-    top_k: Annotated[int, typer.Option(min=0, help="Its sampling; 0 is off.")] = 0
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Its sampling; 1 is off.")] = 1.0
-    seed: Annotated[int, typer.Option(min=0, help="Of its lengths and times.")] = 0
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Requests of a workload of your own, which the next options describe.")
+    ] = None
+    input_len: Annotated[str, typer.Option(help="Tokens per prompt: 128, or drawn from 16-256.")] = "128"
+    output_len: Annotated[str, typer.Option(help="Tokens per answer, in the same form.")] = "128"
+    request_rate: Annotated[float, typer.Option(help="Requests per second, at random times; inf is all at once.")] = math.inf
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0
+    top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="1 is off.")] = 1.0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the lengths and the arrival times.")] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class RunOptions:
     kv_cache_memory: Annotated[int | None, typer.Option(help="Bytes for the KV cache. Default: what is needed.")] = None
     enforce_eager: EnforceEager = False
     repeats: Repeats = 3
-    compare: Annotated[str | None, typer.Option(help="transformers: the same work through its generate, in turns.")] = None
+    compare: Annotated[str | None, typer.Option(help="transformers: run the same work through its generate, in turns.")] = None
 
 
 @app.callback(invoke_without_command=True)
@@ -90,11 +90,11 @@ def bench(
     *,
     context: typer.Context,
     roofline: Annotated[
-        bool, typer.Option("--roofline", help="Where prefill and decode stand under this machine's limits.")
+        bool, typer.Option("--roofline", help="Compare prefill and decode with this machine's limits.")
     ] = False,
     measured: ModelOptions,
     enforce_eager: EnforceEager = False,
-    plot: Annotated[Path, typer.Option(help="Where --roofline draws (PNG, needs matplotlib).")] = Path("roofline.png"),
+    plot: Annotated[Path, typer.Option(help="Path of --roofline's plot (PNG, requires matplotlib).")] = Path("roofline.png"),
     as_json: AsJson = False,
 ) -> None:
     if context.invoked_subcommand is not None:
@@ -132,9 +132,9 @@ def bench(
             _show_roofline(report)
         try:
             measurement.plot(machine, dtype, phases, plot)
-            typer.echo(f"drawn: {plot}", err=True)
+            typer.echo(f"plotted: {plot}", err=True)
         except ImportError:
-            typer.echo("nothing is drawn: matplotlib is not installed (pip install matplotlib)", err=True)
+            typer.echo("no plot: matplotlib is not installed (pip install matplotlib)", err=True)
 
 
 def _show_roofline(report: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ def _show_roofline(report: dict[str, Any]) -> None:
     console.print(table)
 
 
-@app.command(help=f"Tokens per second.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
+@app.command(help=f"Measure tokens per second.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
 @expand_options
 def throughput(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: AsJson = False) -> None:
     results = _compare(measured, picked, run)
@@ -161,7 +161,7 @@ def throughput(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptio
         _show_throughput(results)
 
 
-@app.command(help=f"TTFT, TPOT and ITL: their 50th, 95th and 99th percentiles.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
+@app.command(help=f"Measure TTFT, TPOT and ITL: their 50th, 95th and 99th percentiles.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
 @expand_options
 def latency(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: AsJson = False) -> None:
     results = _compare(measured, picked, run)
@@ -172,7 +172,7 @@ def latency(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions,
 
 
 def _compare(measured: ModelOptions, picked: WorkloadOptions, run: RunOptions) -> list["Comparison"]:
-    """Run the workloads, also through transformers if `run` says so."""
+    """Run the workloads through nanoinfer and, if `run` says so, through transformers."""
     with cli_errors():
         from nanoinfer.bench import compare
 
@@ -251,9 +251,10 @@ def _show_latency(results: list["Comparison"]) -> None:
         for engine, figures in (("nanoinfer", result.ours), ("transformers", result.theirs)):
             if figures is None:
                 continue
-            for name, its in (("TTFT", figures.ttft_ms), ("TPOT", figures.tpot_ms), ("ITL", figures.itl_ms)):
-                if its is not None:
-                    table.add_row(result.workload, engine, name, f"{its.p50:.2f}", f"{its.p95:.2f}", f"{its.p99:.2f}")
+            for name, percentiles in (("TTFT", figures.ttft_ms), ("TPOT", figures.tpot_ms), ("ITL", figures.itl_ms)):
+                if percentiles is not None:
+                    numbers = (f"{one:.2f}" for one in (percentiles.p50, percentiles.p95, percentiles.p99))
+                    table.add_row(result.workload, engine, name, *numbers)
     Console().print(table)
     _show_memory(results[0])
 
@@ -265,10 +266,10 @@ def _show_memory(result: "Comparison") -> None:
 
 @app.command("sampler")
 def sampler(
-    repeats: Annotated[int, typer.Option(min=1, help="How many times each side of a case runs.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each side of a case.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Drawing the tokens of 64 rows, beside transformers' warpers and multinomial; a minute or two."""
+    """Time the drawing of the tokens of 64 rows, beside transformers' warpers and multinomial. It takes a minute or two."""
     from nanoinfer.bench import sampler as measured
 
     results = measured.run(repeats)
@@ -291,7 +292,7 @@ def report(
     workload: Named = None,
     repeats: Repeats = 1,
 ) -> None:
-    """Throughput beside transformers and the roofline, as a dated entry for BENCHMARKS.md."""
+    """Print throughput beside transformers and the roofline, as a dated entry for BENCHMARKS.md."""
     import gc
 
     import torch
@@ -311,7 +312,7 @@ def report(
             device=measured.device,
             quantization=None,
         )
-        gc.collect()  # both models
+        gc.collect()  # frees both models
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         machine, dtype, phases = roofline.run(checkpoint, dtype=measured.dtype, device=measured.device)

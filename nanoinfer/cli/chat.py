@@ -30,7 +30,7 @@ def chat(
     max_tokens: MaxTokens = 1024,
     stop: Stop = None,
 ) -> None:
-    """Talk to a model that has a chat template. Ctrl-C stops an answer; /reset forgets, /exit or Ctrl-D leaves."""
+    """Talk to a model that has a chat template. Ctrl-C stops an answer. /reset starts anew. /exit or Ctrl-D leaves."""
     with cli_errors():
         llm = load_llm(engine, max_model_len=max_model_len)
         params = resolve_sampling_params(llm, sampling, max_tokens=max_tokens, stop=stop)

@@ -40,10 +40,10 @@ def explain(
     sampling: SamplingOptions,
     max_tokens: MaxTokens = 32,
     stop: Stop = None,
-    html: Annotated[Path, typer.Option(help="Where the page goes that replays it.")] = Path("trace.html"),
-    jsonl: Annotated[Path | None, typer.Option(help="Keep the events, too, a line of JSON each.")] = None,
+    html: Annotated[Path, typer.Option(help="Path of the HTML replay.")] = Path("trace.html"),
+    jsonl: Annotated[Path | None, typer.Option(help="Path for the events, too, one line of JSON each.")] = None,
 ) -> None:
-    """Show how each token came about: a table here, and a page that replays the whole generation."""
+    """Explain each token: print a table, and write an HTML page that replays the generation."""
     with cli_errors():
         if html == jsonl:
             raise InvalidValueError(f"--html and --jsonl must be two files, got {html} for both; name another")

@@ -35,9 +35,9 @@ def generate(
     stop: Stop = None,
     stop_token_ids: Annotated[list[int] | None, typer.Option(help="End at this token id; may be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Do not end at the end-of-text token.")] = False,
-    echo: Annotated[bool, typer.Option("--echo", help="Show the prompt, too.")] = False,
+    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt, too.")] = False,
 ) -> None:
-    """Continue a text, and show it as it comes."""
+    """Continue a text and stream it to the terminal."""
     with cli_errors():
         llm = load_llm(engine, max_model_len=max_model_len)
         params = resolve_sampling_params(

@@ -1,4 +1,4 @@
-"""The `nanoinfer` command. Each subcommand has its own file; options.py holds what they share."""
+"""The `nanoinfer` command. Each subcommand has a file of its own, and options.py holds what they share."""
 
 import io
 import logging
@@ -21,19 +21,19 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def main(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Tell what the engine chooses.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine chooses.")] = False,
 ) -> None:
     if version:
         typer.echo(f"nanoinfer {__version__}")
         raise typer.Exit
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no emoji shows "?" instead of ending the program
+        sys.stdout.reconfigure(errors="replace")  # "?" for a character that the terminal cannot show
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("nanoinfer").setLevel(logging.INFO if verbose else logging.WARNING)
 
 
 def doctor() -> None:
-    """What this machine has, what the engine will use of it, and whether each attention backend computes rightly here."""
+    """Print what this machine has, what the engine will use of it, and whether each attention backend computes correctly."""
     from nanoinfer.cli.doctor import examine, print_report  # imports torch, which takes a second
 
     report = examine()

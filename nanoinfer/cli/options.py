@@ -1,4 +1,4 @@
-"""What the commands share: their options, the model and the sampling parameters made from these, and errors in one sentence.
+"""What the commands share: options, the LLM and SamplingParams made from them, standard input, and errors in one sentence.
 
 A command declares a group of options as one keyword, `engine: EngineOptions`, and expand_options turns the group into options.
 """
@@ -58,7 +58,7 @@ class SamplingOptions:
     presence_penalty: Annotated[float | None, typer.Option(help="Above 0: make tokens of the output less likely.")] = None
     frequency_penalty: Annotated[
         float | None,
-        typer.Option(help="The same, for each time that a token is in the output."),
+        typer.Option(help="Above 0: the same, times the number of times that the token is in the output."),
     ] = None
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None
 
@@ -112,6 +112,7 @@ _stderr = Console(stderr=True)
 
 
 def print_error(error: NanoinferError) -> None:
+    """Print one line to standard error, without a traceback."""
     _stderr.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
