@@ -1,4 +1,4 @@
-"""The likeliest answers as a whole, beside the answer that takes the likeliest token each time."""
+"""Beam search: the most likely whole answers, beside the greedy answer of the most likely token at each step."""
 
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 

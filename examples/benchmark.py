@@ -1,4 +1,4 @@
-"""Tokens per second against the number of sequences: why an engine batches. (`nanoinfer bench` measures properly.)"""
+"""Tokens per second for different numbers of sequences: why an engine batches. `nanoinfer bench` measures with more care."""
 
 import random
 import time
@@ -13,7 +13,9 @@ for num_seqs in (1, 4, 16, 64):
     prompts = [[random.randrange(vocab_size) for _ in range(16)] for _ in range(num_seqs)]
     llm.generate(prompts, params, use_tqdm=False)  # the first run compiles
     start = time.perf_counter()
-    outputs = llm.generate([ids[::-1] for ids in prompts], params, use_tqdm=False)  # other prompts: no prefix is found
+    outputs = llm.generate(
+        [ids[::-1] for ids in prompts], params, use_tqdm=False
+    )  # different prompts: no prefix is in the cache
     took = time.perf_counter() - start
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     print(f"{num_seqs:3d} sequences: {num_tokens / took:8.0f} tokens/s, {1000 * took / 64:6.2f} ms a step")

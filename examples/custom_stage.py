@@ -1,4 +1,4 @@
-"""A sampler stage of your own, for every request; and a logits processor, for one."""
+"""A sampler stage of your own, for every request, and a logits processor, for one request."""
 
 import torch
 
@@ -7,7 +7,7 @@ from nanoinfer.sampling.sampler import STAGES
 
 
 def keep_top_n_sigma(logits, batch):
-    """Drop what lies more than one standard deviation below the largest logit.
+    """Drop the tokens more than one standard deviation below the largest logit.
 
     logits: [batch, vocab], -inf where a stage before this one dropped a token. Source: Tang et al. 2024, arXiv:2411.07641.
     """
@@ -21,7 +21,7 @@ def keep_top_n_sigma(logits, batch):
 
 
 def shout(prompt_ids, output_ids, logits):
-    """Like exclamation marks. logits: [vocab]."""
+    """Make exclamation marks more likely. logits: [vocab]."""
     logits[exclamation] += 15.0
     return logits
 

@@ -1,4 +1,4 @@
-"""How likely was each token, and what else was? And how likely is a text that somebody else wrote?"""
+"""Log-probabilities of each sampled token and its alternatives, and of a given text."""
 
 from nanoinfer import LLM, SamplingParams
 
@@ -11,7 +11,7 @@ for token_id, entries in zip(answer.token_ids, answer.logprobs, strict=True):
     print(f"{drawn.decoded_token!r:>12} {drawn.logprob:6.2f}, rank {drawn.rank}; others: {others}")
 print(f"together {answer.cumulative_logprob:.2f}\n")
 
-# prompt_logprobs scores a given text; the first token has none.
+# prompt_logprobs scores a given text. The first token has no log-probability.
 score = SamplingParams(max_tokens=1, prompt_logprobs=0)
 texts = ["Once upon a time, there was a kind duck.", "Once upon a time, there was a duck kind."]
 for output in llm.generate(texts, score, use_tqdm=False):

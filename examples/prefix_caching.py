@@ -1,4 +1,4 @@
-"""What prompts have in common is computed once: the second call finds the blocks of the first."""
+"""Prefix caching: a shared prefix is computed once, and the second call finds the blocks of the first."""
 
 import random
 import time

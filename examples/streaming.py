@@ -1,4 +1,4 @@
-"""Text as it comes, and how long each token took."""
+"""Stream the text of each token, and time the tokens."""
 
 import time
 from itertools import pairwise

@@ -1,9 +1,9 @@
-"""Record a generation, look at a few events, and write a page that replays all of it: open trace.html in a browser."""
+"""Record a generation, print a few events, and write trace.html, which replays the generation in a browser."""
 
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.tracing import BlocksShared, StepScheduled, TokenDrawn
 
-recorder = Recorder(stages=True)  # stages: also what every stage of the sampler did
+recorder = Recorder(stages=True)  # stages: also record every stage of the sampler
 llm = LLM(tracer=recorder, block_size=8)
 beginning = "Once upon a time, there was a kind duck named"
 llm.generate([beginning, beginning + " Max", "Lily was"], SamplingParams(top_k=5, seed=1, max_tokens=20), use_tqdm=False)

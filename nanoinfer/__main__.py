@@ -1,4 +1,4 @@
-"""`python -m nanoinfer` is the `nanoinfer` command."""
+"""Run the `nanoinfer` command: `python -m nanoinfer`."""
 
 from nanoinfer.cli.main import app
 

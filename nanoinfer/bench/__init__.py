@@ -1,1 +1,1 @@
-"""`nanoinfer bench`: what nanoinfer costs, measured beside what others cost, in one run."""
+"""Measurements of nanoinfer and, in the same run, of transformers. cli/bench.py is the command."""

@@ -1,6 +1,6 @@
-"""Workloads through nanoinfer and, in turns with it, through transformers: what a Comparison prints and what it has to reach.
+"""Run workloads through nanoinfer and, in turns, through transformers, and compare their speeds.
 
-In: a checkpoint or a shape, and workloads. Out: a Comparison for each.
+In: a checkpoint or a shape, and workloads. Out: a Comparison for each workload, with the bar it has to reach.
 """
 
 import statistics
@@ -24,7 +24,7 @@ from nanoinfer.llm import LLM
 from nanoinfer.models import loader
 from nanoinfer.models.checkpoint import Checkpoint
 
-# (device type, shape, dtype) -> workload -> how many times transformers' speed has to be reached; on a CPU, with 2 threads
+# (device type, shape, dtype) -> workload -> the speed to reach, as a multiple of transformers'. On a CPU, with 2 threads.
 BARS = {
     ("cpu", "gpt2", "bfloat16"): {"A": 2.9, "B16": 2.7, "B64": 2.7, "C": 1.7, "D": 6.5, "E": 4.6},
     ("cpu", "gpt2", "float32"): {"A": 2.5, "B16": 3.4, "B64": 3.2, "C": 2.3, "D": 8.5, "E": 4.2},
@@ -35,8 +35,12 @@ BARS = {
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """ours, theirs: the run with the median tokens per second. ratio: how many times as fast, by tokens per second, or by TTFT
-    where a request has one token only; of medians. Memory in bytes; memory_in_use (runners.py) before transformers is loaded.
+    """The figures of one workload.
+
+    ours, theirs: the run with the median tokens per second.
+    ratio: our median speed divided by theirs. The speed is tokens per second, or 1 / TTFT where requests have one token only.
+    bar: the ratio to reach, or None.
+    memory_in_use: bytes, by runners.memory_in_use, before transformers is loaded.
     """
 
     workload: str
@@ -50,7 +54,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The bar and whether it is reached; empty where there is none."""
+        """The bar and whether it is reached, or "" without a bar."""
         if self.bar is None or self.ratio is None:
             return ""
         return f"{self.bar}: {'reached' if self.ratio >= self.bar else 'missed'}"
@@ -58,9 +62,10 @@ class Comparison:
 
 @contextmanager
 def checkpoint_of(model: str | None, shape: str | None, dtype: str) -> Iterator[str | None]:
-    """The model's name, or a folder of random weights in the shape, which is removed in the end.
+    """Yield the model's name, or a folder of random weights in the shape, which is removed at the end.
 
-    Raises: InvalidValueError for both, or a shape that is not known.
+    Raises:
+        InvalidValueError: both are given, or the shape is unknown.
     """
     if model is not None and shape is not None:
         raise InvalidValueError(f"give a model or a shape, not both, got {model!r} and {shape!r}")
@@ -81,14 +86,25 @@ def compare(
     with_transformers: bool,
     **engine: Any,
 ) -> list[Comparison]:
-    """Each workload once to warm up, which does not count, then `repeats` times. engine: LLM's arguments.
+    """Run each workload once to warm up, then `repeats` times.
 
-    Unless kv_cache_memory is given, the cache holds what the largest workload needs: a larger one would be touched for the
-    first time in the runs that count.
+    Unless kv_cache_memory is given, the cache has the size that the largest workload needs. A larger cache would be touched
+    for the first time in the measured runs.
+
+    Args:
+        checkpoint: a name or a folder, as LLM takes it.
+        workloads: run in this order.
+        shape: the name of the checkpoint's shape, which selects the bars.
+        repeats: measured runs of each workload.
+        with_transformers: run transformers, too, in turns.
+        engine: arguments of LLM. dtype, device and quantization are required.
+
+    Returns:
+        One Comparison per workload.
     """
     opened = Checkpoint.open(checkpoint)
-    its_dtype = "bfloat16" if engine["quantization"] else engine["dtype"]
-    dtype = loader.resolve_dtype(its_dtype, opened, loader.resolve_device(engine["device"]))
+    requested_dtype = "bfloat16" if engine["quantization"] else engine["dtype"]
+    dtype = loader.resolve_dtype(requested_dtype, opened, loader.resolve_device(engine["device"]))
     model = loader.on_meta(opened)
     config = model.config
     is_cache_given = engine.get("kv_cache_memory") is not None
@@ -136,8 +152,14 @@ def compare(
 
 
 def cache_bytes(config: Any, dtype: torch.dtype, num_tokens: list[int]) -> int:
-    """What the KV cache takes for sequences of so many tokens, as many as run at once. config: the model's."""
-    block = 256  # tokens: a multiple of every backend's
+    """Bytes of a KV cache for the largest sequences that run at once.
+
+    Args:
+        config: the model's.
+        dtype: the cache's.
+        num_tokens: the length of each sequence.
+    """
+    block = 256  # tokens: a multiple of every backend's block size
     num_blocks = sum(sorted((-(-tokens // block) for tokens in num_tokens), reverse=True)[: SchedulerConfig.max_num_seqs])
     return num_blocks * bytes_per_block(
         num_layers=config.num_hidden_layers,

@@ -1,4 +1,4 @@
-"""A dated entry for BENCHMARKS.md: the machine, versions, whole workloads beside transformers, shares of the limit.
+"""Write a dated entry for BENCHMARKS.md: machine, versions, workloads beside transformers, shares of the roofline's limit.
 
 In: Comparisons and the roofline's phases. Out: Markdown.
 """
@@ -16,14 +16,14 @@ from nanoinfer.bench.roofline import Machine, Phase
 def entry(
     name: str, device: torch.device, machine: Machine, dtype: torch.dtype, phases: list[Phase], results: list[Comparison]
 ) -> str:
-    """name: of the model or the shape."""
-    its_dtype = str(dtype).removeprefix("torch.")
+    """Write the entry. name: of the model or the shape."""
+    dtype_name = str(dtype).removeprefix("torch.")
     packages = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in ("torch", "transformers"))
     lines = [
-        f"## {name} in {its_dtype} on {_device_name(device)}, {datetime.date.today()}",
+        f"## {name} in {dtype_name} on {_device_name(device)}, {datetime.date.today()}",
         "",
         f"Python {platform.python_version()}, {packages}. {machine.bandwidth / 1e9:,.0f} GB/s read, "
-        f"{machine.gemm_rates[dtype] / 1e9:,.0f} GFLOP/s in {its_dtype}, measured in the same run.",
+        f"{machine.gemm_rates[dtype] / 1e9:,.0f} GFLOP/s in {dtype_name}, measured in the same run.",
         "",
         "| workload | nanoinfer | transformers | times as fast | bar |",
         "|---|---|---|---|---|",

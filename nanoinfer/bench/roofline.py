@@ -1,6 +1,6 @@
-"""The roofline: how fast this machine can be at best, what a phase must read and compute, and how near to that it comes.
+"""The roofline: the limits of this machine, what a phase must read and compute, and its share of the limit.
 
-A part of a phase takes at least max(bytes / bandwidth, operations / rate); a phase takes at least the sum over its parts.
+A part of a phase takes at least max(bytes / bandwidth, operations / rate). A phase takes at least the sum over its parts.
 Source: Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model", https://doi.org/10.1145/1498765.1498785
 """
 
@@ -24,9 +24,9 @@ from nanoinfer.models.cpu_linear import pack
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tracing import Recorder, StepScheduled, StepTimed
 
-READ_BYTES = {"cpu": 256 * 2**20, "cuda": 2**32}  # far more than any cache holds, and long enough to be timed
+READ_BYTES = {"cpu": 256 * 2**20, "cuda": 2**32}  # larger than any cache, and long enough to be timed
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
-# (sequences, tokens of each) whose steps are measured; the first is the prefill, the others decode
+# (sequences, tokens of each) of the measured steps. The first is a prefill, the others decode.
 STEPS = {
     "cpu": ((1, 1023), (1, 128), (16, 128), (64, 128), (16, 900)),
     "cuda": ((1, 1023), (1, 128), (16, 900), (64, 900), (256, 1000)),
@@ -36,7 +36,7 @@ NUM_STEPS = 16  # decode steps whose median counts
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """bandwidth: bytes per second read from memory. gemm_rates: operations per second of a matrix product, by dtype."""
+    """Limits of a machine. bandwidth: bytes per second read from memory. gemm_rates: dtype -> GEMM operations per second."""
 
     num_threads: int
     bandwidth: float
@@ -45,7 +45,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one part of a phase must move and do: bytes read or written once, multiplications and additions."""
+    """The least work of one part of a phase: bytes read or written once, multiplications and additions."""
 
     name: str
     num_bytes: int
@@ -57,7 +57,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One step of num_seqs sequences with num_new tokens each, the last of which sees `context` tokens. measured_s: a step."""
+    """A kind of step. measured_s: seconds of one such step."""
 
     name: str
     parts: tuple[Part, ...]
@@ -76,9 +76,14 @@ class Phase:
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """A sum over READ_BYTES, and square matrix products of GEMM_SIZE in the engine's own linear layer. The best of ten each.
+    """Measure the bandwidth and the GEMM rates, each the best of ten.
 
-    dtype: measured beside fp32 and bf16.
+    The bandwidth is that of a sum over READ_BYTES, the rates those of square matrix products of GEMM_SIZE in the engine's
+    linear layer.
+
+    Args:
+        device: where to measure.
+        dtype: measured in addition to fp32 and bf16.
     """
     num_bytes, size = READ_BYTES[device.type], GEMM_SIZE[device.type]
     data = torch.ones(num_bytes // 8, dtype=torch.int64, device=device)
@@ -94,7 +99,15 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
 
 
 def count(model: Any, dtype: torch.dtype, *, num_seqs: int, num_new: int, context: int) -> tuple[Part, ...]:
-    """A step's parts. model: on the meta device. Attention is counted causally: a token sees itself and what is before it."""
+    """Count the bytes and operations of a step's parts. Attention is causal: a token sees itself and the tokens before it.
+
+    Args:
+        model: on the meta device.
+        dtype: of weights and cache.
+        num_seqs: sequences in the step.
+        num_new: new tokens per sequence.
+        context: tokens that the last new token of a sequence sees.
+    """
     config = model.config
     size, num_tokens = dtype.itemsize, num_seqs * num_new
     weights = {"attention projections": 0, "MLP": 0}
@@ -120,20 +133,20 @@ def count(model: Any, dtype: torch.dtype, *, num_seqs: int, num_new: int, contex
 
 
 def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, list[Phase]]:
-    """Measure the machine, then prefills and decodes of a model. engine: LLM's arguments."""
+    """Measure the machine, then prefill and decode steps of a model. engine: arguments of LLM, dtype and device among them."""
     recorder = Recorder()
     opened, device = Checkpoint.open(checkpoint), loader.resolve_device(engine["device"])
     model, dtype = loader.on_meta(opened), loader.resolve_dtype(engine["dtype"], opened, device)
-    # No more than is needed: memory that is touched for the first time would be measured, too.
+    # No more than is needed: the first touch of further memory would be measured, too.
     most_bytes = max(
         cache_bytes(model.config, dtype, [length + num_steps(n, length) + 2] * n) for n, length in STEPS[device.type]
     )
-    # Not async: a step's time is then that of its own work.
+    # Not async, so that a step's time is that of its own work.
     llm = LLM(checkpoint, tracer=recorder, kv_cache_memory=most_bytes, async_scheduling=False, **engine)
-    machine = measure_machine(torch.device(llm.engine.executor.info.device), dtype)
+    machine = measure_machine(device, dtype)
     phases = []
-    for i, (num_seqs, asked) in enumerate(STEPS[torch.device(llm.engine.executor.info.device).type]):
-        length = min(asked, llm.engine.max_model_len - num_steps(num_seqs, asked) - 2)
+    for i, (num_seqs, max_length) in enumerate(STEPS[device.type]):
+        length = min(max_length, llm.engine.max_model_len - num_steps(num_seqs, max_length) - 2)
         prefill_s, decode_s = _measure(llm, recorder, num_seqs, length)
         if i == 0:
             parts = count(model, dtype, num_seqs=1, num_new=length, context=length)
@@ -145,8 +158,8 @@ def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, li
 
 
 def plot(machine: Machine, dtype: torch.dtype, phases: list[Phase], path: Path) -> None:
-    """Roofs of both dtypes, and a point for each phase: operations per byte against operations per second. PNG, log-log."""
-    import matplotlib  # of the extra "notebooks"
+    """Draw the roof of each dtype and a point per phase: operations per byte against operations per second. PNG, log-log."""
+    import matplotlib  # optional: the extra "notebooks" has it
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -167,7 +180,7 @@ def plot(machine: Machine, dtype: torch.dtype, phases: list[Phase], path: Path) 
 
 
 def _measure(llm: LLM, recorder: Recorder, num_seqs: int, length: int) -> tuple[float, float]:
-    """Seconds of a prefill step and of a decode step, of the second of two runs; the scheduler and the like included."""
+    """Seconds of a prefill step and of a decode step with the bookkeeping around the model, in the second of two runs."""
     params = SamplingParams(temperature=0, max_tokens=num_steps(num_seqs, length) + 1, ignore_eos=True, detokenize=False)
     for run in range(2):
         generator = torch.Generator().manual_seed(run)
@@ -175,7 +188,7 @@ def _measure(llm: LLM, recorder: Recorder, num_seqs: int, length: int) -> tuple[
         recorder.events.clear()
         llm.generate(prompts, params, use_tqdm=False)
     seconds: list[float] = []
-    decodes = []  # of all sequences at once
+    decodes = []  # seconds of the steps in which all sequences decode
     for event in recorder.events:
         if isinstance(event, StepScheduled):
             decodes_all = event.num_new_tokens == (1,) * num_seqs
@@ -186,7 +199,7 @@ def _measure(llm: LLM, recorder: Recorder, num_seqs: int, length: int) -> tuple[
 
 
 def num_steps(num_seqs: int, length: int) -> int:
-    """Decode steps enough that in NUM_STEPS of them all sequences decode: prompts may start some steps apart."""
+    """The number of decode steps in which NUM_STEPS are of all sequences at once: prompts may start some steps apart."""
     return NUM_STEPS + -(-num_seqs * length // SchedulerConfig.max_num_batched_tokens)
 
 

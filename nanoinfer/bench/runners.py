@@ -1,6 +1,6 @@
-"""One workload through nanoinfer, and the same through transformers' generate: when did each token come?
+"""Run a workload through nanoinfer or through transformers' generate, and record the time of each token.
 
-Both get the same token ids and run in one process, in turns. nanoinfer's requests come when the workload says so; transformers'
+Both get the same token ids and run in one process, in turns. nanoinfer's requests arrive at the workload's times. Transformers'
 generate takes all of them as one batch, padded on the left to the longest prompt and run to the longest answer.
 """
 
@@ -17,6 +17,8 @@ from nanoinfer.llm import LLM
 
 
 class NanoinferRunner:
+    """Runs workloads on an LLM, one after the other."""
+
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
 
@@ -24,7 +26,7 @@ class NanoinferRunner:
         engine = self.llm.engine
         prompts = workload.prompts(engine.executor.info.vocab_size, run)
         waiting = list(zip(workload.arrivals or [0.0] * len(prompts), prompts, workload.params(), strict=True))
-        waiting.reverse()  # the next one last
+        waiting.reverse()  # the next one is last
         timings, running = [], []
         start = time.perf_counter()
         while waiting or engine.num_unfinished:
@@ -46,6 +48,8 @@ class NanoinferRunner:
 
 
 class TransformersRunner:
+    """Runs workloads through generate of transformers."""
+
     def __init__(self, checkpoint: Path | str, dtype: torch.dtype, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
 
@@ -65,7 +69,7 @@ class TransformersRunner:
         times: list[float] = []
 
         class Clock(StoppingCriteria):
-            """Looks at the time after every token, and stops nobody."""
+            """Records the time after every token, and stops no sequence."""
 
             def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
                 times.append(time.perf_counter())
@@ -86,8 +90,10 @@ class TransformersRunner:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes. On CUDA the most that torch has had; else this process's anonymous memory (what no file backs), or where the
-    system does not tell, the most it has had resident.
+    """Bytes in use by this process.
+
+    On CUDA: the peak that torch has allocated. On a CPU: the anonymous memory (not backed by a file), or where the system does
+    not report it, the peak resident memory.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -1,6 +1,6 @@
-"""Checkpoints of random weights in well-known shapes: a model's speed does not depend on what it has learned.
+"""Checkpoints of random weights in the shapes of known models, because speed does not depend on the weights' values.
 
-In: a shape's name. Out: a folder with config.json and safetensors, as a hub's would be. Nothing is downloaded.
+In: a shape's name. Out: a folder with config.json and safetensors, in the hub's format. Nothing is downloaded.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 from nanoinfer.config import DTYPES
 from nanoinfer.errors import InvalidValueError
 
-# name -> (transformers' config class, what differs from its defaults, the published checkpoint's dtype)
+# name -> (config class of transformers, arguments that differ from the defaults, the published checkpoint's dtype)
 SHAPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt2": ("GPT2Config", {}, "float32"),
     "gpt2-medium": ("GPT2Config", {"n_embd": 1024, "n_layer": 24, "n_head": 16}, "float32"),
@@ -47,9 +47,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def write_checkpoint(shape: str, folder: Path, dtype: str = "auto") -> None:
-    """Random weights with a standard deviation of 0.02. dtype: what the file holds; "auto" is the published checkpoint's.
+    """Write random weights with a standard deviation of 0.02.
 
-    Raises: InvalidValueError for a shape that is not in SHAPES.
+    Args:
+        shape: a name in SHAPES.
+        folder: gets config.json and safetensors.
+        dtype: of the weights in the file. "auto" is the published checkpoint's.
+
+    Raises:
+        InvalidValueError: the shape or the dtype is unknown.
     """
     import transformers
 
@@ -57,11 +63,11 @@ def write_checkpoint(shape: str, folder: Path, dtype: str = "auto") -> None:
         raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if shape not in SHAPES:
         raise InvalidValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
-    config_class, differing, own_dtype = SHAPES[shape]
-    config = getattr(transformers, config_class)(**differing)
+    config_class, arguments, published_dtype = SHAPES[shape]
+    config = getattr(transformers, config_class)(**arguments)
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=getattr(torch, own_dtype if dtype == "auto" else DTYPES[dtype])
+        config, dtype=getattr(torch, published_dtype if dtype == "auto" else DTYPES[dtype])
     )
     model.save_pretrained(folder)

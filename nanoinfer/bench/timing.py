@@ -1,4 +1,4 @@
-"""When each token came, and the figures that follow from it: tokens per second, TTFT, TPOT, ITL (bench/cli.py defines them)."""
+"""From the time of each token to the figures: tokens per second, TTFT, TPOT, ITL (cli/bench.py defines them)."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass(slots=True)
 class RequestTiming:
-    """All in seconds of one clock."""
+    """The times of one request, in seconds of one clock."""
 
     arrival: float
     token_times: list[float] = field(default_factory=list)
@@ -15,7 +15,7 @@ class RequestTiming:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """In milliseconds."""
+    """Milliseconds."""
 
     p50: float
     p95: float
@@ -24,7 +24,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one run. tpot and itl: None where no request has a second token."""
+    """The figures of one run. tpot_ms, itl_ms: None where no request has a second token."""
 
     num_requests: int
     num_prompt_tokens: int
@@ -39,10 +39,14 @@ class Figures:
 
 
 def figures(timings: list[RequestTiming], num_prompt_tokens: int) -> Figures:
-    """timings: every request has at least one token.
+    """Compute the figures of a run in which every request has at least one token.
 
-    >>> of_one = figures([RequestTiming(0.0, [0.5, 0.6, 0.8])], num_prompt_tokens=5)
-    >>> of_one.ttft_ms.p50, of_one.itl_ms.p50, of_one.tpot_ms.p50, of_one.output_tokens_per_s
+    Args:
+        timings: one per request.
+        num_prompt_tokens: of all requests together.
+
+    >>> found = figures([RequestTiming(0.0, [0.5, 0.6, 0.8])], num_prompt_tokens=5)
+    >>> found.ttft_ms.p50, found.itl_ms.p50, found.tpot_ms.p50, found.output_tokens_per_s
     (500.0, 150.0, 150.0, 3.75)
     """
     num_output_tokens = sum(len(timing.token_times) for timing in timings)

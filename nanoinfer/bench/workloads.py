@@ -1,6 +1,6 @@
-"""What is measured: the standard workloads by name, and those a user describes.
+"""Workloads: the standard ones by name, and those that a user describes.
 
-In: a name, or lengths and a rate. Out: a Workload, which gives token-id prompts and SamplingParams.
+In: a name, or lengths and a rate. Out: a Workload, which makes prompts of token ids and SamplingParams.
 """
 
 import math
@@ -14,16 +14,18 @@ from nanoinfer.sampling_params import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Requests of given lengths. input_lens, output_lens: tokens, one number per request; EOS is ignored.
+    """Requests of given lengths. EOS is ignored, so that answers have these lengths.
 
-    sampling: of SamplingParams, for all requests. arrivals: seconds after the start, rising.
+    input_lens, output_lens: tokens, one number per request.
+    sampling: arguments of SamplingParams, for all requests.
+    arrivals: seconds after the start, ascending. () means that all requests arrive at the start.
     """
 
     name: str
     input_lens: tuple[int, ...]
     output_lens: tuple[int, ...]
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
-    arrivals: tuple[float, ...] = ()  # () all at the start
+    arrivals: tuple[float, ...] = ()
 
     @property
     def num_requests(self) -> int:
@@ -31,15 +33,15 @@ class Workload:
 
     @property
     def num_tokens(self) -> list[int]:
-        """Of each request, prompt and answer."""
+        """Tokens of each request, prompt and answer together."""
         return [i + o for i, o in zip(self.input_lens, self.output_lens, strict=True)]
 
     def longest(self, *, padded: bool) -> int:
-        """Tokens of the longest request; padded: of the longest prompt with the longest answer, as generate computes them."""
+        """Tokens of the longest request. padded: the longest prompt and the longest answer together, as generate pads them."""
         return max(self.input_lens) + max(self.output_lens) if padded else max(self.num_tokens)
 
     def prompts(self, vocab_size: int, run: int) -> list[list[int]]:
-        """Random ids. Every run of every workload gets others, so that no prefix cache knows them."""
+        """Random ids, different in every run of every workload, so that no prefix is in the cache."""
         rng = random.Random(f"{self.name} {run}")
         return [[rng.randrange(vocab_size) for _ in range(length)] for length in self.input_lens]
 
@@ -61,7 +63,7 @@ WORKLOADS = {
         Workload(name="A", input_lens=(32,), output_lens=(128,)),  # one stream
         Workload(name="B16", input_lens=(64,) * 16, output_lens=(64,) * 16),
         Workload(name="B64", input_lens=(64,) * 64, output_lens=(64,) * 64),
-        Workload(name="C", input_lens=(1023,), output_lens=(1,)),  # prefill alone: its figure is the TTFT
+        Workload(name="C", input_lens=(1023,), output_lens=(1,)),  # prefill alone: the figure is the TTFT
         _mixed("D", 32, (16, 256), (16, 128)),  # nano-vllm's benchmark, scaled down
         Workload(
             name="E",  # sampled
@@ -75,7 +77,11 @@ WORKLOADS = {
 
 
 def named(names: str) -> list[Workload]:
-    """Of a list like "A,B16". Raises: InvalidValueError for a name that is none."""
+    """Look up a list like "A,B16".
+
+    Raises:
+        InvalidValueError: a name is unknown.
+    """
     for name in (picked := names.split(",")):
         if name not in WORKLOADS:
             raise InvalidValueError(f"workload must be some of {', '.join(WORKLOADS)}, with commas between them, got {name!r}")
@@ -85,10 +91,18 @@ def named(names: str) -> list[Workload]:
 def described(
     *, num_prompts: int, input_len: str, output_len: str, request_rate: float, sampling: dict[str, Any], seed: int
 ) -> Workload:
-    """input_len, output_len: tokens, "128", or drawn evenly from "16-256". request_rate: requests per second on average, at
-    random times (a Poisson process); inf is all at once.
+    """Make a workload from a description.
 
-    Raises: InvalidValueError.
+    Args:
+        num_prompts: the number of requests.
+        input_len: tokens per prompt, "128", or drawn uniformly from "16-256".
+        output_len: tokens per answer, in the same form.
+        request_rate: mean requests per second, at random times (a Poisson process). inf means all at once.
+        sampling: arguments of SamplingParams.
+        seed: of the lengths and the arrival times.
+
+    Raises:
+        InvalidValueError: a length is no such text, or the rate is not above 0.
     """
     rng = random.Random(seed)
     if not request_rate > 0:

@@ -1,14 +1,15 @@
-"""The two models bundled, `tiny-qwen3` and `tiny-gpt2`, and all that made them.
+"""The bundled models, `tiny-qwen3` and `tiny-gpt2`, and the grammar and the training script that made them.
 
-Each folder is a checkpoint in the Hugging Face hub's own format (config, tokenizer, fp32 safetensors), so anything that
-reads the hub reads them. They tell short children's stories and know nothing else. What makes them worth watching is that the
-truth is known: the stories come from a grammar that can say how likely any text is, and where it stops being a story.
+The folders `tiny-qwen3` and `tiny-gpt2` are checkpoints in the format of the Hugging Face hub: config, tokenizer, fp32
+safetensors. The models write short children's stories and know nothing else. The stories come from a grammar that gives the
+exact probability of any text, and the place where a text stops being a story. So the models can be measured against the truth.
 
-Read in this order:
+Read the files of stories/ in this order:
 
-    grammar.py       rules and a cast -> a text; a text -> its probability, and the place where it leaves the grammar
-    sentences.py     the rules: openings, days, endings, and the words that all share; plots.py has the twelve plots
-    stories.py       the cast: heroes, places, things; write(), read(), hero_is_right()
+    grammar.py       rules and a cast -> a text. A text -> its probability, and the place where it leaves the grammar.
+    sentences.py     the rules: openings, days, endings, and the words they share
+    plots.py         the rules of the twelve plots
+    __init__.py      the cast: heroes, places, things. write(), read(), hero_is_right().
     documents.py     stories and chats as token ids: the tokenizer, the chat template
     train.py         python -m nanoinfer.bundled.stories.train: the two models, the courses, the loop
     measure.py       the loss beside the grammar's entropy, stories by temperature, the model card

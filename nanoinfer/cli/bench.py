@@ -1,9 +1,8 @@
-"""`nanoinfer bench`: the options, and the tables for people. What is measured stands in the other files here."""
+"""`nanoinfer bench`: its options and its tables. The files of bench/ measure."""
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,107 +10,139 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from nanoinfer.cli.options import Device, Dtype, Model, cli_errors
+from nanoinfer.cli.options import Device, Dtype, Model, cli_errors, expand_options
 from nanoinfer.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from nanoinfer.bench.compare import Comparison
+    from nanoinfer.bench.workloads import Workload
 
-# The modules that measure are imported when they are asked for: torch and transformers take seconds.
+# The functions import the modules that measure: torch and transformers take seconds to import, and --help needs neither.
 
 DEFINITIONS = """\
 TTFT, time to first token: from a request's arrival to its first token.
 
 TPOT, time per output token, of one request: (last token - first token) / (tokens - 1).
 
-ITL, inter-token latency: the times between a token and the next of its request, of all requests together.
+ITL, inter-token latency: the times between consecutive tokens of a request, over all requests.
 
-Tokens per second: output tokens over the time from the first arrival to the last token, prefill included."""
+Tokens per second: output tokens divided by the time from the first arrival to the last token, prefill included."""
 
 WORKLOADS_HELP = """\
 Workloads: A one stream (32 tokens in, 128 out); B16, B64 batches (64 in, 64 out); C prefill (1,023 in, 1 out); D 32 requests of
 mixed lengths (16-256 in, 16-128 out); E 64 sampled streams (1 in, 128 out, top_k 40, top_p 0.9); F for a GPU, 256
 requests (100-1,024 in and out). All but E are greedy."""
 
-app = typer.Typer(help="What nanoinfer costs, beside what others cost.")
+app = typer.Typer(help="Measure nanoinfer, also beside transformers.")
 
-Shape = Annotated[
-    str | None,
-    typer.Option(help="Random weights instead of a model: gpt2, gpt2-medium, qwen2.5-0.5b or qwen3-0.6b."),
-]
-EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Compile nothing.")]
+DEFAULT_WORKLOADS = "A,B16"
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Compile nothing.")]
 Named = Annotated[str | None, typer.Option("--workload", help="Some of A,B16,B64,C,D,E,F, with commas. Default: A,B16.")]
-NumPrompts = Annotated[int | None, typer.Option(min=1, help="A workload of your own: how many requests.")]
-InputLen = Annotated[str, typer.Option(help="Its prompts' tokens: 128, or drawn from 16-256.")]
-OutputLen = Annotated[str, typer.Option(help="Its answers' tokens, in the same way.")]
-RequestRate = Annotated[float, typer.Option(help="Its requests per second, at random times; inf is all at once.")]
-Temperature = Annotated[float, typer.Option(min=0, help="Its sampling; 0 is greedy.")]
-TopK = Annotated[int, typer.Option(min=0, help="Its sampling; 0 is off.")]
-TopP = Annotated[float, typer.Option(min=0, max=1, help="Its sampling; 1 is off.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of its lengths and times.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Runs that count, after one to warm up.")]
-Compare = Annotated[str | None, typer.Option(help="transformers: the same work through its generate, in turns.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Measured runs, after one to warm up.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model, its dtype and its device."""
+
+    model: Model = None
+    shape: Annotated[
+        str | None,
+        typer.Option(help="Random weights instead of a model: gpt2, gpt2-medium, qwen2.5-0.5b or qwen3-0.6b."),
+    ] = None
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """Workloads by name, or one of the user's own."""
+
+    workload: Named = None
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Requests of a workload of your own, which the next options describe.")
+    ] = None
+    input_len: Annotated[str, typer.Option(help="Tokens per prompt: 128, or drawn from 16-256.")] = "128"
+    output_len: Annotated[str, typer.Option(help="Tokens per answer, in the same form.")] = "128"
+    request_rate: Annotated[float, typer.Option(help="Requests per second, at random times; inf is all at once.")] = math.inf
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0
+    top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="1 is off.")] = 1.0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the lengths and the arrival times.")] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How throughput and latency run the workloads."""
+
+    quantization: Annotated[str | None, typer.Option(help="int8: weights in 8 bits, on a CPU.")] = None
+    kv_cache_memory: Annotated[int | None, typer.Option(help="Bytes for the KV cache. Default: what is needed.")] = None
+    enforce_eager: EnforceEager = False
+    repeats: Repeats = 3
+    compare: Annotated[str | None, typer.Option(help="transformers: run the same work through its generate, in turns.")] = None
 
 
 @app.callback(invoke_without_command=True)
+@expand_options
 def bench(
+    *,
     context: typer.Context,
     roofline: Annotated[
-        bool, typer.Option("--roofline", help="Where prefill and decode stand under this machine's limits.")
+        bool, typer.Option("--roofline", help="Compare prefill and decode with this machine's limits.")
     ] = False,
-    model: Model = None,
-    shape: Shape = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    measured: ModelOptions,
     enforce_eager: EnforceEager = False,
-    plot: Annotated[Path, typer.Option(help="Where --roofline draws (PNG, needs matplotlib).")] = Path("roofline.png"),
+    plot: Annotated[Path, typer.Option(help="Path of --roofline's plot (PNG, requires matplotlib).")] = Path("roofline.png"),
     as_json: AsJson = False,
 ) -> None:
     if context.invoked_subcommand is not None:
-        if roofline or (model, shape, dtype, device, enforce_eager, as_json) != (None, None, "auto", "auto", False, False):
+        if roofline or enforce_eager or as_json or measured != ModelOptions():
             raise typer.BadParameter(f"give options after {context.invoked_subcommand}: those before it are --roofline's")
         return
     if not roofline:
         typer.echo(context.get_help())
         raise typer.Exit(2)
     from nanoinfer.bench import compare
-    from nanoinfer.bench import roofline as measured
+    from nanoinfer.bench import roofline as measurement
 
-    with cli_errors(), compare.checkpoint_of(model, shape, dtype) as checkpoint:
-        machine, its_dtype, phases = measured.run(checkpoint, dtype=dtype, device=device, enforce_eager=enforce_eager)
-        told = {
+    with cli_errors(), compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
+        machine, dtype, phases = measurement.run(
+            checkpoint, dtype=measured.dtype, device=measured.device, enforce_eager=enforce_eager
+        )
+        report = {
             "bandwidth_GB_per_s": machine.bandwidth / 1e9,
             "gemm_GFLOP_per_s": {str(d).removeprefix("torch."): rate / 1e9 for d, rate in machine.gemm_rates.items()},
-            "dtype": str(its_dtype).removeprefix("torch."),
+            "dtype": str(dtype).removeprefix("torch."),
             "phases": [
                 {
                     "name": phase.name,
                     "measured_ms": phase.measured_s * 1e3,
-                    "least_ms": phase.least_s(machine, its_dtype) * 1e3,
-                    "share_of_limit": phase.least_s(machine, its_dtype) / phase.measured_s,
-                    "parts": [asdict(part) | {"least_ms": part.least_s(machine, its_dtype) * 1e3} for part in phase.parts],
+                    "least_ms": phase.least_s(machine, dtype) * 1e3,
+                    "share_of_limit": phase.least_s(machine, dtype) / phase.measured_s,
+                    "parts": [asdict(part) | {"least_ms": part.least_s(machine, dtype) * 1e3} for part in phase.parts],
                 }
                 for phase in phases
             ],
         }
         if as_json:
-            print(json.dumps(told, indent=1))
+            print(json.dumps(report, indent=1))
         else:
-            _show_roofline(told)
+            _show_roofline(report)
         try:
-            measured.plot(machine, its_dtype, phases, plot)
-            typer.echo(f"drawn: {plot}", err=True)
+            measurement.plot(machine, dtype, phases, plot)
+            typer.echo(f"plotted: {plot}", err=True)
         except ImportError:
-            typer.echo("nothing is drawn: matplotlib is not installed (pip install matplotlib)", err=True)
+            typer.echo("no plot: matplotlib is not installed (pip install matplotlib)", err=True)
 
 
-def _show_roofline(told: dict[str, Any]) -> None:
-    rates = ", ".join(f"{rate:.0f} GFLOP/s in {name}" for name, rate in told["gemm_GFLOP_per_s"].items())
+def _show_roofline(report: dict[str, Any]) -> None:
+    rates = ", ".join(f"{rate:.0f} GFLOP/s in {name}" for name, rate in report["gemm_GFLOP_per_s"].items())
     console = Console()
-    console.print(f"memory {told['bandwidth_GB_per_s']:.1f} GB/s; matrix products {rates}; the model in {told['dtype']}")
+    console.print(f"memory {report['bandwidth_GB_per_s']:.1f} GB/s; matrix products {rates}; the model in {report['dtype']}")
     table = Table("phase", "part", "MB", "GFLOP", "at least ms", "measured ms", "share of the limit")
-    for phase in told["phases"]:
+    for phase in report["phases"]:
         for part in phase["parts"]:
             numbers = (part["num_bytes"] / 1e6, part["num_operations"] / 1e9, part["least_ms"])
             table.add_row("", part["name"], *(f"{number:.2f}" for number in numbers))
@@ -120,82 +151,79 @@ def _show_roofline(told: dict[str, Any]) -> None:
     console.print(table)
 
 
-def _measuring(show: Callable[[list["Comparison"]], None], summary: str) -> Callable[..., None]:
-    """One command for both: they run the same, and show other figures of it."""
+@app.command(help=f"Measure tokens per second.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
+@expand_options
+def throughput(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: AsJson = False) -> None:
+    results = _compare(measured, picked, run)
+    if as_json:
+        _print_json(results)
+    else:
+        _show_throughput(results)
 
-    def command(
-        model: Model = None,
-        shape: Shape = None,
-        workload: Named = None,
-        num_prompts: NumPrompts = None,
-        input_len: InputLen = "128",
-        output_len: OutputLen = "128",
-        request_rate: RequestRate = math.inf,
-        temperature: Temperature = 0.0,
-        top_k: TopK = 0,
-        top_p: TopP = 1.0,
-        seed: Seed = 0,
-        dtype: Dtype = "auto",
-        device: Device = "auto",
-        quantization: Annotated[str | None, typer.Option(help="int8: weights in 8 bits, on a CPU.")] = None,
-        kv_cache_memory: Annotated[int | None, typer.Option(help="Bytes for the KV cache. Default: what is needed.")] = None,
-        enforce_eager: EnforceEager = False,
-        repeats: Repeats = 3,
-        compare: Compare = None,
-        as_json: AsJson = False,
-    ) -> None:
-        with cli_errors():
-            from nanoinfer.bench import compare as comparing
-            from nanoinfer.bench import workloads
 
-            if compare not in (None, "transformers"):
-                raise InvalidValueError(f"compare must be transformers, got {compare!r}")
-            if compare and math.isfinite(request_rate):
-                raise InvalidValueError(
-                    f"generate takes all requests at once; leave compare out, or request_rate={request_rate}"
-                )
-            own = (input_len, output_len, request_rate, temperature, top_k, top_p, seed)
-            if num_prompts is None and own != ("128", "128", math.inf, 0.0, 0, 1.0, 0):
-                raise InvalidValueError(
-                    "input_len, output_len, request_rate, temperature, top_k, top_p and seed describe a workload of your own; "
-                    "give num_prompts, too"
-                )
-            if num_prompts is None:
-                picked = workloads.named(workload or "A,B16")
-            elif workload is not None:
-                raise InvalidValueError("give workload, or num_prompts for one of your own, not both")
-            else:
-                sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-                picked = [
-                    workloads.described(
-                        num_prompts=num_prompts,
-                        input_len=input_len,
-                        output_len=output_len,
-                        request_rate=request_rate,
-                        sampling=sampling,
-                        seed=seed,
-                    )
-                ]
-            with comparing.checkpoint_of(model, shape, dtype) as checkpoint:
-                results = comparing.compare(
-                    checkpoint,
-                    picked,
-                    shape=shape,
-                    repeats=repeats,
-                    with_transformers=compare is not None,
-                    dtype=dtype,
-                    device=device,
-                    quantization=quantization,
-                    kv_cache_memory=kv_cache_memory,
-                    enforce_eager=enforce_eager,
-                )
-        if as_json:
-            print(json.dumps([asdict(result) for result in results], indent=1))
-        else:
-            show(results)
+@app.command(help=f"Measure TTFT, TPOT and ITL: their 50th, 95th and 99th percentiles.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
+@expand_options
+def latency(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: AsJson = False) -> None:
+    results = _compare(measured, picked, run)
+    if as_json:
+        _print_json(results)
+    else:
+        _show_latency(results)
 
-    command.__doc__ = f"{summary}\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}"
-    return command
+
+def _compare(measured: ModelOptions, picked: WorkloadOptions, run: RunOptions) -> list["Comparison"]:
+    """Run the workloads through nanoinfer and, if `run` says so, through transformers."""
+    with cli_errors():
+        from nanoinfer.bench import compare
+
+        if run.compare not in (None, "transformers"):
+            raise InvalidValueError(f"compare must be transformers, got {run.compare!r}")
+        if run.compare and math.isfinite(picked.request_rate):
+            raise InvalidValueError(
+                f"generate takes all requests at once; leave compare out, or request_rate={picked.request_rate}"
+            )
+        workloads = _pick_workloads(picked)
+        with compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
+            return compare.compare(
+                checkpoint,
+                workloads,
+                shape=measured.shape,
+                repeats=run.repeats,
+                with_transformers=run.compare is not None,
+                dtype=measured.dtype,
+                device=measured.device,
+                quantization=run.quantization,
+                kv_cache_memory=run.kv_cache_memory,
+                enforce_eager=run.enforce_eager,
+            )
+
+
+def _pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
+    from nanoinfer.bench import workloads
+
+    if picked.num_prompts is None:
+        if picked != WorkloadOptions(workload=picked.workload):
+            raise InvalidValueError(
+                "input_len, output_len, request_rate, temperature, top_k, top_p and seed describe a workload of your own; "
+                "give num_prompts, too"
+            )
+        return workloads.named(picked.workload or DEFAULT_WORKLOADS)
+    if picked.workload is not None:
+        raise InvalidValueError("give workload, or num_prompts for one of your own, not both")
+    return [
+        workloads.described(
+            num_prompts=picked.num_prompts,
+            input_len=picked.input_len,
+            output_len=picked.output_len,
+            request_rate=picked.request_rate,
+            sampling={"temperature": picked.temperature, "top_k": picked.top_k, "top_p": picked.top_p},
+            seed=picked.seed,
+        )
+    ]
+
+
+def _print_json(results: list["Comparison"]) -> None:
+    print(json.dumps([asdict(result) for result in results], indent=1))
 
 
 def _show_throughput(results: list["Comparison"]) -> None:
@@ -223,9 +251,10 @@ def _show_latency(results: list["Comparison"]) -> None:
         for engine, figures in (("nanoinfer", result.ours), ("transformers", result.theirs)):
             if figures is None:
                 continue
-            for name, its in (("TTFT", figures.ttft_ms), ("TPOT", figures.tpot_ms), ("ITL", figures.itl_ms)):
-                if its is not None:
-                    table.add_row(result.workload, engine, name, f"{its.p50:.2f}", f"{its.p95:.2f}", f"{its.p99:.2f}")
+            for name, percentiles in (("TTFT", figures.ttft_ms), ("TPOT", figures.tpot_ms), ("ITL", figures.itl_ms)):
+                if percentiles is not None:
+                    numbers = (f"{one:.2f}" for one in (percentiles.p50, percentiles.p95, percentiles.p99))
+                    table.add_row(result.workload, engine, name, *numbers)
     Console().print(table)
     _show_memory(results[0])
 
@@ -235,16 +264,12 @@ def _show_memory(result: "Comparison") -> None:
     print(f"memory: weights {weights:.0f} MB, KV cache {cache:.0f} MB; in use {in_use:.0f} MB")
 
 
-app.command("throughput")(_measuring(_show_throughput, "Tokens per second."))
-app.command("latency")(_measuring(_show_latency, "TTFT, TPOT and ITL: their 50th, 95th and 99th percentiles."))
-
-
 @app.command("sampler")
 def sampler(
-    repeats: Annotated[int, typer.Option(min=1, help="How many times each side of a case runs.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each side of a case.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Drawing the tokens of 64 rows, beside transformers' warpers and multinomial; a minute or two."""
+    """Time the drawing of the tokens of 64 rows, beside transformers' warpers and multinomial. It takes a minute or two."""
     from nanoinfer.bench import sampler as measured
 
     results = measured.run(repeats)
@@ -260,39 +285,36 @@ def sampler(
 
 
 @app.command("report")
+@expand_options
 def report(
-    model: Model = None,
-    shape: Shape = None,
+    *,
+    measured: ModelOptions,
     workload: Named = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    repeats: Annotated[int, typer.Option(min=1, help="Runs that count, after one to warm up.")] = 1,
+    repeats: Repeats = 1,
 ) -> None:
-    """Throughput beside transformers and the roofline, as a dated entry for BENCHMARKS.md."""
+    """Print throughput beside transformers and the roofline, as a dated entry for BENCHMARKS.md."""
     import gc
 
     import torch
 
-    from nanoinfer.bench import compare as comparing
-    from nanoinfer.bench import roofline as measured
-    from nanoinfer.bench import workloads
+    from nanoinfer.bench import compare, roofline, workloads
     from nanoinfer.bench.report import entry
     from nanoinfer.models import loader
 
-    with cli_errors(), comparing.checkpoint_of(model, shape, dtype) as checkpoint:
-        results = comparing.compare(
+    with cli_errors(), compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
+        results = compare.compare(
             checkpoint,
-            workloads.named(workload or "A,B16"),
-            shape=shape,
+            workloads.named(workload or DEFAULT_WORKLOADS),
+            shape=measured.shape,
             repeats=repeats,
             with_transformers=True,
-            dtype=dtype,
-            device=device,
+            dtype=measured.dtype,
+            device=measured.device,
             quantization=None,
         )
-        gc.collect()  # both models
+        gc.collect()  # frees both models
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        machine, its_dtype, phases = measured.run(checkpoint, dtype=dtype, device=device)
-        name = shape or model or "tiny-qwen3"
-        print(entry(name, loader.resolve_device(device), machine, its_dtype, phases, results))
+        machine, dtype, phases = roofline.run(checkpoint, dtype=measured.dtype, device=measured.device)
+        name = measured.shape or measured.model or "tiny-qwen3"
+        print(entry(name, loader.resolve_device(measured.device), machine, dtype, phases, results))

@@ -1,6 +1,6 @@
-"""`nanoinfer doctor`: what this machine has, what the engine will use of it, and whether each attention backend is right here.
+"""`nanoinfer doctor`: what this machine has, what the engine will use of it, and whether each attention backend is right.
 
-In: nothing. Out: a Report. Right means: on a small step with random numbers a backend gives what the reference does in fp32.
+A backend is right if, in a small step with random numbers, it gives what the reference backend gives in fp32.
 """
 
 import importlib.metadata
@@ -10,6 +10,8 @@ import shutil
 from dataclasses import dataclass
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from nanoinfer.attention.base import BACKENDS, AttentionBackend, find_backend, select_backend
 from nanoinfer.attention.kv_cache import KVCache
@@ -25,14 +27,18 @@ from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 64, 4, 2
-# (tokens in the cache, new tokens) of each sequence of the step: two that decode, a chunk behind a prefix, a whole prompt
+# (cached tokens, new tokens) of each sequence of the step: two that decode, a chunk after a prefix, a whole prompt
 LENGTHS = ((40, 1), (300, 1), (70, 30), (0, 90))
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A backend's verdict: the largest difference from the reference, or why it was not run, or how it failed."""
+    """A backend's verdict.
+
+    difference: the largest one from the reference, or None where the backend was not run or raised.
+    words: the verdict to print.
+    """
 
     backend: str
     difference: float | None
@@ -42,7 +48,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """machine, engine: (what, its value) pairs to print. verdicts: what models loaded before have left in machine_checks."""
+    """The findings, in (name, value) pairs to print.
+
+    verdicts: what devices/machine_checks.py keeps of the models that were loaded before.
+    """
 
     machine: list[tuple[str, str]]
     engine: list[tuple[str, str]]
@@ -51,11 +60,27 @@ class Report:
 
 
 def examine() -> Report:
-    """Look at the machine, and run every backend that can run."""
+    """Examine the machine, and run every backend that can run on it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" or loader.cpu_has_fast_bf16() else torch.float32
     checks = [_check(name, device) for name in BACKENDS]
     return Report(_machine(device), _engine(device, dtype), list(machine_checks.verdicts().items()), checks)
+
+
+def print_report(report: Report) -> None:
+    """Print a table of each part of the report."""
+    tables = {
+        "this machine": report.machine,
+        "what the engine will use": report.engine,
+        f"measured before, kept in {machine_checks.cache_path()}": report.verdicts,
+        "attention backends, beside the reference": [(check.backend, check.words) for check in report.checks],
+    }
+    console = Console()
+    for title, pairs in tables.items():
+        table = Table("", "", title=title, title_justify="left", show_header=False)
+        for pair in pairs:
+            table.add_row(*pair)
+        console.print(table)
 
 
 def _machine(device: torch.device) -> list[tuple[str, str]]:
@@ -74,7 +99,8 @@ def _machine(device: torch.device) -> list[tuple[str, str]]:
             f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, {free / 2**30:.1f} of "
             f"{total / 2**30:.1f} GiB free",
         )
-    for package in ("torch", "transformers", "triton", "flash-attn"):
+    found.append(("torch", torch.__version__))  # unlike its metadata, it says which build: 2.13.0+cpu, 2.13.0+cu130
+    for package in ("transformers", "triton", "flash-attn"):
         try:
             found.append((package, importlib.metadata.version(package)))
         except importlib.metadata.PackageNotFoundError:
@@ -83,22 +109,22 @@ def _machine(device: torch.device) -> list[tuple[str, str]]:
 
 
 def _engine(device: torch.device, dtype: torch.dtype) -> list[tuple[str, str]]:
-    """What LLM(...) with its defaults would take for a checkpoint in bfloat16 with heads of HEAD_DIM."""
+    """What LLM(...) would choose by default for a checkpoint in bfloat16 with heads of HEAD_DIM."""
     name, backend = select_backend("auto", device, dtype, HEAD_DIM)
-    besides = ", less weights and a step" if device.type == "cuda" else ""
-    told = [
+    remark = ", less weights and a step" if device.type == "cuda" else ""
+    chosen = [
         ("device", str(device)),
         ("dtype of a bfloat16 checkpoint", str(dtype).removeprefix("torch.")),
         ("attention", f"{name}, blocks of {backend.default_block_size} tokens"),
-        ("memory for the KV cache", f"{memory_for_cache(device, None, 0.9) / 2**30:.1f} GiB{besides}"),
+        ("memory for the KV cache", f"{memory_for_cache(device, None, 0.9) / 2**30:.1f} GiB{remark}"),
     ]
     if device.type == "cpu":
         report = cpu_linear.pack(_gpt2_layers(dtype))
-        told += [(f"linear layer {kind}", form) for kind, form in report.forms.items()]
+        chosen += [(f"linear layer {kind}", form) for kind, form in report.forms.items()]
         bits = "the same in any batch" if report.are_rows_independent else "depend on the batch"
-        told.append(("a row's bits in these", bits))
-        told.append(("waiting threads", openmp.describe()))
-    return told
+        chosen.append(("a row's bits in these", bits))
+        chosen.append(("waiting threads", openmp.describe()))
+    return chosen
 
 
 def _gpt2_layers(dtype: torch.dtype) -> torch.nn.Module:
@@ -113,7 +139,7 @@ def _gpt2_layers(dtype: torch.dtype) -> torch.nn.Module:
 
 def _check(name: str, device: torch.device) -> Check:
     reason = None
-    for dtype in (torch.float32, torch.bfloat16):  # the first that the backend takes
+    for dtype in (torch.float32, torch.bfloat16):  # the first dtype that the backend supports
         backend_class, reason = find_backend(name, device, dtype, HEAD_DIM, None)
         if backend_class is None:
             continue
@@ -122,7 +148,7 @@ def _check(name: str, device: torch.device) -> Check:
             difference = (
                 (_attend(backend, device, dtype) - _attend(ReferenceBackend(), device, torch.float32)).abs().max().item()
             )
-        except Exception as error:  # whatever a broken installation raises
+        except Exception as error:  # a broken installation may raise anything
             return Check(name, None, f"failed: {first_line(error)}", True)
         is_right = difference < TOLERANCE[dtype]
         words = f"{'right' if is_right else 'WRONG'} in {str(dtype).removeprefix('torch.')}, off by {difference:.1e}"
@@ -131,7 +157,7 @@ def _check(name: str, device: torch.device) -> Check:
 
 
 def _attend(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The new tokens' attention over random numbers, the same for every backend."""
+    """Attention of the new tokens over random numbers, the same for every backend: [num_tokens, num_heads, head_dim]."""
     block_size = backend.default_block_size
     num_blocks = [-(-(old + new) // block_size) for old, new in LENGTHS]
     cache = KVCache(
@@ -151,7 +177,7 @@ def _attend(backend: AttentionBackend, device: torch.device, dtype: torch.dtype)
         sequences.append(seq)
     generator = torch.Generator().manual_seed(0)
     out = torch.empty(0)
-    for nums in zip(*LENGTHS, strict=True):  # a step of the old tokens, then the one of the new
+    for nums in zip(*LENGTHS, strict=True):  # a step for the old tokens, then one for the new
         scheduled = tuple(ScheduledSequence(seq, num) for seq, num in zip(sequences, nums, strict=True) if num)
         batch = ForwardBatch.build(StepPlan(scheduled), block_size, device)
         q, k, v = torch.randn(len(batch.input_ids), NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM, generator=generator).split(

@@ -1,35 +1,103 @@
-"""A recorded generation in a terminal: a line for each token, from the model's opinion to the text that was let out.
+"""`nanoinfer explain`: record a generation, print a line for each token, and write the HTML replay.
 
-In: a Recorder(stages=True). Out: a rich table. Recorder.to_html draws the same and more.
+A line goes from the model's probability of the token to the text that was shown. Recorder.to_html draws the same and more.
 """
 
+from collections.abc import Callable
 from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Annotated
 
+import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nanoinfer.cli.options import (
+    EngineOptions,
+    MaxTokens,
+    SamplingOptions,
+    Stop,
+    cli_errors,
+    expand_options,
+    load_llm,
+    print_error,
+    read_standard_input,
+    resolve_sampling_params,
+)
+from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.tracing import Recorder, StageApplied, TokenAppended, TokenDrawn
 
 
+@expand_options
+def explain(
+    *,
+    prompts: Annotated[
+        list[str], typer.Argument(help="The texts to continue, together; - reads standard input.", metavar="PROMPT...")
+    ],
+    engine: EngineOptions,
+    block_size: Annotated[int, typer.Option(help="Tokens per block of the KV cache; small ones show more.")] = 16,
+    sampling: SamplingOptions,
+    max_tokens: MaxTokens = 32,
+    stop: Stop = None,
+    html: Annotated[Path, typer.Option(help="Path of the HTML replay.")] = Path("trace.html"),
+    jsonl: Annotated[Path | None, typer.Option(help="Path for the events, too, one line of JSON each.")] = None,
+) -> None:
+    """Explain each token: print a table, and write an HTML page that replays the generation."""
+    with cli_errors():
+        if html == jsonl:
+            raise InvalidValueError(f"--html and --jsonl must be two files, got {html} for both; name another")
+        for path in (html, jsonl):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise InvalidValueError(f"cannot write {path}: there is no such folder; name another place")
+        recorder = Recorder(stages=True)
+        llm = load_llm(engine, block_size=block_size, tracer=recorder)
+        params = resolve_sampling_params(llm, sampling, max_tokens=max_tokens, stop=stop)
+        outputs = llm.generate([read_standard_input() if text == "-" else text for text in prompts], params, use_tqdm=False)
+        errors = {index: output.outputs[0].error for index, output in enumerate(outputs) if output.outputs[0].error}
+        for index, error in errors.items():
+            print_error(NanoinferError(f"prompt {index}: {error}"))
+        if recorder.of(TokenAppended):
+            Console().print(token_table(recorder))
+            _write(recorder.to_html, html, "replays it in a browser, from the disk")
+        if jsonl:
+            _write(recorder.to_jsonl, jsonl, "has the events; Recorder.from_jsonl reads them")
+        if errors:
+            raise typer.Exit(1)
+
+
+def _write(write: Callable[[Path], None], path: Path, what: str) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise NanoinferError(f"cannot write {path} ({error.strerror}); name another place") from error
+    print(f"{path} {what}")
+
+
 def token_table(recorder: Recorder) -> Table:
-    """The tokens of every sequence, in order. `left`: how many ids there were to draw from, and how many each
-    stage left that took some."""
+    """Make a table of the tokens of every sequence, in order.
+
+    The column `left` has the number of ids to draw from, then the number after each stage that dropped some.
+
+    Args:
+        recorder: a Recorder(stages=True) after a run.
+    """
     stages: dict[tuple[str, int], list[StageApplied]] = {}
     for event in recorder.of(StageApplied):
-        seen = stages.setdefault((event.sequence_id, event.position), [])
+        applied = stages.setdefault((event.sequence_id, event.position), [])
         if event.stage == "model" and all(one.before == one.after for one in event.candidates):
-            seen.clear()  # the first; a token that was drawn again begins again
-        seen.append(event)
+            applied.clear()  # the first stage: a token may be drawn twice, and the last draw counts
+        applied.append(event)
     draws: dict[tuple[str, int], TokenDrawn] = {(one.sequence_id, one.position): one for one in recorder.of(TokenDrawn)}
     table = Table("at", "token", "p", "left", "u", "interval", "text")
     appended = sorted(recorder.of(TokenAppended), key=lambda event: [int(part) for part in event.sequence_id.split(".")])
     for sequence_id, events in groupby(appended, key=lambda event: event.sequence_id):
         table.add_row("", Text(f"sequence {sequence_id}", style="bold"))
         for event in events:
-            draw, seen = draws[sequence_id, event.position], stages[sequence_id, event.position]
-            p = next(one.after for one in seen[0].candidates if one.token_id == event.token_id)
-            left = [str(seen[0].num_left)]
-            left += [f"{b.stage.removeprefix('keep_')} {b.num_left}" for a, b in pairwise(seen) if a.num_left != b.num_left]
+            draw, applied = draws[sequence_id, event.position], stages[sequence_id, event.position]
+            p = next(one.after for one in applied[0].candidates if one.token_id == event.token_id)
+            left = [str(applied[0].num_left)]
+            left += [f"{b.stage.removeprefix('keep_')} {b.num_left}" for a, b in pairwise(applied) if a.num_left != b.num_left]
             table.add_row(
                 str(event.position),
                 Text(repr(event.token)),
@@ -37,17 +105,17 @@ def token_table(recorder: Recorder) -> Table:
                 " > ".join(left),
                 "greedy" if draw.u is None else f"{draw.u:.3f}",
                 f"{draw.low:.3f} - {draw.high:.3f}",
-                Text(_let_out(event)),
+                Text(_shown_text(event)),
             )
         table.add_section()
     return table
 
 
-def _let_out(event: TokenAppended) -> str:
-    told = repr(event.text) if event.text else ""
+def _shown_text(event: TokenAppended) -> str:
+    shown = repr(event.text) if event.text else ""
     if event.held or event.num_held_ids:
-        told += f" (held: {event.held!r})" if event.held else " (held: half a character)"
+        shown += f" (held: {event.held!r})" if event.held else " (held: half a character)"
     if event.finish_reason:
-        why = event.finish_reason if event.stop_reason is None else f"{event.finish_reason}, {event.stop_reason!r}"
-        told += f" (end: {why})"
-    return told.strip()
+        reason = event.finish_reason if event.stop_reason is None else f"{event.finish_reason}, {event.stop_reason!r}"
+        shown += f" (end: {reason})"
+    return shown.strip()

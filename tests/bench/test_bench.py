@@ -1,4 +1,4 @@
-"""`nanoinfer bench`: workloads as described, figures by hand, the same work on both sides, counts by hand, tables and JSON."""
+"""`nanoinfer bench`: described workloads, hand-checked figures and counts, equal work on both sides, tables and JSON."""
 
 import datetime
 import json
@@ -24,8 +24,8 @@ SMALL = Workload(name="small", input_lens=(3, 9, 1), output_lens=(5, 1, 4))
 
 
 def described(**changes):
-    asked = {"num_prompts": 50, "input_len": "4-9", "output_len": "7", "request_rate": math.inf, "sampling": {}, "seed": 0}
-    return workloads.described(**asked | changes)
+    arguments = {"num_prompts": 50, "input_len": "4-9", "output_len": "7", "request_rate": math.inf, "sampling": {}, "seed": 0}
+    return workloads.described(**arguments | changes)
 
 
 def test_a_described_workload_has_its_lengths_and_its_rate():
@@ -38,7 +38,7 @@ def test_a_described_workload_has_its_lengths_and_its_rate():
     assert described(request_rate=100.0) == workload != described(request_rate=100.0, seed=1)
 
 
-def test_every_run_of_a_workload_has_other_tokens_and_the_same_lengths():
+def test_every_run_of_a_workload_has_different_tokens_and_the_same_lengths():
     first, second = SMALL.prompts(50, 1), SMALL.prompts(50, 2)
     assert [*map(len, first)] == [*map(len, second)] == [3, 9, 1]
     assert first != second
@@ -56,12 +56,12 @@ def test_every_run_of_a_workload_has_other_tokens_and_the_same_lengths():
         ({"request_rate": 0.0}, r"request_rate must be > 0 requests per second, got 0.0; inf is all at once"),
     ],
 )
-def test_a_workload_that_cannot_be_is_refused(changes, sentence):
+def test_an_impossible_workload_is_refused(changes, sentence):
     with pytest.raises(InvalidValueError, match=sentence):
         described(**changes)
 
 
-def test_figures_by_hand():
+def test_hand_checked_figures():
     """Two requests: tokens at 1, 2, 4 s from an arrival at 0; one token at 3 s from an arrival at 1."""
     found = figures([RequestTiming(0.0, [1.0, 2.0, 4.0]), RequestTiming(1.0, [3.0])], num_prompt_tokens=6)
     assert (found.duration_s, found.output_tokens_per_s, found.total_tokens_per_s, found.requests_per_s) == (4, 1, 2.5, 0.5)
@@ -86,7 +86,7 @@ def test_both_sides_make_every_token_of_the_workload():
     assert [len(timing.token_times) for timing in peer.run(sampled, 1)] == [3, 3]
 
 
-def test_the_parts_of_a_step_are_counted_by_hand(gpt2_path):
+def test_the_parts_of_a_step_have_hand_checked_counts(gpt2_path):
     """2 layers of 48, 4 heads, fp32: 48 x 144 + 48 x 48 weights in a layer's projections, 2 x 48 x 192 in its MLP."""
     model = loader.on_meta(Checkpoint.open(str(gpt2_path)))
     vocab_size = model.config.vocab_size
@@ -131,12 +131,12 @@ OWN = ("--model", "tiny-gpt2", "--num-prompts", "2", "--input-len", "4", "--outp
 def test_throughput_as_json_beside_transformers():
     result = run("throughput", *OWN, "--compare", "transformers", "--json")
     assert result.exit_code == 0, result.stderr
-    (told,) = json.loads(result.stdout)
-    assert told["ours"]["num_output_tokens"] == told["theirs"]["num_output_tokens"]
-    assert told["ratio"] == pytest.approx(told["ours"]["output_tokens_per_s"] / told["theirs"]["output_tokens_per_s"])
-    assert told["bar"] is None  # bars are for known shapes
-    assert told["num_weight_bytes"] == pytest.approx(Checkpoint.open("tiny-gpt2").weight_files[0].stat().st_size, rel=0.01)
-    assert told["memory_in_use"] > told["num_weight_bytes"]
+    (result,) = json.loads(result.stdout)
+    assert result["ours"]["num_output_tokens"] == result["theirs"]["num_output_tokens"]
+    assert result["ratio"] == pytest.approx(result["ours"]["output_tokens_per_s"] / result["theirs"]["output_tokens_per_s"])
+    assert result["bar"] is None  # bars are for known shapes
+    assert result["num_weight_bytes"] == pytest.approx(Checkpoint.open("tiny-gpt2").weight_files[0].stat().st_size, rel=0.01)
+    assert result["memory_in_use"] > result["num_weight_bytes"]
 
 
 def test_latency_is_a_table_of_percentiles():
@@ -148,17 +148,17 @@ def test_latency_is_a_table_of_percentiles():
 
 @pytest.mark.parametrize("command", ["throughput", "latency"])
 def test_the_help_defines_what_is_measured(command):
-    told = " ".join(run(command, "--help").stdout.split())
+    text = " ".join(run(command, "--help").stdout.split())
     for words in ("TTFT, time to first token", "TPOT, time per output token", "ITL, inter-token latency", "Workloads: A one"):
-        assert words in told
+        assert words in text
 
 
-def test_the_roofline_tells_shares_of_the_limit_and_draws(tmp_path):
+def test_the_roofline_reports_shares_of_the_limit_and_plots(tmp_path):
     result = run("--roofline", "--model", "tiny-gpt2", "--json", "--plot", str(tmp_path / "roof.png"))
     assert result.exit_code == 0, result.stderr
-    told = json.loads(result.stdout)
-    assert [phase["name"].split()[0] for phase in told["phases"]] == ["prefill", "decode,", "decode,", "decode,", "decode,"]
-    for phase in told["phases"]:
+    report = json.loads(result.stdout)
+    assert [phase["name"].split()[0] for phase in report["phases"]] == ["prefill", "decode,", "decode,", "decode,", "decode,"]
+    for phase in report["phases"]:
         assert phase["least_ms"] == pytest.approx(sum(part["least_ms"] for part in phase["parts"]))
         assert phase["share_of_limit"] == pytest.approx(phase["least_ms"] / phase["measured_ms"])
     assert (tmp_path / "roof.png").read_bytes().startswith(b"\x89PNG")
@@ -187,7 +187,7 @@ def test_mistakes_are_one_sentence(arguments, sentence):
     assert sentence in result.stderr
 
 
-def test_a_bar_stands_beside_every_standard_workload():
+def test_every_bar_is_of_a_standard_workload():
     for bars in compare.BARS.values():
         assert set(bars) <= set(workloads.WORKLOADS)
 

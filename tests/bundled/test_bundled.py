@@ -1,4 +1,4 @@
-"""The bundled models: what they are, that transformers agrees with us on them, and that they learned what a card says."""
+"""The bundled models: their files, the same greedy text in transformers, and the quality that their cards report."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def card(name):
 
 
 def sampled_stories(llm, temperature):
-    """500 stories as measure.py samples them, but by nanoinfer: half asked for in a chat, half from the word "Once"."""
+    """500 stories as measure.py samples them, but by nanoinfer: half in a chat, half from the word "Once"."""
     half = 250
     heroes = [measure.HERO_NAMES[i % len(measure.HERO_NAMES)] for i in range(half)]
     chats = [llm.render_chat([{"role": "user", "content": f"Tell me a story about {hero}"}]) for hero in heroes]
@@ -122,16 +122,16 @@ def test_the_loss_is_within_6_percent_of_the_entropy(peer):
     assert 0.99 * entropy < loss < 1.06 * entropy
 
 
-def test_at_temperature_0_7_they_tell_stories_and_at_1_5_visibly_fewer(llm):
-    told = sampled_stories(llm, 0.7)
-    usual, wild = measure.shares(told), measure.shares(sampled_stories(llm, 1.5))
+def test_at_temperature_0_7_most_texts_are_stories_and_at_1_5_visibly_fewer(llm):
+    samples = sampled_stories(llm, 0.7)
+    usual, wild = measure.shares(samples), measure.shares(sampled_stories(llm, 1.5))
     assert usual.are_stories >= 0.95
     assert usual.hero_is_right >= 0.98
-    assert len({text for text, _ in told}) > 450  # not the same few again and again
+    assert len({text for text, _ in samples}) > 450  # few are repeated
     assert wild.are_stories < usual.are_stories - 0.1
 
 
-def test_the_card_says_how_it_was_trained_and_what_temperature_does(card, name):
+def test_the_card_has_the_training_command_and_a_row_per_temperature(card, name):
     assert f"python -m nanoinfer.bundled.stories.train --model {name}" in card
     assert re.search(r"\d+ steps of \d+ tokens, \d+ minutes on ", card)
     loss, entropy = (float(figure) for figure in re.findall(r"0\.\d{4}", card))
@@ -144,14 +144,14 @@ def test_the_card_says_how_it_was_trained_and_what_temperature_does(card, name):
 def test_a_block_table_that_points_to_another_story_brings_back_the_hero_of_that_one(llm):
     """Two stories run side by side. Once their prompts are in the cache, each is given the other's first block.
 
-    The first sentence is in that block, and nothing else tells who the hero is: from there on there are only pronouns.
+    The first sentence is in that block, and only it names the hero. Pronouns follow.
     """
     heroes = ["Lily", "Nora"]
     prompts = [f"Once upon a time, there was a brave fox named {hero}." for hero in heroes]
     tokenizer, engine = llm.get_tokenizer(), llm.engine
     assert all(len(tokenizer.encode(prompt)) <= engine.block_manager.block_size for prompt in prompts)
 
-    def tell(exchange):
+    def write(exchange):
         requests = [engine.add_request(prompt, GREEDY) for prompt in prompts]
         engine.step()
         if exchange:
@@ -161,11 +161,11 @@ def test_a_block_table_that_points_to_another_story_brings_back_the_hero_of_that
             engine.step()
         return [prompt + request.output.outputs[0].text for prompt, request in zip(prompts, requests, strict=True)]
 
-    assert [stories.NAME.findall(story)[-1] for story in tell(exchange=False)] == ["Lily", "Nora"]
-    exchanged = tell(exchange=True)
+    assert [stories.NAME.findall(story)[-1] for story in write(exchange=False)] == ["Lily", "Nora"]
+    exchanged = write(exchange=True)
     assert [stories.NAME.findall(story)[-1] for story in exchanged] == ["Nora", "Lily"]
     for story, hero in zip(exchanged, heroes, strict=True):
         reading = stories.read(story)
         assert not reading.is_complete
-        assert hero in reading.expected[0]  # the grammar knows who should have come back, and where
+        assert hero in reading.expected[0]  # the grammar knows which name is expected, and where
     assert engine.block_manager.num_free_blocks == engine.block_manager.num_blocks

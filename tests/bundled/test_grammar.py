@@ -1,4 +1,4 @@
-"""The grammar's probabilities, by hand on four sentences and by conservation on real stories."""
+"""The grammar's probabilities: hand-checked on four sentences, and conserved on real stories."""
 
 import math
 import random
@@ -55,11 +55,11 @@ def test_the_probabilities_of_all_texts_sum_to_one_and_are_the_frequencies_of_wr
     assert sum(math.exp(grammar.read(text, "start").log_prob) for text in texts) == pytest.approx(1)
     for text in texts:
         p = math.exp(grammar.read(text, "start").log_prob)
-        # 6 standard deviations: the seed is fixed, and another one would fail with a probability below 1e-7
+        # 6 standard deviations. The seed is fixed, and another one would fail with a probability below 1e-7.
         assert abs(written.count(text) / num_texts - p) < 6 * math.sqrt(p * (1 - p) / num_texts)
 
 
-def test_a_text_that_can_be_told_in_two_ways_has_the_sum_of_both():
+def test_a_text_with_two_derivations_has_the_sum_of_both():
     twice = Grammar({"start": "a{end}|{end}", "end": "b|ab"}, {})
     texts = ["ab", "aab", "b"]
     probabilities = [math.exp(twice.read(text, "start").log_prob) for text in texts]
@@ -81,7 +81,7 @@ def test_a_text_that_can_be_told_in_two_ways_has_the_sum_of_both():
         ("", 0, ("Ann", "Bob", "Cleo")),
     ],
 )
-def test_a_text_that_leaves_the_grammar_is_told_where_and_what_could_have_come(grammar, text, num_chars, expected):
+def test_a_reading_finds_where_a_text_leaves_the_grammar_and_what_was_expected(grammar, text, num_chars, expected):
     reading = grammar.read(text, "start")
     assert not reading.is_complete
     assert (reading.num_chars, reading.expected) == (num_chars, expected)
@@ -94,15 +94,15 @@ def test_a_beginning_has_the_probability_of_all_that_can_follow(grammar):
     assert grammar.read("", "start").log_prob_of_beginning == pytest.approx(0)
 
 
-def test_what_is_settled_beforehand_is_neither_drawn_nor_counted(grammar):
-    settled = {"who": "bob"}
-    assert grammar.write(random.Random(1), "start", settled).startswith("Bob")
-    assert math.exp(grammar.read("Bob saw an owl.", "start", settled).log_prob) == pytest.approx(FIRST * FIRST)
-    assert grammar.read("Ann saw an owl.", "start", settled).expected == ("Bob",)
-    assert settled == {"who": "bob"}
+def test_what_is_set_beforehand_is_neither_drawn_nor_counted(grammar):
+    known = {"who": "bob"}
+    assert grammar.write(random.Random(1), "start", known).startswith("Bob")
+    assert math.exp(grammar.read("Bob saw an owl.", "start", known).log_prob) == pytest.approx(FIRST * FIRST)
+    assert grammar.read("Ann saw an owl.", "start", known).expected == ("Bob",)
+    assert known == {"who": "bob"}
 
 
-def test_a_reading_remembers_who_was_meant(grammar):
+def test_a_reading_remembers_the_cast(grammar):
     assert grammar.read("Cleo and bob ran, and ", "start").memory == {"who": "cleo", "friend": "bob"}
 
 
@@ -115,7 +115,7 @@ def test_a_reading_remembers_who_was_meant(grammar):
         ({"start": " | "}, "rule 'start' has no alternative"),
     ],
 )
-def test_a_rule_that_cannot_work_is_refused(rules, message):
+def test_an_invalid_rule_is_refused(rules, message):
     with pytest.raises(ValueError, match=message):
         Grammar(rules, CAST)
 

@@ -1,4 +1,4 @@
-"""What the stories promise: who is meant is always clear, and only who looks back can tell."""
+"""The properties of the stories: pronouns are never ambiguous, and names, colours and numbers return correctly."""
 
 import math
 import random
@@ -35,7 +35,7 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(BUNDLED / "tiny-qwen3")
 
 
-def test_every_story_can_be_read_and_its_entropy_is_that_of_the_others(some_stories):
+def test_every_story_can_be_read_and_has_a_similar_probability(some_stories):
     readings = [stories.read(story) for story in some_stories]
     assert all(reading.is_complete for reading in readings)
     assert all(reading.log_prob == pytest.approx(reading.log_prob_of_beginning) for reading in readings)
@@ -110,12 +110,12 @@ def test_an_article_fits_the_word_after_it(some_stories):
         assert wrong is None, wrong
 
 
-def test_a_hero_that_there_is_not_is_refused():
+def test_an_unknown_hero_is_refused():
     with pytest.raises(ValueError, match="no story is about 'Bob'; the heroes are Lily, Anna"):
         stories.write(random.Random(1), "Bob")
 
 
-def test_a_question_names_the_hero_and_what_is_none_is_not_read_as_one():
+def test_a_question_names_the_hero_and_other_text_is_not_read_as_a_question():
     question = stories.write_question(random.Random(1))
     reading = stories.read_question(question)
     assert reading.is_complete
@@ -123,7 +123,7 @@ def test_a_question_names_the_hero_and_what_is_none_is_not_read_as_one():
     assert not stories.read_question("Tell me a story about Bob").is_complete
 
 
-def test_counting_comes_out_right():
+def test_the_numbers_add_up():
     rng = random.Random(5)
     seen = set()
     while len(seen) < 10:
@@ -135,7 +135,7 @@ def test_counting_comes_out_right():
             seen.add((n, given))
 
 
-def test_a_story_about_somebody_is_about_them_and_knowing_it_saves_the_name():
+def test_a_story_about_a_given_hero_is_more_likely_by_the_choice_of_the_name():
     story = stories.write(random.Random(9), "Felix")
     assert stories.NAME.search(story)[0] == "Felix"
     # There are 24 names, all equally likely.

@@ -1,4 +1,4 @@
-"""The training script: what it reads, that an interrupted run ends where a whole one does, and what it writes on a card."""
+"""The training script: its batches, an interrupted run that ends as a whole one does, and the model folders it writes."""
 
 import math
 import random
@@ -23,13 +23,13 @@ def tokenizer():
 
 @pytest.fixture
 def tiny(tokenizer):
-    """A model that learns fast and nothing much."""
+    """A very small model, fast to train."""
     torch.manual_seed(0)
     size = {"vocab_size": len(tokenizer), "n_positions": 512, "n_embd": 8, "n_layer": 1, "n_head": 1}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
-def test_the_tokenizer_has_one_token_for_a_word_and_spells_all_else_in_bytes(tokenizer):
+def test_the_tokenizer_has_one_token_per_word_and_spells_other_text_in_bytes(tokenizer):
     assert 1900 <= len(tokenizer) <= 2048
     words = re.findall(r" \w+", stories.write(random.Random(2)))
     assert [word for word in words if len(tokenizer.encode(word)) > 1] == []
@@ -44,15 +44,15 @@ def test_a_chat_ends_its_turn_and_then_the_text_and_a_story_only_the_text(tokeni
     )
 
 
-def test_the_probability_of_a_document_counts_what_kind_it_is_its_question_and_its_hero_once():
+def test_the_probability_of_a_document_counts_its_kind_its_question_and_its_hero_once():
     rng = random.Random(4)
     story = stories.write(rng, "Lily")
     alone = stories.read(story).log_prob
     assert Document(story).log_prob == pytest.approx(math.log(0.8) + alone)
-    weights = [1, 1 / math.sqrt(2), 1 / math.sqrt(3)]  # the three ways to ask
+    weights = [1, 1 / math.sqrt(2), 1 / math.sqrt(3)]  # of the three forms of a question
     for question, weight in zip(("Tell {}", "Please tell {}.", "Can you tell {}?"), weights, strict=True):
         chat = Document(story, question.format("me a story about Lily"))
-        # The question names one of 24 heroes, and so does the story: but there the name is known by then.
+        # The question draws one of 24 heroes. The story then names the same one, with probability 1.
         assert chat.log_prob == pytest.approx(math.log(0.2) + math.log(weight / sum(weights)) + alone)
 
 
@@ -75,7 +75,7 @@ def test_the_courses_are_tales_then_stories_then_long_rows(tokenizer):
     assert torch.equal(train.make_batch(tokenizer, short, 1), train.make_batch(tokenizer, short, 1))
 
 
-def test_the_words_that_come_back_count_more_and_only_they(tokenizer, tiny):
+def test_only_the_recalled_words_have_a_higher_weight(tokenizer, tiny):
     is_recalled = train.recalled_tokens(tokenizer)
     words = {word.strip() for word in (tokenizer.decode([i]) for i in is_recalled.nonzero().flatten().tolist())}
     assert words <= {spelled for word in train.RECALLED_WORDS for spelled in (word, word.capitalize())}
@@ -111,7 +111,7 @@ def test_an_interrupted_run_ends_with_the_weights_of_a_whole_one(tokenizer, tiny
     assert all(torch.equal(tensor, whole[name]) for name, tensor in tiny.state_dict().items())
 
 
-def test_a_run_of_other_steps_is_not_gone_on_with(tokenizer, tiny, tmp_path, monkeypatch):
+def test_a_run_with_a_different_number_of_steps_is_not_continued(tokenizer, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "STEPS_BETWEEN_SAVES", 1)
     train.train(tiny, tokenizer, 2, tmp_path / "training.pt")
     with pytest.raises(SystemExit, match=r"is of a run with --steps 2.* give the same --steps again, or delete it"):
@@ -136,14 +136,14 @@ def test_the_loss_of_padded_rows_is_the_sum_of_each_row_alone(tiny):
     assert measure.total_loss(tiny, rows) == pytest.approx(alone, rel=1e-5)
 
 
-def test_no_model_loses_less_than_the_entropy(tokenizer, tiny, monkeypatch):
+def test_the_loss_of_an_untrained_model_is_above_the_entropy(tokenizer, tiny, monkeypatch):
     monkeypatch.setattr(measure, "NUM_DOCUMENTS", 20)
     entropy, loss = measure.entropy_and_loss(tiny.eval(), tokenizer)
     assert 0.4 < entropy < 0.6 < loss
     assert loss == pytest.approx(math.log(len(tokenizer)), rel=0.05)  # untrained: about uniform
 
 
-def test_no_token_is_spent_on_what_no_document_holds(tokenizer):
+def test_every_token_can_occur_in_a_document(tokenizer):
     assert [token for token in tokenizer.get_vocab() if "None" in token or re.search("[a-z]assistant", token)] == []
 
 

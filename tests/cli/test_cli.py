@@ -1,4 +1,4 @@
-"""`nanoinfer`, run in this process: what it prints is what LLM gives, and mistakes are one sentence."""
+"""`nanoinfer`, run in this process: it prints what LLM returns, and an error is one sentence."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def test_version_is_the_packages():
         (["chat", "--help"], ["--model", "--temperature", "--system", "/reset", "/exit"]),
     ],
 )
-def test_help_names_what_there_is(arguments, words, monkeypatch):
+def test_help_lists_commands_and_options(arguments, words, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     text = shown(*arguments)
     assert [word for word in words if word not in text] == []
@@ -57,7 +57,7 @@ def test_generate_shows_the_text_of_llm_and_the_same_again_for_the_same_seed(llm
     [output] = llm.generate(PROMPT, params, use_tqdm=False)
     first, second, other = (shown("generate", PROMPT, "--seed", seed, "--max-tokens", "30") for seed in ("7", "7", "8"))
     assert first == second == output.outputs[0].text + "\n"
-    assert other != first  # by chance with the model's temperature: never seen, seeds are fixed
+    assert other != first  # equal by chance in principle, but the seeds are fixed
 
 
 def test_every_option_reaches_its_parameter(monkeypatch):
@@ -129,7 +129,7 @@ def test_an_unknown_option_is_exit_code_2():
     assert run("generate", PROMPT, "--no-such-option").exit_code == 2
 
 
-# ---- chat. The prompt of a turn is "\n> "; the input itself is not echoed here.
+# ---- chat. The prompt of a turn is "\n> ". The input is not echoed here.
 
 GREEDY = ("--temperature", "0", "--max-tokens", "12")
 
@@ -141,7 +141,7 @@ def answers(stdin, *options):
 
 
 def ask(llm, *turns):
-    """The answer to the last of some user turns, the earlier ones answered in between, by LLM.chat."""
+    """The answer of LLM.chat to the last user turn, after its answers to the earlier ones."""
     messages = []
     for turn in turns:
         messages.append({"role": "user", "content": turn})
@@ -152,7 +152,7 @@ def ask(llm, *turns):
 
 @pytest.fixture
 def prompts(monkeypatch):
-    """The texts that the model is asked to go on with: an answer may be the same with and without a history."""
+    """The prompts that the model gets. An answer may be the same with and without a history."""
     seen, stream = [], LLM.stream
 
     def recorded(self, prompt, params):
@@ -184,7 +184,7 @@ def test_a_system_message_stays_after_reset(llm, prompts):
     assert prompts == [llm.render_chat(messages)["prompt"]] * 2
 
 
-def test_a_line_that_is_too_long_is_told_and_forgotten(llm):
+def test_a_line_that_is_too_long_is_an_error_and_forgotten(llm):
     result = run("chat", *GREEDY, "--max-model-len", "64", stdin=f"{LILY * 40}\n{LILY}\n")
     assert result.exit_code == 0
     assert result.stderr.startswith("error: the prompt has ")
@@ -220,7 +220,7 @@ def test_chat_with_a_model_without_a_template_is_one_sentence(gpt2_path):
     assert "Traceback" not in result.output
 
 
-def test_standard_input_that_is_no_text_is_one_sentence():
+def test_standard_input_that_is_not_text_is_one_sentence():
     command = [sys.executable, "-m", "nanoinfer", "generate", "-"]
     done = subprocess.run(
         command, input=b"abc \xff", capture_output=True, env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
@@ -230,7 +230,7 @@ def test_standard_input_that_is_no_text_is_one_sentence():
     assert b"Traceback" not in done.stderr
 
 
-def test_ctrl_c_ends_generate_as_a_shell_expects_and_keeps_what_has_come(monkeypatch):
+def test_ctrl_c_ends_generate_as_a_shell_expects_and_keeps_the_text_so_far(monkeypatch):
     forward, count = ModelRunner.forward, iter(range(1000))
 
     def interrupted(self, batch):

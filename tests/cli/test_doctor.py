@@ -1,4 +1,4 @@
-"""nanoinfer doctor: it finds what is there, calls a right backend right, and a wrong one wrong."""
+"""`nanoinfer doctor` reports the machine and the engine's choices, and detects a backend that computes wrongly."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from nanoinfer.cli import doctor
 from nanoinfer.cli.main import app
 
 
-def test_it_tells_what_the_machine_has_and_what_will_be_used():
+def test_it_reports_what_the_machine_has_and_what_will_be_used():
     report = doctor.examine()
     machine, engine = dict(report.machine), dict(report.engine)
     assert machine["torch"] == torch.__version__
@@ -33,7 +33,7 @@ def test_every_backend_has_a_verdict():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the cpu backend is not run where there is a GPU")
-def test_a_backend_that_computes_wrongly_or_raises_is_told_and_the_exit_code_is_1(monkeypatch):
+def test_a_backend_that_computes_wrongly_or_raises_is_reported_and_the_exit_code_is_1(monkeypatch):
     begin_step = CPUBackend.begin_step
 
     def wrong(self, cache, metadata):

@@ -1,13 +1,13 @@
-"""The stories that the bundled models learned from: their words, their sentences, and the shapes a story can have.
+"""The stories that the bundled models learned from: the cast, writing and reading a story, and a check of the hero's name.
 
-A story is an opening, something about the hero, a day, a plot, and an ending. The grammar (grammar.py says how to read its
-slots) is the whole truth about them, so the models can be measured against it. Every sentence is ours; there is no foreign
-text. What only a model that looks back can get right:
+A story is an opening, something about the hero, a day, a plot, and an ending. sentences.py and plots.py have the rules, and
+grammar.py says how to read their slots. Every sentence was written for nanoinfer. Only a model that attends to the earlier
+text can get these right:
 
-- The first sentence names the hero. Then come pronouns only, for 60 tokens or more, until the name returns; a story's last
-  name is the hero's again.
-- Hero and friend never share a pronoun, so "she" and "he" always say who is meant.
-- Something given away is found with its new owner; what is lost, counted or promised keeps its colour and its number.
+- The first sentence names the hero. Only pronouns follow, for 60 tokens or more, until the name returns. The last name in a
+  story is the hero's again.
+- Hero and friend never share a pronoun, so "she" and "he" are never ambiguous.
+- A present is found with its new owner. What is lost, counted or promised keeps its colour and its number.
 """
 
 import random
@@ -82,7 +82,7 @@ def value(number: object) -> int:
     return NUMBERS.index(str(number)) + 1
 
 
-# Each part of a story -> who or what can take it, given the parts already taken.
+# Each part of a story -> the candidates for it, given the parts that are drawn already.
 CAST: Cast = {
     "hero": lambda m: SHE + HE,
     "kind": lambda m: KINDS,
@@ -114,35 +114,35 @@ def write(rng: random.Random, hero: str | None = None) -> str:
     >>> write(random.Random(1), "Lily")[:52]
     'This is the story of Lily, a tiny, shy duck. She alw'
     """
-    return GRAMMAR.write(rng, "story", settled(hero))
+    return GRAMMAR.write(rng, "story", initial_memory(hero))
 
 
 def read(text: str, hero: str | None = None) -> Reading:
-    """Say how likely a text is as a story, and where it stops being one. hero: the story was asked to be about this one.
+    """Find how likely a text is as a story, and where it stops being one. hero: the one that the story must be about.
 
     >>> read("Once upon a time, there was a kind fish").expected
     ('fox', 'frog')
     """
-    return GRAMMAR.read(text, "story", settled(hero))
+    return GRAMMAR.read(text, "story", initial_memory(hero))
 
 
 def write_question(rng: random.Random) -> str:
-    """Ask for a story. Example: "Tell me a story about Lily"."""
+    """Write a question for a story, for example "Tell me a story about Lily"."""
     return GRAMMAR.write(rng, "question")
 
 
 def read_question(text: str) -> Reading:
-    """Say how likely a text is as a question. If it is one, memory["hero"] is who the story has to be about."""
+    """Find how likely a text is as a question. If it is one, memory["hero"] is the one that the story must be about."""
     return GRAMMAR.read(text, "question")
 
 
 def write_tale(rng: random.Random) -> str:
-    """Write a tale, a story cut down to a sentence or two in which a name, a thing or a number comes back soon."""
+    """Write a tale: a short story in which a name, a thing or a number returns after a few words."""
     return GRAMMAR.write(rng, "tale")
 
 
-def settled(hero: str | None) -> Memory:
-    """What a grammar has to remember from the start, if the hero is known."""
+def initial_memory(hero: str | None) -> Memory:
+    """The memory that a grammar starts with: the hero, if it is given."""
     if hero is None:
         return {}
     if hero not in HEROES:
@@ -151,11 +151,15 @@ def settled(hero: str | None) -> Memory:
 
 
 def hero_is_right(text: str, hero: str | None = None) -> bool:
-    """Say whether the hero's name came back right, in a text that need not be a story otherwise.
+    """Whether the hero's name returns correctly, in a text that need not be a story otherwise.
 
-    The last name must be the first, the grammar not left where the hero is expected, and nobody named who was not introduced:
-    the hero in the first sentence, the friend in the one that names the friend first. A text that is cut off before the hero
-    comes back is wrong. hero: who had to be the first, if that was asked.
+    The last name must be the first name. The text must not leave the grammar where the hero is expected. Every name must have
+    been introduced: the hero in the first sentence, the friend in the sentence with the second name. A text that ends before
+    the hero's name returns is wrong.
+
+    Args:
+        text: a story, or an attempt at one.
+        hero: the one that the story must be about, or None for any.
     """
     names = list(NAME.finditer(text))
     if len(names) < 2 or not names[0][0] == names[-1][0] == (hero or names[0][0]):

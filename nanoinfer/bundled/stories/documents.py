@@ -1,4 +1,4 @@
-"""What the models read: stories and one-turn chats, as text, as probabilities, and as the tokens of their own tokenizer."""
+"""The training documents: stories and one-turn chats, as text, as probabilities, and as token ids of their tokenizer."""
 
 import math
 import random
@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerFast
 
 from nanoinfer.bundled import stories
 
-CHAT_SHARE = 0.2  # of the documents; the others are a story and nothing else
-VOCAB_SIZE = 2048  # at most: learning ends a little sooner, when every word of the stories has become one token
-SEQUENCE_LENGTH = 512  # all the models can see
+CHAT_SHARE = 0.2  # of the documents. The others are a story alone.
+VOCAB_SIZE = 2048  # at most: training ends a little earlier, when every word of the stories is one token
+SEQUENCE_LENGTH = 512  # the longest input of the models, in tokens
 
 END_OF_TEXT, MESSAGE_START, MESSAGE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -24,14 +24,14 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Document:
-    """One story, and the question that it answers if it is a chat."""
+    """One story, and the question before it if it is a chat."""
 
     story: str
     question: str | None = None
 
     @property
     def log_prob(self) -> float:
-        """log of its probability among all documents, in nats."""
+        """The log-probability of this document among all documents, in nats."""
         if self.question is None:
             return math.log(1 - CHAT_SHARE) + stories.read(self.story).log_prob
         question = stories.read_question(self.question)
@@ -41,7 +41,7 @@ class Document:
         return math.log(CHAT_SHARE) + question.log_prob + stories.read(self.story, hero.name).log_prob
 
     def encode(self, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-        """Its token ids, with <|endoftext|> at the end. A chat is written as the chat template has it."""
+        """The token ids, <|endoftext|> last. The chat template formats a chat."""
         if self.question is None:
             text = self.story
         else:
@@ -51,16 +51,16 @@ class Document:
 
 
 def write_document(rng: random.Random) -> Document:
-    """Write a story or, now and then, a chat."""
+    """Write a story or, with probability CHAT_SHARE, a chat."""
     if rng.random() >= CHAT_SHARE:
         return Document(stories.write(rng))
-    question = stories.write_question(rng)  # it draws the hero, so the story has to be told whom
+    question = stories.write_question(rng)  # it draws the hero, which the story needs
     hero = stories.read_question(question).memory["hero"]
     return Document(stories.write(rng, hero.name), question)
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Learn a byte-level BPE vocabulary. It starts from all 256 bytes, so it can spell any text, emoji and CJK included."""
+    """Train a byte-level BPE vocabulary. It has all 256 bytes, so that it can spell any text, emoji and CJK included."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -69,7 +69,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         vocab_size=VOCAB_SIZE, special_tokens=special_tokens, initial_alphabet=every_byte, show_progress=False
     )
     rng = random.Random(seed)
-    # Without the chat markers: they are special tokens, and no merge should be spent on spelling them.
+    # Without the chat markers. They are special tokens, and no merge should be spent on their spelling.
     documents = (write_document(rng) for _ in range(20_000))
     texts = (f"user\n{d.question}\nassistant\n{d.story}" if d.question else d.story for d in documents)
     bpe.train_from_iterator(texts, trainer)

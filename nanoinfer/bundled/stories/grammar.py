@@ -1,19 +1,19 @@
-"""A grammar with a memory: it writes texts, says how likely any text is, and finds the place where a text leaves it.
+"""A grammar with a memory: it writes texts, gives the probability of any text, and finds the place where a text leaves it.
 
-Rules and a cast go in (stories.py has ours). What a text may say is all here, so its probability is known exactly: no real
-corpus has that. This file knows nothing of what the texts are about.
+In: rules (sentences.py, plots.py) and a cast (stories/__init__.py). The grammar defines every possible text, so that the
+probability of a text is exact, unlike in a real corpus. This file does not know what the texts are about.
 
-A rule is a list of alternatives, and every mention of it draws one afresh. A member of the cast is drawn once a text, at
-its first mention, and stays: whoever is hero in the first sentence is hero in the last. A slot in an alternative is
+A rule is a list of alternatives, and every mention of it draws a new one. A member of the cast is drawn once per text, at
+its first mention, and stays: the hero of the first sentence is the hero of the last. A slot in an alternative is
 
     {trait}      a rule or a member of the cast         {hero.his}    one form of it: an attribute of what was drawn
-    {a trait}    with "a" or "an" in front, by sound    {Hero.he}     with its first letter raised; so does {A trait}
+    {a trait}    with "a" or "an" in front, by sound    {Hero.he}     with a capital letter, as in {A trait}
 
-Of the alternatives of a rule the k-th is drawn with weight 1 / sqrt(k), so what stands earlier is likelier, as some words
-are in any language. The candidates for a part in the cast are all equally likely.
+The k-th alternative of a rule is drawn with weight 1 / sqrt(k). Earlier alternatives are more likely, as some words are in
+any language. The candidates for a member of the cast are equally likely.
 
 Writing and reading take the same steps. `Grammar._options` lists everything one slot can become, each with its
-probability: `write` draws one, `read` tries them all and keeps those that agree with the text.
+probability. `write` draws one. `read` tries all and keeps those that agree with the text.
 """
 
 import math
@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-Memory = dict[str, Any]  # member of the cast -> who or what was drawn for it
-Cast = dict[str, Callable[[Memory], Iterable[Any]]]  # member of the cast -> the candidates, given what is drawn so far
+Memory = dict[str, Any]  # member of the cast -> what was drawn for it
+Cast = dict[str, Callable[[Memory], Iterable[Any]]]  # member of the cast -> the candidates, given what was drawn so far
 
 SLOT = re.compile(r"\{(?:([aA]) )?(\w+)(?:\.(\w+))?\}")
 
 
 class Slot(NamedTuple):
-    """Something still to be filled in. The modifiers go to the first word of whatever it becomes."""
+    """A slot that is still to be filled. The modifiers apply to the first word of what fills it."""
 
     name: str
     form: str | None = None
@@ -42,7 +42,7 @@ Symbols = tuple[str | Slot, ...]  # text and slots, in order
 
 
 class Option(NamedTuple):
-    """One thing that a slot can become: with this probability, these symbols, and this memory from there on."""
+    """One thing that a slot can become: the probability, the symbols, and the memory from there on."""
 
     probability: float
     symbols: Symbols
@@ -53,12 +53,13 @@ class Option(NamedTuple):
 class Reading:
     """What `Grammar.read` finds.
 
-    log_prob: log of the probability of exactly this text, in nats; -inf if the grammar cannot write it.
-    log_prob_of_beginning: log of the probability that a text begins with this one; the difference over one more word is the
-        true probability of that word.
-    num_chars: how many characters of it could begin a text. It leaves the grammar there, unless that is all of it.
-    expected: the words that could stand there, sorted, those that begin as the text does; () if the whole text can be written.
-    memory: the cast as far as num_chars, in one of the derivations that get there.
+    log_prob: the log-probability of exactly this text, in nats, or -inf if the grammar cannot write it.
+    log_prob_of_beginning: the log-probability that a text begins with this one. The difference that one more word makes is the
+        true log-probability of that word.
+    num_chars: how many characters of it could begin a text. If they are not all, the text leaves the grammar there.
+    expected: the words that could be there, sorted, or () if the grammar can write the whole text. If the text leaves within a
+        word, these are the words that begin with the letters before it.
+    memory: the cast up to num_chars, in one of the derivations that reach it.
     """
 
     log_prob: float
@@ -69,15 +70,20 @@ class Reading:
 
     @property
     def is_complete(self) -> bool:
-        """The grammar can write exactly this text."""
+        """Whether the grammar can write exactly this text."""
         return self.log_prob > -math.inf
 
 
 class Grammar:
-    """Rules and a cast, to write with and to read with.
+    """A grammar of rules and a cast.
 
-    rules: name -> the alternatives, parted by line breaks or "|". Spaces at their ends do not count. No rule may lead back to
-        itself, or reading would not end.
+    Args:
+        rules: name -> the alternatives, separated by line breaks or "|" and stripped. No rule may lead back to itself, or
+            reading would not end.
+        cast: name -> a function from the memory to the candidates.
+
+    Raises:
+        ValueError: a rule is empty, or has a slot or a brace that means nothing.
 
     >>> grammar = Grammar({"start": "{Name} ran. | {Name} ran, and {name} fell."}, {"name": lambda memory: ["ann", "bob"]})
     >>> round(math.exp(grammar.read("Ann ran.", "start").log_prob), 3)  # 1 / (1 + 1 / sqrt(2)), times one of two names
@@ -101,7 +107,7 @@ class Grammar:
                     raise ValueError(f"rule {name!r}: slot {symbol.name!r} is not {wanted}")
 
     def write(self, rng: random.Random, start: str, memory: Memory | None = None) -> str:
-        """Draw one text from the rule `start`. memory: members of the cast that are settled beforehand."""
+        """Draw one text from the rule `start`. memory: members of the cast that are set beforehand."""
         memory, written = memory or {}, ""
         todo: list[str | Slot] = [Slot(start)]
         while todo:
@@ -117,9 +123,9 @@ class Grammar:
 
     def read(self, text: str, start: str, memory: Memory | None = None) -> Reading:
         """Follow every derivation of the text from the rule `start`, as far as each agrees with it. memory: as in `write`."""
-        whole, beginning = [], []  # log probabilities of derivations
+        whole, beginning = [], []  # log-probabilities of derivations
         num_chars, furthest = 0, memory or {}
-        rests: set[str] = set()  # of the words that could have stood at num_chars
+        rests: set[str] = set()  # of the words that could have been at num_chars
         live: list[tuple[Symbols, int, Memory, float]] = [((Slot(start),), 0, memory or {}, 0.0)]
         while live:
             symbols, position, memory, log_prob = live.pop()
@@ -128,7 +134,7 @@ class Grammar:
                     whole.append(log_prob)
                     beginning.append(log_prob)
                     continue
-                word = ""  # the text goes on where a text ends
+                word = ""  # the text continues where this derivation ends
             elif isinstance(symbols[0], Slot):
                 for option in self._options(symbols[0], memory):
                     further = log_prob + math.log(option.probability)
@@ -150,7 +156,7 @@ class Grammar:
         return Reading(_log_sum(whole), _log_sum(beginning), num_chars, expected, furthest)
 
     def _options(self, slot: Slot, memory: Memory) -> list[Option]:
-        """Everything the slot can become. The probabilities sum to one."""
+        """List everything the slot can become. The probabilities sum to one."""
         if slot.name in self.rules:
             return [Option(p, _modified(symbols, slot), memory) for p, symbols in self.rules[slot.name]]
         if slot.name in memory:
@@ -162,14 +168,14 @@ class Grammar:
 
 
 def _weigh(alternatives: str) -> list[tuple[float, Symbols]]:
-    """The alternatives of a rule as symbols, with their probabilities."""
+    """Split a rule into alternatives, as (probability, symbols)."""
     texts = [text.strip() for text in re.split(r"[|\n]", alternatives) if text.strip()]
     weights = [1 / math.sqrt(k) for k in range(1, len(texts) + 1)]
     return [(weight / sum(weights), _symbols(text)) for weight, text in zip(weights, texts, strict=True)]
 
 
 def _symbols(template: str) -> Symbols:
-    """Cut a template at its slots."""
+    """Split a template at its slots."""
     symbols: list[str | Slot] = []
     position = 0
     for match in SLOT.finditer(template):
@@ -181,14 +187,14 @@ def _symbols(template: str) -> Symbols:
 
 
 def _modified(symbols: Symbols, slot: Slot) -> Symbols:
-    """Hand the slot's modifiers to the first of the symbols that it became."""
+    """Apply the slot's modifiers to the first of the symbols that fill it."""
     if not (slot.capital or slot.article):
         return symbols
     first, *rest = symbols
     if isinstance(first, Slot):
         return (first._replace(capital=first.capital or slot.capital, article=first.article or slot.article), *rest)
     if slot.article:
-        # By sound, not by letter: "honest" begins with a vowel that is not written.
+        # By sound, not by letter: "honest" begins with a vowel sound.
         first = f"an {first}" if first[0] in "aeiou" or first.startswith("honest") else f"a {first}"
     return (first[0].upper() + first[1:] if slot.capital else first, *rest)
 
@@ -204,7 +210,7 @@ def _common_length(word: str, text: str, position: int) -> int:
 
 
 def _log_sum(log_probs: list[float]) -> float:
-    """log of the sum of exp, safe from underflow: a story's probability is far below the smallest float."""
+    """log(sum(exp(log_probs))), computed so that the probability of a long text does not underflow."""
     if not log_probs:
         return -math.inf
     largest = max(log_probs)

@@ -1,6 +1,6 @@
-"""The twelve plots of the stories: what happens between the day and the ending, a row of sentences each.
+"""The twelve plots of the stories: what happens between the day and the ending, a few sentences each.
 
-The rules are of one grammar with those of sentences.py, which says what a plot must keep to, and they use each other's words.
+These rules and those of sentences.py form one grammar and use each other. sentences.py says what a plot must keep to.
 """
 
 PLOTS = {
@@ -49,7 +49,7 @@ PLOTS = {
         "How can I ever thank you?" {hero} {asked_it}.
     """,
     "good_mood": "happy|glad|proud|excited|pleased|cheerful|thankful|relieved",
-    # Gift: a thing goes to one of two, and later it is found where it went.
+    # Gift: one of two gets a thing, and later the thing is found there.
     "gift": "{a_gift} {meet_two} {give} {play} {ask} {answer}",
     "a_gift": """
         {He} carried {a color} {toy} with {him}.
@@ -85,7 +85,7 @@ PLOTS = {
         But {owner} still had the {toy}, and that made {hero} {good_mood}.
         They found it with {owner}, who thanked {hero} again.
     """,
-    # Found: the friend can tell the colour, so the toy is the friend's.
+    # Found: the friend knows the colour, so the toy is the friend's.
     "found": "{found_it} {keep_it} {meet} {whose} {tell_color} {give_back}",
     "found_it": """
         There, {spot}, {he} found {a toy}.
@@ -180,7 +180,7 @@ PLOTS = {
         "I would do it again," {said} {hero}.
         {Hero} was not a bit {sad_mood} after that.
     """,
-    # Hide: somebody counts, and the spot that is found was not the first one searched.
+    # Hide: the hero counts, and the friend is not in the first spot that the hero searches.
     "hide": "{meet} {a_game} {count} {search_first} {search_then} {winner}",
     "a_game": """
         "Let us play hide and seek," {friend.he} {said}, "and you count to {n}."

@@ -1,17 +1,17 @@
-"""The sentences of the stories: every rule of their grammar, save the twelve plots, which are in plots.py.
+"""The sentences of the stories: every rule of the grammar except the twelve plots, which are in plots.py.
 
-grammar.py says how a slot is read, stories.py who is in the cast (hero, kind, friend, place, color, toy, n, ...). What is not
-in the cast is a rule below, and drawn afresh each time. Earlier alternatives are likelier.
+grammar.py says how a slot is read. __init__.py has the cast (hero, kind, friend, place, color, toy, n, ...). A slot that is
+not in the cast is a rule below, and is drawn anew each time. Earlier alternatives are more likely.
 
-Whoever adds a sentence keeps three promises, which tests hold: for 60 tokens or more after the
-opening the hero is called by pronouns only, the last name in a story is the hero's, and a story stays under 200 tokens.
+A new sentence must keep three properties, which tests check. For 60 tokens or more after the opening, only pronouns name the
+hero. The last name in a story is the hero's. A story has fewer than 200 tokens.
 """
 
 from nanoinfer.bundled.stories.plots import PLOTS
 
 RULES = {
     "story": "{opening} {about} {day} {plot} {ending}",
-    # Tales are for training alone: the least of stories, and scenes in which a thing, a colour or a number comes back.
+    # Tales are for training only: very short stories, and scenes in which a thing, a colour or a number returns.
     "tale": """
         {opening} {day} {scene} {ending}
         {opening} {ending}
@@ -30,7 +30,7 @@ RULES = {
         Please tell me a story about {hero}.
         Can you tell me a story about {hero}?
     """,
-    # The hero. From here to the middle of the plot there are only pronouns.
+    # The hero. From here to the middle of the plot, only pronouns name the hero.
     "opening": """
         Once upon a time, there was {a trait} {kind} named {hero}.
         {Hero} was {a trait} {kind} with {feature}.

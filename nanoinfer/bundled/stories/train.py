@@ -1,10 +1,10 @@
-"""Makes the checkpoints in this folder: stories in, two model folders in the hub's own format out.
+"""Train the bundled models: stories in, two model folders in the hub's format out.
 
-    python -m nanoinfer.bundled.stories.train                      # both, to ./tiny-models; a CPU is enough
-    python -m nanoinfer.bundled.stories.train --model tiny-gpt2 --out nanoinfer/checkpoints
+    python -m nanoinfer.bundled.stories.train                      # both, to ./tiny-models. A CPU is enough.
+    python -m nanoinfer.bundled.stories.train --model tiny-gpt2 --out nanoinfer/bundled
 
-An interrupted run goes on where it was when the same command is given again. The models are transformers' own classes and
-the loop is plain PyTorch; nothing here knows how nanoinfer runs a model.
+The same command continues an interrupted run. The models are classes of transformers and the loop is plain PyTorch, without
+any code of nanoinfer that runs a model.
 """
 
 import argparse
@@ -35,20 +35,22 @@ from nanoinfer.bundled.stories.measure import measure, model_card
 
 SEED = 1234
 STEPS = 16_000
-TOKENS_PER_STEP = 1024  # many small steps: with four times as many tokens a step, nearly as many steps were needed
+TOKENS_PER_STEP = 1024  # many small steps: with four times as many tokens per step, nearly as many steps were needed
 STEPS_BETWEEN_SAVES = 100
 MUON_LEARNING_RATE = 0.006
 ADAMW_LEARNING_RATE = 1e-3
-INIT_STD = 0.08  # about 1 / sqrt(128); with the usual 0.02 the models learned to look up names much later
+INIT_STD = 0.08  # about 1 / sqrt(128). With the usual 0.02, the models learned to look up names much later.
 
 
 @dataclass(frozen=True)
 class Course:
-    """A part of the training. Looking back is hard to learn, so the models meet it in easy steps.
+    """A part of the training. Looking back is hard to learn, so the texts grow longer in easy steps.
 
-    until: it ends at this share of the steps. row_length: in tokens. write: makes its texts.
-    recall_weight: how many times one of RECALLED_WORDS counts in the loss. They are few, and most other words are chance,
-    which teaches nothing. It makes these words too likely, so it is 1 in the end.
+    until: the course ends at this share of the steps.
+    row_length: tokens per row.
+    write: makes the texts.
+    recall_weight: the weight of RECALLED_WORDS in the loss. These words are rare, and most other words are drawn at random,
+        which teaches nothing. A weight above 1 makes these words too likely, so it is 1 in the last course.
     """
 
     until: float
@@ -60,9 +62,9 @@ class Course:
 COURSES = (
     Course(until=1 / 8, row_length=64, write=lambda rng: Document(stories.write_tale(rng)), recall_weight=5),
     Course(until=5 / 8, row_length=128, write=write_document, recall_weight=5),
-    Course(until=1, row_length=SEQUENCE_LENGTH, write=write_document, recall_weight=1),  # GPT-2 must meet every position
+    Course(until=1, row_length=SEQUENCE_LENGTH, write=write_document, recall_weight=1),  # GPT-2 must see every position
 )
-RECALLED_WORDS = [  # what a story names and later names again, and the words of a spot, which only its place has
+RECALLED_WORDS = [  # words that a story repeats later, and the words of a spot, which depend on its place
     *stories.HEROES, *stories.COLORS, *stories.TOYS, *stories.FRUIT, *stories.FLOWERS, *stories.NUMBERS, *stories.SKILLS,
     *stories.STONES, *stories.ANIMALS, *(place.name.split()[-1] for place in stories.PLACES),
     *sorted({word for place in stories.PLACES for spot in place.spots for word in spot.split()} - {"a", "an", "the", "of"}),
@@ -82,7 +84,7 @@ def main() -> None:
 
 
 def make_checkpoint(name: str, steps: int, folder: Path) -> None:
-    """Train one model from its seed, write its folder, measure it, and write what was found on its card, which comes last."""
+    """Train one model from the seed, write its folder, measure it, and write its card, which marks the folder as finished."""
     if (folder / "README.md").exists():
         print(f"{folder} is finished; delete it to train it anew")
         return
@@ -94,7 +96,9 @@ def make_checkpoint(name: str, steps: int, folder: Path) -> None:
     minutes = train(model, tokenizer, steps, folder / "training.pt")
     model.generation_config = generation_config(tokenizer)
     model.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # written for its owner alone, but a package is read by everyone
+    (folder / "model.safetensors").chmod(
+        0o644
+    )  # save_pretrained lets only the owner read it, but an installed package has other readers
     tokenizer.save_pretrained(folder)
     figures = measure(model.eval(), tokenizer)
     machine = torch.cuda.get_device_name() if device.type == "cuda" else f"a CPU (threads: {torch.get_num_threads()})"
@@ -107,23 +111,23 @@ def make_checkpoint(name: str, steps: int, folder: Path) -> None:
 def build_gpt2(vocab_size: int, eos: int) -> PreTrainedModel:
     """GPT-2, smaller: learned positions, LayerNorm, the head tied to the embedding."""
     size = {"vocab_size": vocab_size, "n_positions": SEQUENCE_LENGTH, "n_embd": 128, "n_layer": 4, "n_head": 4}
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fresh text at every step: no overfitting
-    ids = {"bos_token_id": eos, "eos_token_id": eos}  # left alone, GPT2Config would say 50256
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # new text at every step, so no overfitting
+    ids = {"bos_token_id": eos, "eos_token_id": eos}  # the default of GPT2Config is 50256
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **no_dropout, **ids, initializer_range=INIT_STD))
     with torch.no_grad():
-        model.transformer.wpe.weight.mul_(0.25)  # soft at first, since a name must be found wherever it stands
+        model.transformer.wpe.weight.mul_(0.25)  # weak at first, because a name must be found at any position
     return model
 
 
 def build_qwen3(vocab_size: int, eos: int) -> PreTrainedModel:
-    """Qwen3, smaller: rotary positions, RMSNorm, normalized q and k, two query heads per KV head, a head of its own.
+    """Qwen3, smaller: rotary positions, RMSNorm, normalized q and k, two query heads per KV head, an untied LM head.
 
-    The query heads together are 6 * 32 = 192 wide and hidden_size is 128, so code that mixes the two up fails on it.
+    The query heads together are 6 * 32 = 192 wide and hidden_size is 128, so that code that confuses the two fails.
     """
     size = {"vocab_size": vocab_size, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32}
     rest = {"max_position_embeddings": SEQUENCE_LENGTH, "tie_word_embeddings": False, "initializer_range": INIT_STD}
-    # No pad_token_id: padding is <|endoftext|>, and an embedding told its padding id never trains that row.
+    # No pad_token_id: it would be that of <|endoftext|>, and an embedding with a padding id never trains that row.
     ids = {"bos_token_id": eos, "eos_token_id": eos}
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**size, **heads, **rest, **ids))
 
@@ -132,7 +136,7 @@ BUILDERS = {"tiny-gpt2": build_gpt2, "tiny-qwen3": build_qwen3}
 
 
 def generation_config(tokenizer: PreTrainedTokenizerFast) -> transformers.GenerationConfig:
-    """How stories are sampled by default. A plain story ends with <|endoftext|>, a chat answer with <|im_end|>."""
+    """The sampling defaults. A plain story ends with <|endoftext|>, a chat answer with <|im_end|>."""
     ends = tokenizer.convert_tokens_to_ids([END_OF_TEXT, MESSAGE_END])
     return transformers.GenerationConfig(
         do_sample=True, temperature=0.7, max_new_tokens=200, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
@@ -140,13 +144,22 @@ def generation_config(tokenizer: PreTrainedTokenizerFast) -> transformers.Genera
 
 
 def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int, state_file: Path) -> float:
-    """Train for this many steps, warming up and then following a cosine down to zero; return the minutes it took.
+    """Train with a warm-up and then a cosine decay to zero.
 
-    Muon makes every update of a block's matrix orthogonal (Jordan 2024, https://kellerjordan.github.io/posts/muon/); with it
-    tiny-gpt2 learns to look up names much sooner. Vectors, embeddings and the head are AdamW's.
+    Muon makes every update of a block's matrix orthogonal (Jordan 2024, https://kellerjordan.github.io/posts/muon/). With it,
+    tiny-gpt2 learns to look up names much sooner. AdamW trains vectors, embeddings and the head.
 
-    Each hundred steps the state goes to state_file; if that is there, the run goes on from it. A step's text depends on
-    the step alone, so on a CPU an interrupted run ends with the weights of one that was not.
+    The text of a step depends on the step alone. On a CPU, an interrupted run therefore ends with the weights of a run without
+    interruption.
+
+    Args:
+        model: trained in place.
+        tokenizer: encodes the documents.
+        steps: the total number, also of a continued run.
+        state_file: gets the state every STEPS_BETWEEN_SAVES steps. If it exists, the run continues from it.
+
+    Returns:
+        The minutes that the training took.
     """
     in_blocks = [p for name, p in model.named_parameters() if p.ndim == 2 and (".h." in name or ".layers." in name)]
     others = [p for p in model.parameters() if all(p is not other for other in in_blocks)]
@@ -156,7 +169,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int
     ]
     schedules = [transformers.get_cosine_schedule_with_warmup(optimizer, steps // 20, steps) for optimizer in optimizers]
     parts = [model, *optimizers, *schedules]
-    run = {"steps": steps, "tokenizer": tokenizer.backend_tokenizer.to_str()}  # what must be the same to go on
+    run = {"steps": steps, "tokenizer": tokenizer.backend_tokenizer.to_str()}  # must be the same to continue
     first_step, seconds = load_state(state_file, run, parts) if state_file.exists() else (0, 0.0)
     model.train()
     started = time.perf_counter() - seconds
@@ -179,7 +192,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int
 
 
 def save_state(state_file: Path, run: dict[str, Any], parts: list[Any], step: int, seconds: float) -> None:
-    """Write all that a run needs to go on. An interruption while it is written leaves the state before it whole."""
+    """Save what a run needs to continue. An interruption during the write leaves the previous state intact."""
     half_written = state_file.with_suffix(".new")
     states = [part.state_dict() for part in parts]
     torch.save({"run": run, "parts": states, "step": step, "seconds": seconds}, half_written)
@@ -187,7 +200,7 @@ def save_state(state_file: Path, run: dict[str, Any], parts: list[Any], step: in
 
 
 def load_state(state_file: Path, run: dict[str, Any], parts: list[Any]) -> tuple[int, float]:
-    """Put the parts back into the state that was saved, and return its step and the seconds it took to get there."""
+    """Load the saved state into the parts. Returns its step, and the seconds that the training had taken."""
     state = torch.load(state_file, map_location="cpu")
     if state["run"] != run:
         raise SystemExit(
@@ -200,22 +213,22 @@ def load_state(state_file: Path, run: dict[str, Any], parts: list[Any]) -> tuple
 
 
 def next_token_loss(model: PreTrainedModel, input_ids: Tensor, weights: Tensor) -> Tensor:
-    """Mean cross-entropy of every token but the first, given the ones before it. weights: [vocab_size], what each counts."""
+    """Mean cross-entropy of every token but the first, given the tokens before it. weights: [vocab_size], of each token id."""
     logits = model(input_ids).logits  # [num_rows, length, vocab_size]
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten(), weights)
 
 
 def recalled_tokens(tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """Say of each token [vocab_size] whether it is one of RECALLED_WORDS, with or without a space before it or a capital."""
+    """Whether each token id [vocab_size] is one of RECALLED_WORDS, with or without a leading space or a capital."""
     spelled = [space + word for name in RECALLED_WORDS for word in {name, name.capitalize()} for space in ("", " ")]
     ids = [ids[0] for ids in tokenizer(spelled).input_ids if len(ids) == 1]
     return torch.isin(torch.arange(len(tokenizer)), torch.tensor(ids))
 
 
 def make_batch(tokenizer: PreTrainedTokenizerFast, course: Course, step: int) -> Tensor:
-    """Make the token ids [num_rows, row_length] of one step: documents packed into rows, the last one cut.
+    """Make the token ids [num_rows, row_length] of one step: documents packed into rows, the last one of each cut.
 
-    Each row starts where a document starts, as a prompt does, with <|endoftext|> before it or without.
+    Each row starts with the start of a document, as a prompt does. Every second row has <|endoftext|> before it.
     """
     rng = random.Random(f"{SEED} {step}")
     rows = []
