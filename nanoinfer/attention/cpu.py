@@ -23,7 +23,6 @@ Zen 5). On another machine they can cost speed. They cannot make a row depend on
 by another request.
 """
 
-import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from torch import Tensor
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.kv_cache import KVCache, Layout
 from nanoinfer.devices.machine_checks import verdict
+from nanoinfer.devices.process import keep_freed_memory
 from nanoinfer.errors import UnsupportedError, first_line
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,6 @@ SCRATCH_BYTES = 2 * 2**20
 QUERY_BLOCK = 128  # of prefill
 SCORES_BYTES = 4 * 2**20  # of a block of queries; fewer heads at a time where they would be more
 MOST_PADDING = 12  # blocks; of rows_of_like_length
-KEPT_BYTES = 2**28
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def paged_decode(
@@ -134,7 +132,7 @@ class CPUBackend:
     def __init__(self, *, enforce_eager: bool = False) -> None:
         self._may_compile = not enforce_eager
         self._kinds: dict[tuple[bool, bool], Callable[..., Tensor]] = {}  # (one sequence?, one block?) -> its compiled form
-        _keep_freed_memory()
+        keep_freed_memory()
 
     @staticmethod
     def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
@@ -261,20 +259,6 @@ def rows_are_independent(decode: Callable[..., Tensor], num_heads: int, k_pages:
         for num_blocks in (1, 2)
         if int(last[i : i + num].max()) < num_blocks * block_size
     )
-
-
-def _keep_freed_memory() -> None:
-    """Make glibc keep freed blocks of up to KEPT_BYTES for the next step, instead of giving them back and faulting them in.
-
-    See `man mallopt`; where there is another allocator nothing happens. Of 64 rows of Qwen3-0.6B's shape, whose logits alone
-    are 39 MB, the prefill took 7.4 s without this and 5.5 to 5.9 s with it, a decode step 206 and 181 to 192 ms.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):
-        return
-    mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES)
-    mallopt(_M_TRIM_THRESHOLD, 2 * KEPT_BYTES)
 
 
 def rows_of_like_length(num_blocks: list[int]) -> list[list[int]]:
