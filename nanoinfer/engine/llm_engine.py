@@ -42,7 +42,7 @@ from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import PromptRows, Scheduler, SchedulerPlan
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.tokenization.tokenizer import Tokenizer
-from nanoinfer.tracing import EngineStarted, Outbox, RequestAdded, RequestFinished, StepTimed
+from nanoinfer.tracing import EngineStarted, EventBuffer, RequestAdded, RequestFinished, StepTimed
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class LLMEngine:
         """
         weight = next(model.parameters())
         self.device, self.tokenizer = weight.device, tokenizer
-        self.tracer = None if config.tracer is None else Outbox(config.tracer)
+        self.tracer = None if config.tracer is None else EventBuffer(config.tracer)
         self._wants_stages = bool(getattr(config.tracer, "wants_stages", False))
         self.model_config: ModelConfig = model.config
         # Some tokenizers have ids beyond the model's vocabulary: those can neither be drawn nor masked.
