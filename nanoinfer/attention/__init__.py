@@ -1,5 +1,6 @@
-"""Attention, and where its keys and values live: one small interface, several implementations.
+"""Attention and the paged KV cache: one small interface, several backends.
 
-base.py is the interface. dense.py has no cache at all: the lesson and the oracle. reference.py is the paged definition in
-plain torch, on any device. cpu.py is fast on a CPU.
+base.py is the interface and the table of backends. kv_cache.py holds the keys and values. dense.py has no cache: it is the
+textbook form, and the oracle of the tests. reference.py defines paged attention in plain torch, on any device. cpu.py is the
+fast backend on a CPU. flash.py, triton.py and torch_varlen.py run on a GPU.
 """

@@ -1,8 +1,8 @@
-"""What a model calls to attend, what a backend is told about a step, and the table of backends.
+"""The attention interface: the callable of a model, the metadata of a step, the protocol and the table of backends.
 
-A model knows one callable, `attend(layer, q, k, v)`. It stores this step's k and v and returns the mixed values; the write
-always stays inside it. Swapping `DenseAttention()` for a backend's `begin_step(cache, metadata)` is the whole difference
-between a model without and with a KV cache.
+A model calls `attend(layer, q, k, v)`. The call stores this step's k and v, and returns the weighted values. Replacing
+`DenseAttention()` by a backend's `begin_step(cache, metadata)` is the only difference between a model without and with a KV
+cache.
 """
 
 import logging
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class Attend(Protocol):
-    """Causal attention of this step's tokens over everything their sequences have so far, themselves included.
+    """Causal attention of this step's tokens over all tokens of their sequences so far, themselves included.
 
     Scores are q . k / sqrt(head_dim). num_heads is a multiple of num_kv_heads (GQA): heads g * i .. g * i + g - 1 share KV
     head i, with g = num_heads / num_kv_heads.
@@ -39,18 +39,18 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
-    """Which packed token belongs to which sequence, and where each sequence's keys and values lie.
+    """The step as a backend sees it: the sequence of each packed token, and the cache blocks of each sequence.
 
     Two sequences, the first decoding its 6th token, the second prefilling 3 tokens, with blocks of 4 slots:
 
-        query_start_loc [0, 1, 4]      tokens 0..1 are the first's, 1..4 the second's
-        seq_lens        [6, 3]         tokens in the cache once this step is written
+        query_start_loc [0, 1, 4]      packed token 0 is the first sequence's, 1 to 3 are the second's
+        seq_lens        [6, 3]         tokens in the cache after this step is written
         block_tables    [[2, 5],       row i: the blocks of sequence i in order, padded with 0
                          [7, 0]]
-        slot_mapping    [21, 28, 29, 30]    where each new token goes: 5 * 4 + 1, 7 * 4 + 0, ...
+        slot_mapping    [21, 28, 29, 30]    the slot of each new token: 5 * 4 + 1, 7 * 4 + 0, ...
 
-    The first num_decodes sequences have one new token each; the others come after them. The *_cpu lists repeat the tensors as
-    Python ints, for backends that loop over sequences.
+    The first num_decodes sequences have one new token each. The remaining ones follow. The *_cpu lists hold the values of the
+    tensors as Python ints, for backends that loop over sequences.
     """
 
     query_start_loc: Int[Tensor, " num_seqs_plus_1"]
@@ -66,26 +66,29 @@ class AttentionMetadata:
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """One way to attend over the paged cache. The layout of the cache's blocks is its choice.
+    """An implementation of attention over the paged cache. It chooses the layout of the cache's blocks.
 
-    It is made as `TheBackend(enforce_eager=...)`; with enforce_eager it must not compile or capture anything.
+    The engine constructs it as `TheBackend(enforce_eager=...)`. With enforce_eager it must not compile or capture anything.
     """
 
     layout: Layout
     default_block_size: int
-    supports_cuda_graph: bool  # into a CUDA graph: a decode step of it asks the host for nothing but shapes
+    supports_cuda_graph: bool  # True if a decode step reads only shapes on the host, so that a CUDA graph can capture it
 
     @staticmethod
     def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-        """Why it cannot serve such a model and cache, as a sentence; None if it can. Asked before it is made."""
+        """The reason why the backend does not support this model and cache, or None if it does.
+
+        Called before the backend is constructed. The reason is a sentence without a subject's name: "it runs on cuda only".
+        """
         ...
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
-        """What one step's layers share is done here, once; the result is called once per layer."""
+        """Compute what the layers of one step share. The result is called once per layer."""
         ...
 
 
-# name -> "module:class", imported when it is asked for: what it needs may not be installed. Or the class itself.
+# name -> "module:class", imported on first use because its dependencies may not be installed, or the class itself
 BACKENDS: dict[str, str | type[Any]] = {
     "reference": "nanoinfer.attention.reference:ReferenceBackend",
     "cpu": "nanoinfer.attention.cpu:CPUBackend",
@@ -93,18 +96,23 @@ BACKENDS: dict[str, str | type[Any]] = {
     "triton": "nanoinfer.attention.triton:TritonBackend",
     "torch": "nanoinfer.attention.torch_varlen:VarlenBackend",
 }
-# device type -> what "auto" takes, the first that can
+# device type -> the order in which "auto" tries backends
 PREFERRED = {"cpu": ("cpu",), "cuda": ("flash", "triton", "torch", "reference")}
 
 
 def register_backend(name: str, backend_class: Any) -> None:
-    """Let LLM(attention_backend=name) take your AttentionBackend, and `nanoinfer.cli.doctor.examine()` check it. Yours goes
-    before ours.
+    """Make an attention backend available as LLM(attention_backend=name), and to `nanoinfer.cli.doctor.examine()`.
 
-    Raises: InvalidTypeError for what is no such class, InvalidValueError for the name "auto".
+    Args:
+        name: Any name but "auto". A backend of this package with the same name is replaced.
+        backend_class: A class that implements AttentionBackend.
+
+    Raises:
+        InvalidTypeError: If backend_class is not such a class.
+        InvalidValueError: If the name is "auto".
     """
     if name == "auto":
-        raise InvalidValueError("the name 'auto' stands for the best of all backends; choose another")
+        raise InvalidValueError("the name 'auto' is reserved for choosing a backend; use another name")
     needed = ("layout", "default_block_size", "supports_cuda_graph", "unsupported_reason", "begin_step")
     if missing := [part for part in needed if not (isinstance(backend_class, type) and hasattr(backend_class, part))]:
         raise InvalidTypeError(f"backend_class must be a class like AttentionBackend, got {backend_class!r}: no {missing[0]}")
@@ -120,10 +128,19 @@ def select_backend(
     block_size: int | None = None,
     enforce_eager: bool = False,
 ) -> tuple[str, AttentionBackend]:
-    """The backend of that name; "auto" takes the best one that can serve, and tells in the log why not a better one.
+    """Construct an attention backend.
 
-    block_size: None is each backend's own. Returns the backend's name, too.
-    Raises: InvalidValueError for an unknown name, UnsupportedError where it cannot serve.
+    Args:
+        name: A name of BACKENDS, or "auto" for the first of PREFERRED that is supported. The log has the reason for each
+            backend that "auto" skips.
+        block_size: None is the backend's default.
+
+    Returns:
+        The name of the backend, and the backend.
+
+    Raises:
+        InvalidValueError: If the name is unknown.
+        UnsupportedError: If the backend does not support the device, dtype or sizes.
     """
     if name != "auto" and name not in BACKENDS:
         raise InvalidValueError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {name!r}")
@@ -134,19 +151,19 @@ def select_backend(
         if name != "auto":
             raise UnsupportedError(f"attention_backend={name!r} cannot be used: {reason}; use 'auto'")
         logger.info("attention_backend: not %s, because %s", candidate, reason)
-    raise UnsupportedError(f"no attention backend can serve on {device}; use device='cpu'")
+    raise UnsupportedError(f"no attention backend supports {device}; use device='cpu'")
 
 
 def find_backend(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None
 ) -> tuple[Any, str | None]:
-    """A backend's class, or None and the reason why it cannot serve."""
+    """The class of a backend, or None and the reason why it is not supported."""
     entry = BACKENDS[name]
     try:
         backend_class = _imported(entry) if isinstance(entry, str) else entry
     except ModuleNotFoundError as error:
         return None, f"{error.name} is not installed"
-    except (ImportError, OSError) as error:  # built for another torch, say
+    except (ImportError, OSError) as error:  # for example built for another version of torch
         return None, f"it cannot be imported: {first_line(error)}"
     reason = backend_class.unsupported_reason(device, dtype, head_dim, block_size or backend_class.default_block_size)
     return (None, reason) if reason else (backend_class, None)

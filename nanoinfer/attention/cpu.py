@@ -1,29 +1,28 @@
-"""Paged attention on a CPU: prefill by matrix products, one sequence at a time; decode for all sequences at once.
+"""Paged attention on a CPU. Prefill: matrix products, one sequence at a time. Decode: all sequences at once.
 
-Prefill takes a block of queries at a time, so that its scores are still in the processor's cache when they become weights, and
-leaves out the keys that no query of the block sees. In bfloat16 this takes 0.6 to 0.9 of the time of torch's fused attention
-from 64 to 4,096 tokens (2 cores, AVX512-BF16), which has no bfloat16 kernel here; in float32 0.85 to 1.2 of it. After a cached
-prefix it needs no mask of all queries by all keys, as the fused one does.
+Prefill processes a block of queries at a time. Their scores are then still in the processor's cache when they become weights,
+and the keys that no query of the block attends to are skipped. In bfloat16, for which torch's fused attention has no kernel on
+a CPU, this takes 0.6 to 0.9 of the fused attention's time from 64 to 4,096 tokens (2 cores, AVX512-BF16). In float32 it takes
+0.85 to 1.2 of it. After a cached prefix it needs no mask of all queries by all keys, unlike the fused attention.
 
-Decode is bound by reading the cache: `paged_decode` is written so that torch.compile fuses the gather, the products and the
-sums into loops that read each page once and store no gathered copy. Both of its products run along the axis that lies together
-in the cache's "HND" blocks (keys along head_dim, values along the slots): 1.3 to 1.6 times as fast as with the values like the
-keys. Until it is compiled it runs as it stands, on as many sequences at a time as keep the gathered pages small.
+Decode is bound by reading the cache. torch.compile fuses the gather, the products and the sums of `paged_decode` into loops
+that read each page once and store no gathered copy. Both products run along the contiguous axis of the cache's "HND" blocks:
+keys along head_dim, values along the slots. That is 1.3 to 1.6 times as fast as with values laid out like keys. Without
+compilation, `paged_decode` runs on groups of sequences so small that their gathered pages stay in the processor's cache.
 
-Small models are not worth compiling for (measured on 2 cores: 64 rows of 2 heads of 32 take 0.3-0.5 ms as they stand and 0.6 ms
-compiled; 64 rows of 12 heads of 64 take twice as long as they stand). For the others it takes seconds, at the first token on a
-machine, later where a row first stands alone or first has a second block. torch keeps the results on disk. `enforce_eager=True`
-never compiles. The two forms may differ in the last bit, so an engine uses one of them from beginning to end (unless a new
-shape fails to compile, which is told).
+Compiling does not pay for small models (measured on 2 cores: 64 rows of 2 heads of 32 take 0.3 to 0.5 ms uncompiled and 0.6 ms
+compiled, and 64 rows of 12 heads of 64 take twice as long uncompiled). For larger models it takes seconds, at the first token
+on a machine, and again when a single sequence, or a sequence with a second block, first occurs. torch keeps the results on
+disk. `enforce_eager=True` never compiles. The two forms may differ in the last bit, so an engine uses one of them throughout,
+unless a new shape fails to compile, which is logged.
 
-The compiler makes different code for one sequence and for several, and for one block and for several. Before the compiled form
-is first used on a machine, all four are compiled and compared (`rows_are_independent`). If a sequence's bits depend on the
+The compiler generates different code for one sequence and for several, and for one block and for several. Before the compiled
+form is first used on a machine, all four are compiled and compared (`rows_are_independent`). If a sequence's bits depend on the
 other sequences or on the padding, the plain form is used instead. The constants below were chosen on one machine (2 cores, AMD
-Zen 5). On another machine they can cost speed. They cannot make a row depend on the batch: no boundary that they set is moved
-by another request.
+Zen 5). On another machine they can cost speed. They cannot make a row depend on the batch: another request moves none of the
+boundaries that they set.
 """
 
-import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,19 +36,18 @@ from torch import Tensor
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.kv_cache import KVCache, Layout
 from nanoinfer.devices.machine_checks import verdict
+from nanoinfer.devices.process import keep_freed_memory
 from nanoinfer.errors import UnsupportedError, first_line
 
 logger = logging.getLogger(__name__)
 
 # Below this many bytes of k and v per token and layer, the plain form is as fast as the compiled one.
 SMALL_MODEL_BYTES = 2048
-# Gathered pages of the plain form stay within this many bytes, so that they are still in the processor's cache when read.
+# Limit for the gathered pages of the plain form, so that they are still in the processor's cache when read.
 SCRATCH_BYTES = 2 * 2**20
 QUERY_BLOCK = 128  # of prefill
-SCORES_BYTES = 4 * 2**20  # of a block of queries; fewer heads at a time where they would be more
-MOST_PADDING = 12  # blocks; of rows_of_like_length
-KEPT_BYTES = 2**28
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+SCORES_BYTES = 4 * 2**20  # limit for the scores of a block of queries: it sets the number of heads computed at a time
+MAX_PADDING = 12  # blocks of padding in a group of rows_of_similar_length
 
 
 def paged_decode(
@@ -63,11 +61,16 @@ def paged_decode(
     block_tables: Int[Tensor, "num_seqs max_blocks"],
     seq_lens: Int[Tensor, " num_seqs"],
 ) -> Float[Tensor, "num_seqs num_heads head_dim"]:
-    """Store each sequence's new k and v; then its one query over all of its tokens, by way of its block table. Sums in fp32.
+    """Store each sequence's new k and v, then attend with its one query over all of its tokens. Sums are in fp32.
 
-    Products and sums rather than matmul, because Inductor fuses those with the gather and cannot fuse a matmul. What is summed
-    over the blocks has at least 64 columns (heads times head_dim or slots): torch adds those up one block after another, so
-    that masked blocks at the end of a table change no bit; with few columns it would interleave.
+    It uses products and sums, because Inductor fuses them with the gather, and cannot fuse a matmul. The terms that are summed
+    over the blocks have at least 64 columns (heads times head_dim or slots). torch adds that many columns one block after
+    another, so masked blocks at the end of a table change no bit. With few columns it would interleave blocks.
+
+    Args:
+        blocks: The block of each new token.
+        offsets: The slot of each new token in its block.
+        seq_lens: The number of tokens of each sequence, the new one included.
     """
     k_pages[blocks, :, offsets] = k
     v_pages[blocks, :, :, offsets] = v
@@ -97,9 +100,9 @@ def causal_attention(
     k: Float[Tensor, "seq_len num_kv_heads head_dim"],
     v: Float[Tensor, "seq_len num_kv_heads head_dim"],
 ) -> Float[Tensor, "num_queries num_heads head_dim"]:
-    """The last num_queries tokens of a sequence over all of its tokens so far. Scores and softmax in fp32.
+    """Attend with the last num_queries tokens of a sequence over all of its tokens so far. Scores and softmax are in fp32.
 
-    The queries that share a key head are rows of one matrix, so the keys are never repeated.
+    The queries that share a KV head are rows of one matrix, so keys are never repeated.
     """
     num_queries, num_heads, head_dim = q.shape
     seq_len, num_kv_heads, _ = k.shape
@@ -110,7 +113,7 @@ def causal_attention(
     queries = (q.float() * head_dim**-0.5).view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     keys = k.float().permute(1, 2, 0)  # [num_kv_heads, head_dim, seq_len]
     values = v.transpose(0, 1)  # [num_kv_heads, seq_len, head_dim]
-    future = torch.full((width, width), float("-inf")).triu(1)  # what a block's queries must not see of its own keys
+    future = torch.full((width, width), float("-inf")).triu(1)  # masks the keys of the block itself
     out = torch.empty(num_queries, num_kv_heads, group, head_dim, dtype=q.dtype)
     for start in range(0, num_queries, width):
         stop = min(start + width, num_queries)
@@ -127,14 +130,16 @@ def causal_attention(
 
 
 class CPUBackend:
+    """The default on a CPU. It compiles the decode attention of models that are large enough."""
+
     layout: Layout = "HND"
     default_block_size = 64
     supports_cuda_graph = False
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         self._may_compile = not enforce_eager
-        self._kinds: dict[tuple[bool, bool], Callable[..., Tensor]] = {}  # (one sequence?, one block?) -> its compiled form
-        _keep_freed_memory()
+        self._kinds: dict[tuple[bool, bool], Callable[..., Tensor]] = {}  # (is one sequence, is one block) -> compiled form
+        keep_freed_memory()
 
     @staticmethod
     def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
@@ -143,69 +148,78 @@ class CPUBackend:
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
         return _Step(cache, metadata, self.decode)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, where: "DecodeIndices") -> Tensor:
-        """paged_decode, in the form that pays."""
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, indices: "DecodeIndices") -> Tensor:
+        """paged_decode, compiled or plain, whichever is faster for the model's size."""
         bytes_per_block = 2 * k_pages[0].nbytes
         if self._may_compile and bytes_per_block // k_pages.shape[2] >= SMALL_MODEL_BYTES:
             try:
-                return self._compiled(q, k, v, k_pages, v_pages, where)
-            except Exception as error:  # whatever a missing or broken compiler makes Inductor raise
+                return self._compiled(q, k, v, k_pages, v_pages, indices)
+            except Exception as error:  # Inductor raises many classes if a compiler is missing or broken
                 self._may_compile = False
                 logger.warning("the attention could not be compiled (%s); the plain form is used", first_line(error))
-        rows = max(SCRATCH_BYTES // (where.block_tables.shape[1] * bytes_per_block), 1)
+        rows = max(SCRATCH_BYTES // (indices.block_tables.shape[1] * bytes_per_block), 1)
         parts = [
-            paged_decode(q[part], k[part], v[part], k_pages, v_pages, *(its[part] for its in where))
+            paged_decode(q[part], k[part], v[part], k_pages, v_pages, *(index[part] for index in indices))
             for part in (slice(i, i + rows) for i in range(0, len(q), rows))
         ]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _compiled(self, q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, where: "DecodeIndices") -> Tensor:
-        """The sizes of heads and blocks are compiled in, which is 2 to 3 times as fast as leaving them open; the numbers of
-        sequences and blocks are left open, except that 1 of either is compiled for by itself.
+    def _compiled(self, q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, indices: "DecodeIndices") -> Tensor:
+        """paged_decode, compiled.
+
+        The sizes of heads and blocks are static, which is 2 to 3 times as fast as dynamic ones. The numbers of sequences and
+        blocks are dynamic, except that 1 of either has a compiled form of its own.
         """
         if not self._kinds:
-            logger.warning("compiling the paged decode attention; this takes some seconds, enforce_eager=True leaves it out")
+            logger.warning("compiling the paged decode attention; this takes some seconds, enforce_eager=True disables it")
             self._check_compiled(q.shape[1], k_pages, v_pages)
-        return self._of_its_kind(q, k, v, k_pages, v_pages, where)
+        return self._run_specialized(q, k, v, k_pages, v_pages, indices)
 
-    def _of_its_kind(self, q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, where: "DecodeIndices") -> Tensor:
-        q, k, v = (x.reshape(-1).view(x.shape) for x in (q, k, v))  # parts of a larger tensor would be compiled for anew
-        kind = (len(q) == 1, where.block_tables.shape[1] == 1)
+    def _run_specialized(
+        self, q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, indices: "DecodeIndices"
+    ) -> Tensor:
+        q, k, v = (x.reshape(-1).view(x.shape) for x in (q, k, v))  # slices of a larger tensor would be recompiled for
+        kind = (len(q) == 1, indices.block_tables.shape[1] == 1)
         if kind not in self._kinds:
-            self._kinds[kind] = _compile_by_itself(paged_decode)
-            for tensor in (q, k, v, k_pages, v_pages, *where):
+            self._kinds[kind] = _compile_copy(paged_decode)
+            for tensor in (q, k, v, k_pages, v_pages, *indices):
                 if len(tensor) > 1:
                     torch._dynamo.mark_dynamic(tensor, 0)
-            if where.block_tables.shape[1] > 1:
-                torch._dynamo.mark_dynamic(where.block_tables, 1)
-        return self._kinds[kind](q, k, v, k_pages, v_pages, *where)
+            if indices.block_tables.shape[1] > 1:
+                torch._dynamo.mark_dynamic(indices.block_tables, 1)
+        return self._kinds[kind](q, k, v, k_pages, v_pages, *indices)
 
     def _check_compiled(self, num_heads: int, k_pages: Tensor, v_pages: Tensor) -> None:
-        """Raises: UnsupportedError where a row of the compiled form depends on the others."""
+        """Compare the compiled forms, once per machine.
+
+        Raises:
+            UnsupportedError: If a row of the compiled form depends on the others.
+        """
         _, num_kv_heads, block_size, head_dim = k_pages.shape
         dtype = str(k_pages.dtype).removeprefix("torch.")
         sizes = f"{num_heads} heads, {num_kv_heads} KV heads of {head_dim}, blocks of {block_size}, {dtype}"
 
         def measure() -> str:
-            return "compiled" if rows_are_independent(self._of_its_kind, num_heads, k_pages, v_pages) else "plain"
+            return "compiled" if rows_are_independent(self._run_specialized, num_heads, k_pages, v_pages) else "plain"
 
         if verdict(f"decode attention {sizes}", measure) == "plain":
-            raise UnsupportedError("compiled for one sequence it gives other bits than for several")
+            raise UnsupportedError("compiled for one sequence it gives different bits than for several")
 
 
-def _compile_by_itself(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.compile of a copy of the function. Copies of the code share no cache of compiled forms, which torch limits to 8.
+def _compile_copy(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.compile of a copy of the function. torch keeps at most 8 compiled forms of a function, and counts copies apart.
 
-    With fullgraph, a form too many is an error. Otherwise torch would run the function as it stands, which gives other bits.
+    With fullgraph, exceeding the limit is an error. Without it torch would run the function uncompiled, which gives different
+    bits.
     """
-    own = FunctionType(
+    copied = FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
-    return torch.compile(own, dynamic=False, fullgraph=True)
+    return torch.compile(copied, dynamic=False, fullgraph=True)
 
 
 class DecodeIndices(NamedTuple):
-    """What paged_decode is told of each sequence: the slot of its new token, its block table, its length."""
+    """The arguments of paged_decode for each sequence: block and slot of its new token, its block table, its length."""
 
     blocks: Int[Tensor, " num_seqs"]
     offsets: Int[Tensor, " num_seqs"]
@@ -214,17 +228,17 @@ class DecodeIndices(NamedTuple):
 
 
 def rows_are_independent(decode: Callable[..., Tensor], num_heads: int, k_pages: Tensor, v_pages: Tensor) -> bool:
-    """Whether decode(q, k, v, k_pages, v_pages, where) gives a sequence the same bits alone as beside others and padded.
+    """Whether decode(q, k, v, k_pages, v_pages, indices) gives a sequence the same bits alone, beside others and padded.
 
-    Tried on pages like these, in which all that is added up cancels: what comes out is the rounding error of the order alone
-    (row_forms.py says why). A key's second half is the negated first, a query's halves are equal; so are values, from one
-    token to another.
+    Measured on pages of the same shape and dtype, in which the terms of each sum cancel. The result is then the rounding error
+    of the order of addition (devices/row_forms.py says why). The second half of a key is its first half negated, and the two
+    halves of a query are equal. Values are negated from one token to another.
     """
     _, num_kv_heads, block_size, head_dim = k_pages.shape
     generator = torch.Generator().manual_seed(0)
     max_blocks = 2
     wanted = (2, block_size, block_size + 2, max_blocks * block_size, 6)
-    lens = torch.tensor([max(min(n, max_blocks * block_size) // 2 * 2, 2) for n in wanted])  # even: tokens cancel by pairs
+    lens = torch.tensor([max(min(n, max_blocks * block_size) // 2 * 2, 2) for n in wanted])  # even: tokens cancel in pairs
     num_seqs = len(lens)
 
     def random(*shape: int) -> Tensor:
@@ -241,7 +255,7 @@ def rows_are_independent(decode: Callable[..., Tensor], num_heads: int, k_pages:
         slots = torch.randperm(seq_len, generator=generator)
         values[i, slots[::2]] = -values[i, slots[1::2]]
     pages = torch.arange(num_seqs * max_blocks).view(num_seqs, max_blocks)
-    with torch.inference_mode(False):  # as the cache is made: compiled code is made anew for other tensors
+    with torch.inference_mode(False):  # like the cache: inference tensors would be compiled for again
         k_like, v_like = (like.new_zeros(pages.numel(), *like.shape[1:]) for like in (k_pages, v_pages))
     k_like.copy_(keys.view(-1, block_size, num_kv_heads, head_dim).transpose(1, 2))
     v_like.copy_(values.view(-1, block_size, num_kv_heads, head_dim).permute(0, 2, 3, 1))
@@ -250,8 +264,8 @@ def rows_are_independent(decode: Callable[..., Tensor], num_heads: int, k_pages:
 
     def of(rows: slice, num_blocks: int) -> Tensor:
         blocks = pages[rows].gather(1, last[rows, None] // block_size).squeeze(1)
-        where = DecodeIndices(blocks, last[rows] % block_size, pages[rows, :num_blocks].contiguous(), lens[rows])
-        return decode(q[rows], k[rows], v[rows], k_like, v_like, where)
+        indices = DecodeIndices(blocks, last[rows] % block_size, pages[rows, :num_blocks].contiguous(), lens[rows])
+        return decode(q[rows], k[rows], v[rows], k_like, v_like, indices)
 
     together = of(slice(num_seqs), max_blocks)
     return all(
@@ -263,33 +277,19 @@ def rows_are_independent(decode: Callable[..., Tensor], num_heads: int, k_pages:
     )
 
 
-def _keep_freed_memory() -> None:
-    """Make glibc keep freed blocks of up to KEPT_BYTES for the next step, instead of giving them back and faulting them in.
+def rows_of_similar_length(num_blocks: list[int]) -> list[list[int]]:
+    """Split decoding rows into groups that run together. Each is padded to its longest row, which comes first.
 
-    See `man mallopt`; where there is another allocator nothing happens. Of 64 rows of Qwen3-0.6B's shape, whose logits alone
-    are 39 MB, the prefill took 7.4 s without this and 5.5 to 5.9 s with it, a decode step 206 and 181 to 192 ms.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):
-        return
-    mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES)
-    mallopt(_M_TRIM_THRESHOLD, 2 * KEPT_BYTES)
+    A padded block costs about a tenth of another group. So a group ends before it pads MAX_PADDING blocks.
 
-
-def rows_of_like_length(num_blocks: list[int]) -> list[list[int]]:
-    """Decoding rows in groups that run together, each padded to its longest row, which comes first.
-
-    A padded block costs a tenth of what another group does, or so: a group is closed when it would pad MOST_PADDING blocks.
-
-    >>> rows_of_like_length([9, 2, 1, 8, 2, 1])
+    >>> rows_of_similar_length([9, 2, 1, 8, 2, 1])
     [[0, 3, 1], [4, 2, 5]]
     """
     groups: list[list[int]] = []
     padding = 0
     for row in sorted(range(len(num_blocks)), key=lambda row: -num_blocks[row]):
         padding += num_blocks[groups[-1][0]] - num_blocks[row] if groups else 0
-        if not groups or padding >= MOST_PADDING:
+        if not groups or padding >= MAX_PADDING:
             groups.append([])
             padding = 0
         groups[-1].append(row)
@@ -298,43 +298,43 @@ def rows_of_like_length(num_blocks: list[int]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """The part of a step that is one sequence's prompt chunk."""
+    """One sequence's prompt chunk in a step."""
 
     queries: slice  # of the packed tokens
     block_table: Tensor
     seq_len: int
-    runs: tuple[tuple[slice, int, slice], ...]  # packed tokens, the block they go to, its slots
+    runs: tuple[tuple[slice, int, slice], ...]  # packed tokens, their block, their slots in it
 
 
 class _Step:
-    """One step's attend: what the layers share is worked out in the constructor."""
+    """One step's attend. The constructor computes the parts that all layers share."""
 
     def __init__(self, cache: KVCache, metadata: AttentionMetadata, decode: Callable[..., Tensor]) -> None:
         self._cache = cache
         self._decode = decode
         self._num_decodes = n = metadata.num_decodes
         num_blocks = [-(-seq_len // cache.block_size) for seq_len in metadata.seq_lens_cpu[:n]]
-        self._groups = [self._group(metadata, rows, num_blocks[rows[0]]) for rows in rows_of_like_length(num_blocks)]
+        self._groups = [self._group(metadata, rows, num_blocks[rows[0]]) for rows in rows_of_similar_length(num_blocks)]
         self._chunks = [self._chunk(metadata, i) for i in range(n, len(metadata.seq_lens_cpu))]
 
     def _group(self, metadata: AttentionMetadata, rows: list[int], max_blocks: int) -> tuple[Tensor | slice, DecodeIndices]:
-        """Which rows, and where they store and read."""
+        """The rows of a group, and their indices into the cache."""
         picked = slice(self._num_decodes) if len(rows) == self._num_decodes else torch.tensor(rows)
         slots = metadata.slot_mapping[picked]
-        where = DecodeIndices(
+        indices = DecodeIndices(
             slots // self._cache.block_size,
             slots % self._cache.block_size,
             metadata.block_tables[picked, :max_blocks].contiguous(),
             metadata.seq_lens[picked],
         )
-        return picked, where
+        return picked, indices
 
     def _chunk(self, metadata: AttentionMetadata, i: int) -> _Chunk:
         start, end = metadata.query_start_loc_cpu[i : i + 2]
         num_queries, seq_len, block_size = end - start, metadata.seq_lens_cpu[i], self._cache.block_size
         runs, slots = [], metadata.slot_mapping[start:end].tolist()
         first = 0
-        while first < num_queries:  # slots of one block follow each other
+        while first < num_queries:  # slots of one block are contiguous
             block, offset = divmod(slots[first], block_size)
             length = min(block_size - offset, num_queries - first)
             runs.append((slice(start + first, start + first + length), block, slice(offset, offset + length)))
@@ -347,8 +347,8 @@ class _Step:
         if len(self._groups) == 1 and self._num_decodes == len(q):
             return self._decode(q, k, v, k_pages, v_pages, self._groups[0][1])
         out = torch.empty_like(q)
-        for rows, where in self._groups:
-            out[rows] = self._decode(q[rows], k[rows], v[rows], k_pages, v_pages, where)
+        for rows, indices in self._groups:
+            out[rows] = self._decode(q[rows], k[rows], v[rows], k_pages, v_pages, indices)
         for chunk in self._chunks:
             for tokens, block, slots in chunk.runs:
                 k_pages[block, :, slots] = k[tokens].transpose(0, 1)

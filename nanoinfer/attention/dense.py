@@ -1,4 +1,4 @@
-"""Attention without a cache: one sequence, all of its tokens at once. The lesson and the oracle.
+"""Attention without a cache: one sequence, all of its tokens at once. The textbook form, and the oracle of the tests.
 
 scores[i, j] = q_i . k_j / sqrt(head_dim)    for j <= i, else -inf
 out_i        = sum_j softmax_j(scores[i]) v_j
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class DenseAttention:
-    """`model(input_ids, positions, DenseAttention())`: every token given is one sequence's, in order; nothing is stored."""
+    """Attention for `model(input_ids, positions, DenseAttention())`. The tokens are one sequence. Nothing is stored."""
 
     def __call__(
         self,
@@ -27,10 +27,10 @@ def causal_attention(
     k: Float[Tensor, "seq_len num_kv_heads head_dim"],
     v: Float[Tensor, "seq_len num_kv_heads head_dim"],
 ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
-    """The queries are the last num_tokens of the sequence's seq_len tokens. Computed in fp32, returned in q's dtype.
+    """Attend with the last num_tokens of a sequence's seq_len tokens. Computed in fp32, returned in q's dtype.
 
-    Query i stands at position seq_len - num_tokens + i, so it sees that many keys and one more: the causal mask is aligned
-    to the bottom right corner of the score matrix.
+    Query i is at position p = seq_len - num_tokens + i and attends to keys 0 .. p. The causal mask is aligned to the bottom
+    right corner of the score matrix.
     """
     num_tokens, num_heads, head_dim = q.shape
     seq_len, num_kv_heads, _ = k.shape

@@ -1,7 +1,7 @@
 """Paged attention by the flash-attn package (https://github.com/Dao-AILab/flash-attention), which the user installs.
 
-It reads pages itself, of 256 slots or a multiple, wants its indices as int32, and lines the causal mask up with the last key:
-the last query sees every key.
+The package reads pages of 256 slots or a multiple. It requires int32 indices, and aligns the causal mask to the last key: the
+last query attends to every key.
 """
 
 import torch
@@ -12,24 +12,26 @@ from torch.nn.functional import pad
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.kv_cache import KVCache, Layout
-from nanoinfer.attention.torch_varlen import why_not_flash_attention_2
+from nanoinfer.attention.torch_varlen import flash_attention_2_unsupported_reason
 
 PAGE_SIZES = 256  # and its multiples
 
 
 class FlashBackend:
+    """The first choice on a GPU, if flash-attn is installed."""
+
     layout: Layout = "NHD"
     default_block_size = PAGE_SIZES
     supports_cuda_graph = True
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
-        """enforce_eager changes nothing here: the kernels came compiled."""
+        """enforce_eager has no effect, because the package comes with compiled kernels."""
 
     @staticmethod
     def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
         if block_size % PAGE_SIZES:
-            return f"its blocks hold multiples of {PAGE_SIZES} tokens, not {block_size}"
-        return why_not_flash_attention_2(device, dtype, head_dim)
+            return f"it requires a block_size in multiples of {PAGE_SIZES}, not {block_size}"
+        return flash_attention_2_unsupported_reason(device, dtype, head_dim)
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
         return _Step(cache, metadata)

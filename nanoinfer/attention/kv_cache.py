@@ -1,12 +1,12 @@
 """The tensors of the paged KV cache: write slots, read blocks, copy blocks.
 
-In: block ids and slots, decided by the block manager. Out: keys and values. It does not know whose they are.
+In: block ids and slots, chosen by the block manager. Out: keys and values. The cache does not know their sequences.
 
-A slot is one token's place: slot = block * block_size + offset. The order of a block's axes is the attention backend's choice:
+A slot holds one token: slot = block * block_size + offset. The attention backend chooses the order of a block's axes:
 
-    "NHD"  [num_blocks, block_size, num_kv_heads, head_dim]   a token's heads lie together (flash-attn)
-    "HND"  keys as [num_blocks, num_kv_heads, block_size, head_dim]: a head's tokens lie together (the CPU). Values as
-           [num_blocks, num_kv_heads, head_dim, block_size]: what decoding adds up lies together in both
+    "NHD"  [num_blocks, block_size, num_kv_heads, head_dim]   a token's heads are contiguous (GPUs)
+    "HND"  keys   [num_blocks, num_kv_heads, block_size, head_dim]   the axis that decoding sums over is the last one, for
+           values [num_blocks, num_kv_heads, head_dim, block_size]   keys and for values (CPUs)
 """
 
 import math
@@ -25,7 +25,7 @@ Layout = Literal["NHD", "HND"]
 
 
 class KVCache:
-    """One pool of blocks; each block has its keys and values in every layer."""
+    """One pool of blocks. Each block has keys and values in every layer."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class KVCache:
             "NHD": ((block_size, num_kv_heads, head_dim),) * 2,
             "HND": ((num_kv_heads, block_size, head_dim), (num_kv_heads, head_dim, block_size)),
         }[layout]
-        # A tensor for each: views of one large tensor would differ in their offset, for which torch.compile compiles anew.
+        # Separate tensors: views of one large tensor would differ in their offset, for which torch.compile compiles again.
         self._layers = [
             (
                 _zeros((num_blocks, *k_axes), dtype, torch.device(device)),
@@ -79,7 +79,7 @@ class KVCache:
         return k, v
 
     def _by_slot(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values seen as [num_blocks, block_size, num_kv_heads, head_dim], whatever the layout."""
+        """Keys and values as views [num_blocks, block_size, num_kv_heads, head_dim], in either layout."""
         k, v = self._layers[layer]
         return (k, v) if self.layout == "NHD" else (k.transpose(1, 2), v.permute(0, 3, 1, 2))
 
@@ -101,15 +101,15 @@ def bytes_per_block(*, num_layers: int, block_size: int, num_kv_heads: int, head
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, which on a CPU take memory only page by page, as they are first written (torch.zeros takes all of it at once).
+    """Zeros. On a CPU they take memory page by page, when first written (torch.zeros takes all of it at once).
 
-    The pages are huge where the system has such (Linux: 2 MiB): 128 MiB were taken in 7 ms so, and in 46 ms in small ones.
+    The system's huge pages are used if it has them (Linux: 2 MiB). Writing 128 MiB took 7 ms with them and 46 ms without.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # forks share nothing
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, **private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel that was built without them
+        with suppress(OSError):  # the kernel was built without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -1,6 +1,6 @@
-"""Paged attention as its definition, in plain torch, on any device: write, then gather each sequence and attend densely.
+"""Paged attention by its definition, in plain torch, on any device: write, then gather each sequence and attend densely.
 
-Slow, and easy to believe. The fast backends are tested against it.
+It is slow and easy to verify. The fast backends are tested against it.
 """
 
 from functools import partial
@@ -15,12 +15,14 @@ from nanoinfer.attention.kv_cache import KVCache, Layout
 
 
 class ReferenceBackend:
+    """Supports every device, dtype and size."""
+
     layout: Layout = "NHD"
     default_block_size = 16
     supports_cuda_graph = False
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
-        """enforce_eager changes nothing here: nothing is compiled."""
+        """enforce_eager has no effect, because nothing is compiled."""
 
     @staticmethod
     def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
@@ -38,6 +40,7 @@ def paged_attention(
     k: Float[Tensor, "num_tokens num_kv_heads head_dim"],
     v: Float[Tensor, "num_tokens num_kv_heads head_dim"],
 ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
+    """Store k and v, then attend over each sequence of the step in turn."""
     cache.write(layer, metadata.slot_mapping, k, v)
     out = torch.empty_like(q)
     starts = metadata.query_start_loc_cpu

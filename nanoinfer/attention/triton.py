@@ -1,8 +1,8 @@
-r"""Paged attention on a GPU in three Triton kernels of our own: store, prefill, decode. They come with torch's CUDA build.
+r"""Paged attention on a GPU in Triton kernels: store, prefill, decode, merge. triton comes with torch's CUDA build.
 
-All three read a page by way of the block table, so nothing is gathered first. What they share is the running softmax (Milakov
-and Gimelshein 2018, https://arxiv.org/abs/1805.02867; tiled: Dao et al. 2022, https://arxiv.org/abs/2205.14135): keys come a
-tile at a time, and three numbers a query are all that must be remembered of the tiles before:
+Prefill and decode read pages through the block table, so nothing is gathered first. Both use the running softmax (Milakov and
+Gimelshein 2018, https://arxiv.org/abs/1805.02867, and tiled in Dao et al. 2022, https://arxiv.org/abs/2205.14135). It reads one
+tile of keys at a time, and keeps three values per query of all earlier tiles:
 
     m  the largest score so far          m' = max(m, max(s))
     l  the sum of exp(score - m)         l' = l * exp(m - m') + sum(exp(s - m'))
@@ -16,8 +16,8 @@ tile at a time, and three numbers a query are all that must be remembered of the
        |     |    |    | \  |  right until the         of     |  0  |  1  |  0  |  1  |  are the tile's rows; each split has
        v     +----+----+----+  diagonal               queries +-----+-----+-----+-----+  its own m, l, o, merged at the end
 
-Decode has one query a sequence, so without splits a few long sequences would leave most of the GPU idle. The plain version of
-both is reference.py; the formula is `attend` in _over_tiles below.
+Decode has one query per sequence. Without splits, a few long sequences would leave most of the GPU idle. reference.py has the
+plain version of both. `_over_tiles` below has the formula.
 """
 
 import os
@@ -31,17 +31,17 @@ from torch import Tensor
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.kv_cache import KVCache, Layout
 
-MOST_HEAD_DIM = 256  # what registers hold of a tile
-_ENOUGH_PROGRAMS = 512  # of decode: splits are made until there are so many (an H100 has 132 processors, each runs several)
-_MOST_SPLITS = 32
-_TILE = 64  # of queries, and of keys; WIDE_TILE where a head's numbers take more than WIDE bytes, for the sake of shared memory
-_WIDE, _WIDE_TILE = 256, 32
-_LEAST_ROWS = 16  # of a matrix product on tensor cores
+MAX_HEAD_DIM = 256  # limited by the registers that a tile takes
+_TARGET_PROGRAMS = 512  # decode is split until it has this many programs (an H100 has 132 processors, each runs several)
+_MAX_SPLITS = 32
+_TILE = 64  # queries, and keys, of a tile
+_WIDE, _WIDE_TILE = 256, 32  # heads of more than _WIDE bytes have smaller tiles, to fit into shared memory
+_MIN_ROWS = 16  # of a matrix product on tensor cores
 
 
 @triton.jit
 def _store_kernel(k, v, k_pages, v_pages, slots, k_stride, v_stride, SIZE: tl.constexpr, SIZE_PADDED: tl.constexpr):
-    """A program copies one token's keys and values, SIZE = num_kv_heads * head_dim numbers each."""
+    """Each program copies one token's keys and values, SIZE = num_kv_heads * head_dim numbers each."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     columns = tl.arange(0, SIZE_PADDED)
@@ -55,9 +55,9 @@ def _over_tiles(
     q, k_pages, v_pages, block_table, positions, kv_head, first_key, last_key, scale,
     BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax of q's rows over keys first_key .. last_key - 1, TILE at a time; a row sees keys up to its position.
+    """The running softmax of q's rows over keys first_key .. last_key - 1, TILE at a time. A row attends up to its position.
 
-    q: [rows, HEAD_DIM padded]. Returns m [rows], l [rows], o [rows, HEAD_DIM padded], in fp32; m is -inf where there is no key.
+    q: [rows, HEAD_DIM padded]. Returns m [rows], l [rows], o [rows, HEAD_DIM padded] in fp32. m is -inf for rows without keys.
     """
     ROWS: tl.constexpr = q.shape[0]
     DIM: tl.constexpr = q.shape[1]
@@ -70,12 +70,12 @@ def _over_tiles(
         inside = keys < last_key
         blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         slots = blocks * BLOCK_SIZE + keys % BLOCK_SIZE
-        rows = (slots * NUM_KV_HEADS + kv_head) * HEAD_DIM  # where each key's numbers begin
+        rows = (slots * NUM_KV_HEADS + kv_head) * HEAD_DIM  # the offset of each key
         there = inside[:, None] & (dims[None, :] < HEAD_DIM)
         k = tl.load(k_pages + rows[:, None] + dims[None, :], mask=there, other=0.0)  # [TILE, DIM]
         v = tl.load(v_pages + rows[:, None] + dims[None, :], mask=there, other=0.0)
 
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [ROWS, TILE]; "ieee": fp32 is not cut to tf32
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [ROWS, TILE], "ieee": fp32 without tf32
         visible = inside[None, :] & (keys[None, :] <= positions[:, None])
         scores = tl.where(visible, scores, float("-inf"))
         largest = tl.maximum(m, tl.max(scores, 1))
@@ -87,13 +87,13 @@ def _over_tiles(
     return m, l, o
 
 
-@triton.jit(do_not_specialize=["first_seq", "table_stride"])  # they change all the time: not a compilation for each
+@triton.jit(do_not_specialize=["first_seq", "table_stride"])  # they change often, and must not recompile
 def _prefill_kernel(
     q, k_pages, v_pages, out, query_start_loc, seq_lens, block_tables, q_stride, table_stride, first_seq, scale,
     BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A program: ROWS queries of one sequence and one head. It skips the keys that none of its queries sees."""
+    """Each program: ROWS queries of one sequence and one head. It skips keys that none of its queries attends to."""
     seq = first_seq + tl.program_id(0)
     start = tl.load(query_start_loc + seq)
     num_queries = tl.load(query_start_loc + seq + 1) - start
@@ -122,9 +122,9 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """A program: the one query of each head that shares a KV head, over one split of the sequence's keys.
+    """Each program: the queries of the heads that share a KV head, over one split of the sequence's keys.
 
-    The rows beyond the group are padding up to what tensor cores take.
+    The rows after the group are padding, up to the minimum of tensor cores.
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     seq = tl.program_id(0).to(tl.int64)
@@ -155,7 +155,7 @@ def _decode_kernel(
 def _merge_kernel(
     partial_m, partial_l, partial_o, out, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, NUM_SPLITS: tl.constexpr
 ):  # fmt: skip
-    """A program: one sequence's one head. The splits' m, l, o are merged as tiles are: shrunk to the largest m, and added."""
+    """Each program: one head of one sequence. It merges m, l, o of the splits like tiles: scaled to the largest m and added."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, NUM_SPLITS)
     dims = tl.arange(0, DIM)
@@ -170,35 +170,37 @@ def _merge_kernel(
 
 
 class TritonBackend:
+    """The default on a GPU without flash-attn. Supports any dtype and block size."""
+
     layout: Layout = "NHD"
     default_block_size = 16
     supports_cuda_graph = True
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
-        """enforce_eager changes nothing here: kernels are compiled when they are first called, and kept on disk."""
+        """enforce_eager has no effect: Triton compiles a kernel when it is first called, and keeps it on disk."""
 
     @staticmethod
     def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            return f"it runs on cuda only, not on {device} (TRITON_INTERPRET=1 lets a CPU play it, slowly)"
+            return f"it runs on cuda only, not on {device} (TRITON_INTERPRET=1 emulates it on a CPU, slowly)"
         if device.type != "cuda" and dtype is torch.bfloat16:
-            return "Triton's interpreter cannot multiply bfloat16"
-        return None if head_dim <= MOST_HEAD_DIM else f"it takes a head_dim up to {MOST_HEAD_DIM}, not {head_dim}"
+            return "Triton's interpreter does not support bfloat16"
+        return None if head_dim <= MAX_HEAD_DIM else f"it supports a head_dim up to {MAX_HEAD_DIM}, not {head_dim}"
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
         return _Step(cache, metadata)
 
 
 def num_splits_for(num_seqs: int, num_kv_heads: int, max_seq_len: int) -> int:
-    """A power of 2, enough to keep the GPU busy, and no more than there are tiles of keys.
+    """The number of splits of a decode: a power of 2, enough to keep the GPU busy, and fewer than two per tile of keys.
 
     >>> num_splits_for(1, 8, 4096), num_splits_for(1, 8, 100), num_splits_for(256, 8, 4096)
     (32, 2, 1)
     """
     num_splits = 1
     while (
-        num_splits < _MOST_SPLITS
-        and num_splits * num_seqs * num_kv_heads < _ENOUGH_PROGRAMS
+        num_splits < _MAX_SPLITS
+        and num_splits * num_seqs * num_kv_heads < _TARGET_PROGRAMS
         and num_splits * _TILE < max_seq_len
     ):
         num_splits *= 2
@@ -232,7 +234,7 @@ class _Step:
 
 
 def store(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor) -> None:
-    """Each token's k and v into its slot."""
+    """Copy each token's k and v into its slot."""
     size = k.shape[1] * k.shape[2]
     _store_kernel[(len(k),)](
         k, v, k_pages, v_pages, slot_mapping, k.stride(0), v.stride(0), size, triton.next_power_of_2(size)
@@ -240,12 +242,12 @@ def store(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: 
 
 
 def prefill(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: AttentionMetadata) -> None:
-    """Fill the rows of `out` that belong to the sequences after the decoding ones."""
+    """Attend for the sequences after the decoding ones. Fills the rows of `out` that belong to them."""
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_pages.shape
     first_seq = metadata.num_decodes
     dim, tile = _tile_sizes(q)
-    rows = min(tile, max(triton.next_power_of_2(metadata.max_query_len), _LEAST_ROWS))
+    rows = min(tile, max(triton.next_power_of_2(metadata.max_query_len), _MIN_ROWS))
     grid = (len(metadata.seq_lens) - first_seq, triton.cdiv(metadata.max_query_len, rows), num_heads)
     _prefill_kernel[grid](
         q, k_pages, v_pages, out, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables,
@@ -255,11 +257,11 @@ def prefill(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: 
 
 
 def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: AttentionMetadata) -> None:
-    """Fill `out`, a row for each decoding sequence."""
+    """Attend for the decoding sequences. Fills `out`, one row per sequence."""
     num_seqs, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_pages.shape
     num_splits = num_splits_for(num_seqs, num_kv_heads, metadata.max_seq_len)
-    rows = max(triton.next_power_of_2(num_heads // num_kv_heads), _LEAST_ROWS)
+    rows = max(triton.next_power_of_2(num_heads // num_kv_heads), _MIN_ROWS)
     dim, tile = _tile_sizes(q)
     m, l = q.new_empty(2, num_seqs, num_heads, num_splits, dtype=torch.float32)
     o = q.new_empty(num_seqs, num_heads, num_splits, head_dim, dtype=torch.float32)
@@ -272,11 +274,11 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: A
 
 
 def _tile_sizes(q: Tensor) -> tuple[int, int]:
-    """head_dim as a power of 2 that tensor cores take, and the tokens of a tile."""
-    dim = max(triton.next_power_of_2(q.shape[2]), _LEAST_ROWS)
+    """head_dim padded to a power of 2 that tensor cores support, and the number of tokens of a tile."""
+    dim = max(triton.next_power_of_2(q.shape[2]), _MIN_ROWS)
     return dim, _WIDE_TILE if dim * q.element_size() > _WIDE else _TILE
 
 
 def _with_packed_heads(x: Float[Tensor, "num_tokens heads head_dim"]) -> Float[Tensor, "num_tokens heads head_dim"]:
-    """x itself, or a copy where a token's heads do not lie together. Tokens may be any distance apart."""
+    """x itself, or a copy if a token's heads are not contiguous. Tokens may have any stride."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

@@ -10,7 +10,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.models.checkpoint import DEFAULT_MODEL, Checkpoint
 from nanoinfer.tokenization.tokenizer import Tokenizer
-from nanoinfer.tracing import EngineStarted, Outbox
+from nanoinfer.tracing import EngineStarted, EventBuffer
 
 
 def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
@@ -60,6 +60,6 @@ def make_engine(
     """Make the engine of a models.registry.Model on its device. The arguments are those of UniProcExecutor and LLMEngine."""
     from nanoinfer.execution.uniproc_executor import UniProcExecutor
 
-    tracer = None if config.tracer is None else Outbox(config.tracer)
+    tracer = None if config.tracer is None else EventBuffer(config.tracer)
     executor = UniProcExecutor(model, config, tokenizer=tokenizer, tracer=tracer, has_independent_rows=has_independent_rows)
     return LLMEngine(executor, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, tracer=tracer)

@@ -18,7 +18,7 @@ from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.tokenization.tokenizer import Tokenizer
-from nanoinfer.tracing import Outbox, RequestAdded, RequestFinished, StepTimed
+from nanoinfer.tracing import EventBuffer, RequestAdded, RequestFinished, StepTimed
 
 
 class LLMEngine:
@@ -38,7 +38,7 @@ class LLMEngine:
         *,
         tokenizer: Tokenizer | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
-        tracer: Outbox | None = None,
+        tracer: EventBuffer | None = None,
     ) -> None:
         """tracer: the one that the executor emits its events to."""
         self.executor = executor

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nanoinfer.config import DTYPES, EngineConfig
+from nanoinfer.devices.process import set_cuda_device
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.models import cpu_linear
 from nanoinfer.models.checkpoint import Checkpoint, locate
@@ -45,7 +46,7 @@ def load(config: EngineConfig) -> Loaded:
     if config.quantization and device.type != "cpu":
         raise UnsupportedError(f"quantization='int8' runs on a CPU only, got device {str(device)!r}; leave it out")
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # kernels of our own are launched on the current one
+        set_cuda_device(device)
     checkpoint = Checkpoint.open(config.model, config.revision)
     model = load_model(checkpoint, "bfloat16" if config.quantization else config.dtype, device)
     num_parameters = sum(weight.numel() for weight in model.parameters())

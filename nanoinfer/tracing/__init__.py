@@ -1,4 +1,4 @@
-"""Events of what the engine does, and the Recorder that keeps them."""
+"""The events that the engine emits, and the Recorder that keeps them."""
 
 from nanoinfer.tracing.events import (
     BatchBuilt as BatchBuilt,
@@ -34,10 +34,10 @@ from nanoinfer.tracing.events import (
     Event as Event,
 )
 from nanoinfer.tracing.events import (
-    Interval as Interval,
+    EventBuffer as EventBuffer,
 )
 from nanoinfer.tracing.events import (
-    Outbox as Outbox,
+    Interval as Interval,
 )
 from nanoinfer.tracing.events import (
     RequestAdded as RequestAdded,

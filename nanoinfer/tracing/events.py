@@ -1,23 +1,24 @@
-"""What the engine tells about itself: frozen events, the Tracer that takes them, and a Recorder that keeps them.
+"""The events that the engine emits, the Tracer protocol that receives them, and a buffer between the two.
 
-Each station is handed the tracer and makes an event only if there is one, so that no tracer costs nothing. Events hold plain
-numbers and names, never a tensor and never a live object. In the order of a token's journey:
+The scheduler, the model runner, the sampler and the engine get the tracer as an argument. They construct an event only if there
+is a tracer, so running without one costs nothing. An event holds plain numbers and strings, never a tensor and never a live
+object. In the order of a token's journey:
 
-    EngineStarted      what runs here: model, backend, blocks
-    RequestAdded       a prompt, as text and as ids
+    EngineStarted      the model, the attention backend and the number of blocks
+    RequestAdded       a prompt, as text and as token ids
     BlocksShared, BlocksAllocated, BlockCopied, BlockEvicted, BlocksCached, BlocksForked, BlocksFreed
-                       what becomes of the cache's blocks
-    StepScheduled      who runs, and how many tokens of each
+                       changes to the blocks of the KV cache
+    StepScheduled      the sequences that run in this step, and the number of tokens of each
     BatchBuilt         the step as the model sees it: packed ids, positions, slots
-    StageApplied       (asked for by Recorder(stages=True)) what a stage of the sampler did to one row
-    TokenDrawn         (likewise) the uniform number, and the interval that it fell in
-    TokenAppended      the token, what of its text was let out and what was held back, and whether the sequence ended
-    RequestFinished    every answer has ended
-    StepTimed          where the step's time went
+    StageApplied       one row's probabilities before and after a stage of the sampler (with Recorder(stages=True))
+    TokenDrawn         the uniform random number, and the interval that contains it (with Recorder(stages=True))
+    TokenAppended      the token, its released text, the text held back, and whether the sequence ended
+    RequestFinished    the end of a request's last answer
+    StepTimed          the step's time, by phase
 
-A sequence_id is its request's id; the second answer to a prompt (n > 1) is "7.1" where the first is "7". A step's TokenAppended
-events stand before its StepTimed. With async_scheduling the next step's StepScheduled may stand before both. Beam search makes
-steps of its own, and tells of them what becomes of blocks, and BatchBuilt.
+The sequence_id of a request's first answer is the request's id. Further answers (n > 1) append their index: "7", "7.1", "7.2".
+A step's TokenAppended events precede its StepTimed. With async_scheduling the next step's StepScheduled may precede both. Beam
+search runs steps of its own, and emits the block events and BatchBuilt for them.
 """
 
 from collections import deque
@@ -27,6 +28,8 @@ from typing import Any, Protocol, runtime_checkable
 
 @dataclass(frozen=True, slots=True)
 class EngineStarted:
+    """An engine was constructed. The Recorder's page starts at the last of these events."""
+
     model: str
     num_parameters: int
     device: str
@@ -42,9 +45,11 @@ class EngineStarted:
 
 @dataclass(frozen=True, slots=True)
 class RequestAdded:
-    """tokens[i] is the text of prompt_token_ids[i] alone; U+FFFD for a piece of a character, which is whole in `prompt`.
+    """A request was accepted.
 
-    params: the SamplingParams that differ from their defaults.
+    Attributes:
+        tokens: tokens[i] is the text of prompt_token_ids[i] alone. U+FFFD stands for a part of a character.
+        params: The sampling parameters that differ from their defaults.
     """
 
     request_id: str
@@ -56,7 +61,7 @@ class RequestAdded:
 
 @dataclass(frozen=True, slots=True)
 class BlocksShared:
-    """A prefix hit: these blocks held the start of the sequence's tokens already."""
+    """A prefix cache hit: the keys and values of the sequence's first tokens were in these blocks already."""
 
     sequence_id: str
     blocks: tuple[int, ...]
@@ -64,13 +69,15 @@ class BlocksShared:
 
 @dataclass(frozen=True, slots=True)
 class BlocksAllocated:
+    """These blocks were appended to the sequence's block table."""
+
     sequence_id: str
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopied:
-    """Copy on write: the sequence was to write into a shared block, and has a copy of its own instead."""
+    """Copy on write: the sequence was about to write into the shared block `source`, and now has a copy in `target`."""
 
     sequence_id: str
     source: int
@@ -79,14 +86,14 @@ class BlockCopied:
 
 @dataclass(frozen=True, slots=True)
 class BlockEvicted:
-    """A free block is taken for something else, and no prefix finds its old content from here on."""
+    """A free block was removed from the prefix cache, because it is reused for other tokens."""
 
     block: int
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksCached:
-    """These blocks are full, and can be found by a prefix from here on."""
+    """These blocks are full, and were added to the prefix cache."""
 
     sequence_id: str
     blocks: tuple[int, ...]
@@ -94,7 +101,7 @@ class BlocksCached:
 
 @dataclass(frozen=True, slots=True)
 class BlocksForked:
-    """The sequence shares all of its parent's blocks."""
+    """A new sequence shares all of its parent's blocks."""
 
     parent_id: str
     sequence_id: str
@@ -103,7 +110,7 @@ class BlocksForked:
 
 @dataclass(frozen=True, slots=True)
 class BlocksFreed:
-    """The sequence gave its blocks back. Others may hold some of them still."""
+    """The sequence released its blocks. Other sequences may still hold some of them."""
 
     sequence_id: str
     blocks: tuple[int, ...]
@@ -111,7 +118,12 @@ class BlocksFreed:
 
 @dataclass(frozen=True, slots=True)
 class StepScheduled:
-    """The scheduler decided. sequence_ids[i] computes num_new_tokens[i] tokens this step; running: whoever holds blocks."""
+    """The scheduler chose the sequences of a step.
+
+    Attributes:
+        num_new_tokens: sequence_ids[i] computes num_new_tokens[i] tokens in this step.
+        running: All sequences that hold blocks, whether they run in this step or not.
+    """
 
     step: int
     sequence_ids: tuple[str, ...]
@@ -124,8 +136,13 @@ class StepScheduled:
 
 @dataclass(frozen=True, slots=True)
 class BatchBuilt:
-    """The step's tensors. Sequence i has the packed tokens query_start_loc[i] .. query_start_loc[i + 1] - 1, and seq_lens[i]
-    tokens after the step. An input id is -1 where the token is known to the device alone (async_scheduling).
+    """The tensors of a step were built.
+
+    Attributes:
+        query_start_loc: Sequence i has the packed tokens query_start_loc[i] .. query_start_loc[i + 1] - 1.
+        seq_lens: The length of each sequence after the step.
+        input_ids: -1 for a token that is on the device only (async_scheduling).
+        logits_indices: The packed tokens whose hidden rows enter the LM head.
     """
 
     sequence_ids: tuple[str, ...]
@@ -139,7 +156,7 @@ class BatchBuilt:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One token's probability before and after a stage; 0 where it cannot be drawn."""
+    """One token's probability before and after a stage. It is 0 if the token cannot be drawn."""
 
     token_id: int
     token: str
@@ -149,11 +166,14 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class StageApplied:
-    """A stage changed a row's logits, which are for the sequence's token at `position` (0 is the prompt's first).
+    """A stage of the sampler changed a row's logits. The row is the one from which the token at `position` is drawn.
 
-    The first stage of a row is called "model": what the model said, before = after. candidates: the likeliest before, the
-    likeliest after, and the token that was drawn, in falling order of `before`. num_left: how many tokens of the vocabulary can
-    be drawn after it.
+    The first stage of a row is named "model". Its candidates have the model's probabilities, both before and after.
+
+    Attributes:
+        position: Position in the sequence. 0 is the prompt's first token.
+        num_left: The number of tokens of the vocabulary that can be drawn after the stage.
+        candidates: The most probable tokens before the stage, those after it, and the drawn token, sorted by falling `before`.
     """
 
     sequence_id: str
@@ -165,7 +185,7 @@ class StageApplied:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A token's part of the ruler, which is 1 long."""
+    """A token's interval [low, high) of the cumulative probability. Its length is the token's probability."""
 
     token_id: int
     token: str
@@ -175,9 +195,12 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class TokenDrawn:
-    """u fell into [low, high). A greedy row takes the largest: its u is None, and the ruler is what it might have been.
+    """A token was drawn by inverse-CDF sampling: u is in the token's interval [low, high).
 
-    ruler: the widest intervals and the drawn one, in order of their ids. Between them lie the others.
+    Attributes:
+        u: The uniform random number. None for a greedy row, which takes the most probable token.
+        intervals: The widest intervals and the drawn token's, in order of token ids. The intervals of all other tokens fill the
+            gaps between them.
     """
 
     sequence_id: str
@@ -187,14 +210,18 @@ class TokenDrawn:
     u: float | None
     low: float
     high: float
-    ruler: tuple[Interval, ...]
+    intervals: tuple[Interval, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenAppended:
-    """text: what may be shown from here on. held: what is certain, but may yet become a stop string.
+    """A token was appended to a sequence.
 
-    num_held_ids: newest ids that are no whole character yet. finish_reason and stop_reason: if this token was the last.
+    Attributes:
+        text: The text that this token released.
+        held: Text held back, because it may be the beginning of a stop string.
+        num_held_ids: The number of newest ids that do not form a whole character yet.
+        finish_reason: Set if this token was the last, as is stop_reason.
     """
 
     sequence_id: str
@@ -210,9 +237,9 @@ class TokenAppended:
 
 @dataclass(frozen=True, slots=True)
 class StepTimed:
-    """Where one step's time went, in seconds, in the order of LLMEngine.step.
+    """The time of one step in seconds, by phase, in the order of LLMEngine.step.
 
-    A GPU works on after `forward` has returned: there, `sample` holds the wait for it.
+    A GPU continues after `forward` has returned. There, `sample` includes the wait for it.
 
     >>> round(StepTimed(step=0, schedule=1, build=2, forward=30, sample=4, advance=3).outside_model_and_sampler)
     6
@@ -223,7 +250,7 @@ class StepTimed:
     build: float
     forward: float
     sample: float
-    advance: float  # stop rules, detokenizing
+    advance: float  # stop conditions, detokenization
 
     @property
     def outside_model_and_sampler(self) -> float:
@@ -232,7 +259,7 @@ class StepTimed:
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """finish_reasons: one for each of its answers."""
+    """All answers of a request have ended. finish_reasons has one entry per answer."""
 
     request_id: str
     finish_reasons: tuple[str, ...]
@@ -248,18 +275,18 @@ Event = (
 
 @runtime_checkable
 class Tracer(Protocol):
-    """Takes the engine's events. If it has an attribute wants_stages that is true, the sampler tells its stages, too.
+    """Receives the engine's events. An attribute `wants_stages` that is true requests StageApplied and TokenDrawn, too.
 
-    It is called when a step is over (and when a model was loaded, when requests are aborted, after a beam search) with all that
-    happened since, in its order; what it raises ends the call that stepped. A step in which a stage of yours raises has no
-    StageApplied.
+    The engine emits the events of a step when the step has ended, in order. It also emits after a model was loaded, after
+    requests were aborted and after a beam search. An exception of the tracer ends the engine's call. If a stage of the sampler
+    raises, that step emits no StageApplied.
     """
 
     def emit(self, event: Any) -> None: ...
 
 
-class Outbox:
-    """Between the stations and a user's tracer: keeps events until the engine is in a state that may be interrupted."""
+class EventBuffer:
+    """Keeps events until the engine is in a state that an exception of the user's tracer may interrupt."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -269,7 +296,7 @@ class Outbox:
         self._events.append(event)
 
     def flush(self) -> None:
-        """Hand all over, in order, also what the tracer itself brings about. What it raises ends that, and the rest is lost."""
+        """Emit all events in order, including those that the tracer itself causes. If it raises, the rest is lost."""
         try:
             while self._events:
                 self._tracer.emit(self._events.popleft())

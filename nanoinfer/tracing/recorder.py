@@ -1,4 +1,4 @@
-"""A Tracer that keeps every event, and writes them as JSON lines or as an HTML page that replays them."""
+"""A Tracer that keeps every event, and writes the events as JSON lines or as an HTML page that replays them."""
 
 import json
 import os
@@ -11,12 +11,11 @@ from nanoinfer.tracing import viewer
 from nanoinfer.tracing.events import Candidate, EngineStarted, Event, Interval, StepScheduled
 
 _EVENTS: dict[str, type] = {event.__name__: event for event in Event.__args__}
-_PARTS: dict[str, type] = {"candidates": Candidate, "ruler": Interval}  # fields that hold tuples of these
+_PARTS: dict[str, type] = {"candidates": Candidate, "intervals": Interval}  # fields that hold tuples of these
 
 
 class Recorder:
-    """Keeps every event in order: `LLM(tracer=Recorder())`, then look at `.events`, or let to_html draw them. One for each LLM:
-    their requests have the same ids.
+    """Keeps every event in `events`, in order: `LLM(tracer=Recorder())`. Use one per LLM: request ids start at 0 in each.
 
     >>> from nanoinfer.tracing import BlocksAllocated
     >>> recorder = Recorder()
@@ -26,8 +25,10 @@ class Recorder:
     """
 
     def __init__(self, *, stages: bool = False) -> None:
-        """stages: also what every stage of the sampler did, and the draw. The sampler takes its plain way then, which is slower
-        and draws the same tokens.
+        """
+        Args:
+            stages: Also record StageApplied and TokenDrawn. The sampler then uses its plain path, which is slower and draws the
+                same tokens.
         """
         self.wants_stages = stages
         self.events: list[Any] = []
@@ -40,7 +41,7 @@ class Recorder:
         return [event for event in self.events if isinstance(event, kind)]
 
     def clear(self) -> None:
-        """Forget all but what runs here, between two runs of one LLM."""
+        """Remove all events except the last EngineStarted, for another run of the same LLM."""
         self.events = self.of(EngineStarted)[-1:]
 
     def __repr__(self) -> str:
@@ -53,9 +54,10 @@ class Recorder:
 
     @classmethod
     def from_jsonl(cls, path: str | os.PathLike[str]) -> "Recorder":
-        """The events that to_jsonl wrote.
+        """A recorder with the events that to_jsonl wrote.
 
-        Raises: InvalidValueError, naming the line that is no event.
+        Raises:
+            InvalidValueError: If a line is not an event. The message names the line.
         """
         recorder = cls()
         with open(path, "rb") as file:
@@ -69,12 +71,13 @@ class Recorder:
         return recorder
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """A page that replays what was recorded: one file, which needs no network and works from a disk.
+        """Write a page that replays the recorded events: one file, which needs no network and opens from a disk.
 
-        It shows what the last LLM did that took this recorder. With stages a token takes some 3 KB of it: record tens of
-        requests, not hundreds.
+        It shows the last LLM that used this recorder. With stages, a token takes about 3 KB of it: record tens of requests, not
+        hundreds.
 
-        Raises: InvalidValueError if there is nothing to show.
+        Raises:
+            InvalidValueError: If no step was recorded.
         """
         starts = [i for i, event in enumerate(self.events) if isinstance(event, EngineStarted)]
         events = self.events[starts[-1] :] if starts else []
@@ -97,7 +100,7 @@ def _event(row: dict[str, Any]) -> Any:
 
 
 def _value(name: str, value: Any) -> Any:
-    """JSON's lists are tuples, and what stands in some of them has a class."""
+    """A field's value. Lists of JSON become tuples, in some fields of dataclasses."""
     if isinstance(value, list):
         return tuple(_PARTS[name](**part) for part in value) if name in _PARTS else tuple(value)
     return value

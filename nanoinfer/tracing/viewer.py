@@ -1,7 +1,7 @@
-"""Events -> one HTML page that replays a generation: no network, no other file, works from a disk.
+"""Events -> one HTML page that replays a generation. It needs no network and no other file.
 
-In: the events as plain dicts, as they stand in the lines of Recorder.to_jsonl. Out: the page, which is viewer.html with the
-events in it. All else (the timeline, the block pool, the bars, the ruler) is drawn by its own script.
+In: the events as plain dicts, like the lines of Recorder.to_jsonl. Out: the page: viewer.html with the events inserted. Its
+script draws the rest: the timeline, the block pool, the bars, the intervals.
 """
 
 import json
@@ -14,16 +14,17 @@ _PLACE = "/* EVENTS */ []"
 
 
 def page(rows: Iterable[dict[str, Any]]) -> str:
-    """rows: {"event": its class, its fields ...}."""
+    """The page of some events. rows: dicts {"event": its class, its fields ...}."""
     template = _TEMPLATE.read_text(encoding="utf-8")
     assert template.count(_PLACE) == 1
     events = json.dumps([_shortened(row) for row in rows], ensure_ascii=False, separators=(",", ":"))
-    return template.replace(_PLACE, events.replace("<", "\\u003c"))  # "<" would end the script, where a text has "</script>"
+    return template.replace(_PLACE, events.replace("<", "\\u003c"))  # a text may contain "</script>"
 
 
 def _shortened(value: Any) -> Any:
-    """Floats to nine digits, which tell every float32 apart (the others would be an eighth of the page), and integers that are
-    too long for JavaScript's numbers as text.
+    """The value with floats rounded to nine digits, and with integers beyond JavaScript's range as strings.
+
+    Nine digits distinguish all float32 values. More would be an eighth of the page.
     """
     if isinstance(value, float):
         return float(f"{value:.9g}")

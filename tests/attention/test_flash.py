@@ -1,8 +1,8 @@
-"""flash-attn's and torch's FlashAttention, without a GPU: stand-ins with the libraries' signatures and documented demands.
+"""flash-attn's and torch's FlashAttention, without a GPU: stand-ins with the libraries' signatures and requirements.
 
 They refuse what the libraries refuse (dtypes, int32 indices, page sizes, head counts) and compute in float64, so a wrong
-argument, layout or mask shows. The libraries themselves are met by the tests marked gpu, where there is a device.
-Sources: flash_attn_interface.py of https://github.com/Dao-AILab/flash-attention, 2.8; torch/nn/attention/varlen.py, 2.13.
+argument, layout or mask shows. The tests marked gpu call the libraries themselves.
+Sources: flash_attn_interface.py of https://github.com/Dao-AILab/flash-attention, 2.8, and torch/nn/attention/varlen.py, 2.13.
 """
 
 import importlib
@@ -38,7 +38,7 @@ def flash_attn_with_kvcache(
     cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
 ):  # fmt: skip
-    """q: [batch, seqlen, nheads, headdim]; pages [num_blocks, page_block_size, nheads_k, headdim]."""
+    """q: [batch, seqlen, nheads, headdim]. Pages: [num_blocks, page_block_size, nheads_k, headdim]."""
     assert causal
     assert k_cache.shape[1] % 256 == 0
     checked(q, k_cache, v_cache, cache_seqlens, block_table)
@@ -53,7 +53,7 @@ def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
 ):  # fmt: skip
-    """q: [total_q, nheads, headdim]; with a block_table k and v are pages. The mask is aligned to the bottom right."""
+    """q: [total_q, nheads, headdim]. With a block_table, k and v are pages. The mask is aligned to the bottom right."""
     assert causal
     assert k.shape[1] % 256 == 0
     checked(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
@@ -74,7 +74,7 @@ def varlen_attn(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
     enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
 ):  # fmt: skip
-    """torch 2.13's, as it is with FlashAttention 2: pages raise."""
+    """torch 2.13's function with FlashAttention 2, which raises for pages."""
     if block_table is not None:
         raise RuntimeError("block_table needs FlashAttention 3")
     assert query.shape[1] == key.shape[1] or enable_gqa
@@ -82,7 +82,7 @@ def varlen_attn(
 
 
 def older_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None, _gqa=False):
-    """As it was before query heads could share KV heads."""
+    """The function before query heads could share KV heads."""
     assert is_causal
     assert _gqa or query.shape[1] == key.shape[1]
     checked(query, key, value, cu_seq_q, cu_seq_k)
@@ -98,7 +98,7 @@ def paged_varlen_attn(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
     enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
 ):  # fmt: skip
-    """torch 2.13's with FlashAttention 3, which reads pages."""
+    """torch 2.13's function with FlashAttention 3, which reads pages."""
     assert window_size == (-1, 0)
     assert cu_seq_k is None
     assert query.shape[1] == key.shape[2] or enable_gqa
@@ -120,9 +120,9 @@ def backend(request, monkeypatch):
         return
     functions = {"no pages": varlen_attn, "pages": paged_varlen_attn, "older": older_varlen_attn}
     monkeypatch.setattr(varlen, "varlen_attn", functions[request.param.removeprefix("torch, ")])
-    varlen.takes_pages.cache_clear()
+    varlen.reads_pages.cache_clear()
     yield varlen.VarlenBackend()
-    varlen.takes_pages.cache_clear()
+    varlen.reads_pages.cache_clear()
 
 
 def error_of(backend, lengths, *, heads=(2, 1), head_dim=64, **more):
@@ -154,17 +154,17 @@ def test_the_comparison_notices_a_planted_fault(backend, fault):
     assert error_of(backend, [(400, 1), (300, 1), (257, 90)], spoil=FAULTS[fault]) > 0.05
 
 
-# ---- which one is taken, and why
+# ---- selection
 
 
 @pytest.fixture
 def a_gpu(monkeypatch):
-    """As far as choosing a backend asks for one."""
+    """The parts of torch.cuda that the selection of a backend calls."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
 
 
-def test_auto_takes_the_first_that_can_and_says_why_not_the_others(a_gpu, monkeypatch, caplog):
+def test_auto_takes_the_first_supported_backend_and_logs_the_reasons_against_the_others(a_gpu, monkeypatch, caplog):
     pytest.importorskip("triton")
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed
     caplog.set_level("INFO", logger="nanoinfer")
@@ -173,26 +173,26 @@ def test_auto_takes_the_first_that_can_and_says_why_not_the_others(a_gpu, monkey
     monkeypatch.setitem(sys.modules, "nanoinfer.attention.triton", None)
     assert base.select_backend("auto", CUDA, torch.bfloat16, 128)[0] == "torch"
     assert base.select_backend("auto", CUDA, torch.float32, 128)[0] == "reference"
-    assert "not torch, because it computes in float16 or bfloat16, not float32" in caplog.text
+    assert "not torch, because it supports float16 and bfloat16, not float32" in caplog.text
 
 
-def test_flash_attention_is_refused_by_name_where_it_cannot_serve(a_gpu, monkeypatch):
+def test_flash_attention_gives_the_reason_where_it_is_not_supported(a_gpu, monkeypatch):
     def unsupported_reason(device=CUDA, dtype=torch.bfloat16, head_dim=128):
-        return varlen.why_not_flash_attention_2(device, dtype, head_dim)
+        return varlen.flash_attention_2_unsupported_reason(device, dtype, head_dim)
 
     assert unsupported_reason() is None
-    assert unsupported_reason(head_dim=100) == "it takes a head_dim in multiples of 8 up to 256, not 100"
-    assert unsupported_reason(head_dim=264) == "it takes a head_dim in multiples of 8 up to 256, not 264"
+    assert unsupported_reason(head_dim=100) == "it supports a head_dim in multiples of 8 up to 256, not 100"
+    assert unsupported_reason(head_dim=264) == "it supports a head_dim in multiples of 8 up to 256, not 264"
     assert unsupported_reason(device=CPU) == "it runs on cuda only, not on cpu"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert unsupported_reason() == "it needs an Ampere GPU or a newer one, not a GPU"
+    assert unsupported_reason() == "it requires an Ampere GPU or a newer one, not a GPU"
 
 
-def test_flash_wants_large_blocks(a_gpu, monkeypatch):
+def test_flash_requires_large_blocks(a_gpu, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", standin := ModuleType("flash_attn"))
     standin.flash_attn_with_kvcache = standin.flash_attn_varlen_func = None
     monkeypatch.delitem(sys.modules, "nanoinfer.attention.flash", raising=False)
-    for block_size, expected in ((None, None), (512, None), (16, "its blocks hold multiples of 256 tokens, not 16")):
+    for block_size, expected in ((None, None), (512, None), (16, "it requires a block_size in multiples of 256, not 16")):
         _, reason = base.find_backend("flash", CUDA, torch.bfloat16, 128, block_size)
         assert reason == expected
     sys.modules.pop("nanoinfer.attention.flash")

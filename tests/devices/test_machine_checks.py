@@ -1,11 +1,12 @@
 """What was measured is kept for the machine. It is measured again on another machine, and when the file is damaged."""
 
 import json
+import os
 
 import pytest
 import torch
 
-from nanoinfer.devices.machine_checks import cache_path, verdict, verdicts
+from nanoinfer.devices.machine_checks import cache_path, machine_key, verdict, verdicts
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +45,73 @@ def test_so_is_another_number_of_threads():
         assert verdict("a", lambda: "no") == "no"
     finally:
         torch.set_num_threads(before)
+
+
+def another_process_writes(checks):
+    """Replace the file, as a second process does: a temporary file, renamed."""
+    path = cache_path()
+    path.parent.mkdir(exist_ok=True)
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept[machine_key()] = kept.get(machine_key(), {}) | checks
+    temporary = path.with_name("another")
+    temporary.write_text(json.dumps(kept))
+    os.replace(temporary, path)
+
+
+def test_the_file_is_parsed_once_and_again_only_when_it_was_replaced(monkeypatch):
+    verdict("a", lambda: "yes")
+    verdict("b", lambda: "no")
+    verdicts()
+    parsed, load = [], json.load
+    monkeypatch.setattr(json, "load", lambda file: parsed.append(1) or load(file))
+    for _ in range(5):
+        assert verdict("a", never) == "yes"
+        assert verdict("b", never) == "no"
+    assert len(parsed) == 0
+    another_process_writes({"c": "new"})
+    for _ in range(5):
+        assert verdict("c", never) == "new"
+    assert len(parsed) == 1
+
+
+def test_two_processes_that_write_by_turns_keep_each_others_verdicts():
+    verdict("a", lambda: "ours")
+    another_process_writes({"b": "theirs"})
+    verdict("c", lambda: "ours")
+    another_process_writes({"d": "theirs"})
+    assert verdicts() == {"a": "ours", "b": "theirs", "c": "ours", "d": "theirs"}
+    assert verdicts() == json.loads(cache_path().read_text())[machine_key()]
+
+
+def test_a_verdict_written_while_ours_was_measured_is_kept():
+    assert verdict("a", lambda: another_process_writes({"b": "theirs"}) or "ours") == "ours"
+    assert verdicts() == {"a": "ours", "b": "theirs"}
+
+
+def test_a_deleted_file_is_forgotten():
+    verdict("a", lambda: "yes")
+    assert verdict("a", never) == "yes"
+    cache_path().unlink()
+    assert verdict("a", lambda: "again") == "again"
+
+
+def test_two_caches_do_not_mix(monkeypatch, tmp_path):
+    verdict("a", lambda: "first")
+    monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path / "second"))
+    assert verdict("a", lambda: "second") == "second"
+
+
+@pytest.mark.parametrize("failing", ["replace", "dump"])
+def test_a_write_that_fails_leaves_no_temporary_file(failing, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("no space left on device")
+
+    verdict("a", lambda: "yes")
+    before = cache_path().read_text()
+    monkeypatch.setattr(*{"replace": (os, "replace"), "dump": (json, "dump")}[failing], fail)
+    assert verdict("b", lambda: "no") == "no"
+    assert list(cache_path().parent.iterdir()) == [cache_path()]
+    assert cache_path().read_text() == before
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"machine": 3}', "null"])

@@ -1,7 +1,6 @@
-"""The tracer tells what happened, all of it, and changes nothing.
+"""The events are complete and correct, and tracing changes no answer.
 
-What the events tell is replayed here by the plainest means (a list of blocks per sequence) and compared with what the engine
-itself holds.
+The events are replayed with simple data structures (a list of blocks per sequence) and compared with the engine's own state.
 """
 
 import json
@@ -70,7 +69,7 @@ def recorded():
 
 
 class Replay:
-    """Who holds which block, by the events alone."""
+    """The block tables and the cached blocks, rebuilt from the events alone."""
 
     def __init__(self):
         self.tables = {}
@@ -103,7 +102,7 @@ def test_a_tracer_changes_no_answer(stages, async_scheduling):
     assert traced == answers_of(llm_with(async_scheduling=async_scheduling))
 
 
-def test_every_kind_of_event_comes_and_survives_its_line_of_json(recorded, tmp_path):
+def test_every_kind_of_event_is_emitted_and_survives_json(recorded, tmp_path):
     recorder, _ = recorded
     assert {type(event) for event in recorder.events} == set(tracing.Event.__args__)
     recorder.to_jsonl(tmp_path / "run.jsonl")
@@ -113,7 +112,7 @@ def test_every_kind_of_event_comes_and_survives_its_line_of_json(recorded, tmp_p
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[]", '{"event": "BlockEvicted"}', '{"event": "Unheard"}', '{"block": 1}'])
-def test_a_line_that_is_no_event_is_named(tmp_path, line):
+def test_a_line_that_is_not_an_event_is_refused_by_its_number(tmp_path, line):
     path = tmp_path / "run.jsonl"
     path.write_text('{"event": "BlockEvicted", "block": 3}\n' + line)
     with pytest.raises(InvalidValueError, match=r"line 2 of .*run\.jsonl is no event"):
@@ -140,7 +139,7 @@ def test_the_block_events_replayed_are_the_engines_block_tables_after_every_step
     assert replay.tables == {}
 
 
-def test_beams_have_names_of_their_own_and_give_all_back():
+def test_beams_have_ids_of_their_own_and_release_all_blocks():
     replay, recorder = Replay(), Recorder()
     for tracer in (replay, recorder):
         llm_with(tracer).beam_search([PREFIX, "Lily was"], BeamSearchParams(beam_width=3, max_tokens=10))
@@ -150,8 +149,8 @@ def test_beams_have_names_of_their_own_and_give_all_back():
     assert {name.split(".")[0] for name in parents} == {"beam0", "beam1"}
 
 
-def test_a_batch_tells_where_every_token_lies(recorded):
-    """Slots by the replayed block tables; positions by the lengths; the ids of prompts and of what was drawn."""
+def test_batch_built_has_every_tokens_id_position_and_slot(recorded):
+    """Slots follow from the replayed block tables, positions from the lengths, ids from the prompts and the drawn tokens."""
     recorder, _ = recorded
     replay, known = Replay(), {}
     block_size = recorder.of(EngineStarted)[0].block_size
@@ -187,7 +186,7 @@ def test_steps_are_counted_and_each_is_timed(recorded):
     assert any(event.preempted for event in steps)
 
 
-def test_the_text_let_out_and_the_text_held_are_together_what_there_is(recorded):
+def test_the_released_texts_joined_are_the_answer(recorded):
     recorder, (first, _) = recorded
     shown = Counter()
     for event in recorder.of(TokenAppended):
@@ -203,7 +202,7 @@ def test_the_text_let_out_and_the_text_held_are_together_what_there_is(recorded)
     }
 
 
-def test_the_beginning_of_a_stop_string_is_told_as_held():
+def test_the_beginning_of_a_stop_string_is_reported_as_held():
     recorder = Recorder()
     params = SamplingParams(temperature=0, max_tokens=40, stop=[" kindly"])
     output = LLM(tracer=recorder).generate("Once upon a time, there was a", params, use_tqdm=False)[0].outputs[0]
@@ -216,7 +215,7 @@ def test_the_beginning_of_a_stop_string_is_told_as_held():
     assert after.text.startswith(held[0].held)  # it was no stop string after all
 
 
-def test_the_number_drawn_lies_in_the_interval_of_the_token(recorded):
+def test_u_is_in_the_interval_of_the_drawn_token(recorded):
     recorder, _ = recorded
     greedy = {event.request_id for event in recorder.of(RequestAdded) if event.params.get("temperature") == 0}
     appended = {(event.sequence_id, event.position, event.token_id) for event in recorder.of(TokenAppended)}
@@ -224,12 +223,12 @@ def test_the_number_drawn_lies_in_the_interval_of_the_token(recorded):
         assert (event.sequence_id, event.position, event.token_id) in appended
         if event.sequence_id in greedy:
             assert event.u is None
-            assert event.high - event.low == pytest.approx(max(part.high - part.low for part in event.ruler))
+            assert event.high - event.low == pytest.approx(max(part.high - part.low for part in event.intervals))
         else:
             assert event.low <= event.u < event.high
-        ids = [part.token_id for part in event.ruler]
+        ids = [part.token_id for part in event.intervals]
         assert ids == sorted(ids)
-        assert all(a.high <= b.low for a, b in pairwise(event.ruler))
+        assert all(a.high <= b.low for a, b in pairwise(event.intervals))
     # The number is a function of seed and position: request 0's seed is 3.
     first = next(event for event in recorder.of(TokenDrawn) if event.sequence_id == "0")
     assert first.u == uniform([3], [first.position]).item()
@@ -253,8 +252,8 @@ def test_a_rows_stages_follow_each_other_from_the_model_to_the_draw(recorded):
                 assert later.num_left <= earlier.num_left
 
 
-def test_a_watched_stage_tells_what_can_be_worked_out_by_hand():
-    """p = [.5, .25, .25, 0]; then the first is halved, and the last but one dropped: [.5, .5, 0, 0]."""
+def test_stage_applied_and_token_drawn_equal_a_case_worked_out_by_hand():
+    """p = [.5, .25, .25, 0]. Then the first is halved and the third dropped: [.5, .5, 0, 0]."""
     recorder = Recorder()
     watch = StageTracer(recorder, [Sequence("7", [1, 2, 3], SamplingParams(), seed=0, max_num_tokens=9)], None)
     watch.after_stage("model", torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log())
@@ -271,10 +270,10 @@ def test_a_watched_stage_tells_what_can_be_worked_out_by_hand():
     assert [one.before for one in mine.candidates] == pytest.approx([0.5, 0.25, 0.25])
     assert [one.after for one in mine.candidates] == pytest.approx([0.5, 0.5, 0.0])
     assert (drawn.sequence_id, drawn.position, drawn.token_id, drawn.u, drawn.low, drawn.high) == ("7", 3, 1, 0.6, 0.5, 1.0)
-    assert [(part.token_id, part.low, part.high) for part in drawn.ruler] == [(0, 0.0, 0.5), (1, 0.5, 1.0)]
+    assert [(part.token_id, part.low, part.high) for part in drawn.intervals] == [(0, 0.0, 0.5), (1, 0.5, 1.0)]
 
 
-def test_a_row_with_nothing_left_is_told_without_a_draw():
+def test_a_row_with_no_tokens_left_has_stages_and_no_draw():
     recorder = Recorder(stages=True)
     nothing = SamplingParams(logits_processors=[lambda prompt, output, logits: torch.full_like(logits, -torch.inf)])
     output = LLM(tracer=recorder).generate(["Lily", "Lily"], [nothing, SamplingParams(seed=1, max_tokens=2)], use_tqdm=False)
@@ -289,7 +288,7 @@ def test_a_row_with_nothing_left_is_told_without_a_draw():
     }
 
 
-def test_clear_keeps_what_runs_here():
+def test_clear_keeps_the_last_engine_started():
     recorder = Recorder()
     llm = LLM(tracer=recorder)
     llm.generate("Lily", SamplingParams(max_tokens=2), use_tqdm=False)
@@ -302,7 +301,7 @@ def test_a_page_of_nothing_is_refused(tmp_path):
         Recorder().to_html(tmp_path / "page.html")
 
 
-def test_what_runs_here_is_told_at_once():
+def test_engine_started_is_emitted_when_the_engine_is_constructed():
     recorder = Recorder()
     llm = LLM("tiny-gpt2", tracer=recorder, block_size=16, max_num_seqs=7)
     [event] = recorder.events
@@ -332,22 +331,22 @@ def test_tokens_that_only_the_device_knows_are_minus_one():
     assert others == [(-1,)] * 4
 
 
-def test_every_preemption_is_told(qwen3_path):
-    """Also one in a step in which nobody ran, which has no StepScheduled of its own."""
-    rng, num_told, num_counted = random.Random(0), 0, 0
+def test_every_preemption_is_reported(qwen3_path):
+    """Also one in a step without sequences, which emits no StepScheduled."""
+    rng, num_reported, num_counted = random.Random(0), 0, 0
     for seed in range(40):
         recorder = Recorder()
         llm = LLM(qwen3_path, tracer=recorder, block_size=4, kv_cache_memory=8 * 2048, async_scheduling=True)
         prompts = [[rng.randrange(96) for _ in range(rng.randint(1, 12))] for _ in range(5)]
         params = [SamplingParams(max_tokens=rng.randint(1, 16), seed=seed, detokenize=False) for _ in prompts]
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        num_told += sum(len(event.preempted) for event in recorder.of(StepScheduled))
+        num_reported += sum(len(event.preempted) for event in recorder.of(StepScheduled))
         num_counted += sum(output.metrics.num_preemptions for output in outputs)
-    assert num_told == num_counted > 20
+    assert num_reported == num_counted > 20
 
 
 def test_each_answer_of_several_has_its_own_end():
-    """The second answer alone meets a processor that leaves it nothing."""
+    """Only the second answer's processor masks every token."""
     recorder = Recorder()
 
     def second_fails(prompt_ids, output_ids, logits):
@@ -362,7 +361,7 @@ def test_each_answer_of_several_has_its_own_end():
     assert recorder.of(RequestFinished)[0].finish_reasons == ("length", "error")
 
 
-def test_what_a_tracer_brings_about_is_told_in_its_order():
+def test_events_that_a_tracer_causes_are_emitted_in_order():
     class Meddler(Recorder):
         def emit(self, event):
             super().emit(event)

@@ -1,6 +1,6 @@
-"""The page that replays a recording, in a real browser, from a file.
+"""The page that replays a recording, opened from a file in a real browser.
 
-What it shows is compared with the engine's own state and with the events.
+Its contents are compared with the engine's own state and with the events.
 """
 
 import json
@@ -37,7 +37,7 @@ NASTY = 'Once upon a </script><b>bold</b> <img src="x" onerror="alert(1)">\n\tta
 
 
 def looking_on(llm):
-    """{step: the engine's own state when the model has just seen that step}."""
+    """{step: the engine's own state when the model has just computed that step}."""
     seen = {}
     scheduler, manager = llm.engine.scheduler, llm.engine.block_manager
     commit = scheduler.commit
@@ -57,7 +57,7 @@ def looking_on(llm):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Four requests of 64 tokens with stages; the third finds the first one's beginning in the cache."""
+    """Four requests of 64 tokens with stages. The third has a prefix cache hit on the first."""
     recorder = Recorder(stages=True)
     llm = LLM(tracer=recorder, block_size=16, kv_cache_memory=2**22)
     seen = looking_on(llm)
@@ -79,7 +79,7 @@ def recorded(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["async_scheduling", "one step after the other"])
 def crowded(request, tmp_path_factory):
-    """More than the cache holds, so that there are preemptions and evictions; one request is aborted."""
+    """More tokens than the cache holds, so that there are preemptions and evictions. One request is aborted."""
     recorder = Recorder()
     probe = LLM(block_size=8, kv_cache_memory=2**20)
     per_block = 2**20 // probe.engine.block_manager.num_blocks
@@ -119,13 +119,13 @@ def batch(sequence_id, positions, *, ids, rows=()):
 
 
 def appended(position, token, **rest):
-    told = {"text": token, "held": "", "num_held_ids": 0, "finish_reason": None, "stop_reason": None}
-    return TokenAppended("a", position, 7, token, **told | rest)
+    fields = {"text": token, "held": "", "num_held_ids": 0, "finish_reason": None, "stop_reason": None}
+    return TokenAppended("a", position, 7, token, **fields | rest)
 
 
-MADE = [  # a prompt longer than the table; texts that cannot be seen; an id that is not read yet; a last step that failed
+MADE = [  # a prompt longer than the table, invisible texts, an id that is still on the device, a last step that failed
     ENGINE,
-    StepTimed(4, 0.001, 0.001, 0.01, 0.001, 0.001),  # a step under way when the recorder was cleared
+    StepTimed(4, 0.001, 0.001, 0.01, 0.001, 0.001),  # a step in flight when the recorder was cleared
     RequestAdded("a", "<i>many", tuple(range(250)), tuple(f"<i>{i}" for i in range(250)), {"stop": "('<b>',)"}),
     RequestAdded("b", "", (1,), (), {}),
     BlocksAllocated("a", tuple(range(16))),
@@ -159,7 +159,7 @@ def browser():
 
 @pytest.fixture
 def show(browser):
-    """show(path) opens the page. At the end: nothing was complained about, and nothing but the file was asked for."""
+    """show(path) opens the page. At the end: the console is empty, and only the file was requested."""
     contexts, complaints, requests, expected = [], [], [], []
 
     def open_page(path, **options):
@@ -193,7 +193,7 @@ def show_events(show, tmp_path):
 
 
 def step_of(page):
-    """The step that the page says it shows: in two places."""
+    """The number of the step that the page shows, in two places."""
     title, label = page.evaluate("[byId('step-title').innerText, byId('step-label').innerText]")  # at once: it may be playing
     step = int(re.fullmatch(r"Step (\d+)", title)[1])
     assert label.startswith(f"{step} (")
@@ -241,9 +241,9 @@ def test_the_page_holds_every_event_and_is_small(recorded):
     page = recorded.path.read_text(encoding="utf-8")
     assert len(page.encode()) < 2_000_000
     [line] = [line for line in page.splitlines() if line.startswith("const EVENTS = ")]
-    told = json.loads(line.removeprefix("const EVENTS = ").removesuffix(";"))
+    events = json.loads(line.removeprefix("const EVENTS = ").removesuffix(";"))
     expected = json.dumps([{"event": type(event).__name__} | asdict(event) for event in recorded.recorder.events])
-    assert told == json.loads(expected, parse_float=lambda digits: float(f"{float(digits):.9g}"))
+    assert events == json.loads(expected, parse_float=lambda digits: float(f"{float(digits):.9g}"))
     assert page.count("</script>") == 1
 
 
@@ -327,7 +327,7 @@ def test_a_click_on_a_token_selects_it_and_goes_to_its_step(recorded, show):
 
 
 def drawn_in(recorder, step):
-    """The tokens that a step drew: those since the StepTimed before its own."""
+    """The tokens that a step drew: those between the previous StepTimed and its own."""
     tokens = []
     for event in recorder.events:
         if isinstance(event, TokenAppended):
@@ -395,7 +395,7 @@ def test_the_pool_is_the_engines_own_in_every_step_when_much_is_shared(recorded,
 
 
 def check_pool(run, show, block_size):
-    """Compare every step with what the engine had in its hands. Returns how many blocks were evicted."""
+    """Compare every step with the engine's own state. Returns the number of evicted blocks."""
     page = show(run.path)
     pools = page.evaluate(
         """run.steps.map(step => {
@@ -419,7 +419,7 @@ def check_pool(run, show, block_size):
         assert {cell["block"] for cell in cells if "held" in cell["kind"]} == held
         assert {cell["block"] for cell in cells if "•" in cell["name"]} == set(seen.content)
         assert {cell["block"] for cell in cells if "cached" in cell["kind"]} == set(seen.content) - held
-        assert f": {len(held)} held, {len(set(seen.content) - held)} free but findable" in counts
+        assert f": {len(held)} in use, {len(set(seen.content) - held)} free but cached" in counts
         assert run.recorder.of(EngineStarted)[0].num_blocks - len(held) == seen.num_free
         evicted = {block for block, content in before.items() if seen.content.get(block) != content}
         assert {cell["block"] for cell in cells if "evicted" in cell["kind"]} == evicted
@@ -430,16 +430,16 @@ def check_pool(run, show, block_size):
                 stop = min(start + block_size, seen.num_tokens[sequence_id])
                 assert f"sequence {sequence_id}, positions {start}–{stop - 1}" in cell["words"]
         before, num_evicted = seen.content, num_evicted + len(evicted)
-    assert "gave back" in page.inner_text("#pool-news")  # after the last step all are free
+    assert "freed" in page.inner_text("#pool-news")  # after the last step all are free
     return num_evicted
 
 
-def test_pointing_at_a_block_tells_its_text(recorded, show):
+def test_pointing_at_a_block_shows_its_text(recorded, show):
     page = show(recorded.path)
     go_to(page, 10)
     page.locator(".block >> nth=0").hover()
     words = page.inner_text("#block-words")
-    assert "sequence 0, positions 0–15; sequence 0.1, positions 0–15; sequence 2, positions 0–15; can be found" in words
+    assert "sequence 0, positions 0–15; sequence 0.1, positions 0–15; sequence 2, positions 0–15; in the prefix cache" in words
     assert as_seen("Once upon a time, there was") in words
     page.locator(".block >> nth=1").focus()
     assert page.inner_text("#block-words").startswith("block 1")
@@ -448,7 +448,7 @@ def test_pointing_at_a_block_tells_its_text(recorded, show):
 # ---- text and one token
 
 
-def test_the_text_panel_shows_tokens_as_they_come(recorded, show):
+def test_the_text_panel_shows_tokens_step_by_step(recorded, show):
     page = show(recorded.path)
     tokens = [event for event in recorded.recorder.of(TokenAppended) if event.sequence_id == "3"]
     [held] = [i for i, event in enumerate(tokens) if event.held == "She looked"]
@@ -480,7 +480,7 @@ def test_a_prompt_that_looks_like_markup_is_text(recorded, show):
     assert "repetition_penalty=1.2" in page.inner_text("#stages")
 
 
-def test_the_bars_are_the_stages_and_the_ruler_is_the_draw(recorded, show):
+def test_the_bars_are_the_stages_and_the_intervals_are_the_draw(recorded, show):
     page = show(recorded.path)
     stages, draws = {}, {}
     for event in recorded.recorder.events:
@@ -501,19 +501,19 @@ def test_the_bars_are_the_stages_and_the_ruler_is_the_draw(recorded, show):
             for i, stage in enumerate(stages[key]):
                 names.add(stage.stage)
                 check_stage(shown.nth(i), stage, tokens[index])
-            check_ruler(page, draws[key])
+            check_intervals(page, draws[key])
     assert {"model", "apply_repetition_penalty", "apply_temperature", "keep_min_p", "keep_top_k", "keep_top_p"} <= names
 
 
 def check_stage(shown, stage, token):
-    """Dropped candidates are told only as far as they were among the ten likeliest."""
+    """Dropped candidates are shown only if they were among the ten most probable."""
     candidates = [one for i, one in enumerate(stage.candidates) if one.after > 0 or i < 10]
     assert shown.locator("h3").inner_text() == stage.stage
     assert f"{stage.num_left} of 1959 tokens left" in shown.locator("p").inner_text()
     if stage.stage != "model" and all(
         abs(one.before - one.after) < 0.0005 and (one.after > 0) == (one.before > 0) for one in stage.candidates
     ):
-        assert "no change worth drawing" in shown.locator("p").inner_text()
+        assert "no visible change" in shown.locator("p").inner_text()
         assert shown.locator(".text").count() == 0
         return
     assert shown.locator(".text").all_inner_texts() == [as_seen(one.token) for one in candidates]
@@ -524,34 +524,34 @@ def check_stage(shown, stage, token):
     assert shown.locator(".cut").count() == stage.stage.startswith("keep_")
     if stage.stage == "keep_top_k":
         assert re.search(r"top_k=(5|50)\b", shown.locator("p").inner_text())
-    if dropped:  # the line stands between what is kept and what is not
+    if dropped:  # the line is between the kept and the dropped ones
         order = shown.evaluate("stage => [...stage.children].slice(2).map(row => row.className.trim())")
         cut = order.index("cut")
         assert not any("out" in name.split() for name in order[:cut])
         assert all("out" in name.split() for name in order[cut + 1 :])
 
 
-def check_ruler(page, draw):
+def check_intervals(page, draw):
     interval = f"[{draw.low:.4f}, {draw.high:.4f}), the interval of “{as_seen(draw.token)}”"
-    assert page.inner_text("#draw-words") == f"u = {draw.u:.4f} fell into {interval}"
-    assert page.inner_text("#ruler .u") == f"u = {draw.u:.4f}"
-    assert page.locator("#ruler [data-label]").count() == len(draw.ruler)
-    ruler, mark = page.locator("#ruler").bounding_box(), page.locator("#ruler .mark").bounding_box()
-    assert (mark["x"] + 1 - ruler["x"]) / ruler["width"] == pytest.approx(draw.u, abs=0.003)
-    drawn = page.locator("#ruler .drawn").bounding_box()
+    assert page.inner_text("#draw-words") == f"u = {draw.u:.4f} is in {interval}"
+    assert page.inner_text("#intervals .u") == f"u = {draw.u:.4f}"
+    assert page.locator("#intervals [data-label]").count() == len(draw.intervals)
+    box, mark = page.locator("#intervals").bounding_box(), page.locator("#intervals .mark").bounding_box()
+    assert (mark["x"] + 1 - box["x"]) / box["width"] == pytest.approx(draw.u, abs=0.003)
+    drawn = page.locator("#intervals .drawn").bounding_box()
     assert drawn["x"] - 2 <= mark["x"] + 1 <= drawn["x"] + drawn["width"] + 2
 
 
 def test_greedy_rows_and_recordings_without_stages_say_so(recorded, crowded, show):
     page = show(recorded.path)
     page.locator("#requests details >> nth=2").locator("button >> nth=5").click()
-    assert page.inner_text("#draw-words").startswith("greedy: takes the largest")
-    assert page.locator("#ruler .mark").count() == 0
+    assert page.inner_text("#draw-words").startswith("greedy: takes the most probable token")
+    assert page.locator("#intervals .mark").count() == 0
     page = show(crowded.path)
     assert "Recorder(stages=True), or nanoinfer explain" in page.inner_text("#token") or "No token" in page.inner_text("#token")
     page.keyboard.press("End")
     assert "Recorder(stages=True), or nanoinfer explain" in page.inner_text("#token")
-    assert page.locator("#stages, #ruler").count() == 0
+    assert page.locator("#stages, #intervals").count() == 0
 
 
 # ---- odd recordings
