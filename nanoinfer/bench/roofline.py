@@ -20,7 +20,7 @@ from nanoinfer.config import SchedulerConfig
 from nanoinfer.llm import LLM
 from nanoinfer.models import loader
 from nanoinfer.models.checkpoint import Checkpoint
-from nanoinfer.models.cpu_linear import pack
+from nanoinfer.models.optimize import optimize_for_cpu
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tracing import Recorder, StepScheduled, StepTimed
 
@@ -91,7 +91,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     for one in dict.fromkeys((torch.float32, torch.bfloat16, dtype)):
         layer = nn.Sequential(nn.Linear(size, size, bias=False, dtype=one, device=device))
         if device.type == "cpu":
-            pack(layer)
+            optimize_for_cpu(layer)
         x = torch.ones(size, size, dtype=one, device=device)
         with torch.inference_mode():
             rates[one] = 2 * size**3 / _best_s(partial(layer, x), device)

@@ -20,8 +20,9 @@ from nanoinfer.devices import machine_checks, openmp
 from nanoinfer.errors import first_line
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.memory import memory_for_cache
-from nanoinfer.models import cpu_linear, loader
-from nanoinfer.models.layers import ActivatedLinear, ResidualLinear
+from nanoinfer.models import loader
+from nanoinfer.models.gpt2 import GPT2Block, GPT2Config
+from nanoinfer.models.optimize import optimize_for_cpu
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
@@ -119,7 +120,7 @@ def _engine(device: torch.device, dtype: torch.dtype) -> list[tuple[str, str]]:
         ("memory for the KV cache", f"{memory_for_cache(device, None, 0.9) / 2**30:.1f} GiB{remark}"),
     ]
     if device.type == "cpu":
-        report = cpu_linear.pack(_gpt2_layers(dtype))
+        report = optimize_for_cpu(_gpt2_block(dtype))
         chosen += [(f"linear layer {kind}", form) for kind, form in report.forms.items()]
         bits = "the same in any batch" if report.are_rows_independent else "depend on the batch"
         chosen.append(("a row's bits in these", bits))
@@ -127,14 +128,10 @@ def _engine(device: torch.device, dtype: torch.dtype) -> list[tuple[str, str]]:
     return chosen
 
 
-def _gpt2_layers(dtype: torch.dtype) -> torch.nn.Module:
-    """The layers of one block of GPT-2, to see how this machine computes such ones."""
-    return torch.nn.Sequential(
-        torch.nn.Linear(768, 2304, dtype=dtype),
-        ResidualLinear(768, 768, dtype=dtype),
-        ActivatedLinear(768, 3072, bias=True, activation="gelu_tanh").to(dtype),
-        ResidualLinear(3072, 768, dtype=dtype),
-    )
+def _gpt2_block(dtype: torch.dtype) -> torch.nn.Module:
+    """A model of one block of GPT-2, to see how this machine computes its linear layers."""
+    config = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 1, "n_head": 12}
+    return torch.nn.Sequential(GPT2Block(GPT2Config.from_hf(config), layer=0)).to(dtype)
 
 
 def _check(name: str, device: torch.device) -> Check:

@@ -1,16 +1,18 @@
-"""Linear layers on a CPU: weights packed once for oneDNN, or kept in 8 bits, called so that rows do not depend on each other.
+"""Linear layers on a CPU: weights packed once for oneDNN, or kept in 8 bits, in calls that keep rows independent.
 
-In: a finished model. Out: the same model, its nn.Linear layers replaced, and whether the rows of all of them are independent.
-Nothing else knows of it.
+In: an nn.Linear, the activation that follows it, whether a residual is added. Out: one module that computes all of it, and a
+report of how every layer is computed. optimize.py decides which layers of a model become such modules.
 
-A packed weight is laid out once for oneDNN's kernels, which also apply the activation and add the residual. That is faster. It
-does not make a row's bits independent of the number of rows: row_forms.py says why, and finds the calls in which they are. The
-result depends on a layer's sizes and not on its weights, so it is kept for the machine (machine_checks.py).
+oneDNN's kernels also apply the activation and add the residual, which is faster. Packing does not make a row's bits independent
+of the number of rows. devices/row_forms.py explains why, and finds the calls in which they are. The result depends on a layer's
+sizes and not on its weights, so devices/machine_checks.py keeps it for the machine.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,23 +22,33 @@ from torch import Tensor, nn
 from nanoinfer.devices import row_forms
 from nanoinfer.devices.machine_checks import verdict
 from nanoinfer.errors import UnsupportedError, first_line
-from nanoinfer.models.layers import ActivatedLinear, MergedLinear, ResidualLinear, activate
+from nanoinfer.models.layers import gelu_tanh
 
 logger = logging.getLogger(__name__)
 
-_ROWS_HINT = 64  # rows to expect; from 16 on, the packing serves any number
-_INT8_COLUMNS = 32  # the operator reads 16 at a time, and beyond the row's end if they are no multiple; activations take 32
-_LINEARS = (nn.Linear, ActivatedLinear, MergedLinear, ResidualLinear)
-_FUSED = {None: ("none", ""), "silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh")}  # activation -> oneDNN's names
+Activation = Literal["silu", "gelu_tanh"]
+
+_ROWS_HINT = 64  # rows to expect. From 16 on, the packing serves any number.
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
+_ONEDNN_NAMES = {None: ("none", ""), "silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh")}
 
 
 class CPULinear(nn.Module):
-    """One of _LINEARS, computed by `product` in calls of the numbers of rows that `form` allows."""
+    """residual + activation(x @ weight.T + bias), computed by `product` in calls of the numbers of rows that `form` allows.
 
-    def __init__(self, linear: nn.Linear) -> None:
+    A layer has an activation, or a residual, or neither.
+
+    Args:
+        linear: the layer to compute.
+        activation: applied to its outputs.
+        adds_residual: whether `forward` gets a residual to add.
+    """
+
+    def __init__(self, linear: nn.Linear, activation: Activation | None = None, *, adds_residual: bool = False) -> None:
         super().__init__()
         self._bias = None if linear.bias is None else linear.bias.detach()
-        self._activation = getattr(linear, "activation", None)
+        self._activation = activation
+        self._adds_residual = adds_residual
         self.form = row_forms.AS_IT_IS
 
     def forward(
@@ -48,26 +60,27 @@ class CPULinear(nn.Module):
         raise NotImplementedError
 
     def _activated(self, x: Tensor) -> Tensor:
-        return x if self._activation is None else activate(x, self._activation)
+        return x if self._activation is None else _ACTIVATIONS[self._activation](x)
 
     def find_form(self, linear: nn.Linear) -> row_forms.RowForm | None:
-        """The form in which this machine gives a row the same bits among any number of others, if there is one."""
-        probes = row_forms.cancelling_rows(linear.weight, self._bias, has_residual=isinstance(linear, ResidualLinear))
+        """Find the form in which this machine gives a row the same bits among any number of rows. None if there is none."""
+        probes = row_forms.cancelling_rows(linear.weight, self._bias, has_residual=self._adds_residual)
         return row_forms.find_row_form(self.product, probes, _counts(linear))
 
 
 class PackedLinear(CPULinear):
-    """The weight is in oneDNN's own order; the plain one is not kept.
+    """The weight is in oneDNN's own order. The plain weight is not kept.
 
-    Raises: RuntimeError or AttributeError where this torch, this CPU or the dtype does not have it.
+    Raises:
+        RuntimeError, AttributeError: this torch, this CPU or the dtype does not have it.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear)
+    def __init__(self, linear: nn.Linear, activation: Activation | None = None, *, adds_residual: bool = False) -> None:
+        super().__init__(linear, activation, adds_residual=adds_residual)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS_HINT)
-        self._fused, self._algorithm = _FUSED[self._activation]
+        self._fused, self._algorithm = _ONEDNN_NAMES[activation]
         x, out = (torch.zeros(2, size, dtype=linear.weight.dtype) for size in (linear.in_features, linear.out_features))
-        self.product(x, out if isinstance(linear, ResidualLinear) else None)  # what fails may first fail here
+        self.product(x, out if adds_residual else None)  # some machines fail only here
 
     def product(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if residual is None:
@@ -76,10 +89,10 @@ class PackedLinear(CPULinear):
 
 
 class PlainLinear(CPULinear):
-    """The weight as it was: for a machine that cannot pack it, or whose packed rows depend on each other."""
+    """The weight is unchanged: for a machine that cannot pack it, or whose packed rows depend on each other."""
 
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear)
+    def __init__(self, linear: nn.Linear, activation: Activation | None = None, *, adds_residual: bool = False) -> None:
+        super().__init__(linear, activation, adds_residual=adds_residual)
         self._weight = linear.weight.detach()
 
     def product(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -92,22 +105,24 @@ class PlainLinear(CPULinear):
 class Int8Linear(CPULinear):
     """The weight in 8 bits and a scale per output channel: weight = scale * integer in -127 .. 127.
 
-    x stays as it is (weight-only), in bfloat16. Half the bytes to read, so nearly twice as fast where reading the weights is
-    all there is to do; from some 16 rows on it is slower than PackedLinear.
+    x stays in bfloat16 (weight-only). Half the bytes are read, so it is nearly twice as fast where reading the weights takes
+    the time. From some 16 rows on it is slower than PackedLinear.
     Source: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339, section 2, without the outliers' part.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear)
+    MULTIPLE = 32  # of inputs. The operator reads 16 weights at a time, also beyond the end of a row, and 32 activations.
+
+    def __init__(self, linear: nn.Linear, activation: Activation | None = None, *, adds_residual: bool = False) -> None:
+        super().__init__(linear, activation, adds_residual=adds_residual)
         weight = linear.weight.detach().float()
-        # Rounded first, so that the integers make up for it. A row of zeros has any scale.
+        # Rounded before the division, so that the integers make up for it. A row of zeros has any scale.
         self._scale = (weight.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny).bfloat16()
         integers = (weight / self._scale.float().unsqueeze(1)).round().clamp(-127, 127)
         self._weight = integers.to(torch.int8)
-        self._sum(torch.zeros(1, linear.in_features, dtype=torch.bfloat16))  # what fails may first fail here
+        self._sum(torch.zeros(1, linear.in_features, dtype=torch.bfloat16))  # some machines fail only here
 
     def find_form(self, linear: nn.Linear) -> row_forms.RowForm | None:
-        """The sum is rounded before the bias and the residual are added, which would hide what is looked for: without them."""
+        """Examine the sum alone. It is rounded before bias and residual are added, and they would hide a different order."""
         probes = row_forms.cancelling_rows(self._weight.bfloat16(), None, has_residual=False)
         return row_forms.find_row_form(lambda x, _: self._activated(self._sum(x)), probes, _counts(linear))
 
@@ -123,9 +138,16 @@ class Int8Linear(CPULinear):
         return self._activated(out)
 
 
+_NONE = "rows depend on each other"
+
+
 @dataclass(frozen=True, slots=True)
 class LinearReport:
-    """How a model's linear layers are computed. forms: by kind of layer, in the order in which the model has them."""
+    """How a model's linear layers are computed.
+
+    Attributes:
+        forms: by kind of layer, in the order in which the layers were optimised.
+    """
 
     forms: dict[str, str]
 
@@ -134,76 +156,70 @@ class LinearReport:
         return _NONE not in self.forms.values()
 
 
-_NONE = "rows depend on each other"
+class LinearOptimizer:
+    """Turns nn.Linear layers into the fastest CPULinear whose rows do not depend on each other, and reports the choices.
 
+    That is a packed one where this machine has it, in the first of ROW_FORMS that holds. Otherwise it is a plain one. If no
+    form holds, it is a packed one without a form.
 
-def pack(model: nn.Module) -> LinearReport:
-    """Replace a model's linear layers by the fastest form whose rows do not depend on each other.
-
-    That is a packed one where this machine has it, in the first of ROW_FORMS that holds; else a plain one; and if none holds, a
-    packed one as it is. Only _LINEARS themselves: another subclass may do more than multiply. One layer is replaced at a time,
-    and its plain weight given back, unless something else holds it: a tied head leaves the embedding its own copy.
+    Args:
+        quantization: None, or "int8" for Int8Linear in place of both.
     """
-    return _replace(model, {"packed": PackedLinear, "plain": PlainLinear})
 
+    def __init__(self, quantization: str | None = None) -> None:
+        # The classes that a layer may become, by their names in verdicts. The preferred one is first.
+        self._classes: dict[str, type[CPULinear]] = {"packed": PackedLinear, "plain": PlainLinear}
+        if quantization:
+            self._classes = {"in 8 bits": Int8Linear}
+        self._forms: dict[str, str] = {}
 
-def quantize(model: nn.Module) -> LinearReport:
-    """Replace a CPU model's linear layers by Int8Linear, the head included. A tied embedding keeps its table.
+    def optimize(self, linear: nn.Linear, activation: Activation | None = None, *, adds_residual: bool = False) -> CPULinear:
+        """Return a module that computes a layer, and the activation or the residual behind it.
 
-    Raises: UnsupportedError for a layer whose rows the operator cannot read.
-    """
-    for parent, name in _linears(model):
-        layer = getattr(parent, name)
-        if layer.in_features % _INT8_COLUMNS:
+        Raises:
+            UnsupportedError: this torch cannot compute the layer in its dtype.
+        """
+        kind = _kind(linear, activation, adds_residual=adds_residual)
+        layers: dict[str, CPULinear] = {}
+        for name, layer_class in self._classes.items():
+            try:
+                layers[name] = layer_class(linear, activation, adds_residual=adds_residual)
+            except (RuntimeError, AttributeError) as error:
+                logger.debug("linear layer %s cannot be %s: %s", kind, name, first_line(error))
+        if not layers:
             raise UnsupportedError(
-                f"quantization='int8' needs layers with inputs in multiples of {_INT8_COLUMNS}, and {name} has "
-                f"{layer.in_features}; leave it out"
+                f"this torch computes no linear layer {kind} {' or '.join(self._classes)}; use another dtype"
             )
-    return _replace(model, {"in 8 bits": Int8Linear})
+        if kind not in self._forms and _is_measurable(linear.weight):
+            self._forms[kind] = verdict(f"linear {kind}: {' or '.join(layers)}", partial(_find_form, linear, layers))
+        name, _, form = self._forms.setdefault(kind, _NONE).partition(", ")
+        if name not in layers:  # no form holds, or this layer cannot be what others of its kind are
+            name, form, self._forms[kind] = next(iter(layers)), _NONE, _NONE
+        layer = layers[name]
+        layer.form = row_forms.form_called(form, _counts(linear)[-1])
+        return layer
 
-
-def _replace(model: nn.Module, ways: dict[str, type[CPULinear]]) -> LinearReport:
-    """ways: the classes a layer may become, by their names in verdicts, the one to prefer first."""
-    forms: dict[str, str] = {}
-    with torch.inference_mode():
-        for parent, name in _linears(model):
-            linear = getattr(parent, name)
-            kind = _kind(linear)
-            layers: dict[str, CPULinear] = {}
-            for way, layer_class in ways.items():
-                try:
-                    layers[way] = layer_class(linear)
-                except (RuntimeError, AttributeError) as error:
-                    logger.debug("linear layer %s cannot be %s: %s", kind, way, first_line(error))
-            if not layers:
-                raise UnsupportedError(f"this torch computes no linear layer {kind} {' or '.join(ways)}; use another dtype")
-            if kind not in forms and _is_measurable(linear.weight):
-                forms[kind] = verdict(f"linear {kind}: {' or '.join(layers)}", partial(_find_form, linear, layers))
-            way, _, form = forms.setdefault(kind, _NONE).partition(", ")
-            if way not in layers:  # none holds, or this very layer cannot be what the others of its kind are
-                way, form, forms[kind] = next(iter(layers)), _NONE, _NONE
-            layer = layers[way]
-            layer.form = row_forms.form_called(form, _counts(linear)[-1])
-            setattr(parent, name, layer)
-    report = LinearReport(forms)
-    for kind, form in forms.items():
-        logger.debug("linear layer %s: %s", kind, form)
-    if not report.are_rows_independent:
-        kinds = ", ".join(kind for kind, form in forms.items() if form == _NONE)
-        logger.info("the bits of a row depend on the batch on this machine, in linear layers %s", kinds)
-    return report
+    def report(self) -> LinearReport:
+        """Return the choices so far, and log them."""
+        report = LinearReport(dict(self._forms))
+        for kind, form in report.forms.items():
+            logger.debug("linear layer %s: %s", kind, form)
+        if not report.are_rows_independent:
+            kinds = ", ".join(kind for kind, form in report.forms.items() if form == _NONE)
+            logger.info("the bits of a row depend on the batch on this machine, in linear layers %s", kinds)
+        return report
 
 
 def _find_form(linear: nn.Linear, layers: dict[str, CPULinear]) -> str:
-    for way, layer in layers.items():
+    for name, layer in layers.items():
         if form := layer.find_form(linear):
-            return f"{way}, {form.name}"
+            return f"{name}, {form.name}"
     return _NONE
 
 
 def _is_measurable(weight: Tensor) -> bool:
-    """Whether another order of adding would show in its outputs. A damaged weight leaves no verdict for others of its sizes."""
-    low, high = weight[:: -(-len(weight) // 64)].aminmax()  # some outputs' weights, for all inputs
+    """Whether a different order of additions would change its outputs. A damaged weight must leave no verdict for its sizes."""
+    low, high = weight[:: -(-len(weight) // 64)].aminmax()  # the weights of some outputs, for all inputs
     return bool(low < high) and bool(low.isfinite()) and bool(high.isfinite())
 
 
@@ -212,15 +228,10 @@ def _counts(linear: nn.Linear) -> tuple[int, ...]:
     return row_forms.COUNTS_OF_LARGE if is_large else row_forms.COUNTS
 
 
-def _kind(linear: nn.Linear) -> str:
-    """Everything that chooses a kernel, save the number of rows."""
-    activation = getattr(linear, "activation", None)
+def _kind(linear: nn.Linear, activation: Activation | None, *, adds_residual: bool) -> str:
+    """Everything that decides the kernel, except the number of rows."""
     extras = ["bias"] if linear.bias is not None else []
-    extras += ["residual"] if isinstance(linear, ResidualLinear) else []
+    extras += ["residual"] if adds_residual else []
     extras += [activation] if activation else []
     dtype = str(linear.weight.dtype).removeprefix("torch.")
     return " ".join([f"{linear.in_features} -> {linear.out_features}", dtype, *extras])
-
-
-def _linears(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    return [(parent, name) for parent in model.modules() for name, child in parent.named_children() if type(child) in _LINEARS]

@@ -1,19 +1,16 @@
-"""What lies between the products of a model, in one Triton kernel each instead of up to ten of torch's: norms, rotation, gate.
-The residual is added by the product before it.
+"""Everything between the products of a model, in one Triton kernel each instead of up to ten of torch's: norms, rotation, gate.
 
-In: a finished model on a GPU. Out: the same model, some modules replaced. Nothing else knows of it (linear.py is the CPU's).
+In: the inputs of such a part. Out: its result. cuda_blocks.py calls these functions, and knows the modules that they replace.
 
-Each of these is bound by memory: a kernel reads its rows once and writes the result once, where torch's would store every
-step on the way. A program has one row, or a part of one, and computes in fp32.
+All of them are bound by memory. A kernel reads its rows once and writes the result once, where torch's kernels would store
+every intermediate result. A program computes one row, or a part of one, in fp32.
 """
 
 import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
-from torch import Tensor, nn
-
-from nanoinfer.models.layers import NormedRotation, ResidualLinear, RMSNorm, Rotation, SwiGLU
+from torch import Tensor
 
 
 @triton.jit
@@ -67,96 +64,43 @@ def _silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, TILE: tl.constexpr):
     tl.store(out + row * SIZE + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
-class FusedRMSNorm(nn.Module):
-    """RMSNorm in one kernel."""
-
-    def __init__(self, norm: RMSNorm) -> None:
-        super().__init__()
-        self.weight, self.eps = norm.weight, norm.eps
-
-    def forward(self, x: Float[Tensor, "num_tokens size"]) -> Float[Tensor, "num_tokens size"]:
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        size = x.shape[-1]
-        _rms_norm_kernel[(len(x),)](x, self.weight, out, self.eps, size, triton.next_power_of_2(size))
-        return out
+def rms_norm(x: Float[Tensor, "*rows size"], weight: Float[Tensor, " size"], eps: float) -> Float[Tensor, "*rows size"]:
+    """layers.RMSNorm in one kernel."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    size = x.shape[-1]
+    _rms_norm_kernel[(x.numel() // size,)](x, weight, out, eps, size, triton.next_power_of_2(size))
+    return out
 
 
-class FusedRotation(nn.Module):
-    """Rotation or NormedRotation in one kernel."""
+def rotate(
+    x: Float[Tensor, "num_tokens heads head_dim"],
+    cos: Float[Tensor, "num_tokens 1 head_dim"],
+    sin: Float[Tensor, "num_tokens 1 head_dim"],
+    weight: Float[Tensor, " head_dim"] | None = None,
+    eps: float = 0.0,
+) -> Float[Tensor, "num_tokens heads head_dim"]:
+    """layers.apply_rotary in one kernel.
 
-    def __init__(self, rotation: Rotation | NormedRotation) -> None:
-        super().__init__()
-        self.weight: Tensor | None = None
-        self.eps = 0.0
-        if isinstance(rotation, NormedRotation):
-            self.weight, self.eps = rotation.weight, rotation.eps
-
-    def forward(
-        self,
-        x: Float[Tensor, "num_tokens heads head_dim"],
-        cos: Float[Tensor, "num_tokens 1 head_dim"],
-        sin: Float[Tensor, "num_tokens 1 head_dim"],
-    ) -> Float[Tensor, "num_tokens heads head_dim"]:
-        num_tokens, num_heads, head_dim = x.shape
-        if x.stride()[1:] != (head_dim, 1):
-            x = x.contiguous()
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        half = head_dim // 2
-        _rotate_kernel[(num_tokens, num_heads)](
-            x, x if self.weight is None else self.weight, cos, sin, out, x.stride(0), self.eps,
-            num_heads, half, triton.next_power_of_2(half), self.weight is not None,
-        )  # fmt: skip
-        return out
-
-
-class FusedSwiGLU(nn.Module):
-    """SwiGLU with gate and up as one product, and silu(gate) * up in one kernel."""
-
-    def __init__(self, mlp: SwiGLU) -> None:
-        super().__init__()
-        self.gate_up_weight = nn.Parameter(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)), requires_grad=False)
-        self.down_proj = FusedResidualLinear(mlp.down_proj)
-
-    def forward(
-        self, x: Float[Tensor, "num_tokens hidden"], residual: Float[Tensor, "num_tokens hidden"]
-    ) -> Float[Tensor, "num_tokens hidden"]:
-        gate_up = nn.functional.linear(x, self.gate_up_weight)  # [num_tokens, 2 * intermediate]
-        size, tile = gate_up.shape[1] // 2, 1024
-        out = torch.empty(len(x), size, dtype=x.dtype, device=x.device)
-        _silu_mul_kernel[(len(x), triton.cdiv(size, tile))](gate_up, out, size, tile)
-        return self.down_proj(out, residual)
-
-
-class FusedResidualLinear(nn.Module):
-    """ResidualLinear without bias: the product is added to the residual where it lies, by the product's own kernel.
-
-    So no kernel goes over the residual for the sum alone, and the norm that follows reads it once. The residual that was handed
-    in is gone afterwards.
+    Args:
+        weight: of an RMSNorm over each head that comes before the rotation. None is no norm.
+        eps: of that norm.
     """
-
-    def __init__(self, linear: ResidualLinear) -> None:
-        super().__init__()
-        self.weight = linear.weight
-
-    def forward(
-        self, x: Float[Tensor, "num_tokens in"], residual: Float[Tensor, "num_tokens out"]
-    ) -> Float[Tensor, "num_tokens out"]:
-        return residual.addmm_(x, self.weight.t())
-
-
-_FUSED = {
-    RMSNorm: FusedRMSNorm,
-    Rotation: FusedRotation,
-    NormedRotation: FusedRotation,
-    SwiGLU: FusedSwiGLU,
-    ResidualLinear: FusedResidualLinear,
-}
+    num_tokens, num_heads, head_dim = x.shape
+    if x.stride()[1:] != (head_dim, 1):
+        x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    half = head_dim // 2
+    _rotate_kernel[(num_tokens, num_heads)](
+        x, x if weight is None else weight, cos, sin, out, x.stride(0), eps,
+        num_heads, half, triton.next_power_of_2(half), weight is not None,
+    )  # fmt: skip
+    return out
 
 
-def fuse(model: nn.Module) -> None:
-    """Replace a model's modules that have a fused form. Only those themselves: a subclass may do more. One at a time."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) in _FUSED and getattr(child, "bias", None) is None:  # a sum of three is left to torch
-                setattr(parent, name, _FUSED[type(child)](child))
+def silu_and_mul(gate_up: Float[Tensor, "num_tokens two_sizes"]) -> Float[Tensor, "num_tokens size"]:
+    """silu(gate) * up in one kernel, where gate is the first half of each row and up the second."""
+    num_tokens, size, tile = len(gate_up), gate_up.shape[1] // 2, 1024
+    out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
+    _silu_mul_kernel[(num_tokens, triton.cdiv(size, tile))](gate_up, out, size, tile)
+    return out

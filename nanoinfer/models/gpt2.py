@@ -1,6 +1,6 @@
-"""GPT-2: learned positions, LayerNorm before each block, one fused q/k/v projection, gelu_new.
+"""GPT-2: learned positions, LayerNorm before attention and MLP, one projection for q, k and v, gelu_new.
 
-Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; names as in its checkpoints.
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". The names are those of its checkpoints.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, UnsupportedError
-from nanoinfer.models.layers import ActivatedLinear, Embedding, ResidualLinear
+from nanoinfer.models.layers import Embedding, gelu_tanh
 from nanoinfer.models.weights import WeightRules
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Config:
-    """What this file needs of config.json; names as the newer families spell them."""
+    """The fields of config.json that this file needs, with the names of the newer families."""
 
     vocab_size: int
     hidden_size: int
@@ -30,7 +30,13 @@ class GPT2Config:
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "GPT2Config":
-        """Raises: UnsupportedError, CheckpointError, KeyError (a key that every GPT-2 config has)."""
+        """Read config.json.
+
+        Raises:
+            UnsupportedError: a variant of GPT-2 that is not supported.
+            CheckpointError: a value out of its range.
+            KeyError: a key that every GPT-2 config has.
+        """
         activation = config.get("activation_function", "gelu_new")
         if activation not in ("gelu_new", "gelu_pytorch_tanh"):  # two names of one function
             raise UnsupportedError(f"activation_function must be gelu_new, got {activation!r}; others are not supported")
@@ -69,26 +75,22 @@ class GPT2Attention(nn.Module):
         self.num_heads = config.num_attention_heads
         self.head_dim = config.head_dim
         self.c_attn = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.c_proj = ResidualLinear(config.hidden_size, config.hidden_size)
+        self.c_proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(
-        self, x: Float[Tensor, "num_tokens hidden"], residual: Float[Tensor, "num_tokens hidden"], attend: Attend
-    ) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, x: Float[Tensor, "num_tokens hidden"], attend: Attend) -> Float[Tensor, "num_tokens hidden"]:
         qkv = self.c_attn(x).view(len(x), 3, self.num_heads, self.head_dim)
         q, k, v = qkv.unbind(1)  # each [num_tokens, num_heads, head_dim]
-        return self.c_proj(attend(self.layer, q, k, v).flatten(1), residual)
+        return self.c_proj(attend(self.layer, q, k, v).flatten(1))
 
 
 class GPT2MLP(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        self.c_fc = ActivatedLinear(config.hidden_size, config.intermediate_size, bias=True, activation="gelu_tanh")
-        self.c_proj = ResidualLinear(config.intermediate_size, config.hidden_size)
+        self.c_fc = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.c_proj = nn.Linear(config.intermediate_size, config.hidden_size)
 
-    def forward(
-        self, x: Float[Tensor, "num_tokens hidden"], residual: Float[Tensor, "num_tokens hidden"]
-    ) -> Float[Tensor, "num_tokens hidden"]:
-        return self.c_proj(self.c_fc(x), residual)
+    def forward(self, x: Float[Tensor, "num_tokens hidden"]) -> Float[Tensor, "num_tokens hidden"]:
+        return self.c_proj(gelu_tanh(self.c_fc(x)))
 
 
 class GPT2Block(nn.Module):
@@ -100,8 +102,8 @@ class GPT2Block(nn.Module):
         self.mlp = GPT2MLP(config)
 
     def forward(self, x: Float[Tensor, "num_tokens hidden"], attend: Attend) -> Float[Tensor, "num_tokens hidden"]:
-        x = self.attn(self.ln_1(x), x, attend)  # both add x to what they find
-        return self.mlp(self.ln_2(x), x)
+        x = x + self.attn(self.ln_1(x), attend)
+        return x + self.mlp(self.ln_2(x))
 
 
 class GPT2LMHeadModel(nn.Module):

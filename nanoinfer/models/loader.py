@@ -6,16 +6,14 @@ In: an EngineConfig. Out: the model with its weights, quantised, fused or packed
 import dataclasses
 import logging
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
 
 from nanoinfer.config import DTYPES, EngineConfig
 from nanoinfer.devices.process import set_cuda_device
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, InvalidValueError, NanoinferError, UnsupportedError
-from nanoinfer.models import cpu_linear
+from nanoinfer.models import optimize
 from nanoinfer.models.checkpoint import Checkpoint, locate
 from nanoinfer.models.registry import Model, find_model
 from nanoinfer.models.weights import WeightFiles, dtype_of, head_is_tied, load_weights
@@ -50,12 +48,12 @@ def load(config: EngineConfig) -> Loaded:
     checkpoint = Checkpoint.open(config.model, config.revision)
     model = load_model(checkpoint, "bfloat16" if config.quantization else config.dtype, device)
     num_parameters = sum(weight.numel() for weight in model.parameters())
-    if device.type == "cuda" and not config.enforce_eager:
-        fuse(model)
     has_independent_rows = False
     if device.type == "cpu":
-        report = cpu_linear.quantize(model) if config.quantization else cpu_linear.pack(model)
+        report = optimize.optimize_for_cpu(model, quantization=config.quantization)
         has_independent_rows = report.are_rows_independent
+    elif not config.enforce_eager:
+        optimize.optimize_for_cuda(model)
     tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
     tokenizer = Tokenizer.load(tokenizer_path)
     if config.tokenizer is not None and tokenizer is None:
@@ -77,16 +75,6 @@ def load_model(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device
     model = on_meta(checkpoint)
     load_weights(model, WeightFiles(checkpoint.weight_files), model.weight_rules, resolved, device)
     return model.to(device).eval()
-
-
-def fuse(model: nn.Module) -> None:
-    """Replace what fused.py has a Triton kernel for; without Triton the model stays as it is, and one log line says so."""
-    try:
-        fused = import_module("nanoinfer.models.fused_kernels")
-    except ImportError:
-        logger.info("triton is not installed: norms, rotations and gates run as torch's own operators, one after the other")
-        return
-    fused.fuse(model)
 
 
 def on_meta(checkpoint: Checkpoint) -> Any:

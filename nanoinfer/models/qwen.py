@@ -2,9 +2,10 @@
 
     qkv_bias   Qwen2 and Qwen2.5 always; Qwen3 with attention_bias
     o_bias     Qwen3 with attention_bias; Qwen2 never
-    qk_norm    Qwen3: an RMSNorm over each head of q and of k, before the rotation (the module has both)
+    qk_norm    Qwen3: an RMSNorm over each head of q and of k, before the rotation
 
-Source: https://arxiv.org/abs/2407.10671 (Qwen2), https://arxiv.org/abs/2505.09388 (Qwen3); names as in their checkpoints.
+Source: https://arxiv.org/abs/2407.10671 (Qwen2), https://arxiv.org/abs/2505.09388 (Qwen3). The names are those of their
+checkpoints.
 """
 
 from dataclasses import dataclass
@@ -15,17 +16,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.models.layers import (
-    Embedding,
-    MergedLinear,
-    NormedRotation,
-    ResidualLinear,
-    RMSNorm,
-    RopeConfig,
-    RotaryEmbedding,
-    Rotation,
-    SwiGLU,
-)
+from nanoinfer.models.layers import Embedding, RMSNorm, RopeConfig, RotaryEmbedding, SwiGLU, apply_rotary
 from nanoinfer.models.weights import WeightRules
 
 
@@ -48,7 +39,12 @@ class QwenConfig:
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "QwenConfig":
-        """Raises: UnsupportedError, KeyError (a key that every Qwen config has)."""
+        """Read config.json.
+
+        Raises:
+            UnsupportedError: a variant of Qwen that is not supported.
+            KeyError: a key that every Qwen config has.
+        """
         is_qwen3 = config["model_type"] == "qwen3"
         if config.get("hidden_act", "silu") != "silu":
             raise UnsupportedError(f"hidden_act must be silu, got {config['hidden_act']!r}; others are not supported")
@@ -63,9 +59,9 @@ class QwenConfig:
             num_hidden_layers=config["num_hidden_layers"],
             num_attention_heads=num_heads,
             num_key_value_heads=config.get("num_key_value_heads") or num_heads,
-            # Qwen3's default is 128 whatever the hidden size; Qwen2 has no such key.
+            # Qwen3's default is 128 for every hidden size. Qwen2 has no such key.
             head_dim=config.get("head_dim") or (128 if is_qwen3 else config["hidden_size"] // num_heads),
-            # A checkpoint may ask for YaRN and leave its old length where it was.
+            # A checkpoint may have YaRN and still name the length before it.
             max_position_embeddings=max(config["max_position_embeddings"], rope.max_position_embeddings),
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             tie_word_embeddings=config.get("tie_word_embeddings", False),
@@ -77,7 +73,7 @@ class QwenConfig:
 
 
 def _refuse_sliding_window(config: dict[str, Any]) -> None:
-    """Many Qwen configs name a sliding_window and leave it off; only one that is on would give other logits."""
+    """Raise for a sliding window that is on. Many Qwen configs name a sliding_window that is off."""
     if config.get("layer_types"):
         slides = any(layer_type != "full_attention" for layer_type in config["layer_types"])
     else:
@@ -95,29 +91,32 @@ class QwenAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
-        self.num_heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]  # of q, k, v
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
-        self.qkv_proj = MergedLinear(
-            config.hidden_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, bias=config.qkv_bias
-        )
-        self.o_proj = ResidualLinear(q_size, config.hidden_size, bias=config.o_bias)
-        self.q_norm, self.k_norm = (
-            NormedRotation(config.head_dim, config.rms_norm_eps) if config.qk_norm else Rotation() for _ in range(2)
-        )
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
+        self.qk_norm = config.qk_norm
+        if self.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(
         self,
         x: Float[Tensor, "num_tokens hidden"],
-        residual: Float[Tensor, "num_tokens hidden"],
         cos: Float[Tensor, "num_tokens 1 head_dim"],
         sin: Float[Tensor, "num_tokens 1 head_dim"],
         attend: Attend,
     ) -> Float[Tensor, "num_tokens hidden"]:
-        q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.num_heads, dim=1)
-        q = self.q_norm(q, cos, sin)  # [num_tokens, num_heads, head_dim]
-        k = self.k_norm(k, cos, sin)  # [num_tokens, num_kv_heads, head_dim]; v the same
-        return self.o_proj(attend(self.layer, q, k, v).flatten(1), residual)
+        heads = (-1, self.head_dim)
+        q = self.q_proj(x).unflatten(-1, heads)  # [num_tokens, num_heads, head_dim]
+        k = self.k_proj(x).unflatten(-1, heads)  # [num_tokens, num_kv_heads, head_dim]
+        v = self.v_proj(x).unflatten(-1, heads)  # [num_tokens, num_kv_heads, head_dim]
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        return self.o_proj(attend(self.layer, q, k, v).flatten(1))
 
 
 class QwenDecoderLayer(nn.Module):
@@ -135,8 +134,8 @@ class QwenDecoderLayer(nn.Module):
         sin: Float[Tensor, "num_tokens 1 head_dim"],
         attend: Attend,
     ) -> Float[Tensor, "num_tokens hidden"]:
-        x = self.self_attn(self.input_layernorm(x), x, cos, sin, attend)  # both add x to what they find
-        return self.mlp(self.post_attention_layernorm(x), x)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class QwenForCausalLM(nn.Module):

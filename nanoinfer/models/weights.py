@@ -10,6 +10,7 @@ it is meanwhile.
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nanoinfer.errors import WeightsError
-from nanoinfer.models.layers import MergedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -99,77 +99,49 @@ def load_weights(model: nn.Module, files: WeightFiles, rules: WeightRules, dtype
 
     Raises: WeightsError that lists every missing, unexpected and misshaped tensor. Nothing has been loaded then.
     """
-    places = _places(model)
-    sources, problems = _match(places, files, rules)
+    targets = dict(model.named_parameters())  # a shared parameter once
+    sources, problems = _match(targets, files, rules)
     if problems:
         raise WeightsError(
             "the weights do not fit config.json; are both of the same model? Download them again, or correct config.json:\n  "
             + "\n  ".join(problems)
         )
-    filled: dict[str, nn.Parameter] = {}
-    for name, place in places.items():
-        tensor = files.read(sources[name])
-        if name == rules.embedding and tensor.dtype is dtype and device.type == "cpu":
-            # A table to look rows up in: left in the file. A tied head that is packed has its own copy of it.
-            filled[place.parameter] = nn.Parameter(tensor, requires_grad=False)
-            continue
-        if place.parameter not in filled:
-            empty = torch.empty(model.get_parameter(place.parameter).shape, dtype=dtype, device=device)
-            filled[place.parameter] = nn.Parameter(empty, requires_grad=False)
-        filled[place.parameter].data[place.rows].copy_(tensor.T if sources[name].endswith(rules.transpose) else tensor)
-    for parameter_name, parameter in filled.items():
-        _replace(model, model.get_parameter(parameter_name), parameter)
+    owners = _owners(model)
+    for name, target in targets.items():
+        weight = files.read(sources[name])
+        # On a CPU an embedding stays in the file: rows of it are looked up. A tied head that is packed has its own copy.
+        if name != rules.embedding or weight.dtype is not dtype or device.type != "cpu":
+            weight = weight.T if sources[name].endswith(rules.transpose) else weight
+            weight = torch.empty(target.shape, dtype=dtype, device=device).copy_(weight)
+        parameter = nn.Parameter(weight, requires_grad=False)
+        for module, leaf in owners[target]:
+            setattr(module, leaf, parameter)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor of the checkpoint goes: a parameter, or some rows of one."""
-
-    parameter: str
-    shape: list[int]
-    rows: slice
-
-
-def _places(model: nn.Module) -> dict[str, _Place]:
-    """The tensors that a model needs, by the names they have in a checkpoint. A shared parameter has one place."""
-    places: dict[str, _Place] = {}
-    for name, parameter in model.named_parameters():
-        module_name, _, leaf = name.rpartition(".")
-        module = model.get_submodule(module_name)
-        if isinstance(module, MergedLinear):
-            parent, start = module_name.rpartition(".")[0], 0
-            for part, size in module.parts.items():
-                rows = slice(start, start + size)
-                places[f"{parent}.{part}.{leaf}".lstrip(".")] = _Place(name, [size, *parameter.shape[1:]], rows)
-                start += size
-        else:
-            places[name] = _Place(name, list(parameter.shape), slice(None))
-    return places
-
-
-def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put a parameter in the place of another, everywhere it is shared."""
+def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """The modules that hold each parameter, and its name in each. A shared parameter has several."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is old:
-                module._parameters[name] = new
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners[parameter].append((module, leaf))
+    return owners
 
 
 def _parameter_name(tensor_name: str, rules: WeightRules) -> str:
     return tensor_name.removeprefix(rules.prefix)
 
 
-def _match(places: dict[str, _Place], files: WeightFiles, rules: WeightRules) -> tuple[dict[str, str], list[str]]:
-    """A place's name -> the tensor's name with its prefix, and a line for everything that does not fit."""
+def _match(targets: dict[str, nn.Parameter], files: WeightFiles, rules: WeightRules) -> tuple[dict[str, str], list[str]]:
+    """A parameter's name -> the tensor's name with its prefix, and a line for everything that does not fit."""
     sources: dict[str, str] = {}
     problems: list[str] = []
     for tensor_name in files:
         name = _parameter_name(tensor_name, rules)
         if name.endswith(rules.skip):
             continue
-        if name == rules.head and name not in places and rules.embedding in places:
+        if name == rules.head and name not in targets and rules.embedding in targets:
             continue  # tied: head_is_tied has seen that it equals the embedding
-        if name not in places:
+        if name not in targets:
             problems.append(f"unexpected: {tensor_name}")
             continue
         if name in sources:
@@ -177,7 +149,7 @@ def _match(places: dict[str, _Place], files: WeightFiles, rules: WeightRules) ->
             continue
         sources[name] = tensor_name
         shape = list(files[tensor_name].get_shape())
-        expected = places[name].shape
+        expected = list(targets[name].shape)
         if tensor_name.endswith(rules.transpose):
             expected = expected[::-1]
         if shape != expected:
@@ -186,5 +158,5 @@ def _match(places: dict[str, _Place], files: WeightFiles, rules: WeightRules) ->
             problems.append(
                 f"not a float: {tensor_name} is {files[tensor_name].get_dtype()}; quantised weights are not supported"
             )
-    problems += [f"missing: {name}" for name in places if name not in sources]
+    problems += [f"missing: {name}" for name in targets if name not in sources]
     return sources, problems

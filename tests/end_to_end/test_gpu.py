@@ -16,6 +16,7 @@ from nanoinfer.devices.cuda_graphs import CUDACapture
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.models import loader
 from nanoinfer.models.checkpoint import Checkpoint
+from nanoinfer.models.optimize import optimize_for_cuda
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.sampling.sampler import STAGES, Sampler
@@ -74,7 +75,7 @@ def test_bf16_logits_stand_as_near_the_truth_as_transformers(family, tmp_path):
             return model(ids[None]).logits[0].float()
 
     model = loader.load_model(Checkpoint.open(str(path)), "bfloat16", "cuda")
-    loader.fuse(model)
+    optimize_for_cuda(model)
     with torch.inference_mode():
         here = model.compute_logits(model(ids, torch.arange(len(ids), device="cuda"), DenseAttention())).float()
     truth = there(torch.float32)

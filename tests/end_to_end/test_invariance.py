@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.models.cpu_linear import LinearReport, PackedLinear, pack
-from nanoinfer.models.layers import ActivatedLinear
+from nanoinfer.models.cpu_linear import LinearOptimizer, LinearReport, PackedLinear
 from nanoinfer.sampling.batch import SamplingBatch
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, detokenize=False)
@@ -113,7 +112,7 @@ def test_every_place_in_a_batch_of_17_gives_the_same_bits(path):
 
 def test_with_plain_linears_the_bits_do_depend_on_the_batch(tmp_path, monkeypatch):
     """The twin: what the tests above compare can differ."""
-    monkeypatch.setattr("nanoinfer.models.cpu_linear.pack", lambda model: LinearReport({}))
+    monkeypatch.setattr("nanoinfer.models.optimize.optimize_for_cpu", lambda model, quantization: LinearReport({}))
     llm = LLM(tiny_models.save("qwen3", tmp_path), dtype="float32", kv_cache_memory=32 * 2**20)
     rng = random.Random(0)
     prompt = ids(rng, 37)
@@ -125,18 +124,18 @@ def test_with_plain_linears_the_bits_do_depend_on_the_batch(tmp_path, monkeypatc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
 @pytest.mark.parametrize(("num_in", "num_out"), [(48, 100), (100, 48), (128, 352), (768, 3072), (3072, 768)])
-def test_a_layer_made_by_pack_is_a_linear_and_its_rows_do_not_depend_on_each_other(num_in, num_out, activation, dtype):
+def test_an_optimised_layer_is_a_linear_and_its_rows_do_not_depend_on_each_other(num_in, num_out, activation, dtype):
     torch.manual_seed(0)
-    layer = (
-        nn.Linear(num_in, num_out) if activation is None else ActivatedLinear(num_in, num_out, bias=True, activation=activation)
-    ).to(dtype)
+    layer = nn.Linear(num_in, num_out).to(dtype)
+    activate = {None: nn.Identity(), "silu": nn.SiLU(), "gelu_tanh": nn.GELU(approximate="tanh")}[activation]
     x = torch.randn(300, num_in).to(dtype)
     with torch.inference_mode():
-        packed = nn.Sequential(layer)
-        report = pack(packed)
+        linears = LinearOptimizer()
+        packed = linears.optimize(layer, activation)
+        report = linears.report()
         together = packed(x)
         tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
-        torch.testing.assert_close(together, layer(x), **tolerance)
+        torch.testing.assert_close(together, activate(layer(x)), **tolerance)
         for num_rows in (1, 2, 3, 5, 7, 9, 16, 17, 64, 299) if report.are_rows_independent else ():
             assert torch.equal(packed(x[:num_rows]), together[:num_rows])
             assert torch.equal(packed(x[-num_rows:].contiguous()), together[-num_rows:])

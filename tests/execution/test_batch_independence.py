@@ -10,7 +10,8 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.cpu import CPUBackend
 from nanoinfer.devices.machine_checks import verdicts
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.models.cpu_linear import PackedLinear, PlainLinear, pack
+from nanoinfer.models.cpu_linear import PackedLinear, PlainLinear
+from nanoinfer.models.optimize import optimize_for_cpu
 from nanoinfer.models.qwen import QwenForCausalLM
 
 
@@ -83,7 +84,7 @@ def test_without_onednns_operators_plain_layers_give_the_same_answers_in_calls_t
     prompts = [[rng.randrange(tiny_models.VOCAB_SIZE) for _ in range(length)] for length in (1, 9, 30, 31, 50)]
     expected = logprobs_of(LLM(qwen3_path, dtype=dtype, kv_cache_memory=2**24), prompts)
 
-    def missing(self, linear):
+    def missing(self, linear, activation=None, *, adds_residual=False):
         raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_reorder_linear_weight'")
 
     monkeypatch.setattr(PackedLinear, "__init__", missing)
@@ -113,7 +114,7 @@ def test_it_holds_for_the_number_of_threads_at_loading(qwen3_path):
 def test_a_damaged_weight_leaves_no_verdict_for_others_of_its_sizes(value):
     layer = torch.nn.Linear(48, 100)
     torch.nn.init.constant_(layer.weight, value)
-    assert not pack(torch.nn.Sequential(layer)).are_rows_independent
+    assert not optimize_for_cpu(torch.nn.Sequential(layer)).are_rows_independent
     assert verdicts() == {}
-    pack(torch.nn.Sequential(torch.nn.Linear(48, 100)))
+    optimize_for_cpu(torch.nn.Sequential(torch.nn.Linear(48, 100)))
     assert len(verdicts()) == 1

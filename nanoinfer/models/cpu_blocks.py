@@ -1,0 +1,79 @@
+"""Transformer blocks on a CPU: fewer and larger products, which also apply the activation and add the residual.
+
+In: a block of a model file. Out: a block with the same arguments and the same result. q, k and v are one product, and
+cpu_linear.py computes every product.
+"""
+
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from nanoinfer.attention.base import Attend
+from nanoinfer.models.cpu_linear import LinearOptimizer
+from nanoinfer.models.gpt2 import GPT2MLP, GPT2Attention, GPT2Block
+from nanoinfer.models.layers import RMSNorm, SwiGLU, apply_rotary, merge_linears
+from nanoinfer.models.qwen import QwenAttention, QwenDecoderLayer
+
+
+class CPUGPT2Block(nn.Module):
+    """GPT2Block."""
+
+    parts = (GPT2Attention, GPT2MLP, nn.LayerNorm, nn.Linear)
+
+    def __init__(self, block: GPT2Block, linears: LinearOptimizer) -> None:
+        super().__init__()
+        self.layer = block.attn.layer
+        self.heads = (3, block.attn.num_heads, block.attn.head_dim)
+        self.ln_1, self.ln_2 = block.ln_1, block.ln_2
+        self.qkv_proj = linears.optimize(block.attn.c_attn)
+        self.out_proj = linears.optimize(block.attn.c_proj, adds_residual=True)
+        self.up_proj = linears.optimize(block.mlp.c_fc, "gelu_tanh")
+        self.down_proj = linears.optimize(block.mlp.c_proj, adds_residual=True)
+
+    def forward(self, x: Float[Tensor, "num_tokens hidden"], attend: Attend) -> Float[Tensor, "num_tokens hidden"]:
+        q, k, v = self.qkv_proj(self.ln_1(x)).unflatten(-1, self.heads).unbind(1)
+        x = self.out_proj(attend(self.layer, q, k, v).flatten(1), x)
+        return self.down_proj(self.up_proj(self.ln_2(x)), x)
+
+
+class CPUQwenLayer(nn.Module):
+    """QwenDecoderLayer."""
+
+    parts = (QwenAttention, SwiGLU, RMSNorm, nn.Linear)
+
+    def __init__(self, layer: QwenDecoderLayer, linears: LinearOptimizer) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.layer = attention.layer
+        self.head_dim = attention.head_dim
+        self.num_heads = [part.out_features // self.head_dim for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        self.qk_norm = attention.qk_norm
+        if self.qk_norm:
+            self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
+        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+        self.qkv_proj = linears.optimize(merge_linears(attention.q_proj, attention.k_proj, attention.v_proj))
+        self.o_proj = linears.optimize(attention.o_proj, adds_residual=True)
+        self.gate_proj = linears.optimize(mlp.gate_proj, "silu")
+        self.up_proj = linears.optimize(mlp.up_proj)
+        self.down_proj = linears.optimize(mlp.down_proj, adds_residual=True)
+
+    def forward(
+        self,
+        x: Float[Tensor, "num_tokens hidden"],
+        cos: Float[Tensor, "num_tokens 1 head_dim"],
+        sin: Float[Tensor, "num_tokens 1 head_dim"],
+        attend: Attend,
+    ) -> Float[Tensor, "num_tokens hidden"]:
+        qkv = self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split(self.num_heads, dim=1)  # [num_tokens, num_heads or num_kv_heads, head_dim]
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        x = self.o_proj(attend(self.layer, q, k, v).flatten(1), x)
+        normed = self.post_attention_layernorm(x)
+        return self.down_proj(self.gate_proj(normed) * self.up_proj(normed), x)
+
+
+# block of a model file -> its form on a CPU, built as form(block, linear_optimizer)
+CPU_BLOCKS: dict[type[nn.Module], Any] = {GPT2Block: CPUGPT2Block, QwenDecoderLayer: CPUQwenLayer}
