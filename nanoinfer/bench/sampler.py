@@ -1,8 +1,8 @@
-"""`nanoinfer bench sampler`: what drawing a step's tokens costs, beside transformers' warpers and torch.multinomial.
+"""`nanoinfer bench sampler`: the time to draw a step's tokens, beside transformers' warpers and torch.multinomial.
 
-Both sides get the same logits, in turns, so that whatever else the machine does meets both; a ratio is between the two medians.
-The logits are those of a model that is fairly sure: the r-th likeliest token has a probability proportional to 1 / r ** 2, in
-another order for each row. The row "flat" is what top_p costs where that does not hold, and many tokens are nearly as likely.
+Both sides get the same logits, in turns, so that other work of the machine affects both. A ratio is between the two medians.
+The logits are those of a fairly confident model: the r-th most probable token has a probability proportional to 1 / r ** 2, in
+a different order for each row. The case "flat" shows the cost of top_p where many tokens are nearly equally probable.
 """
 
 import statistics
@@ -26,15 +26,15 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 
 NUM_ROWS = 64
-NUM_OUTPUT_TOKENS = 1000  # what the rows have out, for the penalties
+NUM_OUTPUT_TOKENS = 1000  # of each row, for the penalties
 VOCAB_SIZES = (50257, 151936)  # GPT-2's and Qwen's
 
-Step = Callable[[Tensor], object]  # logits [NUM_ROWS, vocab] -> tokens, and whatever else
+Step = Callable[[Tensor], object]  # logits [NUM_ROWS, vocab] -> the tokens, in any form
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """ours_ms and theirs_ms: medians of one step of NUM_ROWS rows, in milliseconds. bar: what has to be reached, in words."""
+    """ours_ms and theirs_ms: medians of one step of NUM_ROWS rows, in milliseconds. bar: the target, in words."""
 
     name: str
     vocab_size: int
@@ -45,7 +45,7 @@ class Result:
 
     @property
     def ratio(self) -> float:
-        """How many times as long the other takes."""
+        """The time of the other side in units of nanoinfer's."""
         return self.theirs_ms / self.ours_ms
 
 
@@ -56,33 +56,34 @@ def run(repeats: int) -> list[Result]:
 
 @torch.inference_mode()
 def _cases(vocab_size: int, repeats: int) -> list[Result]:
-    sure, flat = _sure_logits(vocab_size), torch.randn(NUM_ROWS, vocab_size, generator=torch.Generator().manual_seed(0))
+    confident = _confident_logits(vocab_size)
+    flat = torch.randn(NUM_ROWS, vocab_size, generator=torch.Generator().manual_seed(0))
     warpers = [TemperatureLogitsWarper(0.8)]
     top_p, top_k = TopPLogitsWarper(0.9), TopKLogitsWarper(40)
     results = []
     for name, logits, params, theirs, least in (
-        ("temperature", sure, {"temperature": 0.8}, warpers, 8),
-        ("top_p", sure, {"temperature": 0.8, "top_p": 0.9}, [*warpers, top_p], 8),
+        ("temperature", confident, {"temperature": 0.8}, warpers, 8),
+        ("top_p", confident, {"temperature": 0.8, "top_p": 0.9}, [*warpers, top_p], 8),
         ("top_p, flat", flat, {"temperature": 0.8, "top_p": 0.9}, [*warpers, top_p], None),
-        ("top_k, top_p", sure, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}, [*warpers, top_k, top_p], 40),
+        ("top_k, top_p", confident, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}, [*warpers, top_k, top_p], 40),
     ):
         ours, other = _in_turns([_sample(vocab_size, params), _warp_and_draw(theirs)], logits, repeats)
         bar = "" if least is None else f">= {least} times faster"
         results.append(Result(name, vocab_size, ours, other, bar, least is None or other / ours >= least))
     ours, other = _in_turns(
-        [_sample(vocab_size, {"temperature": 0.0}), lambda logits: logits.argmax(dim=-1).tolist()], sure, repeats
+        [_sample(vocab_size, {"temperature": 0.0}), lambda logits: logits.argmax(dim=-1).tolist()], confident, repeats
     )
     results.append(Result("greedy, beside argmax", vocab_size, ours, other, "<= 1.2 times as long", ours <= 1.2 * other))
     plain = {"temperature": 0.8, "top_k": 40}
     for name, penalty in (("repetition", 1.1), ("frequency", 0.1), ("presence", 0.1)):
         penalized = _sample(vocab_size, plain | {f"{name}_penalty": penalty})
-        ours, other = _in_turns([penalized, _sample(vocab_size, plain)], sure, repeats)
+        ours, other = _in_turns([penalized, _sample(vocab_size, plain)], confident, repeats)
         results.append(Result(f"{name}_penalty, beside none", vocab_size, ours, other, "adds <= 2 ms", ours - other <= 2))
     return results
 
 
 def _sample(vocab_size: int, params: dict[str, Any]) -> Step:
-    """A step of the sampler, from the sequences on: the batch is built each time, and one token is new."""
+    """A step of the sampler, including the batch, which is built from the sequences in every step as the engine does."""
     generator = torch.Generator().manual_seed(0)
     sampler = Sampler()
     sequences = []
@@ -94,7 +95,7 @@ def _sample(vocab_size: int, params: dict[str, Any]) -> Step:
 
     def step(logits: Tensor) -> object:
         nonlocal batch
-        batch = SamplingBatch.build(sequences, vocab_size, logits.device, batch)  # as the engine does it
+        batch = SamplingBatch.build(sequences, vocab_size, logits.device, batch)
         output = sampler(logits, batch).read()
         for seq, token_id in zip(sequences, output.token_ids, strict=True):
             seq.token_ids.append(token_id)
@@ -104,25 +105,25 @@ def _sample(vocab_size: int, params: dict[str, Any]) -> Step:
 
 
 def _warp_and_draw(warpers: list) -> Step:
-    """The same with transformers, as its generate does it."""
+    """The same step with transformers, as in its generate."""
     processors = LogitsProcessorList(warpers)
     input_ids = torch.zeros(NUM_ROWS, 1, dtype=torch.int64)
     return lambda logits: torch.multinomial(processors(input_ids, logits).softmax(dim=-1), num_samples=1).squeeze(1).tolist()
 
 
 def _in_turns(functions: list[Step], logits: Tensor, repeats: int) -> list[float]:
-    """The median time of each, in milliseconds, after one call that does not count. Each call gets logits of its own."""
+    """The median time of each function in milliseconds, without the first call. Each call gets its own copy of the logits."""
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats + 1):
-        for its_times, function in zip(times, functions, strict=True):
-            its_logits = logits.clone()
+        for function_times, function in zip(times, functions, strict=True):
+            own_logits = logits.clone()
             start = time.perf_counter()
-            function(its_logits)
-            its_times.append((time.perf_counter() - start) * 1e3)
-    return [statistics.median(its_times[1:]) for its_times in times]
+            function(own_logits)
+            function_times.append((time.perf_counter() - start) * 1e3)
+    return [statistics.median(function_times[1:]) for function_times in times]
 
 
-def _sure_logits(vocab_size: int) -> Tensor:
+def _confident_logits(vocab_size: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     falling = -2 * torch.arange(1, vocab_size + 1, dtype=torch.float32).log()
     return torch.stack([falling[torch.randperm(vocab_size, generator=generator)] for _ in range(NUM_ROWS)])

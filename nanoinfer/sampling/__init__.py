@@ -1,4 +1,6 @@
 """From logits to token ids: a visible list of stages, then one draw.
 
-batch.py gathers what each row asked for; stages.py holds the pure functions; draw.py takes the token; sampler.py is the list.
+batch.py turns the parameters of each row into tensors, with state.py's token counts and n-grams. stages.py holds the stages as
+pure functions. draw.py draws the token. sampler.py holds the list of stages and chooses a route. fast.py and cuda_graphs.py
+draw the same tokens in less time. logprobs.py computes log-probabilities, and stage_trace.py emits trace events.
 """

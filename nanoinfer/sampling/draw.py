@@ -1,12 +1,12 @@
-"""The draw: one uniform number per row, laid on a ruler of integer weights.
+"""The draw: inverse-CDF sampling with integer weights and one uniform number per row.
 
-    weights   | 7 |      19      | 2 |   0   | 4 |      W = 32
-    ruler     0   7              26  28      28  32
-                          ^ floor(u * 32) = 15: the second token
+    weights             | 7 |      19      | 2 |   0   | 4 |      W = 32
+    cumulative weights      7              26  28      28  32
+                                  ^ threshold = floor(u * 32) = 15: the second token
 
-Integers, so that sums do not depend on the order of adding: wherever the weights are the same, the plain stages, any faster
-path and any device agree exactly; and a dropped token, of weight 0, can never be drawn. One number per token drawn, where the
-exponential race (argmax of p / Exp(1), as in nano-vllm and vLLM) needs one per vocabulary entry.
+Integer sums do not depend on the order of adding. If the weights are the same, the plain stages, every faster path and every
+device agree exactly. A dropped token has weight 0 and can never be drawn. The draw takes one random number per token. The
+exponential race (argmax of p / Exp(1), as in nano-vllm and vLLM) takes one per vocabulary entry.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)  # the gold
 
 
 def integer_weights(logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, "batch vocab"]:
-    """floor(p / p_max * 2^32): 2^32 for the most probable token, 0 for one that is dropped (or hopeless).
+    """floor(p / p_max * 2^32): 2^32 for the most probable token, 0 for a dropped or extremely improbable one.
 
     A row without a finite logit gets weights of 0.
     """
@@ -34,22 +34,33 @@ def integer_weights(logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, "batch 
 
 
 def draw(logits: Float[Tensor, "batch vocab"], u: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
-    """The first id whose running sum of weights exceeds min(floor(u * W), W - 1). u: float64 in [0, 1).
+    """Draw one id per row. u: float64 in [0, 1)."""
+    return draw_from_weights(integer_weights(logits), u)
 
-    The minimum says that the mark lies on the ruler even if u * W were rounded up to W. A row that is all zeros has no token
-    to find, and gets an id that the sampler replaces.
+
+def draw_from_weights(weights: Int[Tensor, "batch vocab"], u: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
+    """Find the first id whose cumulative weight exceeds the threshold.
+
+    A row of zeros has no such id. It gets an id that the sampler replaces.
     """
-    running = integer_weights(logits).cumsum(dim=-1)
-    total = running[:, -1]
-    mark = torch.minimum((u * total).floor().to(torch.int64), total - 1)
-    return torch.searchsorted(running, mark.unsqueeze(-1), right=True).squeeze(-1)
+    cumulative = weights.cumsum(dim=-1)
+    return torch.searchsorted(cumulative, thresholds(cumulative[:, -1], u).unsqueeze(-1), right=True).squeeze(-1)
+
+
+def thresholds(total: Int[Tensor, " batch"], u: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
+    """min(floor(u * W), W - 1). The minimum keeps the threshold below W even if u * W is rounded up to W."""
+    return torch.minimum((u * total).floor().to(torch.int64), total - 1)
 
 
 def uniform(seeds: Sequence[int], positions: Sequence[int]) -> Float[Tensor, " batch"]:
-    """u(seed, position): float64 in [0, 1), 53 random bits, a function of its two arguments and nothing else.
+    """u(seed, position): float64 in [0, 1), 53 random bits, a function of the two arguments and nothing else.
 
-    seeds: [0, 2^64). positions: [0, 2^64). On the CPU, in numpy: a hundred operations on a number per row take 0.05 ms so,
-    0.2 as torch's, and more as a GPU's kernels.
+    Computed in numpy on the CPU: some hundred operations on one number per row take 0.05 ms. They take 0.2 ms in torch, and
+    more as kernels of a GPU.
+
+    Args:
+        seeds: [0, 2^64), one per row.
+        positions: [0, 2^64), one per row.
     """
     seed, position = np.array(seeds, dtype=np.uint64), np.array(positions, dtype=np.uint64)
     zeros = np.zeros_like(position)
@@ -60,9 +71,9 @@ def uniform(seeds: Sequence[int], positions: Sequence[int]) -> Float[Tensor, " b
 
 
 def philox(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Philox 4x32-10: ten rounds of multiply and mix turn a counter [4, batch] and a key [2, batch] into 128 random bits.
+    """Philox 4x32-10: ten rounds of multiply and mix turn a counter [4, batch] and a key [2, batch] into [4, batch] words.
 
-    Every number is a 32-bit word in a uint64, which holds the product of two. Out: [4, batch].
+    Every number is a 32-bit word in a uint64, which has room for the product of two.
     Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", https://doi.org/10.1145/2063384.2063405
     """
     even, odd = counter[0::2], counter[1::2]  # words 0 and 2, words 1 and 3

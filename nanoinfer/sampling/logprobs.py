@@ -1,7 +1,7 @@
-"""Log-probabilities told beside a token: its own, and those of the likeliest ids.
+"""Log-probabilities returned beside a token: its own, and those of the most probable ids.
 
-In: logits of some rows, the ids that were drawn (or that stand in the prompt), how many of the likeliest are wanted. Out:
-TokenLogprobs, plain numbers. They are probabilities of all ids at temperature 1, unless the caller hands in processed logits.
+In: logits of some rows, the ids that were drawn (or that are in the prompt), and how many of the most probable ids to return.
+Out: TokenLogprobs, plain numbers. The probabilities are of all ids at temperature 1, unless the caller passes processed logits.
 """
 
 import torch
@@ -13,46 +13,51 @@ from nanoinfer.outputs import TokenLogprobs
 
 
 def token_logprobs(logits: Float[Tensor, "rows vocab"], token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
-    """One for each row. num_top: how many of the likeliest ids, 0 .. vocab. logits: fp32.
+    """Compute the log-probabilities of each row.
 
     Example: p = [.5, .25, .25], token 2, num_top 1: ids [2, 0], values [log .25, log .5], ranks [3, 1].
+
+    Args:
+        logits: fp32.
+        token_ids: the token of each row.
+        num_top: how many of the most probable ids to return for each row, 0 .. vocab.
     """
     logprobs = logits.log_softmax(dim=-1)
     tokens = on_device(torch.tensor(token_ids, dtype=torch.int64), logits.device).unsqueeze(-1)  # [rows, 1]
     groups = []
-    for num in sorted(set(num_top)):  # rows that ask for as many go together; mostly these are all
-        rows = [row for row, its_num in enumerate(num_top) if its_num == num]
-        some = slice(None) if len(rows) == len(num_top) else on_device(torch.tensor(rows), logits.device)
-        groups.append((rows, _token_and_likeliest(logprobs[some], tokens[some], num)))
-    told: dict[int, TokenLogprobs] = {}
-    for rows, columns in groups:  # read when everything has been launched: a GPU is waited for once
-        told |= zip(rows, map(_without_repeat, *(column.tolist() for column in columns)), strict=True)
-    return [told[row] for row in range(len(num_top))]
+    for num in sorted(set(num_top)):  # rows with the same number are computed together; in most steps these are all rows
+        rows = [row for row, row_num in enumerate(num_top) if row_num == num]
+        index = slice(None) if len(rows) == len(num_top) else on_device(torch.tensor(rows), logits.device)
+        groups.append((rows, _token_and_likeliest(logprobs[index], tokens[index], num)))
+    entries: dict[int, TokenLogprobs] = {}
+    for rows, columns in groups:  # read after everything has been launched: the host waits once for a GPU
+        entries |= zip(rows, map(_without_repeat, *(column.tolist() for column in columns)), strict=True)
+    return [entries[row] for row in range(len(num_top))]
 
 
 def _token_and_likeliest(
     logprobs: Float[Tensor, "rows vocab"], tokens: Int[Tensor, "rows 1"], num_top: int
-) -> tuple[Int[Tensor, "rows told"], Float[Tensor, "rows told"], Int[Tensor, "rows told"]]:
-    """Ids, values and ranks: each row's token, then its num_top likeliest, of which it may itself be one."""
+) -> tuple[Int[Tensor, "rows columns"], Float[Tensor, "rows columns"], Int[Tensor, "rows columns"]]:
+    """Ids, values and ranks of each row's token and of its num_top most probable ids, which may include the token."""
     values = logprobs.gather(-1, tokens)
     ranks = (logprobs >= values).sum(dim=-1, keepdim=True)
     if num_top == 0:
         return tokens, values, ranks
     is_all = num_top == logprobs.shape[-1]
     top = logprobs.sort(dim=-1, descending=True, stable=True) if is_all else logprobs.topk(num_top, dim=-1)
-    # Among the likeliest a rank is how many of them are as large; the smallest of them may tie with ids beyond.
+    # The rank of a top id is how many top ids are at least as large. Only the smallest may tie with ids outside the top.
     smallest = top.values[:, -1:]
-    beyond = (logprobs >= smallest).sum(dim=-1, keepdim=True)
+    smallest_rank = (logprobs >= smallest).sum(dim=-1, keepdim=True)
     rising = -top.values
     top_ranks = torch.searchsorted(rising, rising, right=True)
-    top_ranks = torch.where(top.values == smallest, beyond, top_ranks)
+    top_ranks = torch.where(top.values == smallest, smallest_rank, top_ranks)
     return torch.cat((tokens, top.indices), -1), torch.cat((values, top.values), -1), torch.cat((ranks, top_ranks), -1)
 
 
 def _without_repeat(ids: list[int], values: list[float], ranks: list[int]) -> TokenLogprobs:
-    """The token is told once, though it be one of the likeliest."""
+    """Keep the token once if it is also one of the most probable ids."""
     if ids.count(ids[0]) > 1:
-        place = ids.index(ids[0], 1)
+        index = ids.index(ids[0], 1)
         for numbers in (ids, values, ranks):
-            del numbers[place]
+            del numbers[index]
     return TokenLogprobs(ids, values, ranks)

@@ -1,6 +1,6 @@
-"""What each stage of the sampler did to each row, for a tracer that asks: StageApplied and TokenDrawn events.
+"""Trace events of the sampler: what each stage did to each row (StageApplied), and the draw (TokenDrawn).
 
-In: logits [batch, vocab] after every stage, then the draw. Out: events. It changes no logits.
+In: logits [batch, vocab] after every stage, then the draw. Out: events. No logits are changed.
 """
 
 from collections.abc import Sequence as Rows
@@ -15,65 +15,74 @@ from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.tokenization.tokenizer import Tokenizer
 from nanoinfer.tracing import Candidate, Interval, StageApplied, TokenDrawn, Tracer
 
-NUM_CANDIDATES = 10  # of the likeliest before a stage, and of the likeliest after it; and the drawn token
+NUM_CANDIDATES = 10  # the most probable ids before a stage, and as many after it, besides the drawn token
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """What a stage did: probabilities before and after it."""
+class _StageChange:
+    """The probabilities before and after a stage."""
 
     stage: str
-    rows: list[int]  # those it changed
-    num_left: list[int]  # of every row
+    rows: list[int]  # the changed rows
+    num_left: list[int]  # ids with a finite logit, of every row
     before: Float[Tensor, "batch vocab"]
     after: Float[Tensor, "batch vocab"]
 
 
 class StageTracer:
-    """Looks on while one step's rows are sampled, and tells when all is over: then the drawn token is known, which every stage
-    shall tell of. Until then it keeps the probabilities of all rows after every stage that changed one.
+    """Emits the events of one step after its draw, since every event includes the drawn token.
+
+    Until then it keeps the probabilities of all rows after every stage that changed one.
     """
 
     def __init__(self, tracer: Tracer, sequences: Rows[Sequence], tokenizer: Tokenizer | None) -> None:
-        """sequences: the rows', in their order."""
+        """sequences: one per row, in the order of the rows."""
         self._tracer = tracer
         self._tokenizer = tokenizer
-        self._rows = [(seq.sequence_id, seq.num_tokens) for seq in sequences]  # whose row, and the position it draws for
-        self._logits: Tensor | None = None  # as they were last seen
-        self._seen: list[_Seen] = []
+        self._rows = [
+            (seq.sequence_id, seq.num_tokens) for seq in sequences
+        ]  # of each row: its sequence, and the position of the drawn token
+        self._logits: Tensor | None = None  # after the last stage
+        self._changes: list[_StageChange] = []
 
     def after_stage(self, stage: str, logits: Float[Tensor, "batch vocab"]) -> None:
-        """Call it with the model's own logits first, and after every stage."""
+        """Note what a stage changed. The first call is stage "model" with the model's own logits."""
         rows = list(range(len(logits)))
         if self._logits is not None:
             rows = (logits != self._logits).any(dim=-1).nonzero().flatten().tolist()
         if rows:
-            after = logits.softmax(dim=-1).nan_to_num_(0.0)  # NaN: a row in which nothing is left
-            before = self._seen[-1].after if self._seen else after
-            self._seen.append(_Seen(stage, rows, (logits > float("-inf")).sum(dim=-1).tolist(), before, after))
+            after = logits.softmax(dim=-1).nan_to_num_(0.0)  # NaN: a row without a finite logit
+            before = self._changes[-1].after if self._changes else after
+            self._changes.append(_StageChange(stage, rows, (logits > float("-inf")).sum(dim=-1).tolist(), before, after))
             self._logits = logits.clone()
 
     def after_draw(self, logits: Float[Tensor, "batch vocab"], u: list[float | None], token_ids: Int[Tensor, " batch"]) -> None:
-        """Call it with the logits that were drawn from. u: None for greedy rows. token_ids: -1 where nothing could be drawn."""
+        """Emit the events.
+
+        Args:
+            logits: after the last stage.
+            u: the uniform number of each row, None for greedy rows.
+            token_ids: -1 where no token could be drawn.
+        """
         drawn = token_ids.tolist()
-        for seen in self._seen:
-            for row in seen.rows:
-                candidates = self._candidates(seen.before[row], seen.after[row], drawn[row])
-                self._tracer.emit(StageApplied(*self._rows[row], seen.stage, seen.num_left[row], candidates))
+        for change in self._changes:
+            for row in change.rows:
+                candidates = self._candidates(change.before[row], change.after[row], drawn[row])
+                self._tracer.emit(StageApplied(*self._rows[row], change.stage, change.num_left[row], candidates))
         weights = integer_weights(logits)
-        highs = weights.cumsum(dim=-1)
+        cumulative = weights.cumsum(dim=-1)
         for row, token_id in enumerate(drawn):
             if token_id >= 0:
-                self._tracer.emit(self._draw(row, token_id, u[row], weights[row], highs[row]))
+                self._tracer.emit(self._draw(row, token_id, u[row], weights[row], cumulative[row]))
 
     def _draw(
-        self, row: int, token_id: int, u: float | None, weights: Int[Tensor, " vocab"], highs: Int[Tensor, " vocab"]
+        self, row: int, token_id: int, u: float | None, weights: Int[Tensor, " vocab"], cumulative: Int[Tensor, " vocab"]
     ) -> TokenDrawn:
-        total, num_left = int(highs[-1]), int((weights > 0).sum())
+        total, num_left = int(cumulative[-1]), int((weights > 0).sum())
         widest = weights.topk(min(2 * NUM_CANDIDATES, num_left)).indices.tolist()
         intervals = {}
         for i in sorted({*widest, token_id}):
-            end, width = int(highs[i]), int(weights[i])
+            end, width = int(cumulative[i]), int(weights[i])
             intervals[i] = Interval(i, self._text(i), (end - width) / total, end / total)
         drawn = intervals[token_id]
         return TokenDrawn(*self._rows[row], token_id, drawn.token, u, drawn.low, drawn.high, tuple(intervals.values()))

@@ -1,7 +1,7 @@
-"""What the stages need to know about a sequence's tokens, kept beside it: a new token is added, and nothing is ever recounted.
+"""Per-sequence state of the stages: token counts and n-grams. Each new token is added once, and nothing is recounted.
 
-In: a sequence's ids, as they grow. Out: its distinct ids with their counts, the ids that would repeat an n-gram, and the lists
-of its parameters as arrays. Plain Python: a preempted sequence keeps its state, since no token of it was lost.
+In: a sequence's ids, as they grow. Out: the distinct ids with their counts, the ids that would repeat an n-gram, and the lists
+of ids among the parameters as arrays. It is plain Python. A preempted sequence keeps its state, since it keeps its tokens.
 """
 
 from array import array
@@ -10,11 +10,11 @@ from nanoinfer.scheduling.sequence import Sequence
 
 
 class SamplingState:
-    """One sequence's. What its parameters do not ask for is None, and costs nothing."""
+    """The state of one sequence. A field that the parameters do not use is None, and costs nothing."""
 
     def __init__(self, seq: Sequence) -> None:
         params = seq.params
-        self.seen = TokenCounts() if params.has_penalty else None
+        self.token_counts = TokenCounts() if params.has_penalty else None
         self.ngrams = NGrams(params.no_repeat_ngram_size) if params.no_repeat_ngram_size else None
         self.allowed_ids = None if params.allowed_token_ids is None else array("q", sorted(set(params.allowed_token_ids)))
         self.bias_ids = array("q", params.logit_bias) if params.logit_bias else None
@@ -23,18 +23,18 @@ class SamplingState:
 
     @classmethod
     def of(cls, seq: Sequence) -> "SamplingState":
-        """The sequence's state, up to its newest token."""
+        """Return the sequence's state, updated to its newest token."""
         if seq.sampling_state is None:
             seq.sampling_state = cls(seq)
         state: SamplingState = seq.sampling_state
-        if state.seen is not None or state.ngrams is not None:
+        if state.token_counts is not None or state.ngrams is not None:
             state._catch_up(seq)
         return state
 
     def _catch_up(self, seq: Sequence) -> None:
         for i in range(self._num_known, len(seq.token_ids)):
-            if self.seen is not None:
-                self.seen.add(seq.token_ids[i], is_output=i >= len(seq.prompt_token_ids))
+            if self.token_counts is not None:
+                self.token_counts.add(seq.token_ids[i], is_output=i >= len(seq.prompt_token_ids))
             if self.ngrams is not None:
                 self.ngrams.add(seq.token_ids, i)
         self._num_known = len(seq.token_ids)
@@ -53,7 +53,7 @@ class TokenCounts:
     def __init__(self) -> None:
         self.ids = array("q")
         self.output_counts = array("q")
-        self._index: dict[int, int] = {}  # id -> where it stands in ids
+        self._index: dict[int, int] = {}  # id -> its index in ids
 
     def add(self, token_id: int, *, is_output: bool) -> None:
         index = self._index.setdefault(token_id, len(self.ids))
@@ -64,7 +64,7 @@ class TokenCounts:
 
 
 class NGrams:
-    """Which ids have followed each run of size - 1 ids.
+    """The ids that have followed each run of size - 1 ids.
 
     >>> ngrams, token_ids = NGrams(2), [5, 6, 5]
     >>> for i in range(3):
@@ -78,12 +78,12 @@ class NGrams:
         self._followers: dict[tuple[int, ...], set[int]] = {}
 
     def add(self, token_ids: list[int], index: int) -> None:
-        """The token at this index is new; those before it were added."""
+        """Add the token at this index. Those before it were added earlier."""
         start = index - self._size + 1
         if start >= 0:
             self._followers.setdefault(tuple(token_ids[start:index]), set()).add(token_ids[index])
 
     def banned(self, token_ids: list[int]) -> set[int]:
-        """What would make the last size - 1 ids an n-gram that was there before."""
+        """The ids that would complete the last size - 1 ids to an n-gram that occurred before."""
         start = len(token_ids) - self._size + 1
         return self._followers.get(tuple(token_ids[start:]), set()) if start >= 0 else set()

@@ -108,8 +108,8 @@ def test_recorded_draws_are_those_of_the_plain_list(vocab_size):
             logits = logits.bfloat16().float() if step % 2 else logits  # which tie
             batch = SamplingBatch.build(rows, vocab_size, device)
             assert recorded(logits.clone(), batch).read() == plain(logits.clone(), batch).read()
-    assert recorded.graphs._recordings
-    assert None not in recorded.graphs._recordings.values()
+    assert recorded.graphs._graphs
+    assert None not in recorded.graphs._graphs.values()
 
 
 def test_an_engine_with_recorded_draws_gives_the_tokens_of_one_without(tmp_path):
@@ -121,7 +121,7 @@ def test_an_engine_with_recorded_draws_gives_the_tokens_of_one_without(tmp_path)
         if not is_recorded:
             llm.engine.executor.sampler = Sampler()
         tokens.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)])
-        assert not is_recorded or llm.engine.executor.sampler.graphs._recordings
+        assert not is_recorded or llm.engine.executor.sampler.graphs._graphs
     assert tokens[0] == tokens[1]
 
 

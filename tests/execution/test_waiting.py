@@ -56,7 +56,7 @@ class NoCopies(OnlyPinnedCopies):
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(fast, "may_ask", lambda logits: False)
+    monkeypatch.setattr(fast, "can_read", lambda logits: False)
 
 
 def sequences():
@@ -73,8 +73,9 @@ def test_a_step_in_which_everything_is_asked_for_is_drawn_without_waiting(option
         batch = SamplingBatch.build(rows, VOCAB_SIZE, META)
         drawn = Sampler(**options)(torch.empty(len(rows), VOCAB_SIZE, device=META), batch)
     assert drawn.token_ids.shape == (len(rows),)
-    fields = ("allowed", "bad_words", "min_tokens", "logit_bias", "seen", "repeated_ngrams", "temperature", "top_k", "top_p")
-    assert all(getattr(batch, name) is not None for name in fields)  # everything was
+    entries = ("allowed", "bad_words", "min_tokens", "logit_bias", "token_counts", "repeated_ngrams")
+    assert all(getattr(batch.entries, name) is not None for name in entries)  # everything was
+    assert all(getattr(batch.columns, name) is not None for name in ("temperature", "top_k", "top_p"))
 
 
 @pytest.mark.parametrize("params", [[{"temperature": 0}], [{}, {"top_k": 9, "temperature": 0.3}, {"top_p": 0.9, "min_p": 0.1}]])

@@ -1,4 +1,4 @@
-"""A replayed draw gives the tokens of the plain list, to the id, whatever stood in its places before. A stand-in records."""
+"""A replayed draw gives the tokens of the plain stages, whatever its static inputs held before. Captures are simulated."""
 
 import random
 
@@ -6,8 +6,7 @@ import pytest
 import tiny_models
 import torch
 
-import nanoinfer
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.sampling import cuda_graphs
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.cuda_graphs import MAX_TOP_K, SamplerGraphs
@@ -17,7 +16,7 @@ from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.tracing import TokenDrawn
 
 NAN, INF = float("nan"), float("inf")
-COVERED = {
+SUPPORTED = {
     "greedy": {"temperature": 0},
     "greedy with more": {"temperature": 0, "top_k": 3, "top_p": 0.5, "min_p": 0.2},
     "plain": {},
@@ -29,7 +28,7 @@ COVERED = {
     "little top_p": {"top_p": 1e-6, "temperature": 1.5},
     "all": {"temperature": 0.8, "min_p": 0.01, "top_k": 40, "top_p": 0.95},
 }
-NOT_COVERED = {
+NOT_SUPPORTED = {
     "allowed_token_ids": [3, 4],
     "bad_words": ((3,),),
     "min_tokens": 2,
@@ -48,11 +47,11 @@ def unchanged(logits, batch):
     return logits
 
 
-PLAIN = Sampler((*STAGES, unchanged))  # a stage of one's own means the plain list
+PLAIN = Sampler((*STAGES, unchanged))  # a user's stage runs all rows stage by stage
 
 
-class Recorder:
-    """A Capture. What is replayed reads and writes the same tensors as when it was recorded; sizes: what was, in its order."""
+class SimulatedCapture:
+    """A Capture. A replay reads and writes the same tensors as the capture. sizes: rows of each captured graph, in order."""
 
     def __init__(self):
         self.sizes, self.num_replays = [], 0
@@ -77,8 +76,8 @@ def batch_of(sequences, vocab_size):
     return SamplingBatch.build(sequences, vocab_size, torch.device("cpu"))
 
 
-def random_steps(vocab_size, num_steps, max_num_rows, groups=COVERED):
-    """Steps of any number of rows, of one kind of row or of all; logits that tie, and that do not."""
+def random_steps(vocab_size, num_steps, max_num_rows, groups=SUPPORTED):
+    """Steps of any number of rows, of one kind of row or of all. Logits with ties and without."""
     rng, generator = random.Random(vocab_size), torch.Generator().manual_seed(vocab_size)
     for step in range(num_steps):
         some = rng.choice([list(groups), list(groups), rng.sample(list(groups), 1)])
@@ -100,36 +99,36 @@ def num_disagreeing(steps, sampler):
 
 
 @pytest.mark.parametrize(("vocab_size", "num_steps"), [(1, 30), (2, 60), (30, 120), (1000, 60), (5000, 20)])
-def test_replayed_draws_are_those_of_the_plain_list(vocab_size, num_steps):
-    """One set of places for all the steps: rows beyond a batch hold what earlier ones left there."""
-    recorder = Recorder()
-    sampler = Sampler(graphs=SamplerGraphs(20, recorder))
+def test_replayed_draws_are_those_of_the_plain_stages(vocab_size, num_steps):
+    """All steps share the static inputs: rows beyond a batch hold the content of earlier steps."""
+    capture = SimulatedCapture()
+    sampler = Sampler(graphs=SamplerGraphs(20, capture))
     assert num_disagreeing(random_steps(vocab_size, num_steps, 20), sampler) == 0
-    assert recorder.num_replays == num_steps  # none went another way
+    assert capture.num_replays == num_steps  # no step ran without a graph
 
 
 @pytest.mark.parametrize("rows_at_a_time", [1, 3, 7])
-def test_how_many_rows_are_drawn_at_a_time_does_not_show(rows_at_a_time, monkeypatch):
+def test_the_number_of_rows_drawn_at_a_time_changes_no_token(rows_at_a_time, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "BYTES_AT_A_TIME", rows_at_a_time * 300 * 4)
-    assert num_disagreeing(random_steps(300, 40, 20), Sampler(graphs=SamplerGraphs(20, Recorder()))) == 0
+    assert num_disagreeing(random_steps(300, 40, 20), Sampler(graphs=SamplerGraphs(20, SimulatedCapture()))) == 0
 
 
 @pytest.mark.parametrize("name", ["temperature", "min_p", "top_k", "top_p", "greedy", "u", "logits"])
-def test_the_comparison_notices_a_place_that_is_not_filled_again(name, monkeypatch):
+def test_the_comparison_notices_a_static_input_that_is_not_filled_again(name, monkeypatch):
     def stale(self, logits, batch, names):
-        places = self._columns | {"logits": self._logits}
-        kept = places[name].clone() if self._columns else None
+        static_inputs = self._columns | {"logits": self._logits}
+        kept = static_inputs[name].clone() if self._columns else None
         fill(self, logits, batch, names)
         if kept is not None:
-            places[name].copy_(kept)
+            static_inputs[name].copy_(kept)
 
     fill = SamplerGraphs._fill
     monkeypatch.setattr(SamplerGraphs, "_fill", stale)
-    assert num_disagreeing(random_steps(300, 40, 20), Sampler(graphs=SamplerGraphs(20, Recorder()))) > 0
+    assert num_disagreeing(random_steps(300, 40, 20), Sampler(graphs=SamplerGraphs(20, SimulatedCapture()))) > 0
 
 
-def test_what_stands_in_the_rows_beyond_the_batch_does_not_matter():
-    graphs = SamplerGraphs(20, Recorder())
+def test_the_rows_beyond_the_batch_do_not_matter():
+    graphs = SamplerGraphs(20, SimulatedCapture())
     steps = list(random_steps(300, 10, 10))
     for step in steps:
         assert num_disagreeing([step], Sampler(graphs=graphs)) == 0
@@ -139,35 +138,35 @@ def test_what_stands_in_the_rows_beyond_the_batch_does_not_matter():
             graphs._columns[name][num_rows:] = worst
 
 
-def test_a_row_without_a_finite_logit_is_an_error_of_its_own():
-    logits = torch.randn(4 * len(COVERED), 50, generator=torch.Generator().manual_seed(0))
+def test_a_row_without_a_finite_logit_gets_its_own_error():
+    logits = torch.randn(4 * len(SUPPORTED), 50, generator=torch.Generator().manual_seed(0))
     logits[0::4], logits[1::4, 7], logits[2::4, 9] = -INF, NAN, INF
-    batch = batch_of([sequence(seed, **params) for params in COVERED.values() for seed in range(4)], 50)
-    recorder = Recorder()
-    ours, theirs = (s(logits.clone(), batch).read() for s in (Sampler(graphs=SamplerGraphs(64, recorder)), PLAIN))
-    assert recorder.num_replays == 1
+    batch = batch_of([sequence(seed, **params) for params in SUPPORTED.values() for seed in range(4)], 50)
+    capture = SimulatedCapture()
+    ours, theirs = (s(logits.clone(), batch).read() for s in (Sampler(graphs=SamplerGraphs(64, capture)), PLAIN))
+    assert capture.num_replays == 1
     assert ours == theirs
-    assert len(ours.errors) == 3 * len(COVERED)
+    assert len(ours.errors) == 3 * len(SUPPORTED)
 
 
-def test_what_was_drawn_outlives_the_next_replay():
-    """With async_scheduling a step is read when the next has been launched."""
-    sampler = Sampler(graphs=SamplerGraphs(2, Recorder()))
+def test_drawn_tokens_outlive_the_next_replay():
+    """With async_scheduling a step is read after the next is launched."""
+    sampler = Sampler(graphs=SamplerGraphs(2, SimulatedCapture()))
     batch = batch_of([sequence(temperature=0)], 3)
     first, second = (sampler(torch.tensor([logits]), batch) for logits in ([0.0, 1.0, 0.0], [0.0, 0.0, 1.0]))
     assert (first.read().token_ids, second.read().token_ids) == ([1], [2])
 
 
-# ---- what is recorded
+# ---- what is captured
 
 
-def test_a_size_and_kind_is_recorded_when_it_first_comes_and_its_largest_first():
-    recorder = Recorder()
-    sampler = Sampler(graphs=SamplerGraphs(20, recorder))
+def test_a_size_and_kind_is_captured_on_first_use_after_the_largest_size_of_the_kind():
+    capture = SimulatedCapture()
+    sampler = Sampler(graphs=SamplerGraphs(20, capture))
 
     def draw(num_rows, **params):
         sampler(torch.zeros(num_rows, 10), batch_of([sequence(seed, **params) for seed in range(num_rows)], 10))
-        sizes, recorder.sizes = recorder.sizes, []
+        sizes, capture.sizes = capture.sizes, []
         return sizes
 
     assert draw(3, temperature=0) == [20, 4]
@@ -181,36 +180,36 @@ def test_a_size_and_kind_is_recorded_when_it_first_comes_and_its_largest_first()
     assert [draw(3), draw(20), draw(4, temperature=0), draw(4, top_p=0.4, temperature=0.3)] == [[]] * 4
 
 
-@pytest.mark.parametrize("name", NOT_COVERED)
-def test_a_step_with_a_row_that_asks_for_more_runs_as_it_comes(name):
-    recorder = Recorder()
-    sampler = Sampler(graphs=SamplerGraphs(8, recorder))
-    more = sequence(1, bad_words=((3,),)) if name == "bad_words" else sequence(1, **{name: NOT_COVERED[name]})
+@pytest.mark.parametrize("name", NOT_SUPPORTED)
+def test_a_step_with_a_row_that_is_not_supported_runs_without_a_graph(name):
+    capture = SimulatedCapture()
+    sampler = Sampler(graphs=SamplerGraphs(8, capture))
+    more = sequence(1, bad_words=((3,),)) if name == "bad_words" else sequence(1, **{name: NOT_SUPPORTED[name]})
     batch = batch_of([sequence(0), more, sequence(2, temperature=0)], 400)
     logits = torch.randn(3, 400, generator=torch.Generator().manual_seed(0))
     ours, theirs = (s(logits.clone(), batch).read() for s in (sampler, PLAIN))
     assert ours == theirs
-    assert recorder.sizes == []
+    assert capture.sizes == []
 
 
-def test_too_many_rows_or_stages_of_ones_own_run_as_they_come():
-    recorder = Recorder()
-    sampler = Sampler(graphs=SamplerGraphs(2, recorder))
+def test_too_many_rows_or_users_stages_run_without_a_graph():
+    capture = SimulatedCapture()
+    sampler = Sampler(graphs=SamplerGraphs(2, capture))
     assert sampler(torch.eye(3), batch_of([sequence(temperature=0)] * 3, 3)).read().token_ids == [0, 1, 2]
 
     def reverse(logits, batch):
         return -logits
 
-    sampler = Sampler((*STAGES, reverse), graphs=SamplerGraphs(2, recorder))
+    sampler = Sampler((*STAGES, reverse), graphs=SamplerGraphs(2, capture))
     assert sampler(torch.tensor([[2.0, 1.0, 3.0]]), batch_of([sequence(temperature=0)], 3)).read().token_ids == [1]
-    assert recorder.sizes == []
+    assert capture.sizes == []
 
 
-def test_what_cannot_be_recorded_runs_as_it_comes_and_is_told_once(caplog):
+def test_a_draw_that_cannot_be_captured_runs_without_a_graph_and_logs_one_warning(caplog):
     def fail(run):
         raise RuntimeError("CUDA out of memory\nand so on")
 
-    steps = list(random_steps(30, 40, 20, {"all": COVERED["all"]}))
+    steps = list(random_steps(30, 40, 20, {"all": SUPPORTED["all"]}))
     assert num_disagreeing(steps, Sampler(graphs=SamplerGraphs(20, fail))) == 0
     assert caplog.text.count("the draw of 4 tokens could not be captured as a CUDA graph (CUDA out of memory)") == 1
 
@@ -245,16 +244,16 @@ def tokens_of(path, capture, params=SAMPLED, **options):
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("params", [[{"temperature": 0}] * 6, SAMPLED], ids=["greedy", "sampled"])
 def test_an_engine_gives_the_same_tokens_with_replayed_draws(qwen3_path, params, is_async):
-    """Batches of 5 sequences and fewer, padded to 1, 2, 4 or 5 rows; prompts and decodes share a step."""
-    recorder = Recorder()
-    ours = tokens_of(qwen3_path, recorder, params, async_scheduling=is_async)
+    """Batches of at most 5 sequences, padded to 1, 2, 4 or 5 rows. Prompts and decodes share a step."""
+    capture = SimulatedCapture()
+    ours = tokens_of(qwen3_path, capture, params, async_scheduling=is_async)
     assert ours == tokens_of(qwen3_path, None, params)
-    assert set(recorder.sizes) == {1, 2, 4, 5}
-    assert recorder.num_replays > 8
+    assert set(capture.sizes) == {1, 2, 4, 5}
+    assert capture.num_replays > 8
 
 
-def test_an_engine_whose_draws_are_not_replayed_gives_others(qwen3_path):
-    """The twin."""
+def test_an_engine_whose_graphs_do_nothing_gives_other_tokens(qwen3_path):
+    """The twin of the test above: the comparison can fail."""
 
     def stale(run):
         return lambda: None, run().clone()
@@ -262,13 +261,13 @@ def test_an_engine_whose_draws_are_not_replayed_gives_others(qwen3_path):
     assert tokens_of(qwen3_path, stale) != tokens_of(qwen3_path, None)
 
 
-def test_a_draw_that_is_watched_is_not_replayed():
-    recorder, tracer = Recorder(), nanoinfer.Recorder()
+def test_a_traced_draw_is_not_replayed():
+    capture, recorder = SimulatedCapture(), Recorder()
     rows = [sequence(seed=1, temperature=0.7)]
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(0))
-    sampler = Sampler(graphs=SamplerGraphs(4, recorder))
-    watched = sampler(logits.clone(), batch_of(rows, 30), StageTracer(tracer, rows, None)).read()
-    assert recorder.num_replays == 0
-    assert tracer.of(TokenDrawn)[0].token_id == watched.token_ids[0]
-    assert sampler(logits.clone(), batch_of(rows, 30)).read() == watched
-    assert recorder.num_replays == 1
+    sampler = Sampler(graphs=SamplerGraphs(4, capture))
+    traced = sampler(logits.clone(), batch_of(rows, 30), StageTracer(recorder, rows, None)).read()
+    assert capture.num_replays == 0
+    assert recorder.of(TokenDrawn)[0].token_id == traced.token_ids[0]
+    assert sampler(logits.clone(), batch_of(rows, 30)).read() == traced
+    assert capture.num_replays == 1

@@ -1,4 +1,4 @@
-"""The ruler and its one number: Philox against its published vectors, weights and draws by hand, frequencies by chi-square."""
+"""The draw: Philox against its published vectors, worked examples of weights and draws, frequencies by chi-square."""
 
 import math
 
@@ -27,7 +27,7 @@ def test_philox_gives_its_published_words(counter, key, expected):
     assert words[:, 0].tolist() == expected
 
 
-def test_philox_gives_each_column_what_it_gives_that_column_alone():
+def test_philox_computes_each_column_independently():
     counters = np.array([counter for counter, _, _ in KNOWN_ANSWERS], dtype=np.uint64).T
     keys = np.array([key for _, key, _ in KNOWN_ANSWERS], dtype=np.uint64).T
     assert philox(counters, keys).T.tolist() == [expected for _, _, expected in KNOWN_ANSWERS]
@@ -66,19 +66,19 @@ def test_uniform_numbers_lie_in_0_to_1_with_a_uniforms_mean_and_variance(along):
     centred = u - 0.5
     assert abs(centred.mean()) < 5 * math.sqrt(1 / 12 / n)
     assert abs(centred.square().mean() - 1 / 12) < 5 * math.sqrt(1 / 180 / n)
-    assert abs((centred[1:] * centred[:-1]).mean()) < 5 / 12 / math.sqrt(n - 1)  # neighbours do not know each other
+    assert abs((centred[1:] * centred[:-1]).mean()) < 5 / 12 / math.sqrt(n - 1)  # neighbours are not correlated
 
 
 def test_integer_weights_are_shares_of_2_to_the_32():
     logits = torch.tensor([[0.5, 0.25, 0.25, 0.125]]).log()
     assert integer_weights(logits).tolist() == [[2**32, 2**31, 2**31, 2**30]]
-    assert integer_weights(logits + 80.0)[0, 0] == 2**32  # only differences count
+    assert integer_weights(logits + 80.0)[0, 0] == 2**32  # only differences matter
     assert integer_weights(torch.tensor([[3.0, -INF, 3.0, -40.0]])).tolist() == [[2**32, 0, 2**32, 0]]  # e^-43 < 2^-32
     assert integer_weights(torch.full((1, 4), -INF)).tolist() == [[0, 0, 0, 0]]
 
 
-def test_draw_lays_u_on_the_ruler():
-    """p = [1/4, 0, 1/2, 1/4] makes the ruler 0 .. 1/4 .. 1/4 .. 3/4 .. 1; an edge belongs to the token on its right."""
+def test_draw_finds_the_first_token_whose_cumulative_weight_exceeds_the_threshold():
+    """p = [1/4, 0, 1/2, 1/4] has cumulative sums 1/4, 1/4, 3/4, 1. At equality the next token is drawn."""
     logits = torch.tensor([0.25, 0.0, 0.5, 0.25]).log()
     expected = {0.0: 0, 0.2: 0, 0.25 - 2**-53: 0, 0.25: 2, 0.5: 2, 0.75 - 2**-53: 2, 0.75: 3, 1 - 2**-53: 3}
     u = torch.tensor(list(expected), dtype=torch.float64)
@@ -92,11 +92,11 @@ def test_a_masked_token_is_never_drawn_even_at_the_ends_of_u(kept):
     assert set(draw(logits.expand(len(u), 5), u).tolist()) == kept
 
 
-def test_a_row_without_finite_logits_still_gets_an_id_and_disturbs_no_other_row():
+def test_a_row_without_finite_logits_gets_an_id_and_changes_no_other_row():
     logits = torch.tensor([[-INF] * 4, [-INF, -INF, 0.0, -INF], [math.nan] * 4])
     for u in (0.0, 0.9, 1 - 2**-53):
         drawn = draw(logits, torch.full((3,), u, dtype=torch.float64))
-        assert drawn[0] in range(4)  # the sampler looks the row's failure up elsewhere; an id past the end could crash it
+        assert drawn[0] in range(4)  # the sampler replaces it, but an id past the end could crash
         assert drawn[1] == 2
 
 
@@ -110,7 +110,7 @@ def test_u_just_below_1_draws_the_last_token_of_a_large_vocabulary():
 
 PROBABILITIES = torch.tensor([0.3, 0.05, 0.2, 0.15, 0.02, 0.08, 0.1, 0.1], dtype=torch.float64)
 NUM_DRAWS = 50_000
-CRITICAL = 29.878  # chi-square with 7 degrees of freedom passes it with probability 1e-4
+CRITICAL = 29.878  # chi-square with 7 degrees of freedom exceeds it with probability 1e-4
 
 
 def chi_square(draw_with, log_probabilities=None):
@@ -120,8 +120,8 @@ def chi_square(draw_with, log_probabilities=None):
     return ((counts - expected) ** 2 / expected).sum().item()
 
 
-def test_draws_come_as_often_as_their_probabilities_say():
-    """Seed and positions are fixed: this passes or fails for good. Of random streams, 1 in 10,000 would fail."""
+def test_draws_have_the_frequencies_of_their_probabilities():
+    """Seed and positions are fixed, so the result is deterministic. Of random streams, 1 in 10,000 would fail."""
     assert chi_square(draw) < CRITICAL
 
 
@@ -135,7 +135,7 @@ def test_the_chi_square_notices_masked_tokens_that_get_a_small_chance_again():
     assert chi_square(draw_clamped) > CRITICAL
 
 
-def test_the_chi_square_notices_a_ruler_that_is_one_token_off():
+def test_the_chi_square_notices_a_draw_that_is_one_token_off():
     assert chi_square(lambda logits, u: (draw(logits, u) + 1) % 8) > CRITICAL
 
 

@@ -1,4 +1,4 @@
-"""The fast path draws what the plain list draws, to the id: any vocabulary, parameters, ties, masks, rows without a token."""
+"""The fast path draws the tokens of the plain stages: any vocabulary, parameters, ties, masks, rows without a token."""
 
 import math
 import random
@@ -14,7 +14,7 @@ from nanoinfer.sampling.sampler import STAGES, Sampler
 from nanoinfer.scheduling.sequence import Sequence
 
 INF, NAN = math.inf, math.nan
-ASKING = {  # what puts a row into each of fast.py's groups
+PARAMS = {  # that put a row into each group of RowGroups
     "greedy": {"temperature": 0},
     "top_k": {"top_k": 5, "top_p": 0.95},
     "top_p": {"top_p": 0.9},
@@ -27,11 +27,11 @@ def unchanged(logits, batch):
 
 
 def as_on_a_gpu(logits, batch):
-    with patch.object(fast, "may_ask", lambda logits: False):
+    with patch.object(fast, "can_read", lambda logits: False):
         return Sampler()(logits, batch)
 
 
-# A stage of one's own means the plain list.
+# A user's stage runs all rows stage by stage.
 SAMPLERS = {"fast": Sampler(), "plain": Sampler((*STAGES, unchanged)), "as on a GPU": as_on_a_gpu}
 
 
@@ -46,15 +46,16 @@ def batch_of(sequences, vocab_size):
 
 
 def disagreeing(logits, batch):
-    """The rows whose token differs between the ways, once none has an error."""
-    ways = [sampler(logits.clone(), batch).read() for sampler in SAMPLERS.values()]
-    assert all(way.errors == {} for way in ways)
-    return [row for row, ids in enumerate(zip(*[way.token_ids for way in ways], strict=True)) if len(set(ids)) > 1]
+    """The rows whose token differs between the samplers. No row may have an error."""
+    outputs = [sampler(logits.clone(), batch).read() for sampler in SAMPLERS.values()]
+    assert all(output.errors == {} for output in outputs)
+    token_ids = zip(*[output.token_ids for output in outputs], strict=True)
+    return [row for row, ids in enumerate(token_ids) if len(set(ids)) > 1]
 
 
 @pytest.fixture
 def plain_rows(monkeypatch):
-    """How many rows went the plain way, a number for each time some did."""
+    """How many rows ran the plain stages, one number per call."""
 
     def counting(logits, batch):
         numbers.append(len(logits))
@@ -69,7 +70,7 @@ def plain_rows(monkeypatch):
 
 
 def random_params(rng, vocab_size, group=None):
-    """A random choice of the last four parameters; with a group's name, one that falls into it."""
+    """A random choice of the last four parameters. With a group's name, one that belongs to the group."""
     group = group or rng.choice(["greedy", "top_k", "top_k", "top_p", "top_p", "other"])
     if group == "greedy":
         return {"temperature": 0, "top_k": rng.choice([0, 3]), "top_p": rng.choice([1.0, 0.5])}
@@ -88,12 +89,12 @@ def random_params(rng, vocab_size, group=None):
 
 def random_history(rng, vocab_size):
     """Masks, biases and penalties, so that the stages before the temperature leave -inf, ties and changed logits."""
-    few = rng.sample(range(vocab_size), min(vocab_size, 8))
+    pool = rng.sample(range(vocab_size), min(vocab_size, 8))
     history = {
-        "prompt": rng.choices(few, k=4),
-        "output": rng.choices(few, k=rng.randint(0, 6)),
+        "prompt": rng.choices(pool, k=4),
+        "output": rng.choices(pool, k=rng.randint(0, 6)),
         "allowed_token_ids": rng.sample(range(vocab_size), rng.choice([1, min(3, vocab_size), (vocab_size + 1) // 2])),
-        "logit_bias": {token_id: rng.choice([-100.0, -1.0, 0.5, 100.0]) for token_id in few},
+        "logit_bias": {token_id: rng.choice([-100.0, -1.0, 0.5, 100.0]) for token_id in pool},
         "repetition_penalty": rng.choice([1.0, 1.3]),
         "frequency_penalty": rng.choice([0.0, 0.5]),
         "presence_penalty": rng.choice([0.0, -1.0]),
@@ -127,24 +128,24 @@ def random_logits(kind, num_rows, vocab_size):
 @pytest.mark.parametrize(
     ("vocab_size", "num_rows"), [(1, 64), (2, 256), (7, 512), (300, 512), (1000, 256), (5000, 96), (50_257, 24)]
 )
-def test_a_mixed_batch_gets_the_tokens_of_the_plain_list(vocab_size, num_rows, kind):
+def test_a_mixed_batch_gets_the_tokens_of_the_plain_stages(vocab_size, num_rows, kind):
     batch = random_batch(random.Random(f"{kind} {vocab_size}"), num_rows, vocab_size)
     assert disagreeing(random_logits(kind, num_rows, vocab_size), batch) == []
 
 
-@pytest.mark.parametrize("group", ASKING)
+@pytest.mark.parametrize("group", PARAMS)
 @pytest.mark.parametrize(("vocab_size", "num_rows"), [(40, 128), (1000, 128), (50_257, 4)])
-def test_a_batch_of_rows_that_all_need_the_same_gets_the_tokens_of_the_plain_list(vocab_size, num_rows, group):
+def test_a_batch_of_one_group_gets_the_tokens_of_the_plain_stages(vocab_size, num_rows, group):
     batch = random_batch(random.Random(f"{group} {vocab_size}"), num_rows, vocab_size, group)
-    rows = {name: len(getattr(batch, f"{name}_rows")) for name in ASKING}
-    assert rows == dict.fromkeys(ASKING, 0) | {group: num_rows}
+    rows = {name: len(getattr(batch.groups, f"{name}_rows")) for name in PARAMS}
+    assert rows == dict.fromkeys(PARAMS, 0) | {group: num_rows}
     for kind in ("random", "rounded to bf16", "few values"):
         assert disagreeing(random_logits(kind, num_rows, vocab_size), batch) == []
 
 
 def test_every_row_is_in_one_group():
     batch = random_batch(random.Random(0), 500, 100)
-    groups = [getattr(batch, f"{name}_rows") for name in ASKING]
+    groups = [getattr(batch.groups, f"{name}_rows") for name in PARAMS]
     assert sorted(row for group in groups for row in group) == list(range(500))
     assert min(map(len, groups)) > 20
 
@@ -159,17 +160,17 @@ def test_every_row_is_in_one_group():
     ],
 )
 @pytest.mark.parametrize("kind", ["random", "rounded to bf16", "few values"])
-def test_the_sizes_that_make_it_fast_do_not_show_in_the_tokens(kind, sizes, monkeypatch):
+def test_the_sizes_of_the_fast_path_change_no_token(kind, sizes, monkeypatch):
     for name, size in sizes.items():
         monkeypatch.setattr(fast, name, size)
     batch = random_batch(random.Random(kind), 256, 300)
     assert disagreeing(random_logits(kind, 256, 300), batch) == []
 
 
-# ---- rows for which the few largest are not enough
+# ---- rows for which the largest logits are not enough
 
 
-def test_rows_whose_ties_fill_the_top_k_margin_take_the_plain_way_and_only_they(plain_rows):
+def test_only_rows_whose_ties_fill_the_top_k_margin_run_the_plain_stages(plain_rows):
     """Over 300 ids, k = 5 fetches 37 columns: 36 equal ones fit, and 37 do not show that there is no 38th."""
     logits = torch.arange(300.0).neg().repeat(4, 1)
     for row, num_equal in enumerate([1, 36, 37, 300]):
@@ -179,8 +180,8 @@ def test_rows_whose_ties_fill_the_top_k_margin_take_the_plain_way_and_only_they(
     assert plain_rows == [2]
 
 
-def test_rows_too_flat_for_top_p_take_the_plain_way_and_only_they(plain_rows):
-    """Over 1000 ids 256 columns are tried: of equal ones they hold .256, and none is above the smallest of them."""
+def test_only_rows_too_flat_for_top_p_run_the_plain_stages(plain_rows):
+    """Over 1000 ids 256 columns are tried. Of equal ones they hold .256, and none is above the smallest of them."""
     logits = torch.zeros(4, 1000)
     logits[0, 17] = 50  # decided by one
     logits[1, 100:300] = 50  # 200 of the 256 hold everything that counts
@@ -190,7 +191,7 @@ def test_rows_too_flat_for_top_p_take_the_plain_way_and_only_they(plain_rows):
     assert plain_rows == [2]
 
 
-def test_a_tie_at_the_edge_of_the_tried_is_not_decided_by_which_of_its_ids_were_fetched(plain_rows):
+def test_a_tie_at_the_edge_of_the_candidates_is_not_decided_by_which_of_its_ids_are_candidates(plain_rows):
     """255 heavy ids and 745 equal light ones, of which one is tried: top_p reaches the light ones only in the second row."""
     logits = torch.full((2, 1000), -9.0)
     logits[:, torch.randperm(1000, generator=torch.Generator().manual_seed(0))[:255]] = 0
@@ -201,20 +202,20 @@ def test_a_tie_at_the_edge_of_the_tried_is_not_decided_by_which_of_its_ids_were_
     assert plain_rows == [100]
 
 
-def test_ordinary_rows_do_not_take_the_plain_way(plain_rows):
+def test_ordinary_rows_do_not_run_the_plain_stages(plain_rows):
     logits = torch.randn(40, 5000, generator=torch.Generator().manual_seed(0)) * 5
-    batch = batch_of([sequence(seed, **params) for params in ASKING.values() for seed in range(10)], 5000)
+    batch = batch_of([sequence(seed, **params) for params in PARAMS.values() for seed in range(10)], 5000)
     assert disagreeing(logits, batch) == []
     assert plain_rows == []
 
 
 @pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.9}])
-def test_the_comparison_notices_ties_that_are_not_sent_the_plain_way(params, monkeypatch):
-    """The planted fault keeps what happened to be fetched. Were both ways right about it, no row could differ."""
+def test_the_comparison_notices_ties_that_do_not_run_the_plain_stages(params, monkeypatch):
+    """The planted fault keeps the candidates of an undecided row, which are an arbitrary part of the tied ids."""
     logits = torch.zeros(50, 1000)
     batch = batch_of([sequence(seed, **params) for seed in range(50)], 1000)
     assert disagreeing(logits, batch) == []
-    monkeypatch.setattr(fast, "_plainly_where", lambda is_open, token_ids, logits, batch: token_ids)
+    monkeypatch.setattr(fast, "_plainly_where", lambda is_undecided, token_ids, logits, batch: token_ids)
     assert len(disagreeing(logits, batch)) > 25
 
 
@@ -232,12 +233,12 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("vocab_size", [2, 30, 1000])
-def test_a_bad_row_of_any_group_is_an_error_of_its_own_and_changes_no_other_token(vocab_size, bad):
-    """Two good rows and one bad one of each group, together and each group by itself."""
+def test_a_bad_row_of_any_group_gets_its_own_error_and_changes_no_other_token(vocab_size, bad):
+    """Two good rows and a bad row of each group, in one batch and in a batch per group."""
     generator = torch.Generator().manual_seed(0)
-    asking = ASKING | {"top_k": {"top_k": 1, "top_p": 0.95}}  # 5 would be off over 2 ids
-    for groups in (list(asking), *([name] for name in asking)):
-        sequences = [sequence(seed, **asking[name]) for seed, name in enumerate(groups * 3)]
+    params = PARAMS | {"top_k": {"top_k": 1, "top_p": 0.95}}  # 5 would be off over 2 ids
+    for groups in (list(params), *([name] for name in params)):
+        sequences = [sequence(seed, **params[name]) for seed, name in enumerate(groups * 3)]
         is_bad = [len(groups) <= row < 2 * len(groups) for row in range(len(sequences))]
         good = (torch.randn(len(sequences), vocab_size, generator=generator) * 3).bfloat16().float()
         mixed = good.clone()
@@ -252,15 +253,15 @@ def test_a_bad_row_of_any_group_is_an_error_of_its_own_and_changes_no_other_toke
             assert all("logits are not finite" in error for error in sampled.errors.values())
 
 
-@pytest.mark.parametrize("group", ASKING)
+@pytest.mark.parametrize("group", PARAMS)
 @pytest.mark.parametrize("vocab_size", [6, 1000])
-def test_a_row_whose_parameters_leave_no_token_is_an_error_of_its_own(vocab_size, group):
-    """Only id 2 is allowed, and a logits processor takes it away."""
+def test_a_row_whose_parameters_leave_no_token_gets_its_own_error(vocab_size, group):
+    """Only id 2 is allowed, and a logits processor masks it."""
     nothing = {
         "allowed_token_ids": [2],
         "logits_processors": [lambda p, o, logits: logits.index_fill(0, torch.tensor([2]), -INF)],
     }
-    sequences = [sequence(0, **ASKING[group]), sequence(1, **ASKING[group], **nothing), sequence(2, **ASKING[group])]
+    sequences = [sequence(0, **PARAMS[group]), sequence(1, **PARAMS[group], **nothing), sequence(2, **PARAMS[group])]
     logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(0))
     alone = [Sampler()(logits[[row]].clone(), batch_of([sequences[row]], vocab_size)).read().token_ids[0] for row in (0, 2)]
     for sampler in SAMPLERS.values():
@@ -270,18 +271,18 @@ def test_a_row_whose_parameters_leave_no_token_is_an_error_of_its_own(vocab_size
         assert "apply_logits_processors" in sampled.errors[1]
 
 
-@pytest.mark.parametrize("group", ASKING)
+@pytest.mark.parametrize("group", PARAMS)
 def test_a_nan_that_a_mask_hides_is_still_an_error(group):
     logits = torch.zeros(2, 400)
     logits[1, 7] = NAN
-    sequences = [sequence(seed, allowed_token_ids=[3], **ASKING[group]) for seed in range(2)]
+    sequences = [sequence(seed, allowed_token_ids=[3], **PARAMS[group]) for seed in range(2)]
     for sampler in SAMPLERS.values():
         assert sampler(logits.clone(), batch_of(sequences, 400)).read().token_ids == [3, -1]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_exp_gives_a_number_the_same_bits_wherever_it_stands(num_threads):
-    """The fast path takes it of gathered columns and of slices, the plain list of whole rows."""
+def test_exp_gives_a_number_the_same_bits_at_any_index(num_threads):
+    """The fast path computes exp of gathered columns and of slices, the plain stages of whole rows."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -298,9 +299,9 @@ def test_exp_gives_a_number_the_same_bits_wherever_it_stands(num_threads):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("way", SAMPLERS)
-def test_minus_zero_ties_with_zero(way):
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_minus_zero_ties_with_zero(sampler):
     """Of three equal tokens top_p = 0.5 keeps the first two, whatever the sign of a zero."""
     sequences = [sequence(seed=seed, temperature=1.0, top_p=0.5) for seed in range(40)]
     logits = torch.tensor([-0.0, 0.0, 0.0]).repeat(40, 1)
-    assert set(SAMPLERS[way](logits, batch_of(sequences, 3)).read().token_ids) == {0, 1}
+    assert set(SAMPLERS[sampler](logits, batch_of(sequences, 3)).read().token_ids) == {0, 1}

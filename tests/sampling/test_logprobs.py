@@ -1,4 +1,4 @@
-"""Log-probabilities told beside a token: values in float64, order, ranks among ties, and which logits the sampler tells of."""
+"""Log-probabilities beside a token: values in float64, order, ranks among ties, and which logits the sampler uses."""
 
 import math
 
@@ -16,7 +16,7 @@ from nanoinfer.scheduling.sequence import Sequence
 INF = math.inf
 
 
-def told(logits, token_id, num_top):
+def entry_of(logits, token_id, num_top):
     return token_logprobs(torch.tensor([logits]), [token_id], [num_top])[0]
 
 
@@ -30,8 +30,8 @@ def sample(sampler, logits, *sequences):
     return sampler(logits.clone(), SamplingBatch.build(list(sequences), logits.shape[1], logits.device)).read()
 
 
-def assert_told_of(entry, logits, token_id, num_top):
-    """entry is what the definition says of one row of logits: values as in float64, places as fp32 logprobs rank them.
+def assert_entry_is(entry, logits, token_id, num_top):
+    """entry follows the definition for one row of logits: values as in float64, ranks by fp32 logprobs.
 
     (Rounding makes equal logprobs of logits that differ in their last bits.)
     """
@@ -43,23 +43,23 @@ def assert_told_of(entry, logits, token_id, num_top):
     rising = logprobs.sort().values
     num_smaller = torch.searchsorted(rising, logprobs[entry.ids])
     assert entry.ranks == (len(logits) - num_smaller).tolist()
-    # the others are the likeliest: falling, and none that was left out is likelier than the last of them
+    # the other ids are the most probable: falling, and no id outside is more probable than the last of them
     others = logprobs[entry.ids[1:]].tolist()
     assert others == sorted(others, reverse=True)
     left_out = logprobs.index_fill(0, torch.tensor(entry.ids), -INF).amax().item()
     assert left_out <= min(others, default=INF)
     if len(entry.ids) == num_top:  # the token is itself one of the k likeliest
         assert int((logprobs > logprobs[token_id]).sum()) < num_top
-    else:  # it is not, or k of its equals stand before it
+    else:  # it is not, or k of its equals come before it
         assert len(entry.ids) == num_top + 1
         assert int((logprobs >= logprobs[token_id]).sum()) > num_top
 
 
-# ---- by hand
+# ---- worked examples
 
 
 def test_the_worked_example_of_the_docstring():
-    entry = told([math.log(0.5), math.log(0.25), math.log(0.25)], 2, 1)
+    entry = entry_of([math.log(0.5), math.log(0.25), math.log(0.25)], 2, 1)
     assert (entry.ids, entry.ranks) == ([2, 0], [3, 1])
     assert entry.values == pytest.approx([math.log(0.25), math.log(0.5)])
 
@@ -78,25 +78,25 @@ def test_the_worked_example_of_the_docstring():
     ],
 )
 def test_the_token_comes_first_then_the_likeliest_but_for_itself(token_id, num_top, ids, ranks):
-    entry = told([0.0, 1.0, 2.0, 3.0], token_id, num_top)
+    entry = entry_of([0.0, 1.0, 2.0, 3.0], token_id, num_top)
     assert (entry.ids, entry.ranks) == (ids, ranks)
 
 
 def test_equal_ids_share_the_larger_rank_even_when_most_of_them_are_beyond_k():
     logits = [5.0, 1.0, 1.0, 1.0, 0.0]
-    assert told(logits, 0, 2).ranks == [1, 4]
-    assert told(logits, 4, 1).ranks == [5, 1]
-    assert told(logits, 3, 0).ranks == [4]
-    assert told([2.0] * 5, 3, 2).ranks == [5] * len(told([2.0] * 5, 3, 2).ids)
-    assert told(logits, 2, 5).ranks == [4, 1, 4, 4, 5]
+    assert entry_of(logits, 0, 2).ranks == [1, 4]
+    assert entry_of(logits, 4, 1).ranks == [5, 1]
+    assert entry_of(logits, 3, 0).ranks == [4]
+    assert entry_of([2.0] * 5, 3, 2).ranks == [5] * len(entry_of([2.0] * 5, 3, 2).ids)
+    assert entry_of(logits, 2, 5).ranks == [4, 1, 4, 4, 5]
 
 
-def test_equal_ids_come_in_their_own_order_when_all_are_told():
-    assert told([0.0, 1.0, 1.0, 0.0, 1.0], 4, 5).ids == [4, 1, 2, 0, 3]
+def test_equal_ids_come_in_rising_order_when_all_are_returned():
+    assert entry_of([0.0, 1.0, 1.0, 0.0, 1.0], 4, 5).ids == [4, 1, 2, 0, 3]
 
 
 def test_a_masked_id_has_logprob_minus_infinity_and_the_last_rank():
-    entry = told([0.0, -INF, 0.0, -INF], 0, 4)
+    entry = entry_of([0.0, -INF, 0.0, -INF], 0, 4)
     assert entry.ids == [0, 2, 1, 3]
     assert entry.values == [pytest.approx(math.log(0.5))] * 2 + [-INF] * 2
     assert entry.ranks == [2, 2, 4, 4]
@@ -104,7 +104,7 @@ def test_a_masked_id_has_logprob_minus_infinity_and_the_last_rank():
 
 def test_a_vocabulary_of_one_id_is_certain():
     for num_top in (0, 1):
-        entry = told([7.0], 0, num_top)
+        entry = entry_of([7.0], 0, num_top)
         assert (entry.ids, entry.values, entry.ranks) == ([0], [0.0], [1])
 
 
@@ -113,8 +113,8 @@ def test_a_vocabulary_of_one_id_is_certain():
 
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("vocab_size", [2, 50, 5000])
-def test_random_rows_are_told_as_float64_says(vocab_size, rounded):
-    """Rounded logits tie, at and beyond the k-th too. Rows of one call ask for different numbers."""
+def test_entries_of_random_rows_agree_with_float64(vocab_size, rounded):
+    """Rounded logits tie, at and beyond the k-th too. Rows of one call have different values of num_top."""
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(60, vocab_size, generator=generator) * torch.tensor([0.1, 1.0, 8.0]).repeat(20)[:, None]
     logits = (logits * 4).round() / 4 if rounded else logits
@@ -123,7 +123,7 @@ def test_random_rows_are_told_as_float64_says(vocab_size, rounded):
     num_top = [min((0, 1, 5, 20, vocab_size)[i % 5], vocab_size) for i in range(60)]
     entries = token_logprobs(logits, token_ids.tolist(), num_top)
     for row, entry in enumerate(entries):
-        assert_told_of(entry, logits[row], int(token_ids[row]), num_top[row])
+        assert_entry_is(entry, logits[row], int(token_ids[row]), num_top[row])
 
 
 @settings(max_examples=200)
@@ -131,28 +131,28 @@ def test_random_rows_are_told_as_float64_says(vocab_size, rounded):
     row=st.lists(st.sampled_from([-INF, -2.0, 0.0, 0.5, 3.0]), min_size=1, max_size=8).filter(lambda row: max(row) > -INF),
     data=st.data(),
 )
-def test_any_row_of_few_values_is_told_as_the_definition_says(row, data):
+def test_the_entry_of_any_row_of_few_values_follows_the_definition(row, data):
     token_id = data.draw(st.integers(0, len(row) - 1))
     num_top = data.draw(st.integers(0, len(row)))
-    assert_told_of(told(row, token_id, num_top), torch.tensor(row), token_id, num_top)
+    assert_entry_is(entry_of(row, token_id, num_top), torch.tensor(row), token_id, num_top)
 
 
 @pytest.mark.parametrize("fault", ["ids", "values", "ranks", "order"])
 def test_the_comparison_notices(fault):
     logits = [0.0, 1.0, 1.0, 2.0, 1.0]
-    entry = told(logits, 0, 3)
-    assert_told_of(entry, torch.tensor(logits), 0, 3)
+    entry = entry_of(logits, 0, 3)
+    assert_entry_is(entry, torch.tensor(logits), 0, 3)
     if fault == "ids":
         entry.ids[2] = 0
     elif fault == "values":
         entry.values[1] += 1e-4
     elif fault == "ranks":
-        entry.ranks[2] = 2  # the smallest of the equal ids' places, not the largest
+        entry.ranks[2] = 2  # the smallest rank of the equal ids, not the largest
     else:
         for numbers in (entry.ids, entry.values, entry.ranks):
             numbers[1], numbers[2] = numbers[2], numbers[1]
     with pytest.raises(AssertionError):
-        assert_told_of(entry, torch.tensor(logits), 0, 3)
+        assert_entry_is(entry, torch.tensor(logits), 0, 3)
 
 
 # ---- the sampler's
@@ -173,7 +173,7 @@ ACTING = {  # rows whose processed logits differ from the model's
 
 
 def acting_rows(**params):
-    return [sequence(seed, [1, 2], [2, 3, 3], **asked, **params) for seed, asked in enumerate(ACTING.values())]
+    return [sequence(seed, [1, 2], [2, 3, 3], **acting, **params) for seed, acting in enumerate(ACTING.values())]
 
 
 def random_logits(num_rows=4, vocab_size=30):
@@ -182,11 +182,11 @@ def random_logits(num_rows=4, vocab_size=30):
 
 def test_logprobs_are_the_models_own_whatever_the_parameters_do():
     logits = random_logits()
-    for num, asked in ((4, 4), (0, 0), (30, -1), (30, 30)):
-        sampled = sample(Sampler(), logits, *acting_rows(logprobs=asked))
+    for num, logprobs in ((4, 4), (0, 0), (30, -1), (30, 30)):
+        sampled = sample(Sampler(), logits, *acting_rows(logprobs=logprobs))
         assert list(sampled.logprobs) == [0, 1, 2, 3]
         for row, entry in sampled.logprobs.items():
-            assert_told_of(entry, logits[row], sampled.token_ids[row], num)
+            assert_entry_is(entry, logits[row], sampled.token_ids[row], num)
 
 
 def test_processed_logprobs_are_those_after_all_stages():
@@ -197,7 +197,7 @@ def test_processed_logprobs_are_those_after_all_stages():
     for stage in STAGES:
         processed = stage(processed, SamplingBatch.build(rows, 30, logits.device))
     for row, entry in sampled.logprobs.items():
-        assert_told_of(entry, processed[row], sampled.token_ids[row], 30)
+        assert_entry_is(entry, processed[row], sampled.token_ids[row], 30)
         assert not torch.allclose(torch.tensor(entry.values), logits[row].log_softmax(-1)[entry.ids], atol=1e-3)
     assert sum(value == -INF for value in sampled.logprobs[3].values) >= 30 - 10  # top_k 9, and perhaps a tie
     assert -INF not in sampled.logprobs[2].values
@@ -215,7 +215,7 @@ def test_processed_logprobs_by_hand():
     assert greedy.values == [pytest.approx(0, abs=1e-6)]
 
 
-def test_a_greedy_row_tells_the_models_logprob_of_a_token_that_only_its_bias_chose():
+def test_a_greedy_row_returns_the_models_logprob_of_a_token_that_its_bias_chose():
     logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
     sampled = sample(Sampler(), logits, sequence(temperature=0, logit_bias={2: 5}, logprobs=1))
     assert sampled.token_ids == [2]
@@ -224,22 +224,22 @@ def test_a_greedy_row_tells_the_models_logprob_of_a_token_that_only_its_bias_cho
 
 
 @pytest.mark.parametrize("processed", [False, True])
-def test_only_rows_that_ask_are_told_and_asking_changes_no_token(processed):
+def test_only_rows_with_logprobs_return_them_and_logprobs_change_no_token(processed):
     logits = random_logits().repeat(2, 1)
-    asking, silent = acting_rows(logprobs=2), acting_rows()
+    returning, silent = acting_rows(logprobs=2), acting_rows()
     sampler = Sampler(processed_logprobs=processed)
-    mixed = sample(sampler, logits, *asking, *silent)
+    mixed = sample(sampler, logits, *returning, *silent)
     assert list(mixed.logprobs) == [0, 1, 2, 3]
     assert mixed.token_ids == sample(sampler, logits, *silent, *silent).token_ids
     assert sample(sampler, logits, *silent, *silent).logprobs == {}
 
 
 @pytest.mark.parametrize("processed", [False, True])
-def test_a_row_without_a_token_is_told_nothing_and_the_others_their_own(processed):
+def test_a_row_without_a_token_returns_no_logprobs_and_other_rows_their_own(processed):
     logits = random_logits(3)
     logits[1, 4] = math.nan
     sampled = sample(Sampler(processed_logprobs=processed), logits, *[sequence(i, logprobs=30) for i in range(3)])
     assert list(sampled.logprobs) == [0, 2]
     assert sampled.token_ids[1] == -1
     for row in (0, 2):
-        assert_told_of(sampled.logprobs[row], logits[row], sampled.token_ids[row], 30)
+        assert_entry_is(sampled.logprobs[row], logits[row], sampled.token_ids[row], 30)

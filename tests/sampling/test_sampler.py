@@ -38,7 +38,7 @@ def test_greedy_takes_the_lowest_id_among_equal_logits():
     assert sample(ties, sequence(temperature=0)).token_ids == [123]
 
 
-def test_greedy_is_greedy_whatever_else_its_row_or_its_neighbours_ask_for():
+def test_greedy_is_greedy_whatever_the_other_parameters_of_its_row_and_of_other_rows():
     logits = torch.randn(40, 100, generator=torch.Generator().manual_seed(0))
     others = {"top_k": 5, "top_p": 0.1, "min_p": 0.9}
     params = [{"temperature": 0} | others if i % 2 else {"temperature": 9.0, "top_p": 0.95} for i in range(40)]
@@ -66,7 +66,7 @@ def test_a_seed_of_64_bits_is_read_as_unsigned(seed):
 
 
 def test_the_same_seed_and_position_give_the_same_token_in_any_batch():
-    """300 rows of mixed parameters, each alone, all together, and shuffled among others of a rotated order."""
+    """300 rows of mixed parameters: each alone, all together, and 150 of them in random order."""
     rng = random.Random(0)
     logits = torch.randn(300, 200, generator=torch.Generator().manual_seed(0)) * 3
     sequences = [
@@ -111,7 +111,7 @@ def test_min_tokens_masks_eos_whether_or_not_it_would_stop(params):
 
 
 def test_a_tiny_temperature_is_greedy_and_a_huge_one_is_uniform():
-    """Huge: 4 equal tokens in 400 draws; none is missing but once in 1e49."""
+    """At the huge temperature the chance that one of 4 equal tokens is missing in 400 draws is below 1e-49."""
     logits = torch.tensor([[1e4, -3e4, 9.9e3, 1e4 - 1]])
     assert sample(logits.repeat(50, 1), *[sequence(seed=i, temperature=1e-300) for i in range(50)]).token_ids == [0] * 50
     huge = sample(logits.repeat(400, 1), *[sequence(seed=i, temperature=1e300) for i in range(400)])
@@ -119,7 +119,7 @@ def test_a_tiny_temperature_is_greedy_and_a_huge_one_is_uniform():
     assert huge.errors == {}
 
 
-def test_a_row_with_no_token_left_gets_an_error_that_names_the_stage_and_harms_no_other_row():
+def test_a_row_with_no_token_left_gets_an_error_that_names_the_stage_and_changes_no_other_row():
     logits = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     others = [sequence(seed=1, temperature=0.7), sequence(seed=2, top_p=0.5)]
     barred = sequence(min_tokens=1, stop_token_ids=[0, 1, 2, 3], temperature=0.7)
@@ -130,22 +130,22 @@ def test_a_row_with_no_token_left_gets_an_error_that_names_the_stage_and_harms_n
     assert "mask_min_tokens" in sampled.errors[1]
 
 
-def test_the_stage_that_took_the_last_token_is_named_and_not_one_before_it():
-    def take_everything(logits, batch):
+def test_the_stage_that_removed_the_last_token_is_named_and_not_one_before_it():
+    def mask_everything(logits, batch):
         return torch.full_like(logits, -INF)
 
-    sampler = Sampler((*STAGES[:2], take_everything, *STAGES[2:]))
+    sampler = Sampler((*STAGES[:2], mask_everything, *STAGES[2:]))
     sequences = [sequence(temperature=0), sequence(temperature=0.7, min_tokens=1, top_p=0.5)]
     sampled = sampler(torch.randn(2, 4), SamplingBatch.build(sequences, 4, torch.device("cpu"))).read()
     assert sampled.token_ids == [-1, -1]
-    assert all("no token is left to draw after take_everything" in error for error in sampled.errors.values())
+    assert all("no token is left to draw after mask_everything" in error for error in sampled.errors.values())
 
 
 @pytest.mark.parametrize(
     "params", [{"temperature": 0}, {"top_k": 3, "min_p": 0.01}, {"temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.01}]
 )
 @pytest.mark.parametrize("bad", [[NAN, 1.0, 2.0, 3.0], [NAN] * 4, [INF, 0.0, 0.0, 0.0], [-INF] * 4, [INF, -INF, NAN, 0.0]])
-def test_logits_that_are_not_finite_are_an_error_of_their_row_alone(bad, params):
+def test_a_row_with_logits_that_are_not_finite_gets_its_own_error(bad, params):
     fine = [0.0, 90.0, 0.0, 0.0]
     sampled = sample([fine, bad, fine], sequence(), sequence(**params), sequence(temperature=0))
     assert sampled.token_ids == [1, -1, 1]
@@ -161,7 +161,7 @@ def test_logits_that_are_not_finite_are_an_error_even_where_a_stage_drops_them(b
 
 
 def test_a_row_at_temperature_1_keeps_its_bits_beside_a_row_at_another_temperature():
-    """Taking the maximum off 0.1 and 0.1 + 1e-8 rounds them to a tie, which top_k = 2 would keep whole."""
+    """Subtracting the maximum from 0.1 and 0.1 + 1e-8 rounds them to a tie, of which top_k = 2 would keep both."""
     row = torch.tensor([[1.0, 0.1, 0.1 + 1e-8]])
     for seed in range(20):
         alone = sample(row, sequence(seed=seed, top_k=2)).token_ids[0]

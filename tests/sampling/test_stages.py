@@ -1,4 +1,4 @@
-"""Each stage by worked examples, on 4,096 rows of mixed batches against transformers, by brute force; and where they differ."""
+"""Each stage by worked examples, by brute force, and on 4,096 rows of mixed batches against transformers."""
 
 import functools
 import math
@@ -22,8 +22,8 @@ from nanoinfer.scheduling.sequence import Sequence
 INF = math.inf
 
 
-def asked(*rows, vocab_size=6, eos=frozenset()):
-    """The batch of rows that asked for these parameters, each with a prompt of one token and no output yet."""
+def batch_of(*rows, vocab_size=6, eos=frozenset()):
+    """The batch of rows with these parameters, each with a prompt of one token and no output yet."""
     sequences = [
         Sequence("r", [0], SamplingParams(**{"seed": i} | row), seed=i, max_num_tokens=99, eos_token_ids=eos)
         for i, row in enumerate(rows)
@@ -38,7 +38,7 @@ def sequence(prompt, output=(), *, bad_words=(), eos=frozenset(), **params):
 
 
 def changed(stage, logits, *sequences):
-    """What a stage makes of a row of logits, the same for each sequence."""
+    """Apply a stage to the same row of logits for each sequence."""
     logits = torch.tensor([logits]).repeat(len(sequences), 1)
     return stage(logits, SamplingBatch.build(list(sequences), logits.shape[1], logits.device)).tolist()
 
@@ -46,7 +46,7 @@ def changed(stage, logits, *sequences):
 def kept(stage, probabilities, **params):
     """The ids that a stage keeps of a distribution."""
     logits = torch.tensor([probabilities]).log()
-    return stage(logits, asked(params, vocab_size=len(probabilities)))[0].isfinite().nonzero()[:, 0].tolist()
+    return stage(logits, batch_of(params, vocab_size=len(probabilities)))[0].isfinite().nonzero()[:, 0].tolist()
 
 
 def all_stages(logits, batch):
@@ -62,7 +62,7 @@ def all_stages(logits, batch):
     ("stage", "params", "probabilities", "expected"),
     [
         (keep_min_p, {"min_p": 0.5}, [0.5, 0.3, 0.2], [0, 1]),
-        (keep_min_p, {"min_p": 0.5}, [0.5, 0.25, 0.25], [0, 1, 2]),  # at the bar is not below it
+        (keep_min_p, {"min_p": 0.5}, [0.5, 0.25, 0.25], [0, 1, 2]),  # at the threshold is not below it
         (keep_min_p, {"min_p": 1.0}, [0.25, 0.5, 0.25], [1]),
         (keep_top_k, {"top_k": 2}, [0.3, 0.2, 0.2, 0.2, 0.1], [0, 1, 2, 3]),
         (keep_top_k, {"top_k": 2}, [0.1, 0.2, 0.4, 0.3], [2, 3]),
@@ -81,24 +81,26 @@ def test_the_worked_example_keeps_what_it_says(stage, params, probabilities, exp
     assert kept(stage, probabilities, **params) == expected
 
 
-def test_temperature_divides_after_the_maximum_is_taken_off():
+def test_temperature_divides_after_the_maximum_is_subtracted():
     logits = torch.tensor([[2.0, 1.0, 0.0]])
-    assert apply_temperature(logits, asked({"temperature": 0.5})).tolist() == [[0.0, -2.0, -4.0]]
-    assert apply_temperature(logits, asked({"temperature": 4.0})).tolist() == [[0.0, -0.25, -0.5]]
+    assert apply_temperature(logits, batch_of({"temperature": 0.5})).tolist() == [[0.0, -2.0, -4.0]]
+    assert apply_temperature(logits, batch_of({"temperature": 4.0})).tolist() == [[0.0, -0.25, -0.5]]
 
 
 def test_min_tokens_masks_eos_and_stop_ids_of_its_row_alone():
-    batch = asked({"min_tokens": 1, "stop_token_ids": [3]}, {"stop_token_ids": [3]}, {"min_tokens": 2}, eos=frozenset([1, 5]))
+    batch = batch_of(
+        {"min_tokens": 1, "stop_token_ids": [3]}, {"stop_token_ids": [3]}, {"min_tokens": 2}, eos=frozenset([1, 5])
+    )
     masked = mask_min_tokens(torch.zeros(3, 6), batch)
     assert masked.tolist() == [[0, -INF, 0, -INF, 0, -INF], [0] * 6, [0, -INF, 0, 0, 0, -INF]]
 
 
-def test_allowed_token_ids_are_all_that_their_row_may_draw():
+def test_a_row_may_draw_only_its_allowed_token_ids():
     rows = changed(stages.keep_allowed, [1.0, 2.0, 3.0], sequence([0], allowed_token_ids=[2, 0, 2]), sequence([0]))
     assert rows == [[1, -INF, 3], [1, 2, 3]]
 
 
-def test_a_bad_word_is_masked_at_its_last_token_once_the_others_end_the_output():
+def test_a_bad_word_is_masked_at_its_last_token_if_its_other_tokens_end_the_output():
     words = ((3, 1, 2), (0,))
     outputs = ([], [1], [1, 3], [3, 1], [2, 3, 1], [3, 1, 0])
     rows = changed(stages.mask_bad_words, [0.0] * 4, *[sequence([1], output, bad_words=words) for output in outputs])
@@ -121,8 +123,8 @@ def test_a_token_in_prompt_and_output_is_penalized_once_by_the_repetition_penalt
     assert rows == [[4, -16]]
 
 
-def test_the_frequency_penalty_counts_in_the_output_and_the_presence_penalty_asks_whether_it_is_there():
-    """Id 0 is in the prompt only, id 1 in both, id 2 in the output only, id 3 nowhere."""
+def test_the_frequency_penalty_counts_output_tokens_and_the_presence_penalty_does_not():
+    """Id 0 is in the prompt only, id 1 in both, id 2 in the output only, id 3 in neither."""
     seq = sequence([0, 1, 0], [1, 2, 2, 2], frequency_penalty=0.5, presence_penalty=2)
     assert changed(stages.apply_frequency_penalty, [1.0] * 4, seq) == [[1, 0.5, -0.5, 1]]
     assert changed(stages.apply_presence_penalty, [1.0] * 4, seq) == [[1, -1, -1, 1]]
@@ -141,7 +143,7 @@ def test_a_negative_penalty_is_a_reward():
         (2, [5, 5], [5]),
         (2, [5, 6, 5, 4, 5], [4, 6]),
         (2, [5], []),
-        (1, [5, 6, 5], [5, 6]),  # every token seen
+        (1, [5, 6, 5], [5, 6]),  # every token of the history
         (3, [1, 2, 3, 1, 2], [3]),
         (3, [1, 2, 3, 2, 1], []),
         (4, [1, 2, 3], []),  # shorter than an n-gram
@@ -158,24 +160,24 @@ def test_an_ngram_is_completed_once(size, token_ids, banned, num_output):
 
 def test_logits_processors_are_called_in_order_with_copies_of_the_ids_and_the_logits_of_their_row():
     def first(prompt_ids, output_ids, logits):
-        seen.append((list(prompt_ids), list(output_ids), logits.tolist()))
+        calls.append((list(prompt_ids), list(output_ids), logits.tolist()))
         prompt_ids.clear()
         output_ids.append(99)
         return logits + 1
 
     def second(prompt_ids, output_ids, logits):
-        seen.append((list(prompt_ids), list(output_ids), logits.tolist()))
-        return (logits * 2).double()  # another dtype is taken as well
+        calls.append((list(prompt_ids), list(output_ids), logits.tolist()))
+        return (logits * 2).double()  # another dtype is allowed
 
-    seen = []
+    calls = []
     seq = sequence([0, 1], [2], logits_processors=[first, second])
     assert changed(stages.apply_logits_processors, [3.0, 4.0], sequence([0]), seq, sequence([0])) == [[3, 4], [8, 10], [3, 4]]
-    assert seen == [([0, 1], [2], [3, 4]), ([0, 1], [2], [4, 5])]
+    assert calls == [([0, 1], [2], [3, 4]), ([0, 1], [2], [4, 5])]
     assert seq.token_ids == [0, 1, 2]
 
 
 @pytest.mark.parametrize("returned", [None, torch.zeros(2), torch.zeros(1, 3), [0.0, 0.0, 0.0]])
-def test_a_logits_processor_that_returns_something_else_is_told_so(returned):
+def test_a_logits_processor_that_returns_something_else_raises(returned):
     seq = sequence([0], logits_processors=[lambda prompt_ids, output_ids, logits: returned])
     with pytest.raises(InvalidTypeError, match=r"must return logits of shape \(3,\)"):
         changed(stages.apply_logits_processors, [0.0] * 3, seq)
@@ -193,13 +195,13 @@ def test_a_logits_processor_that_returns_something_else_is_told_so(returned):
         (
             {"no_repeat_ngram_size": 1, "logits_processors": [lambda p, o, logits: logits.clamp(min=-7)]},
             -7,
-        ),  # has the last word
+        ),  # runs last
         ({"logits_processors": [lambda p, o, logits: logits - 1], "temperature": 0.5}, -8),  # (2 - 6) / 0.5, after it
         ({"presence_penalty": 1, "temperature": 0.5}, -10),  # (2 - 1 - 6) / 0.5
     ],
 )
 def test_the_stages_follow_the_order_of_the_page(params, expected):
-    """Id 1 has logit 2 and is twice in the output; id 0 has 6 and is the largest."""
+    """Id 1 has logit 2 and is twice in the output. Id 0 has 6 and is the largest."""
     assert changed(all_stages, [6.0, 2.0], sequence([1], [1, 1], **params))[0][1] == expected
 
 
@@ -210,16 +212,16 @@ def test_an_extreme_repetition_penalty_makes_no_nan_of_masked_and_zero_logits(pe
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_nobody_asked_for_returns_its_input(stage):
+def test_an_unused_stage_returns_its_input(stage):
     logits = torch.randn(2, 6)
-    assert stage(logits, asked({}, {"temperature": 0, "top_k": 3, "top_p": 0.5, "min_p": 0.5})) is logits
+    assert stage(logits, batch_of({}, {"temperature": 0, "top_k": 3, "top_p": 0.5, "min_p": 0.5})) is logits
 
 
 # ---- against transformers, or the definition
 
 
 def random_sequence(rng, vocab_size):
-    """Prompt and output of few different ids, so that some repeat, alone and as n-grams. Most rows use most parameters."""
+    """Prompt and output of a small set of ids, so that ids and n-grams repeat. Most rows use most parameters."""
 
     def some(most):
         return rng.sample(range(vocab_size), rng.randint(1, min(vocab_size, most)))
@@ -264,7 +266,7 @@ def dropping_last(prompt_ids, output_ids, logits):
 def mixed_batches():
     """64 batches of 64 rows over 2 to 512 ids: (sequences, logits, batch).
 
-    Every third row is rounded to eighths, so that it holds ties; every fifth has masked tokens already.
+    Every third row is rounded to eighths, so that it holds ties. Every fifth has masked tokens already.
     """
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     batches = []
@@ -281,7 +283,7 @@ def mixed_batches():
 
 
 def compare(stage, is_on, check):
-    """check(ours [1, vocab], params, seq, logits [1, vocab]) for rows that ask for the stage; the others keep every bit."""
+    """Call check(ours [1, vocab], params, seq, logits [1, vocab]) for rows that use the stage. Other rows keep every bit."""
     num_on = num_changed = 0
     for sequences, logits, batch in mixed_batches():
         ours = stage(logits.clone(), batch)
@@ -293,11 +295,11 @@ def compare(stage, is_on, check):
             else:
                 assert same[i]
     assert num_on >= 2000
-    assert num_changed >= 1000  # and the stage had something to do
+    assert num_changed >= 1000  # the stage changed something
 
 
 def equal_to(oracle_of):
-    """A check: theirs to the last bit. oracle_of(params, seq) is one of transformers' processors and the ids it is given."""
+    """A check for equal bits. oracle_of(params, seq) is one of transformers' processors and its input ids."""
 
     def check(ours, params, seq, logits):
         processor, input_ids = oracle_of(params, seq)
@@ -344,7 +346,7 @@ def test_the_repetition_penalty_gives_transformers_logits():
 
 
 def penalized(penalty_of):
-    """A check: the logits of the output's ids less penalty_of(params, count), all others as they were."""
+    """A check: penalty_of(params, count) is subtracted from the logits of the output's ids, all others are unchanged."""
 
     def check(ours, params, seq, logits):
         expected = logits.double()
@@ -357,12 +359,12 @@ def penalized(penalty_of):
     return check
 
 
-def test_the_frequency_penalty_is_taken_off_once_for_each_time_in_the_output():
+def test_the_frequency_penalty_is_subtracted_once_per_occurrence_in_the_output():
     check = penalized(lambda params, count: params.frequency_penalty * count)
     compare(stages.apply_frequency_penalty, lambda params, seq: params.frequency_penalty, check)
 
 
-def test_the_presence_penalty_is_taken_off_once_for_each_id_in_the_output():
+def test_the_presence_penalty_is_subtracted_once_per_id_in_the_output():
     check = penalized(lambda params, count: params.presence_penalty)
     compare(stages.apply_presence_penalty, lambda params, seq: params.presence_penalty, check)
 
@@ -419,7 +421,7 @@ def test_top_k_keeps_what_transformers_keeps_ties_included():
 
 
 def compare_min_p(stage):
-    """Masks may differ only for tokens within 1e-6 of the bar."""
+    """Masks may differ only for tokens within 1e-6 of the threshold."""
 
     def check(ours, params, seq, logits):
         theirs = oracle.MinPLogitsWarper(params.min_p)(None, logits)
@@ -431,9 +433,9 @@ def compare_min_p(stage):
 
 
 def compare_top_p(stage):
-    """As many tokens are kept, with the same logits; one more or less only where the exact sum is within 1e-6 of top_p.
+    """The same number of tokens is kept, with the same logits. It may differ where the exact sum is within 1e-6 of top_p.
 
-    Which of equal tokens stay is left out: transformers' sort does not keep their order.
+    Which of equal tokens are kept is not compared: transformers' sort does not keep their order.
     """
 
     def check(ours, params, seq, logits):
@@ -459,17 +461,17 @@ def test_top_p_keeps_what_transformers_keeps():
     compare_top_p(keep_top_p)
 
 
-def test_the_comparison_notices_a_bar_that_is_not_scaled_by_the_largest_probability():
+def test_the_comparison_notices_a_threshold_that_is_not_scaled_by_the_largest_probability():
     with pytest.raises(AssertionError):
-        compare_min_p(lambda logits, batch: logits.masked_fill(logits.softmax(-1) < batch.min_p[:, None], -INF))
+        compare_min_p(lambda logits, batch: logits.masked_fill(logits.softmax(-1) < batch.columns.min_p[:, None], -INF))
 
 
 def wrong_top_p(logits, batch, *, shifted):
-    """The two known traps: `cumsum > p` as it stands drops the token that crosses p; shifted, it keeps one more at equality."""
+    """The two known traps: `cumsum > p` drops the token that crosses p. If shifted, it keeps one more at equality."""
     falling, ids = logits.sort(descending=True, stable=True)
     p = falling.softmax(-1)
-    dropped = p.cumsum(-1) - (p if shifted else 0) > batch.top_p[:, None]
-    dropped &= (batch.top_p < 1)[:, None]
+    dropped = p.cumsum(-1) - (p if shifted else 0) > batch.columns.top_p[:, None]
+    dropped &= (batch.columns.top_p < 1)[:, None]
     return logits.masked_fill(dropped.scatter(-1, ids, dropped), -INF)
 
 
@@ -482,7 +484,7 @@ def test_the_example_at_equality_notices_one_token_too_many():
     assert kept(lambda logits, batch: wrong_top_p(logits, batch, shifted=True), [0.5, 0.25, 0.25], top_p=0.5) == [0, 1]
 
 
-# ---- where transformers differs, and where one might think so
+# ---- where transformers differs, and where it might seem to
 
 
 def transformers_keeps(warper, probabilities):
@@ -530,20 +532,20 @@ def test_a_tiny_temperature_does_not_overflow_where_transformers_does(temperatur
 
 # ---- against brute force
 
-few_logits = st.lists(st.sampled_from([-INF, -3.0, -1.0, 0.0, 0.5, 0.5, 1.0, 2.0]), min_size=1, max_size=12).filter(
+tied_logits = st.lists(st.sampled_from([-INF, -3.0, -1.0, 0.0, 0.5, 0.5, 1.0, 2.0]), min_size=1, max_size=12).filter(
     lambda row: max(row) > -INF
 )
 
 
 @settings(max_examples=300, deadline=None)
-@given(row=few_logits, top_p=st.one_of(st.floats(5e-324, 1), st.sampled_from([1 / 3, 0.25, 0.5, 0.75, 2 / 3])))
+@given(row=tied_logits, top_p=st.one_of(st.floats(5e-324, 1), st.sampled_from([1 / 3, 0.25, 0.5, 0.75, 2 / 3])))
 def test_top_p_keeps_the_smallest_set_in_order_of_weight_and_id(row, top_p):
     logits = torch.tensor([row])
     weights = integer_weights(logits)[0].tolist()
     order, expected = sorted(range(len(row)), key=lambda i: (-row[i], i)), []
     while not expected or sum(weights[i] for i in expected) < top_p * sum(weights):
         expected.append(order[len(expected)])
-    survivors = keep_top_p(logits, asked({"top_p": top_p}))[0]
+    survivors = keep_top_p(logits, batch_of({"top_p": top_p}))[0]
     if top_p < 1:
         assert survivors.isfinite().nonzero()[:, 0].tolist() == sorted(i for i in expected if row[i] > -INF)
     else:
@@ -551,11 +553,11 @@ def test_top_p_keeps_the_smallest_set_in_order_of_weight_and_id(row, top_p):
 
 
 @settings(max_examples=200, deadline=None)
-@given(row=few_logits, top_k=st.integers(1, 14))
+@given(row=tied_logits, top_k=st.integers(1, 14))
 def test_top_k_keeps_everything_as_large_as_the_kth(row, top_k):
     kth = sorted(row, reverse=True)[min(top_k, len(row)) - 1]
     expected = [value if value >= kth else -INF for value in row]
-    assert keep_top_k(torch.tensor([row]), asked({"top_k": top_k}, vocab_size=len(row)))[0].tolist() == expected
+    assert keep_top_k(torch.tensor([row]), batch_of({"top_k": top_k}, vocab_size=len(row)))[0].tolist() == expected
 
 
 choices = st.fixed_dictionaries(
@@ -569,9 +571,9 @@ choices = st.fixed_dictionaries(
 
 
 @settings(max_examples=300, deadline=None)
-@given(row=few_logits, params=choices)
+@given(row=tied_logits, params=choices)
 def test_a_masked_token_never_comes_back_and_the_largest_always_stays(row, params):
-    logits, batch = torch.tensor([row]), asked(params, vocab_size=len(row))
+    logits, batch = torch.tensor([row]), batch_of(params, vocab_size=len(row))
     for stage in STAGES:
         masked = stage(logits, batch)
         assert not masked.isnan().any()
@@ -597,8 +599,8 @@ def test_a_row_of_a_mixed_batch_is_treated_bit_for_bit_as_when_alone():
     ]
     logits = torch.randn(64, vocab_size, generator=torch.Generator().manual_seed(1)) * 4
     logits[::2] = logits[::2].bfloat16().float()  # ties
-    together = all_stages(logits, asked(*rows, vocab_size=vocab_size, eos=frozenset([7])))
+    together = all_stages(logits, batch_of(*rows, vocab_size=vocab_size, eos=frozenset([7])))
     for i, row in enumerate(rows):
-        alone = all_stages(logits[i : i + 1], asked(row, vocab_size=vocab_size, eos=frozenset([7])))
+        alone = all_stages(logits[i : i + 1], batch_of(row, vocab_size=vocab_size, eos=frozenset([7])))
         assert torch.equal(alone[0], together[i])
     assert len({int(row.isfinite().sum()) for row in together}) > 10  # rows do differ

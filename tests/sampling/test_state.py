@@ -1,7 +1,7 @@
-"""A sequence's counts and n-grams: grown token by token they equal a recount, and each token is looked at once."""
+"""A sequence's counts and n-grams: grown token by token they equal a recount, and each token is read once."""
 
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nanoinfer import SamplingParams
 from nanoinfer.config import SchedulerConfig
-from nanoinfer.sampling.batch import SamplingBatch, TokenEntries
+from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.state import NGrams, SamplingState, TokenCounts
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -30,23 +30,23 @@ def recount(seq):
 
 
 def completing(token_ids, size):
-    """The ids that would make the last `size` ids an n-gram that is there already, found by trying them all."""
-    there = {tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1)}
-    return {x for x in set(token_ids) if len(token_ids) >= size - 1 and (*token_ids[len(token_ids) - size + 1 :], x) in there}
+    """The ids that would make the last `size` ids an n-gram that occurs already, found by trying all ids."""
+    ngrams = {tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1)}
+    return {x for x in set(token_ids) if len(token_ids) >= size - 1 and (*token_ids[len(token_ids) - size + 1 :], x) in ngrams}
 
 
 def known(state):
-    return dict(zip(state.seen.ids, state.seen.output_counts, strict=True))
+    return dict(zip(state.token_counts.ids, state.token_counts.output_counts, strict=True))
 
 
-# ---- by hand
+# ---- worked examples
 
 
 def test_token_counts_hold_each_id_once_in_order_of_appearance_and_count_the_output_alone():
     seq = sequence([7, 5, 7], [5, 2, 2], presence_penalty=1)
     state = SamplingState.of(seq)
-    assert list(state.seen.ids) == [7, 5, 2]
-    assert list(state.seen.output_counts) == [0, 1, 2]
+    assert list(state.token_counts.ids) == [7, 5, 2]
+    assert list(state.token_counts.output_counts) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def test_allowed_ids_are_kept_once_each_and_biases_beside_their_ids():
     assert list(zip(state.bias_ids, state.bias_values, strict=True)) == [(8, 0.5), (3, -2)]
 
 
-def test_what_the_parameters_do_not_ask_for_is_none():
+def test_a_field_that_the_parameters_do_not_use_is_none():
     for params in ({"no_repeat_ngram_size": 2}, {"frequency_penalty": 1}, {"allowed_token_ids": [1]}, {"logit_bias": {1: 1}}):
         state = SamplingState.of(sequence([1, 2], **params))
         fields = {
             "no_repeat_ngram_size": state.ngrams,
-            "frequency_penalty": state.seen,
+            "frequency_penalty": state.token_counts,
             "allowed_token_ids": state.allowed_ids,
             "logit_bias": state.bias_ids,
         }
@@ -92,7 +92,7 @@ def test_what_the_parameters_do_not_ask_for_is_none():
 
 
 @pytest.mark.parametrize("params", [{"repetition_penalty": 1.1}, {"presence_penalty": -1}, {"frequency_penalty": 0.1}])
-def test_each_of_the_three_penalties_alone_makes_tokens_count(params):
+def test_tokens_are_counted_for_each_of_the_three_penalties_alone(params):
     assert known(SamplingState.of(sequence([1, 2], [2], **params))) == {1: 0, 2: 1}
 
 
@@ -113,7 +113,10 @@ def test_a_state_grown_in_steps_equals_one_built_at_once_and_a_recount(token_ids
     while True:
         state = SamplingState.of(grown)
         at_once = SamplingState.of(sequence(prompt, grown.output_token_ids, **params))
-        assert (state.seen.ids, state.seen.output_counts) == (at_once.seen.ids, at_once.seen.output_counts)
+        assert (state.token_counts.ids, state.token_counts.output_counts) == (
+            at_once.token_counts.ids,
+            at_once.token_counts.output_counts,
+        )
         assert known(state) == recount(grown)
         banned = state.ngrams.banned(grown.token_ids)
         assert banned == at_once.ngrams.banned(grown.token_ids) == completing(grown.token_ids, size)
@@ -126,14 +129,14 @@ def test_the_comparison_notices_a_state_that_misses_a_token():
     seq = sequence([1, 2, 1], frequency_penalty=1, no_repeat_ngram_size=2)
     state = SamplingState.of(seq)
     seq.token_ids += [1, 3, 1]
-    state._num_known += 1  # the planted fault: one token is taken for known
+    state._num_known += 1  # the planted fault: one token is skipped
     SamplingState.of(seq)
     assert known(state) != recount(seq)
     assert state.ngrams.banned(seq.token_ids) != completing(seq.token_ids, 2)
 
 
 def test_a_sequence_keeps_one_state_and_shares_it_with_no_other():
-    """n answers to one prompt hold the same ids, and go their own ways."""
+    """n answers to one prompt begin with the same ids, and continue with different ones."""
     one, other = sequence([1, 2], presence_penalty=1), sequence([1, 2], presence_penalty=1)
     state = SamplingState.of(one)
     SamplingState.of(other)
@@ -144,7 +147,7 @@ def test_a_sequence_keeps_one_state_and_shares_it_with_no_other():
 
 
 def test_a_preempted_sequence_keeps_its_counts_and_counts_no_token_twice():
-    """Blocks for one and a half: the scheduler takes the younger sequence's back, and later computes it again."""
+    """Blocks for one and a half sequences: the scheduler preempts the younger one, and recomputes it later."""
     scheduler = Scheduler(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, chunk_size=4), BlockManager(7, 2))
     sequences = [sequence([i, 1, 2], frequency_penalty=1, no_repeat_ngram_size=2) for i in (3, 4)]
     for i, seq in enumerate(sequences):
@@ -163,10 +166,10 @@ def test_a_preempted_sequence_keeps_its_counts_and_counts_no_token_twice():
                 scheduler.finish(seq)
                 num_left -= 1
     assert sequences[1].num_preemptions > 0
-    assert sum(sequences[1].sampling_state.seen.output_counts) == 6  # its 7th was not looked at any more
+    assert sum(sequences[1].sampling_state.token_counts.output_counts) == 6  # the 7th was not read any more
 
 
-# ---- what a step costs, and what it hands over
+# ---- the cost and the entries of a step
 
 
 @pytest.mark.parametrize("length", [10, 1000])
@@ -194,15 +197,15 @@ def test_a_step_adds_each_new_token_once_however_long_the_history(length, monkey
 
 
 def test_a_batch_keeps_its_entries_when_a_sequence_grows_after_it():
-    """The arrays are read without a copy: growing one must not move what an earlier batch holds."""
+    """The arrays are read without a copy: growing one must not change the entries of an earlier batch."""
     seq = sequence([1, 2], frequency_penalty=1, no_repeat_ngram_size=1)
     batch = SamplingBatch.build([seq], 9999, torch.device("cpu"))
     for token_id in range(5000):
         seq.token_ids.append(token_id)
         SamplingState.of(seq)
-    assert batch.seen.ids.tolist() == [1, 2]
-    assert batch.seen.values.tolist() == [0, 0]
-    assert batch.repeated_ngrams.ids.tolist() == [1, 2]
+    assert batch.entries.token_counts.ids.tolist() == [1, 2]
+    assert batch.entries.token_counts.values.tolist() == [0, 0]
+    assert batch.entries.repeated_ngrams.ids.tolist() == [1, 2]
 
 
 def test_a_batch_of_grown_sequences_has_the_entries_of_freshly_counted_ones():
@@ -213,22 +216,22 @@ def test_a_batch_of_grown_sequences_has_the_entries_of_freshly_counted_ones():
             sequence(seq.prompt_token_ids, seq.output_token_ids, **(params if i != 1 else {})) for i, seq in enumerate(grown)
         ]
         one, other = (SamplingBatch.build(rows, 10, torch.device("cpu")) for rows in (grown, fresh))
-        for name in ("seen", "repeated_ngrams", "logit_bias", "allowed"):
-            ours, theirs = getattr(one, name), getattr(other, name)
+        for name in ("token_counts", "repeated_ngrams", "logit_bias", "allowed"):
+            ours, theirs = getattr(one.entries, name), getattr(other.entries, name)
             assert (ours is None) == (theirs is None)
             if ours is not None:
                 assert set(ours.rows.tolist()) <= {0, 2}
                 assert sorted(zip(ours.rows.tolist(), ours.ids.tolist(), strict=True)) == sorted(
                     zip(theirs.rows.tolist(), theirs.ids.tolist(), strict=True)
                 )
-        assert torch.equal(one.seen.values, other.seen.values)
+        assert torch.equal(one.entries.token_counts.values, other.entries.token_counts.values)
         for i, seq in enumerate(grown):
             seq.token_ids.append((step * (i + 2)) % 7)
-    assert one.repeated_ngrams is not None
+    assert one.entries.repeated_ngrams is not None
 
 
-def test_a_batch_uses_the_last_ones_columns_only_for_the_same_rows():
-    """Equal to a batch built from nothing, in every field, whether rows stay, leave, change places or come."""
+def test_a_batch_reuses_the_columns_of_the_last_batch_only_for_the_same_rows():
+    """Equal to a batch built from nothing, in every field, whether rows stay, leave, swap or are added."""
     a, b, c = (sequence([1, 2], **p) for p in ({"temperature": 0.5}, {"top_k": 3, "logprobs": 2}, {"frequency_penalty": 1}))
     greedy = sequence([1], temperature=0)
     last, device = None, torch.device("cpu")
@@ -243,9 +246,7 @@ def test_a_batch_uses_the_last_ones_columns_only_for_the_same_rows():
 
 
 def plain(value):
-    """None and the like are compared by their text."""
-    if isinstance(value, TokenEntries):
-        return {name: plain(getattr(value, name)) for name in ("rows", "ids", "values")}
-    if isinstance(value, dict):
-        return {name: plain(its) for name, its in value.items()}
+    """Values that are no tensors are compared by their text."""
+    if is_dataclass(value) and not isinstance(value, SamplingParams):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     return value if isinstance(value, torch.Tensor) else torch.tensor(list(repr(value).encode()))
