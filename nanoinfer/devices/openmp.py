@@ -1,20 +1,20 @@
-"""How torch's threads wait for each other on a CPU: spinning on a quiet machine, asleep beside other busy programs.
+"""How torch's threads wait for each other on a CPU: spinning on a quiet machine, sleeping beside other busy programs.
 
-In: nothing. `observe()` is called once per step. Out: nothing but speed: no result depends on it.
+`observe()` is called once per step. It changes the speed only. No result depends on it.
 
 A step is hundreds of short parallel loops. Between two of them, GNU OpenMP's threads spin before they sleep, because waking a
-thread takes longer than most loops. On a quiet machine that is right: one stream of GPT-2's shape took 1.5 times as long with
-sleeping threads (2 cores). Beside a program that uses one of the cores it is wrong: a spinning thread uses up the time in
-which the thread that it waits for could run, and the same stream took 4 times as long. No number of spins serves both
-(BENCHMARKS.md).
+thread takes longer than most loops. On a quiet machine spinning is faster: one stream of GPT-2's shape took 1.5 times as long
+with sleeping threads (2 cores). Beside a program that uses one of the cores spinning is slower. A spinning thread uses up the
+time in which the thread that it waits for could run, and the same stream took 4 times as long. No number of spins is good for
+both (BENCHMARKS.md).
 
 So the engine switches. Linux counts how long each thread was ready and had no core, in /proc/self/task/*/schedstat: 1% of the
 time on a quiet machine, 30% and more beside a busy program. According to libgomp's manual (GOMP_SPINCOUNT), a process that has
-more OpenMP threads than processors spins 100 times only. A thread of ours that runs one parallel loop and then waits has an
-OpenMP team of its own, so the process has too many threads. When it ends, the others spin again.
+more OpenMP threads than processors spins 100 times only. So the engine starts a thread that runs one parallel loop and then
+waits. It has an OpenMP team of its own, so the process has too many threads. When it ends, the others spin again.
 
-The engine switches nothing where OMP_WAIT_POLICY or GOMP_SPINCOUNT is set, without libgomp (macOS, Windows), or where torch
-uses fewer threads than there are processors.
+The engine switches nothing if OMP_WAIT_POLICY or GOMP_SPINCOUNT is set, without libgomp (macOS, Windows), or if torch uses
+fewer threads than there are processors.
 """
 
 import logging
@@ -27,18 +27,18 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-INTERVAL = 0.2  # seconds between two looks
+INTERVAL = 0.2  # seconds between two observations
 BUSY, QUIET = 0.1, 0.04  # shares of the time that a thread waited for a core
-QUIET_LOOKS = 10  # in a row, before threads spin again
-_LOOP = 2**18  # numbers in a loop that torch runs in parallel
+QUIET_OBSERVATIONS = 10  # in a row, before threads spin again
+_LOOP = 2**18  # elements of a loop that torch runs in parallel
 
 
 class WaitPolicy:
-    """One for the process, since OpenMP's settings are the process's."""
+    """Switches between spinning and sleeping. One per process, because OpenMP's settings are process-wide."""
 
     def __init__(self) -> None:
         self.is_supported = _is_supported()
-        self._last_look = time.perf_counter()
+        self._last_observation = time.perf_counter()
         self._delays = thread_delays() if self.is_supported else {}
         self._num_quiet = 0
         self._release: threading.Event | None = None  # of the thread that makes the others sleep
@@ -48,19 +48,19 @@ class WaitPolicy:
         return self._release is not None
 
     def observe(self) -> None:
-        """Look at the machine, if the last look is long enough ago."""
+        """Measure the delays of threads and switch, if the last observation is at least INTERVAL ago."""
         now = time.perf_counter()
-        elapsed = now - self._last_look
+        elapsed = now - self._last_observation
         if not self.is_supported or elapsed < INTERVAL:
             return
-        before, self._delays, self._last_look = self._delays, thread_delays(), now
+        before, self._delays, self._last_observation = self._delays, thread_delays(), now
         share = max((delay - before.get(thread, delay) for thread, delay in self._delays.items()), default=0.0) / elapsed
         self._num_quiet = self._num_quiet + 1 if share < QUIET else 0
         if share > BUSY and not self.sleeps:
-            logger.info("other programs want the cores: torch's threads sleep while they wait for each other")
+            logger.info("process-wide: other programs use the cores, so torch's threads sleep while they wait for each other")
             self._sleep()
-        elif self.sleeps and self._num_quiet >= QUIET_LOOKS:
-            logger.info("the cores are free again: torch's threads spin while they wait for each other")
+        elif self.sleeps and self._num_quiet >= QUIET_OBSERVATIONS:
+            logger.info("process-wide: the cores are free again, so torch's threads spin while they wait for each other")
             self.spin()
 
     def spin(self) -> None:
@@ -79,12 +79,12 @@ class WaitPolicy:
 
 
 def thread_delays() -> dict[str, float]:
-    """Seconds that each thread of this process has been ready to run and had no core."""
+    """Seconds that each thread of this process was ready to run and had no core, by thread id."""
     delays = {}
     for path in Path("/proc/self/task").glob("*/schedstat"):
         try:
             delays[path.parent.name] = int(path.read_text().split()[1]) / 1e9
-        except (OSError, IndexError, ValueError):  # it has just ended
+        except (OSError, IndexError, ValueError):  # the thread has ended
             continue
     return delays
 
@@ -108,7 +108,7 @@ def observe() -> None:
     """Choose how threads wait. Called once per step of a model on a CPU."""
     global _policy
     if not _lock.acquire(blocking=False):
-        return  # another engine's thread is looking
+        return  # another engine's thread is observing
     try:
         if _policy is None:
             _policy = WaitPolicy()
@@ -118,8 +118,8 @@ def observe() -> None:
 
 
 def describe() -> str:
-    """For `nanoinfer doctor`."""
+    """How threads wait, in words, for `nanoinfer doctor`."""
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         if name in os.environ:
-            return f"{name}={os.environ[name]}, as the environment says"
-    return "spinning, or asleep beside busy programs" if _is_supported() else "as OpenMP does by default"
+            return f"{name}={os.environ[name]}, set in the environment"
+    return "spinning, or sleeping beside busy programs" if _is_supported() else "as OpenMP does by default"

@@ -1,9 +1,9 @@
-"""Whether a prompt's hidden rows have the same bits in any batch: tried with the loaded model, on this machine.
+"""Whether a prompt's hidden rows have the same bits in any batch, measured with the loaded model on this machine.
 
-In: a model ready to run and its attention backend. Out: yes or no. linear.py has examined the linear layers more closely. This
-check covers the rest: norms, rotations, attention, a model class registered by the user.
+In: a model ready to run and its attention backend. Out: True or False. models/cpu_linear.py has examined the linear layers more
+closely. This check adds the rest: norms, rotations, attention, a model class registered by the user.
 
-A prompt and two decode steps run alone, then beside other prompts. Of the layers the first is run: the others are like it.
+A prompt and two decode steps run alone, then beside other prompts. Only the first layer runs, because the others are alike.
 """
 
 import hashlib
@@ -26,13 +26,17 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
-PROMPT_LENGTHS = (5, 37, 1, 66, 20)  # the second is looked at
-WATCHED = 1
+PROMPT_LENGTHS = (5, 37, 1, 66, 20)  # the second one is compared
+COMPARED = 1
 NUM_DECODES = 2
 
 
 def is_batch_independent(model: Model, backend: AttentionBackend, block_size: int, dtype: torch.dtype) -> bool:
-    """Tried once per machine for models and backends of this package. In every process for others: their code may change."""
+    """Whether rows are independent of the batch.
+
+    Measured once per machine for models and backends of this package. Measured in every process for others, because their code
+    may change.
+    """
     if not all(type(part).__module__.startswith("nanoinfer.") for part in (model, backend)):
         return _try(model, backend, block_size, dtype)
     digest = hashlib.sha256(f"{model.config} {model}".encode()).hexdigest()[:12]  # names the classes of its layers
@@ -42,8 +46,9 @@ def is_batch_independent(model: Model, backend: AttentionBackend, block_size: in
 
 
 def cannot_be_invariant(dtype: torch.dtype, device: torch.device) -> UnsupportedError:
+    """The error for batch_invariant=True on a machine that does not support it."""
     return UnsupportedError(
-        "batch_invariant=True needs rows whose bits do not depend on the batch; this machine's do, for this model in "
+        "batch_invariant=True requires rows whose bits do not depend on the batch; this machine's do, for this model in "
         f"{str(dtype).removeprefix('torch.')} on {device.type}; leave it out, or try another dtype on a CPU"
     )
 
@@ -52,7 +57,7 @@ def cannot_be_invariant(dtype: torch.dtype, device: torch.device) -> Unsupported
 def _try(model: Model, backend: AttentionBackend, block_size: int, dtype: torch.dtype) -> bool:
     longest = model.config.max_position_embeddings - NUM_DECODES
     if longest < 1:
-        return False  # too short a model to try
+        return False  # max_position_embeddings is too small for the check
     lengths = [min(length, longest) for length in PROMPT_LENGTHS]
     num_blocks = [-(-(length + NUM_DECODES) // block_size) for length in lengths]
     generator = torch.Generator().manual_seed(0)
@@ -74,7 +79,7 @@ def _try(model: Model, backend: AttentionBackend, block_size: int, dtype: torch.
             layout=backend.layout,
         )
         backend = type(backend)(enforce_eager=True)  # type: ignore[call-arg]
-        alone = _hidden_rows(model, backend, cache, [sequences[WATCHED]], lengths[WATCHED:])
+        alone = _hidden_rows(model, backend, cache, [sequences[COMPARED]], lengths[COMPARED:])
         together = _hidden_rows(model, backend, cache, sequences, lengths)
     return all(same_bits(one, other) for one, other in zip(alone, together, strict=True))
 
@@ -82,18 +87,18 @@ def _try(model: Model, backend: AttentionBackend, block_size: int, dtype: torch.
 def _hidden_rows(
     model: Model, backend: AttentionBackend, cache: KVCache, sequences: list[Sequence], lengths: list[int]
 ) -> list[Float[Tensor, "num_tokens hidden"]]:
-    """The watched sequence's rows: of its prompt, then of each decode step."""
-    watched = WATCHED if len(sequences) > 1 else 0
+    """The compared sequence's rows: of its prompt, then of each decode step."""
+    compared = COMPARED if len(sequences) > 1 else 0
     for seq in sequences:
         seq.num_computed_tokens = 0
     rows = []
     for nums in [lengths[: len(sequences)], *[[1] * len(sequences)] * NUM_DECODES]:
         items = [ScheduledSequence(seq, num) for seq, num in zip(sequences, nums, strict=True)]
-        items.sort(key=lambda item: item.num_new_tokens > 1)  # as the scheduler has them
+        items.sort(key=lambda item: item.num_new_tokens > 1)  # the scheduler's order
         batch = ForwardBatch.build(StepPlan(tuple(items)), cache.block_size, torch.device("cpu"))
         hidden = model(batch.input_ids, batch.positions, backend.begin_step(cache, batch.attention))
-        place = next(place for place, item in enumerate(items) if item.sequence is sequences[watched])
-        start, end = batch.attention.query_start_loc_cpu[place : place + 2]
+        index = next(i for i, item in enumerate(items) if item.sequence is sequences[compared])
+        start, end = batch.attention.query_start_loc_cpu[index : index + 2]
         rows.append(hidden[start:end].clone())
         for item in items:
             item.sequence.num_computed_tokens += item.num_new_tokens
@@ -102,7 +107,7 @@ def _hidden_rows(
 
 @contextmanager
 def _first_layer_alone(model: Model) -> Iterator[None]:
-    """Inside, the list of the model's layers holds its first. A model without such a list runs whole."""
+    """Inside, the model has its first layer only. A model without a list of layers keeps all of its layers."""
     for name, child in cast(nn.Module, model).named_children():
         if isinstance(child, nn.ModuleList) and len(child) == model.config.num_hidden_layers:
             setattr(model, name, nn.ModuleList([child[0]]))

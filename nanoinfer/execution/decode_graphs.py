@@ -1,7 +1,8 @@
 """Decode steps replayed from CUDA graphs.
 
-A CUDA graph reads and writes the same memory each time, so each step's tensors are copied into tensors that never move, and
-padding rows read and write a block of their own, which no sequence ever has.
+In: a ForwardBatch with one new token per sequence. Out: hidden rows. A CUDA graph reads and writes the same memory each time,
+so each step's tensors are copied into static input tensors. The number of rows is padded to a captured size. Padding rows read
+and write a block of their own, which no sequence ever has.
 """
 
 from collections.abc import Callable
@@ -18,16 +19,20 @@ from nanoinfer.execution.forward_batch import ForwardBatch
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """The places that a recording reads, and the recording, which fills hidden rows."""
+    """A captured graph of one number of rows, and the tensors that it reads. graph.out: hidden rows."""
 
-    places: ForwardBatch
-    recording: CapturedGraph
+    static_inputs: ForwardBatch
+    graph: CapturedGraph
 
 
 class DecodeGraphs:
-    """Recordings of the model's part of decode steps, by their number of rows: 1, 2, 4, 8, 16, 32, 48 and so on.
+    """CUDA graphs of the model's part of a decode step, by number of rows: 1, 2, 4, 8, 16, 32, 48 and so on.
 
-    padding_block: the block of the padding rows. max_model_len: a recording must serve sequences of every length up to it.
+    Args:
+        max_num_seqs: The largest number of rows.
+        max_model_len: The largest sequence length that a graph supports.
+        padding_block: The block of the padding rows.
+        capture: Captures a graph. CUDACapture, or a stand-in in tests.
     """
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, padding_block: int, capture: Capture) -> None:
@@ -37,31 +42,31 @@ class DecodeGraphs:
         self._padding_block = padding_block
         self._padding_slot = padding_block * block_size
         self._capture = capture
-        self._buckets: dict[int, _Bucket | None] = {}  # None: could not be recorded
+        self._buckets: dict[int, _Bucket | None] = {}  # None: could not be captured
 
-    def covers(self, batch: ForwardBatch) -> bool:
-        """Steps of single tokens alone."""
+    def supports(self, batch: ForwardBatch) -> bool:
+        """Whether every sequence of the step has one new token, and their number is at most the largest captured size."""
         return batch.attention.num_decodes == len(batch.input_ids) <= self.sizes[-1]
 
     def replay(self, batch: ForwardBatch, run: Callable[[ForwardBatch], Tensor]) -> Float[Tensor, "num_tokens hidden"]:
-        """The hidden rows of run(batch), by the recording of the smallest bucket that holds it."""
+        """The hidden rows of run(batch), by the graph of the smallest sufficient size. The graph is captured on first use."""
         num_rows = len(batch.input_ids)
         size = next(size for size in self.sizes if size >= num_rows)
         if size not in self._buckets:
-            places = self._places(size, batch.input_ids.device)
-            _fill(places, batch)
-            recording = capture_graph(f"a decode step of {size} rows", lambda: run(places), self._capture)
-            self._buckets[size] = _Bucket(places, recording) if recording else None
+            static_inputs = self._make_static_inputs(size, batch.input_ids.device)
+            _fill(static_inputs, batch)
+            graph = capture_graph(f"a decode step of {size} rows", lambda: run(static_inputs), self._capture)
+            self._buckets[size] = _Bucket(static_inputs, graph) if graph else None
         bucket = self._buckets[size]
         if bucket is None:
             return run(batch)
-        self._pad(bucket.places, num_rows)
-        _fill(bucket.places, batch)
-        bucket.recording.replay()
-        return bucket.recording.out[:num_rows]
+        self._pad(bucket.static_inputs, num_rows)
+        _fill(bucket.static_inputs, batch)
+        bucket.graph.replay()
+        return bucket.graph.out[:num_rows]
 
-    def _places(self, size: int, device: torch.device) -> ForwardBatch:
-        """Tensors that never move, of padding rows alone."""
+    def _make_static_inputs(self, size: int, device: torch.device) -> ForwardBatch:
+        """New tensors with padding rows only."""
 
         def rows(value: int, *shape: int) -> Int[Tensor, "..."]:
             return torch.full((size, *shape), value, dtype=torch.int64, device=device)
@@ -79,23 +84,23 @@ class DecodeGraphs:
         )
         return ForwardBatch(rows(0), rows(0), torch.arange(size, device=device), attention, [])
 
-    def _pad(self, places: ForwardBatch, num_rows: int) -> None:
-        """The rows from num_rows on: one token each, in the padding block."""
-        for place, value in (
-            (places.input_ids, 0),
-            (places.positions, 0),
-            (places.attention.slot_mapping, self._padding_slot),
-            (places.attention.seq_lens, 1),
-            (places.attention.block_tables, self._padding_block),
+    def _pad(self, static_inputs: ForwardBatch, num_rows: int) -> None:
+        """Make padding of the rows from num_rows on: one token each, in the padding block."""
+        for static_input, value in (
+            (static_inputs.input_ids, 0),
+            (static_inputs.positions, 0),
+            (static_inputs.attention.slot_mapping, self._padding_slot),
+            (static_inputs.attention.seq_lens, 1),
+            (static_inputs.attention.block_tables, self._padding_block),
         ):
-            place[num_rows:] = value
+            static_input[num_rows:] = value
 
 
-def _fill(places: ForwardBatch, batch: ForwardBatch) -> None:
-    """Copy a batch into the first rows."""
+def _fill(static_inputs: ForwardBatch, batch: ForwardBatch) -> None:
+    """Copy a batch into the first rows of the static inputs."""
     num_rows, max_blocks = batch.attention.block_tables.shape
-    places.input_ids[:num_rows] = batch.input_ids
-    places.positions[:num_rows] = batch.positions
-    places.attention.slot_mapping[:num_rows] = batch.attention.slot_mapping
-    places.attention.seq_lens[:num_rows] = batch.attention.seq_lens
-    places.attention.block_tables[:num_rows, :max_blocks] = batch.attention.block_tables
+    static_inputs.input_ids[:num_rows] = batch.input_ids
+    static_inputs.positions[:num_rows] = batch.positions
+    static_inputs.attention.slot_mapping[:num_rows] = batch.attention.slot_mapping
+    static_inputs.attention.seq_lens[:num_rows] = batch.attention.seq_lens
+    static_inputs.attention.block_tables[:num_rows, :max_blocks] = batch.attention.block_tables

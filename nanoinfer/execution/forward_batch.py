@@ -1,6 +1,6 @@
-"""Scheduled sequences -> the tensors of one step, packed: all sequences' new tokens in one row of tokens, no padding.
+"""Scheduled sequences -> the tensors of one step, packed: the new tokens of all sequences one after the other, no padding.
 
-In: a StepPlan. Out: a ForwardBatch. AttentionMetadata's docstring draws an example.
+In: a StepPlan. Out: a ForwardBatch. AttentionMetadata's docstring has an example.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from nanoinfer.tracing import BatchBuilt, Tracer
 
 @dataclass(frozen=True, slots=True)
 class LastDrawn:
-    """What a step drew, before anybody has read it: rows[seq] is the sequence's place in token_ids."""
+    """The tokens that a step drew, still on the device. rows[seq] is the sequence's row in token_ids."""
 
     token_ids: Int[Tensor, " num_rows"]
     rows: dict[Sequence, int]
@@ -27,7 +27,7 @@ class LastDrawn:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """One step's input. logits_indices: the packed tokens whose hidden rows meet the LM head, in the order of plan.rows."""
+    """One step's input. logits_indices: the packed tokens whose hidden rows enter the LM head, in the order of plan.rows."""
 
     input_ids: Int[Tensor, " num_tokens"]
     positions: Int[Tensor, " num_tokens"]
@@ -44,7 +44,15 @@ class ForwardBatch:
         last_drawn: "LastDrawn | None" = None,
         tracer: Tracer | None = None,
     ) -> "ForwardBatch":
-        """last_drawn: of the step before, if there are sequences whose newest token is on the device alone."""
+        """The tensors of a plan.
+
+        Args:
+            plan: The scheduled sequences and block copies.
+            block_size: Tokens of a block.
+            device: The device of the tensors.
+            last_drawn: The previous step's tokens, if the newest tokens of some sequences are only on the device.
+            tracer: Receives a BatchBuilt event.
+        """
         drawn_at: list[int] = []
         drawn_rows: list[int] = []
         input_ids: list[int] = []
@@ -58,7 +66,7 @@ class ForwardBatch:
             if last_drawn is not None and end > len(seq.token_ids):
                 drawn_at.append(len(input_ids))
                 drawn_rows.append(last_drawn.rows[seq])
-                input_ids.append(0)  # until the device fills it in
+                input_ids.append(0)  # replaced on the device below
             positions += range(start, end)
             slots += [seq.block_table[i // block_size] * block_size + i % block_size for i in range(start, end)]
 
@@ -95,7 +103,7 @@ class ForwardBatch:
             device,
         )  # fmt: skip
         if last_drawn is not None and drawn_at:
-            # -1 means that there is none; such a row will be dropped
+            # -1 is no token. Such a row is dropped later.
             ids[drawn_to] = last_drawn.token_ids[drawn_from].clamp(min=0)
         attention = AttentionMetadata(
             query_start_loc=starts,

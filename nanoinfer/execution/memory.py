@@ -14,10 +14,10 @@ from nanoinfer.errors import InvalidValueError
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.cuda_graphs import BYTES_AT_A_TIME
 
-# On a CPU the cache takes at most this much unless kv_cache_memory says otherwise, and never more than half of what is free.
+# On a CPU the cache takes at most this many bytes and at most half of the free memory, unless kv_cache_memory is set.
 DEFAULT_CPU_MEMORY = 4 * 2**30
 
-LOGITS_COPIES = 12  # fp32 copies of [num_rows, vocab] that a sampler of every parameter may hold: int64 weights count twice
+LOGITS_COPIES = 12  # fp32 copies of [num_rows, vocab] that a sampler with every parameter may hold. int64 weights count twice
 
 _MORE_ON_A_GPU = " or gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs"
 
@@ -25,10 +25,18 @@ _MORE_ON_A_GPU = " or gpu_memory_utilization, lower max_num_batched_tokens or ma
 def num_blocks_for(
     config: EngineConfig, block_bytes: int, block_size: int, max_len: int, device: torch.device, *, step_bytes: int = 0
 ) -> int:
-    """As many blocks as the memory holds, and no more than max_num_seqs sequences of max_len could use.
+    """The number of blocks that fit into memory, at most what max_num_seqs sequences of max_len could use.
 
-    step_bytes: kept free on a GPU for what a step needs beside weights and cache.
-    Raises: InvalidValueError if not one block fits.
+    Args:
+        config: Memory settings and max_num_seqs.
+        block_bytes: Bytes of a block in all layers.
+        block_size: Tokens of a block.
+        max_len: Tokens of the longest sequence.
+        device: The device of the cache.
+        step_bytes: Bytes to keep free on a GPU for a step, besides weights and cache.
+
+    Raises:
+        InvalidValueError: If no block fits.
     """
     memory = memory_for_cache(device, config.cache.kv_cache_memory, config.cache.gpu_memory_utilization, step_bytes=step_bytes)
     num_blocks = min(memory // block_bytes, config.scheduler.max_num_seqs * -(-max_len // block_size))
@@ -43,9 +51,10 @@ def num_blocks_for(
 def memory_for_cache(
     device: torch.device, kv_cache_memory: int | None, gpu_memory_utilization: float, *, step_bytes: int = 0
 ) -> int:
-    """How many bytes the cache may take: what was asked for, or what the machine can spare. Call it with the weights loaded.
+    """The number of bytes for the cache: kv_cache_memory, or else what the machine can spare. Call it after loading weights.
 
-    Raises: InvalidValueError if more was asked for than is free.
+    Raises:
+        InvalidValueError: If kv_cache_memory is more than is free.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -63,17 +72,17 @@ def memory_for_cache(
 
 
 def available_cpu_memory() -> int:
-    """Bytes that can be taken without swapping, within the limit of the container, where there is one (cgroup v2)."""
+    """Bytes that can be allocated without swapping, within the limit of the container, if there is one (cgroup v2)."""
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):  # not Linux: half of the machine's memory, or where not even that can be asked, 8 GiB
-        can_ask = hasattr(os, "sysconf")
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if can_ask else 2 * DEFAULT_CPU_MEMORY
+    except (OSError, KeyError):  # not Linux: half of the machine's memory, or 8 GiB if that is unknown
+        has_sysconf = hasattr(os, "sysconf")
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if has_sysconf else 2 * DEFAULT_CPU_MEMORY
     try:
         limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
-        file_cache = int(stat["inactive_file"]) + int(stat["active_file"])  # counted as used, and given up when needed
+        file_cache = int(stat["inactive_file"]) + int(stat["active_file"])  # counted as used, but reclaimed on demand
         available = min(available, limit - used + file_cache)
     except (OSError, ValueError, KeyError):  # no container, or "max": no limit
         pass
@@ -82,10 +91,10 @@ def available_cpu_memory() -> int:
 
 @torch.inference_mode()
 def peak_step_bytes(model: Model, config: SchedulerConfig, device: torch.device) -> int:
-    """What a GPU needs for the largest step, beside weights and cache: measured on one whose attention is left out.
+    """The bytes that the largest step takes on a GPU, besides weights and cache. Measured with a step without attention.
 
-    The sampler is counted as LOGITS_COPIES of the logits. Its recordings have memory of their own: one more copy to read, and
-    as many again as they work on at a time.
+    The sampler is counted as LOGITS_COPIES copies of the logits. Its CUDA graphs have memory of their own: one more copy of the
+    logits as static input, and LOGITS_COPIES copies of the rows that they process at a time.
     """
     num_rows = config.max_num_seqs
 
@@ -98,8 +107,8 @@ def peak_step_bytes(model: Model, config: SchedulerConfig, device: torch.device)
     hidden = model(ids, ids, attend)
     logits = model.compute_logits(hidden[:num_rows]).float()
     sampler = LOGITS_COPIES * logits.nbytes
-    recordings = logits.nbytes + LOGITS_COPIES * min(logits.nbytes, BYTES_AT_A_TIME)
-    needed = torch.cuda.max_memory_allocated(device) - before + sampler + recordings
+    sampler_graphs = logits.nbytes + LOGITS_COPIES * min(logits.nbytes, BYTES_AT_A_TIME)
+    needed = torch.cuda.max_memory_allocated(device) - before + sampler + sampler_graphs
     del hidden, logits
     torch.cuda.empty_cache()
     return needed

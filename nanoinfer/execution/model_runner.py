@@ -1,11 +1,8 @@
-"""The tensors of one step -> hidden rows -> logits: carry out the copies owed, run the model, head the rows that are wanted.
+"""The tensors of one step -> hidden rows -> logits: copy blocks, run the model, apply the LM head to selected rows.
 
-In: a ForwardBatch. Out: hidden rows, and for some of them logits [num_rows, vocab] in fp32. It knows tensors, and
-neither requests nor how tokens are chosen.
-
-On a GPU the model's part of a decode step is replayed from a recording (cuda_graphs.py). That reads and writes the same memory
-each time, so each step's tensors are copied into places that never move, and padding rows read and write a block of their own,
-which no sequence ever has.
+In: a ForwardBatch. Out: hidden rows, and for some of them logits [num_rows, vocab] in fp32. It handles tensors only, and knows
+neither requests nor how tokens are sampled. On a GPU the model's part of a decode step is replayed from a CUDA graph
+(decode_graphs.py).
 """
 
 from jaxtyping import Float
@@ -19,7 +16,7 @@ from nanoinfer.models.registry import Model
 
 
 class ModelRunner:
-    """graphs: how decode steps are replayed; None runs every step as it comes."""
+    """Runs the model. graphs: replays decode steps. None runs every step eagerly."""
 
     def __init__(self, model: Model, cache: KVCache, backend: AttentionBackend, graphs: DecodeGraphs | None = None) -> None:
         self.model = model
@@ -28,15 +25,15 @@ class ModelRunner:
         self.graphs = graphs
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
-        """The hidden rows stay as they are until the next forward."""
+        """The hidden rows of a step. They are valid until the next forward, which may write to the same memory."""
         if batch.block_copies:
             self.cache.copy_blocks(batch.block_copies)
-        if self.graphs is not None and self.graphs.covers(batch):
+        if self.graphs is not None and self.graphs.supports(batch):
             return self.graphs.replay(batch, self._run)
         return self._run(batch)
 
     def compute_logits(self, hidden: Float[Tensor, "num_rows hidden"]) -> Float[Tensor, "num_rows vocab"]:
-        """Call it with few rows: 1,000 of them over 151,936 ids are 600 MB."""
+        """The logits of some hidden rows, in fp32. Pass few rows: 1,000 rows of 151,936 logits take 600 MB."""
         return self.model.compute_logits(hidden).float()
 
     def _run(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:

@@ -1,7 +1,7 @@
-"""Ids -> text as it grows, never half a character.
+"""Token ids -> text, released incrementally, in whole characters.
 
-In: one token id at a time. Out: the text that is certain after it. A character of several bytes may be spread over several
-tokens (an emoji is 4 bytes, often 2 to 4 tokens); nothing of it is given out before its last byte.
+In: one token id at a time. Out: the text that no later id can change. A character of several bytes may be split over several
+tokens (an emoji is 4 bytes, often 2 to 4 tokens). It is released with its last byte.
 """
 
 from tokenizers.decoders import DecodeStream
@@ -10,30 +10,30 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """One sequence's ids as text, on the tokenizers library's DecodeStream.
+    """The text of one sequence's ids, decoded by the tokenizers library's DecodeStream.
 
-    All that push and finish return, joined, is tokenizer.decode of all the ids (of a byte-level tokenizer, as GPT-2's and
-    Qwen's are; others may rewrite bytes that they have shown, and what was shown stays).
+    The returned texts of push and finish, joined, equal tokenizer.decode of all ids, for byte-level tokenizers such as GPT-2's
+    and Qwen's. Other tokenizers may change earlier text, and released text is never changed.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._held: list[int] = []  # ids whose text has not been given out
+        self._held: list[int] = []  # ids whose text is not released yet
 
     @property
     def num_held_ids(self) -> int:
-        """How many ids wait for the rest of their character."""
+        """The number of ids whose character is not complete."""
         return len(self._held)
 
     def push(self, token_id: int) -> str:
-        """The text that this id makes certain: "" while a character is incomplete."""
+        """Add an id and return the text that it releases: "" while a character is incomplete."""
         self._held.append(token_id)
         try:
             text = self._stream.step(self._tokenizer.backend, token_id)
-        except Exception:  # "Invalid prefix": an id changed the text before it. Start afresh behind what was given out.
-            # This ends: a fresh stream cannot raise before it has given text out, and then fewer ids are held.
+        except Exception:  # "Invalid prefix": an id changed the text before it. Start a new stream after the released text.
+            # The recursion ends: a new stream cannot raise before it has released text, and then fewer ids are held.
             self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
             held, self._held = self._held, []
             return "".join(self.push(held_id) for held_id in held)
@@ -43,7 +43,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """The text still held when no id follows: a character cut short becomes U+FFFD, as in tokenizer.decode."""
+        """The text of the held ids, when no id follows. An incomplete character becomes U+FFFD, as in tokenizer.decode."""
         text = self._tokenizer.decode(self._held, skip_special_tokens=self._skip_special_tokens)
         self._held.clear()
         return text

@@ -1,7 +1,7 @@
-"""Text -> token ids and back, and chat messages -> text, by the checkpoint's own tokenizer files.
+"""Text -> token ids and back, and chat messages -> text, with the checkpoint's tokenizer files.
 
-In: a checkpoint's folder. Out: a Tokenizer around transformers' fast tokenizer. transformers is imported inside `load`,
-so that the bookkeeping floors stay light.
+In: a checkpoint's folder. Out: a Tokenizer that wraps transformers' fast tokenizer. `load` imports transformers, so that
+importing this module is fast.
 """
 
 import copy
@@ -19,9 +19,12 @@ _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.mode
 
 
 class Tokenizer:
-    """One checkpoint's tokenizer. `hf` is transformers' object; `backend` is a copy of the tokenizers library's inside it.
+    """One checkpoint's tokenizer.
 
-    A copy, because truncation and padding are state there: a user's call with truncation=True would shorten later prompts.
+    Attributes:
+        hf: transformers' tokenizer.
+        backend: A copy of the tokenizers library's object inside it. Truncation and padding are its state, so without a copy a
+            user's call of `hf` with truncation=True would truncate later prompts.
     """
 
     def __init__(self, hf: "PreTrainedTokenizerFast") -> None:
@@ -32,9 +35,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer | None":
-        """The tokenizer in a folder, or None where there are no tokenizer files.
+        """The tokenizer in a folder, or None if there are no tokenizer files.
 
-        Raises: CheckpointError for files that cannot be read, UnsupportedError for a tokenizer without a fast backend.
+        Raises:
+            CheckpointError: If the files cannot be read.
+            UnsupportedError: If the tokenizer has no fast backend.
         """
         if not any((path / name).exists() for name in _TOKENIZER_FILES):
             return None
@@ -42,7 +47,7 @@ class Tokenizer:
 
         try:
             hf = AutoTokenizer.from_pretrained(str(path))
-        except Exception as error:  # whatever a damaged file makes transformers raise
+        except Exception as error:  # transformers raises many classes for damaged files
             raise CheckpointError(f"transformers cannot load the tokenizer in {path}: {error}") from error
         if not getattr(hf, "is_fast", False):
             raise UnsupportedError(
@@ -52,9 +57,10 @@ class Tokenizer:
         return cls(hf)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text, with the BOS that the tokenizer itself adds, if it adds one.
+        """The ids of a text, with the special tokens that the tokenizer adds, such as BOS, unless add_special_tokens is False.
 
-        Raises: InvalidPromptError for a lone surrogate, which no Unicode text has.
+        Raises:
+            InvalidPromptError: If the text has a lone surrogate, which is not valid Unicode.
         """
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -64,11 +70,13 @@ class Tokenizer:
             ) from error
 
     def word_forms(self, word: str) -> list[tuple[int, ...]]:
-        """The ids of a word where a text begins, and where a space stands before it: the ways to say it.
+        """The ids of a word at the beginning of a text, and after a space, for bad_words.
 
-        The second counts only if it is as long and begins otherwise; else it is more than the word, or the same. (As in vLLM.)
+        As in vLLM, the second form is used only if it has the same number of ids and a different first id. Otherwise it has
+        more than the word, or is equal.
 
-        Raises: InvalidValueError for a word without tokens, or one that is no Unicode text.
+        Raises:
+            InvalidValueError: If the word has no tokens, or is not valid Unicode.
         """
         try:
             bare, spaced = (tuple(self.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " "))
@@ -79,11 +87,11 @@ class Tokenizer:
         return [bare, spaced] if len(spaced) == len(bare) and spaced[0] != bare[0] else [bare]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of some ids. Ids that the tokenizer lacks decode to nothing; half a character to U+FFFD."""
+        """The text of some ids. Ids beyond the vocabulary decode to "", an incomplete character to U+FFFD."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one id alone, special ones too."""
+        """The text of one id alone, also of a special token."""
         return self.decode([token_id], skip_special_tokens=False)
 
     def apply_chat_template(
@@ -94,15 +102,22 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> str:
-        """Chat messages as one text, ready for `encode(..., add_special_tokens=False)`: the template writes any BOS itself.
+        """Chat messages as one text, for `encode(..., add_special_tokens=False)`, because the template writes BOS itself.
 
-        Raises: InvalidPromptError where there is no template, or where the template refuses the messages.
+        Args:
+            messages: Dicts with "role" and "content".
+            chat_template: A Jinja template instead of the tokenizer's.
+            add_generation_prompt: Append the beginning of the assistant's turn.
+            **template_kwargs: Variables of the template.
+
+        Raises:
+            InvalidPromptError: If there is no template, or if the template refuses the messages.
         """
         if chat_template is None and self.hf.chat_template is None:
             raise InvalidPromptError(
                 "this checkpoint's tokenizer has no chat template; pass chat_template=..., or use generate() on text"
             )
-        from jinja2 import TemplateError  # transformers needs it for templates, too, and only then
+        from jinja2 import TemplateError  # an optional dependency, which transformers' templates require
 
         try:
             text = self.hf.apply_chat_template(

@@ -60,7 +60,7 @@ def test_dense_attention_is_transformers_formula_by_hand():
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_the_compiled_decode_equals_the_plain_one_and_enforce_eager_never_compiles(num_threads):
-    """In a process of its own: compiled code cannot run under the shape checks. A row's bits do not depend on the others."""
+    """In another process, because compiled code cannot run under the shape checks. Also compares the bits of rows."""
     code = """
 import torch, logging, sys
 from nanoinfer.attention import cpu
@@ -103,7 +103,7 @@ for i in range(3):
 
 @pytest.mark.parametrize(("num_heads", "head_dim", "block_size"), [(6, 32, 64), (12, 64, 64), (4, 64, 16), (2, 32, 64)])
 def test_masked_blocks_at_the_end_of_a_table_change_no_bit_of_the_plain_form(num_heads, head_dim, block_size):
-    """As a row is padded beside longer ones. Sums of few columns would be interleaved by fours: 6 blocks unlike 8."""
+    """A row is padded beside longer ones. Sums of few columns would be interleaved by fours: 6 blocks differ from 8."""
     from nanoinfer.attention import cpu
 
     generator = torch.Generator().manual_seed(0)
@@ -123,7 +123,7 @@ def test_masked_blocks_at_the_end_of_a_table_change_no_bit_of_the_plain_form(num
 
 
 def test_a_compiled_form_whose_rows_depend_on_each_other_is_not_used(monkeypatch, caplog, tmp_path):
-    """What torch.compile returns is played here: right for several sequences, another order of adding for one."""
+    """A stand-in for torch.compile: correct for several sequences, another order of addition for one."""
     from nanoinfer.attention import cpu
 
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
@@ -168,7 +168,7 @@ def test_without_a_compiler_the_plain_form_stays(monkeypatch, caplog):
     assert caplog.text.count("could not be compiled (no C++ compiler)") == 1
 
 
-def test_an_unknown_backend_or_one_that_cannot_serve_is_refused_by_name(caplog):
+def test_an_unknown_or_unsupported_backend_is_refused_by_name(caplog):
     model = (torch.float32, 64)
     with pytest.raises(InvalidValueError, match="one of reference, cpu, flash, triton, torch, got 'flashy'"):
         select_backend("flashy", CPU, *model)
@@ -179,7 +179,7 @@ def test_an_unknown_backend_or_one_that_cannot_serve_is_refused_by_name(caplog):
     assert select_backend("auto", CPU, *model)[0] == "cpu"
 
 
-def test_a_backend_of_ones_own_is_used_and_what_is_none_is_refused(monkeypatch):
+def test_a_registered_backend_is_used_and_a_class_that_is_no_backend_is_refused(monkeypatch):
     class Counting(ReferenceBackend):
         num_steps = 0
 
@@ -187,12 +187,12 @@ def test_a_backend_of_ones_own_is_used_and_what_is_none_is_refused(monkeypatch):
             Counting.num_steps += 1
             return super().begin_step(cache, metadata)
 
-    monkeypatch.setitem(base.BACKENDS, "counting", ReferenceBackend)  # gone again afterwards
+    monkeypatch.setitem(base.BACKENDS, "counting", ReferenceBackend)  # removed afterwards
     register_backend("counting", ReferenceBackend)
-    register_backend("counting", Counting)  # one's own may be replaced
+    register_backend("counting", Counting)  # a registered name may be replaced
     params = SamplingParams(temperature=0, max_tokens=5)
     llm = LLM(attention_backend="counting")
-    Counting.num_steps = 0  # loading tries it, too
+    Counting.num_steps = 0  # loading runs it, too
     ours = llm.generate("Once upon a", params, use_tqdm=False)
     assert Counting.num_steps == 5
     assert ours[0].outputs == LLM(attention_backend="reference").generate("Once upon a", params, use_tqdm=False)[0].outputs
@@ -204,13 +204,13 @@ def test_a_backend_of_ones_own_is_used_and_what_is_none_is_refused(monkeypatch):
             register_backend("nothing", nothing)
 
 
-def test_a_gpus_cache_leaves_room_for_what_else_is_on_it_and_for_a_step(monkeypatch):
+def test_a_gpus_cache_leaves_room_for_other_allocations_and_for_a_step(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))  # free, total
     cuda = torch.device("cuda")
     assert memory_for_cache(cuda, None, 0.9) == 500  # 900 in all, less the 400 that are taken
     assert memory_for_cache(cuda, None, 0.9, step_bytes=120) == 380
     assert memory_for_cache(cuda, None, 0.9, step_bytes=800) == 0
-    assert memory_for_cache(cuda, 600, 0.9, step_bytes=120) == 600  # asked for
+    assert memory_for_cache(cuda, 600, 0.9, step_bytes=120) == 600  # the argument
     with pytest.raises(InvalidValueError, match="601 bytes, but 600 are free on cuda; lower kv_cache_memory"):
         memory_for_cache(cuda, 601, 0.9)
 

@@ -1,4 +1,4 @@
-"""Our kernels, run by Triton's interpreter on a CPU (on a GPU they are compiled), against the definition in float64."""
+"""The Triton kernels, run by its interpreter on a CPU (on a GPU they are compiled), against the definition in float64."""
 
 import pytest
 import tiny_models
@@ -13,16 +13,16 @@ from nanoinfer.attention.triton import TritonBackend, num_splits_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
-    # The interpreter keeps bfloat16 as 16-bit integers and (in 3.9) multiplies those: make numbers of them first.
+    # The interpreter keeps bfloat16 as 16-bit integers and (in 3.9) multiplies those: convert them to float32 first.
     from triton.runtime import interpreter
 
-    dot_of_numbers = interpreter.InterpreterBuilder.create_dot
+    dot_of_floats = interpreter.InterpreterBuilder.create_dot
 
     def dot(builder, a, b, *more):
         widened = (
             builder.cast_impl(x, interpreter.tl.float32) if x.dtype.scalar == interpreter.tl.bfloat16 else x for x in (a, b)
         )
-        return dot_of_numbers(builder, *widened, *more)
+        return dot_of_floats(builder, *widened, *more)
 
     interpreter.InterpreterBuilder.create_dot = dot
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.03}
@@ -58,13 +58,13 @@ def test_a_step_of_one_kind_and_a_fused_projections_views(lengths):
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("lengths", [[(40, 1), (41, 1)], [(17, 5), (40, 30)]], ids=["decode", "prefill"])
 def test_the_comparison_notices_a_planted_fault(fault, lengths):
-    """The twin of the tests above: one wrong slot, block or length is far outside of their tolerance."""
+    """The twin of the tests above: one wrong slot, block or length exceeds their tolerance by far."""
     assert error_of(lengths, spoil=FAULTS[fault]) > 1e-3
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 8, 32])
 def test_any_number_of_splits_gives_the_same(num_splits, monkeypatch):
-    """Also more splits than tiles: those without keys must weigh nothing."""
+    """Also more splits than tiles: splits without keys must have weight 0."""
     from nanoinfer.attention import triton as module
 
     monkeypatch.setattr(module, "num_splits_for", lambda *_: num_splits)

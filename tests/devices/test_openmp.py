@@ -1,11 +1,11 @@
-"""How torch's threads wait: asleep when they lack cores, spinning again when they have had them for a while."""
+"""How torch's threads wait: they sleep when they lack cores, and spin again when the machine was quiet for a while."""
 
 import threading
 
 import pytest
 
 from nanoinfer.devices import openmp
-from nanoinfer.devices.openmp import QUIET_LOOKS, WaitPolicy
+from nanoinfer.devices.openmp import QUIET_OBSERVATIONS, WaitPolicy
 
 
 class Machine:
@@ -42,9 +42,9 @@ def test_beside_a_busy_program_threads_sleep_and_spin_again_when_it_has_been_qui
     (team,) = teams()
     machine.run(policy, 60, share=0.3)
     assert teams() == [team]  # one, however long it lasts
-    machine.run(policy, QUIET_LOOKS * openmp.INTERVAL / 2, share=0.01)
+    machine.run(policy, QUIET_OBSERVATIONS * openmp.INTERVAL / 2, share=0.01)
     assert policy.sleeps  # not yet
-    machine.run(policy, QUIET_LOOKS * openmp.INTERVAL, share=0.01)
+    machine.run(policy, QUIET_OBSERVATIONS * openmp.INTERVAL, share=0.01)
     assert not policy.sleeps
     team.join(timeout=10)
     assert teams() == []
@@ -82,7 +82,7 @@ def test_what_the_user_has_set_stays(name, monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setenv(name, "7")
     assert not WaitPolicy().is_supported
-    assert openmp.describe() == f"{name}=7, as the environment says"
+    assert openmp.describe() == f"{name}=7, set in the environment"
 
 
 def test_fewer_threads_than_processors_are_left_alone(monkeypatch):

@@ -98,7 +98,7 @@ def test_padding_rows_write_into_their_own_block_alone(path):
     k_pages, _ = cache.layer(0)
     used = set(k_pages.flatten(1).any(1).nonzero().flatten().tolist())
     padding_block = cache.num_blocks - 1
-    assert graphs._buckets[4].places.attention.block_tables[3].unique().tolist() == [padding_block]
+    assert graphs._buckets[4].static_inputs.attention.block_tables[3].unique().tolist() == [padding_block]
     assert padding_block in used
     assert len(used) <= 1 + 6  # and the three sequences' blocks
 

@@ -1,4 +1,4 @@
-"""Ids -> text as it grows: the pieces joined are the whole decode, and no piece shows what a later id would change."""
+"""Incremental text: the pieces joined equal the whole decode, and no piece has text that a later id would change."""
 
 import pytest
 from byte_tokenizer import BEYOND, EOS, IM_END, TOKENS, byte_tokenizer
@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerFast
 from nanoinfer.tokenization.detokenizer import Detokenizer
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
-# id -> bytes. Ids 0 to 255 are the bytes themselves; the others begin, end or straddle characters of several bytes.
+# id -> bytes. Ids 0 to 255 are single bytes. Further ids begin, end or straddle characters of several bytes.
 
 
 def pieces_of(ids, *, skip_special_tokens=True, tokenizer=None):
-    """What each push gives out, and what finish gives out at the end."""
+    """The text that each push releases, and the text that finish releases at the end."""
     detokenizer = Detokenizer(tokenizer or byte_tokenizer(), skip_special_tokens=skip_special_tokens)
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.finish()]
 
@@ -44,13 +44,13 @@ some_ids = st.lists(st.one_of(st.integers(0, 255), st.integers(256, IM_END), st.
 
 @settings(max_examples=400, deadline=None)
 @given(ids=some_ids, skip_special_tokens=st.booleans())
-def test_any_ids_joined_are_their_decode_and_no_piece_is_taken_back(ids, skip_special_tokens):
+def test_the_pieces_of_any_ids_joined_are_their_decode_and_no_piece_changes(ids, skip_special_tokens):
     check(ids, skip_special_tokens=skip_special_tokens)
 
 
 @st.composite
 def split_texts(draw):
-    """A text, and ids that spell its bytes: longer tokens are taken at random where they fit."""
+    """A text, and ids of its bytes. Longer tokens are chosen at random where they fit."""
     text = draw(st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("the€x😀你a\u200d\ufffd")), max_size=12))
     data, ids = text.encode(), []
     while data:
@@ -99,7 +99,7 @@ def test_a_character_waits_for_its_last_byte(character):
         ([262, 263], ["", "a€", ""]),  # a\xe2 \x82\xac: the a waits with the half character in its token
     ],
 )
-def test_invalid_utf8_is_given_out_once_nothing_can_repair_it(ids, pieces):
+def test_invalid_utf8_is_released_once_no_later_id_can_complete_it(ids, pieces):
     assert pieces_of(ids) == pieces
 
 

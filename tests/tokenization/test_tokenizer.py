@@ -1,4 +1,4 @@
-"""The tokenizer: none, damaged, and a BOS that is never written twice."""
+"""The tokenizer: missing files, damaged files, and a BOS that is added once."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ def test_ids_are_those_of_transformers(tokenizer):
     assert tokenizer.encode(text)[0] == tokenizer.hf.convert_tokens_to_ids("<|im_start|>")  # one token, not its characters
 
 
-def test_special_tokens_are_left_out_of_the_text_only_when_asked(tokenizer):
+def test_special_tokens_are_skipped_unless_skip_special_tokens_is_false(tokenizer):
     ids = tokenizer.encode("<|im_start|>Lily<|im_end|>")
     assert tokenizer.decode(ids) == "Lily"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>Lily<|im_end|>"
@@ -82,7 +82,7 @@ def test_a_prompt_and_a_chat_begin_with_one_bos(bos_path):
     assert text.prompt_token_ids[0] == chat.prompt_token_ids[0] == BOS
 
 
-def test_the_chat_template_writes_every_message_and_the_generation_prompt_when_asked(tokenizer):
+def test_the_chat_template_writes_every_message_and_the_generation_prompt_unless_switched_off(tokenizer):
     messages = [*LILY, {"role": "assistant", "content": "No."}]
     text = "<|im_start|>user\nTell me a story about Lily<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n"
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == text
@@ -105,6 +105,6 @@ def test_a_users_call_with_truncation_does_not_shorten_later_prompts():
     assert tokenizer.encode("Once upon a time, there was a fox") == whole
 
 
-def test_text_that_is_no_unicode_is_refused_by_name():
+def test_text_that_is_not_valid_unicode_is_refused():
     with pytest.raises(InvalidPromptError, match="not valid Unicode"):
         Tokenizer.load(BUNDLED / "tiny-qwen3").encode("\ud800")
