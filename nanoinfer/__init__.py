@@ -30,11 +30,14 @@ batch (rows that get a token), hidden, vocab, num_heads (query heads), num_kv_he
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nanoinfer.attention.base import register_backend as register_backend
     from nanoinfer.errors import NanoinferError as NanoinferError
+    from nanoinfer.inputs import PromptType as PromptType
+    from nanoinfer.inputs import TextPrompt as TextPrompt
+    from nanoinfer.inputs import TokensPrompt as TokensPrompt
     from nanoinfer.llm import LLM as LLM
     from nanoinfer.models.registry import register_model as register_model
     from nanoinfer.outputs import BeamSearchOutput as BeamSearchOutput
@@ -47,11 +50,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# The public names, imported when they are first used: `import nanoinfer` takes no second for torch.
+# The public names, imported on first use, so that `import nanoinfer` does not wait a second for torch.
 _PUBLIC = {
     "LLM": "nanoinfer.llm",
     "SamplingParams": "nanoinfer.sampling_params",
     "BeamSearchParams": "nanoinfer.sampling_params",
+    "PromptType": "nanoinfer.inputs",
+    "TextPrompt": "nanoinfer.inputs",
+    "TokensPrompt": "nanoinfer.inputs",
     "RequestOutput": "nanoinfer.outputs",
     "CompletionOutput": "nanoinfer.outputs",
     "BeamSearchOutput": "nanoinfer.outputs",
@@ -64,10 +70,12 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'nanoinfer' has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+if not TYPE_CHECKING:  # a type checker would take every unknown name for one of these
+
+    def __getattr__(name: str) -> object:
+        if name not in _PUBLIC:
+            raise AttributeError(f"module 'nanoinfer' has no attribute {name!r}")
+        return getattr(import_module(_PUBLIC[name]), name)
 
 
 def __dir__() -> list[str]:

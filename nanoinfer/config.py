@@ -1,12 +1,13 @@
-"""The engine's settings, split by who owns them. Frozen and checked: what is derived from them is returned, never written back.
+"""The engine's settings, split by owner. Frozen and checked: derived values are returned, never written back.
 
-In: the arguments of LLM. Out: values that cannot be wrong by themselves; what depends on the model or on the machine
-(max_model_len, the number of blocks) is settled in engine.py and kv_cache.py.
+In: the arguments of LLM. Out: values that are valid by themselves. What depends on the model or on the machine (max_model_len,
+the number of blocks) is computed in engine/llm_engine.py and execution/memory.py.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanoinfer.errors import (
     InvalidTypeError,
@@ -19,6 +20,7 @@ from nanoinfer.errors import (
 )
 
 if TYPE_CHECKING:
+    from nanoinfer.sampling.sampler import Stage
     from nanoinfer.tracing import Tracer
 
 DTYPES = {
@@ -33,12 +35,13 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The paged KV cache.
+    """Settings of the paged KV cache.
 
-    block_size: tokens a block holds; None takes the attention backend's own.
-    kv_cache_memory: bytes for the cache on any device; None sizes it (kv_cache.py says how).
-    gpu_memory_utilization: share of a GPU's memory that weights and cache may take together; used on CUDA only.
-    enable_prefix_caching: keep finished blocks, and reuse them for prompts that begin with the same tokens.
+    Args:
+        block_size: Tokens per block. None is the attention backend's own.
+        kv_cache_memory: Bytes for the cache on any device. None computes it (see execution/memory.py).
+        gpu_memory_utilization: Share of a GPU's memory for weights and cache together, in (0, 1]. Used on CUDA only.
+        enable_prefix_caching: Keep finished blocks, and reuse them for prompts that begin with the same tokens.
     """
 
     block_size: int | None = None
@@ -49,7 +52,7 @@ class CacheConfig:
     def __post_init__(self) -> None:
         check_integer("block_size", self.block_size, 1, None, ">= 1", or_none=True)
         check_integer("kv_cache_memory", self.kv_cache_memory, 1, None, ">= 1", or_none=True)
-        # The range is open at 0: the smallest number above it.
+        # The range is open at 0, so the lower bound is the smallest number above it.
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, math.ulp(0.0), 1.0, "in (0, 1]")
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
 
@@ -58,10 +61,12 @@ class CacheConfig:
 class SchedulerConfig:
     """How much runs in one step.
 
-    max_num_seqs: sequences that may run at once.
-    max_num_batched_tokens: prompt tokens one step may compute; a running decode always gets its one token beside them.
-    chunk_size: a prompt is cut at absolute multiples of this (and of max_num_batched_tokens, if that is smaller).
-    batch_invariant: let neither the prefix cache nor a preemption change how a sequence is computed (scheduler.py says how).
+    Args:
+        max_num_seqs: Maximum number of running sequences.
+        max_num_batched_tokens: Maximum number of prompt tokens per step. Every running decode adds its one token.
+        chunk_size: Prompts are cut at absolute multiples of this (and of max_num_batched_tokens, if that is smaller).
+        batch_invariant: Neither the prefix cache nor a preemption may change how a sequence is computed (see
+            scheduling/scheduler.py).
     """
 
     max_num_seqs: int = 256
@@ -77,27 +82,27 @@ class SchedulerConfig:
 
     @property
     def chunk_grid(self) -> int:
-        """Prompts are cut at multiples of this. A chunk always fits an otherwise empty step."""
+        """The number of tokens at whose multiples prompts are cut. A chunk always fits an otherwise empty step."""
         return min(self.chunk_size, self.max_num_batched_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything LLMEngine.load needs: what to load, onto what, and the settings of the parts."""
+    """What LLMEngine.load needs: the model, the device, and the settings of the parts."""
 
-    model: str | None = None  # a folder, a hub name, the name of a bundled model; None: the bundled default
-    tokenizer: str | None = None  # a folder or hub name; None: the model's own
+    model: str | None = None  # a folder, a hub name, the name of a bundled model. None: the bundled default
+    tokenizer: str | None = None  # a folder or hub name. None: the model's own
     revision: str | None = None
     dtype: str = "auto"
     quantization: str | None = None  # or "int8": linear layers in 8 bits
     device: str = "auto"
-    max_model_len: int | None = None  # tokens of prompt + output; None: the model's own
+    max_model_len: int | None = None  # tokens of prompt + output. None: the model's own
     attention_backend: str = "auto"
     enforce_eager: bool = False
-    async_scheduling: bool | None = None  # launch a step before the one before it is read; None: on a GPU
+    async_scheduling: bool | None = None  # launch a step before the previous one is read. None: on a GPU
     seed: int = 0
     tracer: "Tracer | None" = None
-    stages: tuple[Any, ...] | None = None  # the sampler's; None: sampling.sampler.STAGES
+    stages: "tuple[Stage, ...] | None" = None  # the sampler's. None: sampling.sampler.STAGES
     logprobs_mode: str = "raw"  # or "processed": after all stages
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -129,9 +134,9 @@ class EngineConfig:
             raise InvalidTypeError(f"tracer must have a method emit(event), got {self.tracer!r}; see nanoinfer.Recorder")
 
 
-# vLLM's arguments that nanoinfer has no use for, with the values that change nothing here: the first is how it acts. Any other
-# value asks for what it does not do.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+# vLLM's arguments that nanoinfer does not have, with the values that change nothing here. The first one is how nanoinfer acts.
+# Any different value requests what is not supported.
+NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
@@ -145,11 +150,11 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "speculative_config": (None,),
     "kv_cache_dtype": ("auto",),
     "cpu_offload_gb": (0,),
-    "swap_space": (0, 4),  # the most it may swap; 4 was vLLM's default
+    "swap_space": (0, 4),  # GiB that may be swapped out, 4 was vLLM's default
 }
 
 
-def refuse_unknown(unknown: dict[str, Any], known: list[str]) -> None:
+def refuse_unknown(unknown: Mapping[str, object], known: list[str]) -> None:
     """Arguments of LLM() that are not among the known ones. Raises: UnsupportedError, InvalidTypeError."""
     for name, value in unknown.items():
         if name not in NEUTRAL_VALUES:

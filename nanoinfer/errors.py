@@ -1,76 +1,126 @@
-"""Every error nanoinfer raises on purpose. Each message says what is wrong, what was given, what is allowed, the way out.
+"""Errors that nanoinfer raises on purpose, and the argument checks that raise them.
+
+Each message says what is wrong, what was given, what is allowed, and the way out.
 
     NanoinferError
     ├── InvalidValueError (ValueError)        a value out of its range, or two that contradict each other
-    │   ├── InvalidPromptError                a prompt that cannot be used; names its index
-    │   ├── UnsupportedError                  known to the field, not done here; says what is
+    │   ├── InvalidPromptError                a prompt that cannot be used, named by its index
+    │   ├── UnsupportedError                  a known feature that is not supported
     │   └── CheckpointError                   a model folder that cannot be used
     │       ├── CheckpointNotFoundError (FileNotFoundError)
     │       └── WeightsError                  missing, unexpected, misshaped or damaged tensors
     └── InvalidTypeError (TypeError)          a value of the wrong type
 
-A prompt that is merely too long for the engine is no exception: it ends as a result with finish_reason "error", so that the
-other prompts of the call are answered.
+A prompt that is only too long for the engine raises nothing. Its result has finish_reason "error", and the other prompts of the
+call are answered.
 """
 
 import difflib
+import functools
+import inspect
 import math
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import ParamSpec
+
+P = ParamSpec("P")
 
 
 class NanoinferError(Exception):
-    """The root: `except NanoinferError` catches everything this package raises on purpose."""
+    """The base class. `except NanoinferError` catches everything that this package raises on purpose."""
 
 
 class InvalidValueError(NanoinferError, ValueError):
-    pass
+    """A value out of its range, or two values that contradict each other."""
 
 
 class InvalidPromptError(InvalidValueError):
-    pass
+    """A prompt that cannot be used."""
 
 
 class UnsupportedError(InvalidValueError):
-    pass
+    """A known feature that nanoinfer does not support."""
 
 
 class CheckpointError(InvalidValueError):
-    pass
+    """A model folder that cannot be used."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    pass
+    """A model folder that does not exist."""
 
 
 class WeightsError(CheckpointError):
-    pass
+    """Missing, unexpected, misshaped or damaged tensors."""
 
 
 class InvalidTypeError(NanoinferError, TypeError):
-    pass
+    """A value of the wrong type, or an argument that does not exist."""
+
+
+def check_argument_names(
+    owner: str, neutral: Mapping[str, Sequence[object]] | None = None
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Decorate an `__init__`, so that an argument that does not exist is refused before Python's own bare TypeError.
+
+    The signature stays the one of the decorated function, for type checkers and for `inspect.signature`.
+
+    Args:
+        owner: The name in the messages, such as "LLM()".
+        neutral: Arguments of other libraries, each with the values that change nothing here. Such a value is ignored. The first
+            one is named in the message when a different value is refused.
+
+    Raises:
+        InvalidTypeError: From the decorated function, for an unknown name or a positional argument too many.
+        UnsupportedError: From the decorated function, for a neutral argument with a different value.
+    """
+    neutral = neutral or {}
+
+    def decorate(init: Callable[P, None]) -> Callable[P, None]:
+        parameters = list(inspect.signature(init).parameters.values())[1:]  # without self
+        known = [parameter.name for parameter in parameters]
+        positional = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
+
+        @functools.wraps(init)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+            if surplus := args[1 + len(positional) :]:
+                after = f" after {positional[-1]}" if positional else ""
+                way_out = f"write {known[len(positional)]}={surplus[0]!r}"
+                raise InvalidTypeError(f"{owner} takes keyword arguments only{after}, got {surplus!r}; {way_out}")
+            for name in [name for name in kwargs if name not in known]:
+                value = kwargs.pop(name)
+                if name not in neutral:
+                    raise unknown_argument(owner, name, known)
+                if value not in neutral[name]:
+                    acts_as = neutral[name][0]
+                    raise UnsupportedError(f"{name}={value!r} is not supported; leave it out (it acts as {acts_as!r})")
+            init(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 def unknown_argument(owner: str, name: str, known: list[str]) -> InvalidTypeError:
-    """The error for an argument that does not exist, with the one that was probably meant."""
+    """Return the error for an argument that does not exist, with the one that was probably meant."""
     close = difflib.get_close_matches(name, known, n=1)
     way_out = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
     return InvalidTypeError(f"{owner} has no argument {name!r}; {way_out}")
 
 
 def first_line(error: BaseException) -> str:
-    """What somebody else's error says, for a sentence of ours."""
+    """Return the first line of another library's error, for use in a message."""
     return str(error).split("\n", maxsplit=1)[0] or type(error).__name__
 
 
-def out_of_range(name: str, value: Any, allowed: str) -> InvalidValueError:
-    """The error for a value that is not `allowed`, which may carry its way out behind a semicolon."""
+def out_of_range(name: str, value: object, allowed: str) -> InvalidValueError:
+    """Return the error for a value that is not `allowed`. A way out may follow in `allowed`, after a semicolon."""
     allowed, _, way_out = allowed.partition("; ")
     return InvalidValueError(f"{name} must be {allowed}, got {value!r}" + (f"; {way_out}" if way_out else ""))
 
 
-def check_number(name: str, value: Any, low: float, high: float, allowed: str) -> None:
-    """A finite number in low .. high."""
+def check_number(name: str, value: object, low: float, high: float, allowed: str) -> None:
+    """Refuse what is not a finite number in low .. high."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise InvalidTypeError(f"{name} must be a number, got {value!r}")
     try:
@@ -81,8 +131,8 @@ def check_number(name: str, value: Any, low: float, high: float, allowed: str) -
         raise out_of_range(name, value, allowed)
 
 
-def check_integer(name: str, value: Any, low: int, high: int | None, allowed: str, *, or_none: bool = False) -> None:
-    """An integer in low .. high, where None is no bound; or None itself."""
+def check_integer(name: str, value: object, low: int, high: int | None, allowed: str, *, or_none: bool = False) -> None:
+    """Refuse what is not an integer in low .. high. A `high` of None is no bound. `or_none` accepts the value None."""
     if value is None and or_none:
         return
     if not isinstance(value, Integral) or isinstance(value, bool):
@@ -91,6 +141,7 @@ def check_integer(name: str, value: Any, low: int, high: int | None, allowed: st
         raise out_of_range(name, value, allowed)
 
 
-def check_flag(name: str, value: Any) -> None:
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is not True or False."""
     if not isinstance(value, bool):
         raise InvalidTypeError(f"{name} must be True or False, got {value!r}")

@@ -1,6 +1,7 @@
-"""What comes back: vLLM's shapes, as plain data.
+"""What comes out: results in vLLM's shapes, as plain data.
 
-In: the finished state of a request. Out: values a user may keep, print and compare. They hold no tensor and no engine.
+In: the finished state of a request. Out: values that a user may keep, print and compare. None of them holds a tensor or the
+engine.
 """
 
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One id's log-probability at one place.
+    """The log-probability of one id at one position.
 
-    rank: how many ids are as likely there or likelier; 1 is the likeliest. decoded_token: the id's own text, if there is a
-    tokenizer (a part of a character is U+FFFD).
+    Attributes:
+        logprob: The natural logarithm of the probability.
+        rank: Number of ids at this position that are at least as likely. 1 is the most likely.
+        decoded_token: The text of the id alone, if there is a tokenizer. Part of a character is U+FFFD.
     """
 
     logprob: float
@@ -22,7 +25,7 @@ class Logprob:
     decoded_token: str | None
 
 
-LogprobsOnePosition = dict[int, Logprob]  # the token itself comes first, then the likeliest, in falling order
+LogprobsOnePosition = dict[int, Logprob]  # the token itself first, then the most likely ids in descending order
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +45,15 @@ class TokenLogprobs:
 class CompletionOutput:
     """One answer to one prompt.
 
-    token_ids holds every sampled id, EOS included; text is what the rules of SamplingParams leave of it.
-
-    finish_reason: "stop" (EOS, a stop id or a stop string), "length" (max_tokens, or the model's length), "abort", "error".
-    stop_reason: the stop string or stop id that ended it; None for EOS and for the other reasons.
-    error: with finish_reason "error", what went wrong and what to do.
-    logprobs: with SamplingParams(logprobs=...), a dict for every id of token_ids. cumulative_logprob: what those of token_ids
-        sum to; None without logprobs.
+    Attributes:
+        index: Which of the n answers this is.
+        text: The text that the rules of SamplingParams leave of the tokens.
+        token_ids: Every sampled id, EOS included.
+        cumulative_logprob: The sum of the log-probabilities of token_ids. None without logprobs.
+        logprobs: With SamplingParams(logprobs=...), one dict for every id of token_ids.
+        finish_reason: "stop" (EOS, a stop id or a stop string), "length" (max_tokens, or the model's length), "abort", "error".
+        stop_reason: The stop string or stop id that ended the answer. None for EOS and for the other reasons.
+        error: With finish_reason "error", what went wrong and what to do.
     """
 
     index: int
@@ -63,7 +68,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to one request; all times in seconds of time.perf_counter's clock."""
+    """When one request arrived, ran and ended. All times are seconds on the clock of time.perf_counter."""
 
     arrival_time: float
     first_token_time: float | None = None
@@ -87,7 +92,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One prompt with its n answers, in vLLM's shape. prompt is None where the prompt was given as token ids."""
+    """One prompt with its n answers. prompt is None if the prompt was given as token ids."""
 
     request_id: str
     prompt: str | None
@@ -95,15 +100,19 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
-    prompt_logprobs: list[LogprobsOnePosition | None] | None = None  # one for every prompt token; the first is None
+    prompt_logprobs: list[LogprobsOnePosition | None] | None = None  # one for every prompt token, None for the first
 
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
-    """One answer that beam search found.
+    """One answer of a beam search.
 
-    token_ids: the generated ids, EOS included. cumulative_logprob: the sum of their log-probabilities; score: that over
-    len(token_ids) ** length_penalty. finish_reason: "stop" (EOS) or "length".
+    Attributes:
+        text: The text of the generated ids.
+        token_ids: The generated ids, EOS included.
+        score: cumulative_logprob / len(token_ids) ** length_penalty.
+        cumulative_logprob: The sum of the log-probabilities of token_ids.
+        finish_reason: "stop" (EOS) or "length".
     """
 
     text: str
@@ -115,7 +124,7 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
-    """One prompt with the beam_width best answers, the best first. error: why there are none, for a prompt that is too long."""
+    """One prompt with the beam_width best answers, the best first. error: why a prompt that is too long has no answers."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -127,11 +136,11 @@ class BeamSearchOutput:
 class Delta:
     """One step of a stream: the new text and ids. output is the whole RequestOutput on the last Delta, None before it.
 
-    text may be empty: half a character, or what may become a stop string, waits until it is certain.
+    text may be empty. Half a character, or the possible start of a stop string, is held back until it is certain.
     """
 
     text: str
     token_ids: list[int]
     output: RequestOutput | None = None
     request_id: str = ""  # for LLM.abort
-    logprobs: list[LogprobsOnePosition] | None = None  # of token_ids, where they were asked for
+    logprobs: list[LogprobsOnePosition] | None = None  # of token_ids, if requested

@@ -1,73 +1,90 @@
-"""What one prompt may ask for. A frozen value, checked when it is made, before any work is done for it.
+"""What one request may specify: frozen values, checked when they are made, before any work is done.
 
-In: keyword arguments with vLLM's names. Out: a SamplingParams that every later station can trust. It knows nothing of any
-model: what needs the vocabulary (lists of token ids) is checked where a request enters the engine.
+In: keyword arguments with vLLM's names. Out: a SamplingParams or BeamSearchParams that every later stage can trust. Both know
+nothing of any model: what needs the vocabulary (lists of token ids) is checked where a request enters the engine.
 """
 
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
+    check_argument_names,
     check_flag,
     check_integer,
     check_number,
     out_of_range,
-    unknown_argument,
 )
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
+# (prompt ids, output ids, logits [vocab]) -> logits [vocab]
+LogitsProcessor = Callable[[list[int], list[int], "Tensor"], "Tensor"]
+
+T = TypeVar("T")
+
+
+def _named_arguments(cls: type[T]) -> type[T]:
+    """Decorate a dataclass, so that an argument that does not exist is refused with the one that was probably meant."""
+    cls.__init__ = check_argument_names(cls.__name__)(cls.__init__)  # type: ignore[method-assign]
+    return cls
+
+
+@_named_arguments
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose each next token of one prompt, and when to stop.
 
-    Choosing. The logits pass these in this order; greedy rows skip the last four:
+    The parameters that change the logits apply in this order: allowed_token_ids, bad_words, min_tokens, logit_bias,
+    repetition_penalty, frequency_penalty, presence_penalty, no_repeat_ngram_size, logits_processors, temperature, min_p, top_k,
+    top_p. Greedy rows skip the last four.
 
-    - allowed_token_ids (at least one): nothing else can be drawn.
-    - bad_words: strings, or lists of token ids, that cannot come out. The last token is masked once those before it stand at
-      the end of the output. A string is meant with and without a space before it, the latter only if it has as many tokens
-      (as in vLLM); give ids where " word" is one token and "word" is several.
-    - min_tokens (>= 0): EOS and stop_token_ids cannot be drawn until so many tokens are out, and a stop string must complete
-      in text after them.
-    - logit_bias ({token id: -100 .. 100}): added to the logits.
-    - repetition_penalty (> 0, 1 is off): logits of ids in prompt or output are divided by it if positive, else multiplied.
-    - frequency_penalty (-2 .. 2, 0 is off): taken off once for each time an id is in the output.
-    - presence_penalty (-2 .. 2, 0 is off): taken off once for every id that is in the output.
-    - no_repeat_ngram_size (>= 1, 0 is off): no run of so many tokens comes twice in prompt + output.
-    - logits_processors: your own functions (prompt_ids, output_ids, logits [vocab]) -> logits, in order.
-    - temperature (finite, >= 0): divides the logits. 0 is greedy: the largest logit, ties to the lowest id.
-    - min_p ([0, 1], 0 is off): drop tokens less probable than min_p times the most probable one.
-    - top_k (>= 1; 0 or -1 is off): keep the k largest; ties with the k-th stay.
-    - top_p ((0, 1], 1 is off): keep the smallest set whose probabilities reach top_p; the token that crosses it stays.
+    Args:
+        temperature: Divides the logits. Finite and >= 0. 0 is greedy: the largest logit, ties to the lowest id.
+        top_k: Keep the k largest logits. Ties with the k-th stay. >= 1, or 0 or -1 to turn it off.
+        top_p: Keep the smallest set whose probabilities reach top_p. The token that crosses it stays. In (0, 1]. 1 is off.
+        min_p: Drop tokens less probable than min_p times the most probable one. In [0, 1]. 0 is off.
+        seed: The same seed and the same logits give the same tokens, in any batch. 0 .. 2**64 - 1. None or -1 draws one.
+        max_tokens: Maximum length of the output in tokens. >= 1. None is up to the model's length.
+        min_tokens: EOS and stop_token_ids cannot be drawn before the output has this many tokens. A stop string must complete
+            in the text after them. >= 0.
+        stop: A string or several. The text ends before the one that completes first, or after it with
+            include_stop_str_in_output.
+        stop_token_ids: Ids that end the output as EOS does. The id stays in token_ids. Its text is dropped, except with
+            include_stop_str_in_output.
+        include_stop_str_in_output: Keep the stop string, or the text of the stop id, in the text.
+        ignore_eos: EOS does not stop. stop and stop_token_ids still do.
+        skip_special_tokens: Leave special tokens out of the text.
+        detokenize: False returns token ids only, without text.
+        n: Number of answers to the prompt. The i-th is drawn with seed + i. >= 1.
+        repetition_penalty: Logits of ids in prompt or output are divided by it if positive, else multiplied. > 0. 1 is off.
+        presence_penalty: Subtracted once for every id that is in the output. -2 .. 2. 0 is off.
+        frequency_penalty: Subtracted once for each time an id is in the output. -2 .. 2. 0 is off.
+        no_repeat_ngram_size: No run of this many tokens occurs twice in prompt + output. >= 1. 0 is off.
+        logit_bias: {token id: -100 .. 100}, added to the logits.
+        allowed_token_ids: Only these ids can be drawn. At least one.
+        bad_words: Strings, or lists of token ids, that cannot occur in the output. The last token is masked when the output
+            ends with the tokens before it. A string applies with and without a space before it, with the space only if that
+            has as many tokens (as in vLLM). Give ids where " word" is one token and "word" is several.
+        logprobs: Report the log-probabilities of the k most likely ids and of the drawn one, for each output token. k >= 0.
+            -1 is all ids. None is off.
+        prompt_logprobs: The same for the tokens of the prompt.
+        logits_processors: Your own functions (prompt_ids, output_ids, logits [vocab]) -> logits [vocab], called in order.
 
-    Drawing: seed (0 to 2**64 - 1; None or -1 draws one): the same seed and the same logits give the same tokens, in any batch.
-    n (>= 1): so many answers to the prompt, the i-th drawn with seed + i.
-
-    Stopping:
-
-    - max_tokens (>= 1; None: up to the model's length): the output's length in tokens.
-    - stop: a string or several; the text ends before the one that completes first (after it, with
-      include_stop_str_in_output).
-    - stop_token_ids: ids that end the output as EOS does. The id stays in token_ids, its text is dropped unless
-      include_stop_str_in_output.
-    - ignore_eos: EOS does not stop; stop and stop_token_ids still do.
-
-    Told beside the tokens: logprobs (k >= 0, -1 is all, None is off): log-probabilities of the k likeliest ids and of the one
-    drawn, per output token. prompt_logprobs: the same for the prompt's tokens.
-
-    Text: skip_special_tokens leaves special tokens out of the text; detokenize=False gives token ids only.
+    Raises:
+        InvalidValueError: A value out of its range, or two that contradict each other.
+        InvalidTypeError: A value of the wrong type, or an argument that does not exist.
 
     >>> SamplingParams(temperature=0.0, max_tokens=3).is_greedy
     True
     >>> SamplingParams(top_p=1.5)
     Traceback (most recent call last):
     nanoinfer.errors.InvalidValueError: top_p must be in (0, 1], got 1.5; use 1.0 to turn it off
-
-    Raises: InvalidValueError, InvalidTypeError, UnsupportedError.
     """
 
     temperature: float = 1.0
@@ -88,15 +105,12 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     no_repeat_ngram_size: int = 0
-    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # kept as a dict of its own
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # kept as a copy
     allowed_token_ids: Sequence[int] | None = None  # kept as a tuple of ids
     bad_words: Sequence[str | Sequence[int]] | None = None  # kept as a tuple of strings and tuples of ids
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    logits_processors: Sequence[Callable[..., Any]] | None = None  # kept as a tuple
-
-    def __new__(cls, *args: Any, **given: Any) -> "SamplingParams":
-        return super().__new__(_checked_names(cls, args, given))
+    logits_processors: Sequence[LogitsProcessor] | None = None  # kept as a tuple
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, 0.0, math.inf, "finite and >= 0; 0 is greedy")
@@ -130,7 +144,7 @@ class SamplingParams:
                 )
         if self.seed is not None:
             check_integer("seed", self.seed, -1, 2**64 - 1, "in 0 .. 2**64 - 1, or None or -1 to draw one")
-        # Normalised here once: plain numbers instead of numpy's, None and 0 for their other spellings, tuples.
+        # Normalise once: plain numbers instead of numpy's, None and 0 for their different spellings, tuples.
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             object.__setattr__(self, name, float(getattr(self, name)))
         for name in (
@@ -153,10 +167,11 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the largest logit is taken, without a draw."""
         return self.temperature == 0
 
     def differing(self) -> dict[str, int | float | str | bool | None]:
-        """The parameters that differ from their defaults, for the tracer: lists and functions in short, as Python writes them.
+        """Return the parameters that differ from their defaults, for the tracer. Lists and functions are shortened reprs.
 
         >>> SamplingParams(temperature=0.5, stop="END").differing()
         {'temperature': 0.5, 'stop': "('END',)"}
@@ -171,29 +186,35 @@ class SamplingParams:
 
     @property
     def needs_state(self) -> bool:
-        """Does a stage look at this sequence's history, or at a list of ids?"""
+        """Whether a stage reads this sequence's history, or a list of ids."""
         has_list = self.allowed_token_ids is not None or self.logit_bias is not None
         return self.has_penalty or has_list or self.no_repeat_ngram_size > 0
 
     @property
     def has_penalty(self) -> bool:
+        """Whether a penalty on repeated ids is on."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+@_named_arguments
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
-    """How llm.beam_search looks for the likeliest answers to a prompt.
+    """How LLM.beam_search finds the most likely answers to a prompt.
 
-    - beam_width (>= 1): beams kept at each step, and returned.
-    - max_tokens (>= 1): the longest answer, in tokens.
-    - length_penalty (-10 .. 10): a beam's score is its summed log-probability / number of generated tokens ** length_penalty,
-      EOS counted. Above 0 it favours long answers, since the sums are negative.
-    - early_stopping: when a prompt is done. True: as soon as beam_width answers have ended. False: when no running beam would
-      end with a better score at its present length. "never": when none could at any length up to max_tokens.
-    - ignore_eos: no answer ends before max_tokens.
+    Args:
+        beam_width: Number of beams kept at each step, and of answers returned. >= 1.
+        max_tokens: Maximum length of an answer in tokens. >= 1.
+        length_penalty: A beam's score is its summed log-probability / number of generated tokens ** length_penalty, EOS
+            counted. Above 0 it favours long answers, since the sums are negative. -10 .. 10.
+        early_stopping: When a prompt is done. True: as soon as beam_width answers have ended. False: when no running beam would
+            end with a better score at its present length. "never": when none could at any length up to max_tokens.
+        ignore_eos: No answer ends before max_tokens.
 
-    Source: transformers' generate(num_beams=...), whose results these are.
-    Raises: InvalidValueError, InvalidTypeError.
+    Raises:
+        InvalidValueError: A value out of its range.
+        InvalidTypeError: A value of the wrong type, or an argument that does not exist.
+
+    The results are those of transformers' generate(num_beams=...).
     """
 
     beam_width: int
@@ -201,9 +222,6 @@ class BeamSearchParams:
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     ignore_eos: bool = False
-
-    def __new__(cls, *args: Any, **given: Any) -> "BeamSearchParams":
-        return super().__new__(_checked_names(cls, args, given))
 
     def __post_init__(self) -> None:
         check_integer("beam_width", self.beam_width, 1, None, ">= 1")
@@ -218,18 +236,7 @@ class BeamSearchParams:
             object.__setattr__(self, name, plain(getattr(self, name)))
 
 
-def _checked_names(cls: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-    """The class itself. Before Python's own bare TypeError: what does not exist is named, with the one that was meant."""
-    names = list(cls.__dataclass_fields__)
-    if args:
-        raise InvalidTypeError(f"{cls.__name__} takes keyword arguments only, got {args!r}; write {names[0]}={args[0]!r}")
-    for name in given:
-        if name not in names:
-            raise unknown_argument(cls.__name__, name, names)
-    return cls
-
-
-def _stop_strings(stop: Any) -> tuple[str, ...]:
+def _stop_strings(stop: object) -> tuple[str, ...]:
     strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(text, str) for text in strings):
         raise InvalidTypeError(f"stop must be a string or a list of strings, got {stop!r}")
@@ -238,7 +245,7 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
+def _token_ids(name: str, ids: object) -> tuple[int, ...]:
     ids = () if ids is None else ids
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
         raise InvalidTypeError(f"{name} must be a list of token ids, got {ids!r}")
@@ -247,7 +254,7 @@ def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
     return tuple(int(token_id) for token_id in ids)
 
 
-def _logit_bias(bias: Any) -> dict[int, float] | None:
+def _logit_bias(bias: object) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
@@ -259,7 +266,7 @@ def _logit_bias(bias: Any) -> dict[int, float] | None:
     return {int(token_id): float(value) for token_id, value in bias.items()} or None
 
 
-def _bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
+def _bad_words(words: object) -> tuple[str | tuple[int, ...], ...]:
     words = () if words is None else words
     if not isinstance(words, Sequence) or isinstance(words, str | bytes):
         raise InvalidTypeError(f"bad_words must be a list of strings and lists of token ids, got {words!r}")
@@ -272,7 +279,7 @@ def _bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
     return checked
 
 
-def _logits_processors(processors: Any) -> tuple[Callable[..., Any], ...]:
+def _logits_processors(processors: object) -> tuple[LogitsProcessor, ...]:
     processors = () if processors is None else processors
     if not isinstance(processors, Sequence) or not all(callable(processor) for processor in processors):
         raise InvalidTypeError(

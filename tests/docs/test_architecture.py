@@ -12,7 +12,7 @@ import pytest
 import nanoinfer
 
 PACKAGE = Path(nanoinfer.__file__).parent
-VOCABULARY = ("errors", "sampling_params", "outputs", "config")
+VOCABULARY = ("errors", "sampling_params", "inputs", "outputs", "config")
 
 # folder -> the folders that its files may import. "words" are VOCABULARY, the public names that need no torch.
 ALLOWED = {
@@ -59,7 +59,7 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-FILES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
+FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 MODULES = {name: "nanoinfer." + name.removesuffix(".py").replace("/", ".") for name in FILES if not name.startswith("__")}
 
 
@@ -85,7 +85,7 @@ def test_an_import_that_points_upwards_would_be_seen():
 
 
 def test_the_listing_is_short():
-    assert len([path for path in PACKAGE.iterdir() if path.name != "__pycache__"]) <= 20
+    assert len([path for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "py.typed")]) <= 20
 
 
 def test_no_file_is_too_long_to_read():
