@@ -4,7 +4,7 @@ Both get the same token ids and run in one process, in turns. nanoinfer's reques
 generate takes all of them as one batch, padded on the left to the longest prompt and run to the longest answer.
 """
 
-import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,9 @@ import torch
 from nanoinfer.bench.timing import RequestTiming
 from nanoinfer.bench.workloads import Workload
 from nanoinfer.llm import LLM
+
+if sys.platform != "win32":
+    import resource
 
 
 class NanoinferRunner:
@@ -92,8 +95,8 @@ class TransformersRunner:
 def memory_in_use(device: torch.device) -> int:
     """Bytes in use by this process.
 
-    On CUDA: the peak that torch has allocated. On a CPU: the anonymous memory (not backed by a file), or where the system does
-    not report it, the peak resident memory.
+    On CUDA: the peak that torch has allocated. On Linux: the anonymous memory (not backed by a file). On macOS: the peak resident
+    memory. On Windows: 0, not supported.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -101,4 +104,6 @@ def memory_in_use(device: torch.device) -> int:
         fields = Path("/proc/self/status").read_text()
         return int(fields.partition("RssAnon:")[2].split()[0]) * 1024
     except (OSError, IndexError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if sys.platform == "win32":
+            return 0
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

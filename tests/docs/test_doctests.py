@@ -12,9 +12,9 @@ from nanoinfer.scheduling.sequence import Sequence
 
 PACKAGE = Path(nanoinfer.__file__).parent
 WITH_EXAMPLES = sorted(
-    str(path.relative_to(PACKAGE.parent).with_suffix("")).replace("/", ".")
+    path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".")
     for path in PACKAGE.rglob("*.py")
-    if ">>>" in path.read_text()
+    if ">>>" in path.read_text(encoding="utf-8")
 )
 
 
