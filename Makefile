@@ -1,9 +1,13 @@
 # Two commands do everything on a fresh machine:  make demo  and  make test.  They need python3 (3.11 or newer) and nothing else.
+# On Linux, PyPI's torch brings 5 GB of CUDA libraries. TORCH=cpu takes PyTorch's build for CPUs instead:  make demo TORCH=cpu
 
 PYTHON ?= python3
-BIN := .venv/bin
+PROGRAMS := $(if $(filter Windows_NT,$(OS)),Scripts,bin)
+BIN := .venv/$(PROGRAMS)
+LOWEST := .venv-lowest/$(PROGRAMS)
+PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) $(if $(filter cpu,$(TORCH)),--extra-index-url https://download.pytorch.org/whl/cpu)
 
-.PHONY: demo test lint notebooks gpu clean
+.PHONY: demo test test-lowest lint notebooks gpu clean
 
 demo: .venv/installed
 	$(BIN)/nanoinfer generate "Once upon a time" --echo --seed 1
@@ -11,16 +15,20 @@ demo: .venv/installed
 test: lint
 	$(BIN)/python -m pytest -n auto
 
+# The tests with the oldest dependencies that pyproject.toml allows. Triton 3.6's interpreter warns with numpy 1.25 and newer.
+test-lowest: .venv-lowest/installed-test
+	$(LOWEST)/python -m pytest -n auto -W "ignore:Conversion of an array with ndim:DeprecationWarning"
+
 lint: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Run every notebook anew and keep what it shows: the figures in it are this machine's then.
+# Run every notebook anew and keep its output. The figures in it are then this machine's.
 notebooks: .venv/installed-test
 	$(BIN)/python notebooks/run.py
 
-# On a machine with a CUDA device, with the Python at hand: installs nothing, and adds an entry to BENCHMARKS.md.
+# On a machine with a CUDA device, with the Python at hand. Installs nothing, and adds an entry to BENCHMARKS.md.
 gpu:
 	$(PYTHON) -m pytest tests/end_to_end/test_gpu.py tests/attention/test_triton.py tests/models/test_fused_kernels.py tests/execution/test_model_runner.py
 	$(PYTHON) -m nanoinfer doctor
@@ -29,15 +37,20 @@ gpu:
 	rm gpu-report.md
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-lowest
 
-# The stamps make a second run ready at once; a change of the requirements installs again.
-.venv/installed: pyproject.toml constraints.txt
+# The stamps make a second run start at once. A change of the requirements installs again.
+.venv/%: CONSTRAINTS := constraints.txt
+.venv-lowest/%: CONSTRAINTS := constraints-lowest.txt
+
+.venv/installed .venv-lowest/installed: %/installed: pyproject.toml constraints.txt constraints-lowest.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@test "$$(uname)$(TORCH)" != Linux || command -v nvidia-smi > /dev/null || \
+		echo "On Linux, PyPI's torch brings 5 GB of CUDA libraries. TORCH=cpu takes PyTorch's build for CPUs: make demo TORCH=cpu"
+	test -x $*/$(PROGRAMS)/python || $(PYTHON) -m venv $*
+	$*/$(PROGRAMS)/python $(PIP_INSTALL) -e .
 	touch $@
 
-.venv/installed-test: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+.venv/installed-test .venv-lowest/installed-test: %/installed-test: %/installed
+	$*/$(PROGRAMS)/python $(PIP_INSTALL) -e ".[test]"
 	touch $@
