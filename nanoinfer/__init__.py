@@ -34,10 +34,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nanoinfer.attention.base import register_backend as register_backend
+    from nanoinfer.engine.inputs import PromptType as PromptType
+    from nanoinfer.engine.inputs import TextPrompt as TextPrompt
+    from nanoinfer.engine.inputs import TokensPrompt as TokensPrompt
     from nanoinfer.errors import NanoinferError as NanoinferError
-    from nanoinfer.inputs import PromptType as PromptType
-    from nanoinfer.inputs import TextPrompt as TextPrompt
-    from nanoinfer.inputs import TokensPrompt as TokensPrompt
     from nanoinfer.llm import LLM as LLM
     from nanoinfer.models.registry import register_model as register_model
     from nanoinfer.outputs import BeamSearchOutput as BeamSearchOutput
@@ -55,9 +55,9 @@ _PUBLIC = {
     "LLM": "nanoinfer.llm",
     "SamplingParams": "nanoinfer.sampling_params",
     "BeamSearchParams": "nanoinfer.sampling_params",
-    "PromptType": "nanoinfer.inputs",
-    "TextPrompt": "nanoinfer.inputs",
-    "TokensPrompt": "nanoinfer.inputs",
+    "PromptType": "nanoinfer.engine.inputs",
+    "TextPrompt": "nanoinfer.engine.inputs",
+    "TokensPrompt": "nanoinfer.engine.inputs",
     "RequestOutput": "nanoinfer.outputs",
     "CompletionOutput": "nanoinfer.outputs",
     "BeamSearchOutput": "nanoinfer.outputs",

@@ -1,46 +1,48 @@
 """LLM, the class that users begin with. Its names and shapes are vLLM's.
 
-In: prompts, chat messages. Out: RequestOutputs, or Deltas while generating. Malformed input is refused before any
-work is done.
+In: prompts, chat messages. Out: RequestOutputs, or Deltas while generating. Malformed input is refused before any work is done.
 """
 
 import logging
 import os
 import time
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from tqdm import tqdm
 
-from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, refuse_unknown
+from nanoinfer.config import NEUTRAL_VALUES, CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.beam_search import BeamSearch
 from nanoinfer.engine.factory import load_engine
 from nanoinfer.engine.guards import interrupt_deferred
-from nanoinfer.engine.inputs import PreparedRequest, with_prompt_index
+from nanoinfer.engine.inputs import Message, PreparedRequest, PromptType, TokensPrompt, with_prompt_index
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
     NanoinferError,
     UnsupportedError,
+    check_argument_names,
 )
 from nanoinfer.outputs import BeamSearchOutput, Delta, RequestOutput
 from nanoinfer.sampling.sampler import Stage
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.tracing import Tracer
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
-Message = dict[str, Any]  # {"role": "user", "content": "..."}
+logger = logging.getLogger(__name__)
 
 
 class LLM:
-    """An LLM, loaded and ready: `LLM("Qwen/Qwen3-0.6B").generate(["Hello"], SamplingParams(max_tokens=20))`.
+    """A loaded model: `LLM("Qwen/Qwen3-0.6B").generate(["Hello"], SamplingParams(max_tokens=20))`.
 
-    One thread at a time may use it, in the process that made it; generate() inside a stream() loop works.
+    One thread at a time may use it, in the process that made it. generate() inside a stream() loop works.
     """
 
+    @check_argument_names("LLM()", NEUTRAL_VALUES)
     def __init__(
         self,
         model: str | os.PathLike[str] | None = None,
@@ -63,46 +65,50 @@ class LLM:
         enforce_eager: bool = False,
         async_scheduling: bool | None = None,
         seed: int = 0,
-        stages: list[Stage] | tuple[Stage, ...] | None = None,
+        stages: Sequence[Stage] | None = None,
         logprobs_mode: str = "raw",
         tracer: Tracer | None = None,
-        **unknown: Any,
     ) -> None:
         """Load a model.
 
-        model: a folder with config.json and safetensors, a hub name, or a bundled model ("tiny-qwen3", "tiny-gpt2");
-            None is tiny-qwen3. GPT-2, Qwen2, Qwen2.5 and Qwen3 are supported.
-        tokenizer: folder or hub name of another tokenizer. A model without one takes token ids and detokenize=False.
-        revision: branch, tag or commit of a hub model.
-        dtype: "auto" (the checkpoint's own; float32 on a CPU that is slow at it), "float32"/"float", "bfloat16",
-            "float16"/"half", or torch's own.
-        quantization: "int8" keeps the linear layers in 8 bits and computes in bfloat16, on a CPU: for few sequences at a time.
-        device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
-        block_size: tokens per cache block; None takes the attention backend's own.
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: prompt tokens computed in one step, beside one token for every running sequence.
-        chunk_size: longer prompts are computed in chunks, cut at multiples of this.
-        max_model_len: most tokens of prompt + answer; None takes the model's own. Lowered to what the cache holds.
-        kv_cache_memory: bytes for the KV cache. None: on a GPU what gpu_memory_utilization leaves beside the weights, on a CPU
-            half of what is free, at most 4 GiB; and never more than max_num_seqs sequences can use.
-        gpu_memory_utilization: share of the GPU's memory for weights and cache, in (0, 1]. Without effect on a CPU.
-        enable_prefix_caching: compute what prompts have in common once.
-        batch_invariant: require that a prompt's logits have the same bits in any batch, also after a prefix hit (only whole
-            chunks are reused) and after a preemption (an answer is recomputed token by token). Whether this machine can keep
-            that is measured when the model is loaded. Where it cannot, this is refused. Without batch_invariant,
-            `batch_independent` says whether the bits are the same in any batch, prefix hits and preemptions aside.
-        attention_backend: "auto" (the best that is installed and can serve: the log says which, and why not a better one), or
-            "cpu", "flash", "triton", "torch", "reference".
-        enforce_eager: compile and record nothing.
-        async_scheduling: prepare a step while the one before it runs. The tokens are the same. None: on a GPU, where it pays.
-        seed: of requests without a seed of their own, 0 .. 2**64 - 1.
-        stages: the sampler's, in their order: `[*STAGES, mine]`, from nanoinfer.sampling.sampler, adds one of yours.
-        logprobs_mode: "raw" tells the model's own log-probabilities, "processed" those after all stages.
-        tracer: takes the engine's events; see nanoinfer.Recorder.
+        Args:
+            model: A folder with config.json and safetensors, a hub name, or a bundled model ("tiny-qwen3", "tiny-gpt2"). None
+                is tiny-qwen3. GPT-2, Qwen2, Qwen2.5 and Qwen3 are supported.
+            tokenizer: Folder or hub name of a different tokenizer. A model without one takes token ids and detokenize=False.
+            revision: Branch, tag or commit of a hub model.
+            dtype: "auto" (the checkpoint's own, or float32 on a CPU that is slow at it), "float32"/"float", "bfloat16",
+                "float16"/"half", or torch's own.
+            quantization: "int8" keeps the linear layers in 8 bits and computes in bfloat16, on a CPU, for few sequences at a
+                time.
+            device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
+            block_size: Tokens per cache block. None is the attention backend's own.
+            max_num_seqs: Maximum number of running sequences.
+            max_num_batched_tokens: Maximum number of prompt tokens per step. Every running sequence adds one token.
+            chunk_size: Longer prompts are computed in chunks, cut at multiples of this.
+            max_model_len: Maximum number of tokens of prompt and answer. None is the model's own. Lowered to what the cache
+                holds.
+            kv_cache_memory: Bytes for the KV cache. None is, on a GPU, what gpu_memory_utilization leaves beside the weights,
+                and on a CPU half of the free memory, at most 4 GiB. Never more than max_num_seqs sequences can use.
+            gpu_memory_utilization: Share of the GPU's memory for weights and cache, in (0, 1]. No effect on a CPU.
+            enable_prefix_caching: Compute common prefixes of prompts once.
+            batch_invariant: Require that a prompt's logits have the same bits in any batch, also after a prefix hit (only whole
+                chunks are reused) and after a preemption (an answer is recomputed token by token). Whether this machine can
+                guarantee that is measured when the model is loaded. Where it cannot, this is refused. Without batch_invariant,
+                `batch_independent` says whether the bits are the same in any batch, prefix hits and preemptions aside.
+            attention_backend: "auto" (the best one that is installed and supports the model, which the log explains), "cpu",
+                "flash", "triton", "torch" or "reference".
+            enforce_eager: Neither compile nor capture CUDA graphs.
+            async_scheduling: Prepare a step while the one before it runs. The tokens are the same. None is True on a GPU.
+            seed: For requests without their own seed, 0 .. 2**64 - 1.
+            stages: The sampler's stages in their order. `[*STAGES, mine]`, from nanoinfer.sampling.sampler, adds your own.
+            logprobs_mode: "raw" returns the model's own log-probabilities, "processed" those after all stages.
+            tracer: Receives the engine's events, see nanoinfer.Recorder.
 
-        Raises: InvalidValueError, InvalidTypeError, UnsupportedError, CheckpointNotFoundError, CheckpointError, WeightsError.
+        Raises:
+            InvalidValueError, InvalidTypeError: An argument out of its range, of the wrong type or unknown.
+            UnsupportedError: A model or a setting that is not supported.
+            CheckpointNotFoundError, CheckpointError, WeightsError: Files that are missing or damaged.
         """
-        refuse_unknown(unknown, [name for name in LLM.__init__.__annotations__ if name not in ("unknown", "return")])
         config = EngineConfig(
             model=None if model is None else _path_string("model", model),
             tokenizer=None if tokenizer is None else _path_string("tokenizer", tokenizer),
@@ -115,7 +121,7 @@ class LLM:
             enforce_eager=enforce_eager,
             async_scheduling=async_scheduling,
             seed=seed,
-            stages=tuple(stages) if isinstance(stages, list) else stages,
+            stages=tuple(stages) if isinstance(stages, list) else cast(tuple[Stage, ...] | None, stages),
             logprobs_mode=logprobs_mode,
             tracer=tracer,
             cache=CacheConfig(
@@ -137,22 +143,25 @@ class LLM:
 
     def generate(
         self,
-        prompts: Any,
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Generate answers to prompts, all in one batch, and return the outputs in the order of the prompts.
 
-        prompts: a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; or a list of these.
-        sampling_params: one for all, or one per prompt; None takes the checkpoint's generation_config.json.
-        A prompt that is too long for the engine gets finish_reason "error" and the reason in outputs[0].error; the others are
+        A prompt that is too long for the engine gets finish_reason "error" and the reason in outputs[0].error. The others are
         answered.
 
-        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError, naming the prompt's index; nothing has run then.
+        Args:
+            prompts: A string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these.
+            sampling_params: One for all prompts, or one per prompt. None is get_default_sampling_params().
+            use_tqdm: Show a progress bar.
+
+        Raises:
+            InvalidPromptError, InvalidTypeError, InvalidValueError: With the prompt's index. Nothing has run then.
         """
-        prepared = self.engine.inputs.prepare_all(
-            prompts, self.get_default_sampling_params() if sampling_params is None else sampling_params
-        )
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        prepared = self.engine.inputs.prepare_all(prompts, params)
         requests: list[Request] = []
         try:
             with interrupt_deferred():
@@ -163,12 +172,13 @@ class LLM:
             self._abort_all(requests)
         return [cast(RequestOutput, request.output) for request in requests]
 
-    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> Generator[Delta, None, None]:
         """Answer one prompt, and yield a Delta for every sampled token. The last one carries the whole RequestOutput.
 
         The joined texts are the output's text: yielded text is never taken back. Leaving the loop early aborts the request.
 
-        Raises: as generate does, when it is called and not at the first token.
+        Raises:
+            InvalidPromptError, InvalidTypeError, InvalidValueError: When it is called, not at the first token.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         if getattr(params, "n", 1) > 1:
@@ -177,21 +187,29 @@ class LLM:
 
     def chat(
         self,
-        messages: list[Message] | list[list[Message]],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, object] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of them, through the checkpoint's chat template.
 
-        chat_template: a Jinja template instead of the checkpoint's. chat_template_kwargs: passed to the template, such as
-        {"enable_thinking": False} for Qwen3.
+        Args:
+            messages: [{"role": "user", "content": "Hello"}, ...], or a list of such lists.
+            sampling_params: As for generate.
+            use_tqdm: Show a progress bar.
+            chat_template: A Jinja template instead of the checkpoint's.
+            add_generation_prompt: End the rendered text with the beginning of an answer.
+            chat_template_kwargs: Passed to the template, such as {"enable_thinking": False} for Qwen3.
+
+        Raises:
+            InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does.
         """
         is_batch = isinstance(messages, list) and messages and isinstance(messages[0], list)
-        conversations = messages if is_batch else [messages]
-        prompts = []
+        conversations = cast(Sequence[Sequence[Message]], messages if is_batch else [messages])
+        prompts: list[PromptType] = []
         for index, conversation in enumerate(conversations):
             with with_prompt_index(index):
                 prompts.append(
@@ -206,13 +224,13 @@ class LLM:
 
     def render_chat(
         self,
-        messages: Any,
+        messages: Sequence[Message],
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Render one conversation as a prompt for generate() or stream(): {"prompt": text, "prompt_token_ids": ids}."""
+        chat_template_kwargs: dict[str, object] | None = None,
+    ) -> TokensPrompt:
+        """Render one conversation as a prompt for generate() or stream(). The arguments are those of chat()."""
         return self.engine.inputs.render_chat(
             messages,
             chat_template=chat_template,
@@ -220,11 +238,14 @@ class LLM:
             chat_template_kwargs=chat_template_kwargs,
         )
 
-    def beam_search(self, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """Find the likeliest answers to each prompt, and return them with their scores, in the order of the prompts.
+    def beam_search(self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Find the most likely answers to each prompt, and return them with their scores, in the order of the prompts.
 
-        prompts: as for generate. They run together as far as the KV cache allows; the beams of one share their blocks.
-        Raises: as generate does; NanoinferError for beams that cannot fit together.
+        The prompts run together as far as the KV cache allows. The beams of one prompt share their blocks.
+
+        Raises:
+            InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does.
+            NanoinferError: The beams of one prompt do not fit into the KV cache.
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidTypeError(f"params must be BeamSearchParams, got {params!r}")
@@ -248,20 +269,21 @@ class LLM:
         return self.engine.batch_independent
 
     def abort(self, request_id: str) -> None:
-        """End a request that is running; its stream ends with finish_reason "abort". Unknown and finished ids do nothing."""
+        """End a running request. Its stream ends with finish_reason "abort". Unknown and finished ids are ignored."""
         self.engine.abort(request_id)
 
-    def get_tokenizer(self) -> Any:
-        """transformers' tokenizer of this model.
+    def get_tokenizer(self) -> "PreTrainedTokenizerFast":
+        """Return transformers' tokenizer of this model.
 
-        Raises: InvalidValueError where the checkpoint has none.
+        Raises:
+            InvalidValueError: The checkpoint has none.
         """
         if self.engine.tokenizer is None:
             raise InvalidValueError("this checkpoint has no tokenizer; pass LLM(tokenizer=...)")
         return self.engine.tokenizer.hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What generate() uses without params: the checkpoint's generation_config.json over SamplingParams()."""
+        """Return what generate() uses without params: the checkpoint's generation_config.json over SamplingParams()."""
         names = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
         names["max_new_tokens"] = "max_tokens"
         given: dict[str, Any] = {ours: self._generation_config.get(theirs) for theirs, ours in names.items()}
@@ -278,7 +300,7 @@ class LLM:
 
     # ---- running
 
-    def _stream(self, prepared: PreparedRequest) -> Iterator[Delta]:
+    def _stream(self, prepared: PreparedRequest) -> Generator[Delta, None, None]:
         requests: list[Request] = []
         try:
             with interrupt_deferred():
@@ -319,7 +341,7 @@ class LLM:
             self.engine.abort(*(request.request_id for request in requests))
 
 
-def _path_string(name: str, value: Any) -> str:
+def _path_string(name: str, value: object) -> str:
     if not isinstance(value, str | os.PathLike):
         raise InvalidTypeError(f"{name} must be a string or a path, got {value!r}")
     return os.fspath(value)

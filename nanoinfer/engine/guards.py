@@ -89,8 +89,12 @@ class EngineGuard:
             self._pending_aborts += request_ids
         return self.is_stepping
 
+    @property
+    def is_in_other_process(self) -> bool:
+        return os.getpid() != self._pid
+
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if self.is_in_other_process:
             raise NanoinferError(
                 "this LLM was made in another process, and torch's threads do not survive a fork; make it in the child, or "
                 "start the child with multiprocessing's 'spawn'"

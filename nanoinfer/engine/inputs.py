@@ -6,16 +6,33 @@ queue nor cache, so any thread may call it.
 """
 
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tokenization.tokenizer import Tokenizer
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text: {"prompt": "Once upon a time"}."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids: {"prompt_token_ids": [1, 2, 3]}. The model reads the ids. The text, if given, is only shown."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str | None]
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt
+Message = Mapping[str, object]  # {"role": "user", "content": "Hello"}. The chat template decides which keys it reads.
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +67,7 @@ class InputProcessor:
         error = self._too_long(len(token_ids)) if len(token_ids) >= self._info.max_model_len else None
         return PreparedRequest(text, token_ids, params, bad_words, error)
 
-    def prepare_all(self, prompts: Any, params: SamplingParams | list[SamplingParams]) -> list[PreparedRequest]:
+    def prepare_all(self, prompts: Any, params: SamplingParams | Sequence[SamplingParams]) -> list[PreparedRequest]:
         """Prepare one prompt or a list of them, with one SamplingParams for all or one per prompt.
 
         Raises: as prepare does, with the prompt's index.
@@ -76,9 +93,9 @@ class InputProcessor:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Render one conversation as a prompt, {"prompt": text, "prompt_token_ids": ids}. See LLM.chat."""
+        chat_template_kwargs: dict[str, object] | None = None,
+    ) -> TokensPrompt:
+        """Render one conversation as a prompt. See LLM.chat."""
         if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
             raise InvalidTypeError(
                 f'messages must be a list of dicts like {{"role": "user", "content": "Hello"}}, got {reprlib.repr(messages)}'

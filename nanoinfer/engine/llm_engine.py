@@ -87,6 +87,8 @@ class LLMEngine:
 
         During a step, for example called by a tracer, it takes effect when the step is over.
         """
+        if self._guard.is_in_other_process:
+            return  # a stream that is garbage collected in a forked child
         with self._guard.between_steps():
             if not self._guard.defer_abort(request_ids):
                 self._end([self._requests[i] for i in request_ids if i in self._requests], Stop("abort"))
