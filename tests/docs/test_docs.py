@@ -1,0 +1,35 @@
+"""The pages name files that exist, link to pages that exist, and give the import table as it is."""
+
+import re
+from pathlib import Path
+
+import pytest
+from test_architecture import ALLOWED
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "BENCHMARKS.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = [ROOT, ROOT / "nanoinfer", *(path for path in ROOT.glob("nanoinfer/*") if path.is_dir()), *ROOT.glob("tests/*")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_names_files_that_exist(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    names = set(re.findall(r"`([\w./-]+\.(?:py|html))`", text))
+    assert [name for name in sorted(names) if not any((folder / name).exists() for folder in FOLDERS)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_links_to_files_and_headings_that_exist(page):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        if anchor and file.suffix == ".md":
+            titles = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles]
+
+
+def test_the_import_table_on_the_page_is_the_tested_one():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `?(\w+)(?:/|\.py)?`? \| [^|]+ \| ([^|]+) \|$", page.split("## The folders")[1], re.MULTILINE)
+    table = {folder: set(names.split(", ")) - {"nothing"} for folder, names in rows if folder in ALLOWED}
+    assert table == ALLOWED
