@@ -1,6 +1,6 @@
 """A model of your own: here GPT-2 with its logits capped softly, as Gemma 2's are, on the weights of tiny-gpt2.
 
-From nothing it would be a file like nanoinfer/models/gpt2.py; notebook 12 writes one.
+A model that shares no code with a bundled one is a file like nanoinfer/models/gpt2.py. Notebook 12 writes one.
 """
 
 import json

@@ -3,15 +3,15 @@
 In: a layer's product, as a function of its rows. Out: the first of ROW_FORMS under which a row always has the same bits on this
 machine, or None.
 
-A library chooses its kernel by the number of rows: one for a single row, others for few and for many. Kernels add in different
-orders, and floating-point addition is not associative. Where the borders lie depends on the processor, the dtype and the
-layer's sizes. On an AMD EPYC (Zen 4) a single row differs from two at 2,048 and more inputs, in fp32 and in bf16. With an
-older instruction set it differs in more layers, and on an Intel Xeon with AMX there are other borders. No rule holds
-everywhere, so it is measured, and a layer is called only with numbers of rows that agree.
+A library chooses its kernel by the number of rows: one for a single row, different ones for few and for many. Kernels add in
+different orders, and floating-point addition is not associative. The numbers of rows at which the kernel changes depend on the
+processor, the dtype and the layer's sizes. On an AMD EPYC (Zen 4) a single row differs from two at 2,048 and more inputs, in
+fp32 and in bf16. With an older instruction set it differs in more layers. An Intel Xeon with AMX changes kernels at different
+numbers. No rule holds everywhere, so it is measured, and a layer is called only with numbers of rows that agree.
 
-Random rows do not show a difference reliably. Another order changes the last bits of an fp32 sum, and rounding to bf16 hides
-nearly all of that. So the compared rows cancel (`cancelling_rows`): their exact result is almost zero, and what comes out is
-the rounding error of the order alone.
+Random rows do not show a difference reliably. A different order changes the last bits of an fp32 sum, and rounding to bf16
+hides nearly all of that. So the compared rows cancel (`cancelling_rows`): their exact result is almost zero, and the output
+is the rounding error of the order alone.
 """
 
 import sys
@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-# The numbers of rows that are compared: those beside which libraries change kernels (vector widths, tiles of 16, 32 and 64).
+# The numbers of rows that are compared: those near which libraries change kernels (vector widths, tiles of 16, 32 and 64).
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 128, 320, 512)
-MOST_ROWS = COUNTS[-1]  # more are computed in several calls: nothing beyond it has been compared
-# Layers of more weights than this (LM heads) cost many milliseconds a call, and meet few rows.
+MOST_ROWS = COUNTS[-1]  # more rows are computed in several calls, because nothing above it has been compared
+# Layers of more weights than this (LM heads) take many milliseconds per call, and get few rows.
 LARGE_WEIGHT = 16 * 2**20
 COUNTS_OF_LARGE = (1, 2, 8, 16, 17, 33, 64)
-NUM_PROBES, NUM_PROBES_OF_LARGE = 7, 3  # odd, so that a probe comes to stand in every place of a kernel's tile
+NUM_PROBES, NUM_PROBES_OF_LARGE = 7, 3  # odd, so that a probe gets to every place of a kernel's tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ ROW_FORMS = (  # the cheapest first
 
 
 def form_called(name: str, most: int) -> RowForm:
-    """The one of ROW_FORMS with this name, for calls of at most `most` rows; rows as they come for another name."""
+    """The one of ROW_FORMS with this name, for calls of at most `most` rows. For any other name, all rows in one call."""
     for form in ROW_FORMS:
         if form.name == name:
             return replace(form, most=min(form.most, most))
@@ -96,7 +96,7 @@ class Probes:
 
 
 def cancelling_rows(weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None, *, has_residual: bool) -> Probes:
-    """Random rows. Four numbers of each are set in turn to cancel one output: in bf16 each leaves about 2^-8 of the sum."""
+    """Make random rows. Four numbers of each are set in turn to cancel one output. In bf16 each leaves some 2^-8 of the sum."""
     generator = torch.Generator().manual_seed(0)
     num_out, num_in = weight.shape
     num_probes = NUM_PROBES if weight.numel() <= LARGE_WEIGHT else NUM_PROBES_OF_LARGE
@@ -108,7 +108,7 @@ def cancelling_rows(weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"]
     residual = None
     if has_residual:
         residual = torch.randn(num_probes, num_out, generator=generator).to(weight.dtype)
-        residual[::2] = 0.0  # a sum that is rounded before the residual is added shows in these rows alone
+        residual[::2] = 0.0  # only these rows show a sum that is rounded before the residual is added
         target = target + residual.gather(1, columns.unsqueeze(1)).squeeze(1).double()
     some = torch.rand(num_probes, num_in, generator=generator).topk(min(num_in, 64)).indices
     largest = weights.gather(1, some).abs().topk(min(num_in, 4)).indices  # so that the numbers stay small
@@ -124,7 +124,13 @@ def cancelling_rows(weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"]
 def find_row_form(
     product: Callable[[Tensor, Tensor | None], Tensor], probes: Probes, counts: tuple[int, ...]
 ) -> RowForm | None:
-    """The first of ROW_FORMS whose calls give each row the same bits, as far as counts, the numbers of rows to compare, go."""
+    """Find the first of ROW_FORMS whose calls give each row the same bits.
+
+    Args:
+        product: the layer, called with rows and a residual or None.
+        probes: the rows to compare.
+        counts: the numbers of rows to compare.
+    """
     outputs: dict[int, Tensor | None] = {}
     for form in ROW_FORMS:
         called = [num_rows for num_rows in counts if form.calls(num_rows)]
@@ -140,13 +146,13 @@ def find_row_form(
 
 
 def same_bits(first: Tensor, other: Tensor) -> bool:
-    """NaN equals NaN here: a damaged weight says nothing of the order of a sum."""
+    """Whether two tensors are equal bit by bit. NaN equals NaN: a damaged weight does not show the order of a sum."""
     integers = {4: torch.int32, 2: torch.int16}[first.dtype.itemsize]
     return torch.equal(first.contiguous().view(integers), other.contiguous().view(integers))
 
 
 def _output(product: Callable[[Tensor, Tensor | None], Tensor], probes: Probes, num_rows: int) -> Tensor | None:
-    """The probes' rows of the product, computed num_rows at a time; None if a row's bits depend on its place."""
+    """The probes' rows of the product, computed num_rows at a time. None if a row's bits depend on its place."""
     num_probes = len(probes.x)
     expected: Tensor | None = None
     for start in range(0, num_probes, num_rows):

@@ -1,6 +1,6 @@
-"""A folder or a hub name -> the files of one checkpoint: config.json, generation_config.json, where the weights lie.
+"""A folder or a hub name -> the files of one checkpoint: config.json, generation_config.json, the paths of the weights.
 
-In: what the user called the model. Out: a Checkpoint, plain data. It opens JSON only; tensors are models/weights.py's.
+In: the user's name for the model. Out: a Checkpoint, plain data. This file opens JSON only. weights.py reads the tensors.
 """
 
 import json
@@ -16,7 +16,7 @@ from nanoinfer.errors import CheckpointError, CheckpointNotFoundError
 BUNDLED = Path(__file__).parent.parent / "bundled"
 DEFAULT_MODEL = "tiny-qwen3"
 
-# Everything a checkpoint needs and no more: the hub also keeps .bin, .gguf, .onnx beside it, and whole folders of them.
+# Everything that a checkpoint needs. The hub also has .bin, .gguf and .onnx files, and folders of them, which are not loaded.
 _TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model"]
 _WEIGHT_FILES = ["*.safetensors"]
 
@@ -32,8 +32,11 @@ _CONVERT = (
 class Checkpoint:
     """One model's files.
 
-    path: the folder. config: config.json. generation_config: generation_config.json, {} where there is none.
-    weight_files: the safetensors files, in the index's order.
+    Attributes:
+        path: the folder.
+        config: config.json.
+        generation_config: generation_config.json, {} where there is none.
+        weight_files: the safetensors files, in the index's order.
     """
 
     path: Path
@@ -45,11 +48,14 @@ class Checkpoint:
     def open(cls, model: str | None = None, revision: str | None = None) -> "Checkpoint":
         """Find a checkpoint and read its JSON files.
 
-        model: a folder; the name of a bundled model ("tiny-qwen3", "tiny-gpt2"); or a hub name such as "Qwen/Qwen3-0.6B",
-        which is downloaded to the hub's cache unless it is there (HF_HUB_OFFLINE=1 uses the cache alone). None is the model
-        bundled. revision: a branch, tag or commit of the hub's repository.
+        Args:
+            model: a folder, the name of a bundled model ("tiny-qwen3", "tiny-gpt2"), or a hub name such as
+                "Qwen/Qwen3-0.6B", which is downloaded to the hub's cache unless it is there (HF_HUB_OFFLINE=1 uses the
+                cache alone). None is tiny-qwen3.
+            revision: a branch, tag or commit of the hub's repository.
 
-        Raises: CheckpointNotFoundError, CheckpointError.
+        Raises:
+            CheckpointNotFoundError, CheckpointError
         """
         model = DEFAULT_MODEL if model is None else model
         path = locate(model, revision)
@@ -60,7 +66,7 @@ class Checkpoint:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Every id that ends a text: generation_config.json's, or config.json's where that names none."""
+        """Every id that ends a text: from generation_config.json, or from config.json where that has none."""
         eos = self.generation_config.get("eos_token_id")
         if eos is None:
             eos = self.config.get("eos_token_id")
@@ -71,9 +77,9 @@ class Checkpoint:
 
 
 def locate(model: str, revision: str | None = None, *, with_weights: bool = True) -> Path:
-    """The folder that `model` names, downloaded from the hub where it must be: whole, or without weights for a tokenizer."""
+    """Return the folder that `model` names. A hub name is downloaded: whole, or without weights for a tokenizer."""
     if not model:
-        raise CheckpointNotFoundError(f"the model's name is empty; {_in_the_box()}")
+        raise CheckpointNotFoundError(f"the model's name is empty; {_list_bundled()}")
     for folder in (Path(model).expanduser(), BUNDLED / model):
         if folder.is_dir():
             if revision is not None:
@@ -88,13 +94,13 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except HFValidationError as error:
         raise CheckpointNotFoundError(
-            f"{model!r} is neither a folder nor a possible hub name (owner/name); {_in_the_box()}"
+            f"{model!r} is neither a folder nor a possible hub name (owner/name); {_list_bundled()}"
         ) from error
-    except Exception as error:  # the hub's own errors, and whatever its HTTP library raises without a network
+    except Exception as error:  # the hub's own errors, and those of its HTTP library without a network
         raise CheckpointNotFoundError(
             f"{model!r} is no folder here, and the hub did not give it (revision {revision or 'main'}): "
             f"{str(error).strip().partition(chr(10))[0] or type(error).__name__}\n"
-            f"Check the name, the network and HF_HUB_OFFLINE, or use a folder; {_in_the_box()}"
+            f"Check the name, the network and HF_HUB_OFFLINE, or use a folder; {_list_bundled()}"
         ) from error
 
 
@@ -102,7 +108,7 @@ def bundled_models() -> list[str]:
     return sorted(path.parent.name for path in BUNDLED.glob("*/config.json"))
 
 
-def _in_the_box() -> str:
+def _list_bundled() -> str:
     return f"bundled are {', '.join(bundled_models())}"
 
 
@@ -123,7 +129,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _weight_files(path: Path, model: str) -> list[Path]:
-    """The files of one set of weights: one file, or the shards an index names. As in transformers, one file goes first."""
+    """The files of one set of weights: one file, or the shards of an index. As in transformers, one file takes precedence."""
     index_path = path / "model.safetensors.index.json"
     if (path / "model.safetensors").exists():
         files = [path / "model.safetensors"]

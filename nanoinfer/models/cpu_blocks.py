@@ -32,9 +32,13 @@ class CPUGPT2Block(nn.Module):
         self.down_proj = linears.optimize(block.mlp.c_proj, adds_residual=True)
 
     def forward(self, x: Float[Tensor, "num_tokens hidden"], attend: Attend) -> Float[Tensor, "num_tokens hidden"]:
-        q, k, v = self.qkv_proj(self.ln_1(x)).unflatten(-1, self.heads).unbind(1)
-        x = self.out_proj(attend(self.layer, q, k, v).flatten(1), x)
+        x = self._attention(x, attend)
         return self.down_proj(self.up_proj(self.ln_2(x)), x)
+
+    def _attention(self, x: Tensor, attend: Attend) -> Tensor:
+        """x + attention. A method, so that q, k and v are freed before the MLP."""
+        q, k, v = self.qkv_proj(self.ln_1(x)).unflatten(-1, self.heads).unbind(1)
+        return self.out_proj(attend(self.layer, q, k, v).flatten(1), x)
 
 
 class CPUQwenLayer(nn.Module):
@@ -65,14 +69,18 @@ class CPUQwenLayer(nn.Module):
         sin: Float[Tensor, "num_tokens 1 head_dim"],
         attend: Attend,
     ) -> Float[Tensor, "num_tokens hidden"]:
+        x = self._attention(x, cos, sin, attend)
+        normed = self.post_attention_layernorm(x)
+        return self.down_proj(self.gate_proj(normed) * self.up_proj(normed), x)
+
+    def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """x + attention. A method, so that q, k and v are freed before the MLP."""
         qkv = self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split(self.num_heads, dim=1)  # [num_tokens, num_heads or num_kv_heads, head_dim]
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        x = self.o_proj(attend(self.layer, q, k, v).flatten(1), x)
-        normed = self.post_attention_layernorm(x)
-        return self.down_proj(self.gate_proj(normed) * self.up_proj(normed), x)
+        return self.o_proj(attend(self.layer, q, k, v).flatten(1), x)
 
 
 # block of a model file -> its form on a CPU, built as form(block, linear_optimizer)

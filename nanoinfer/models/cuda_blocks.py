@@ -58,12 +58,16 @@ class CUDAQwenLayer(nn.Module):
         sin: Float[Tensor, "num_tokens 1 head_dim"],
         attend: Attend,
     ) -> Float[Tensor, "num_tokens hidden"]:
+        x = self._attention(x, cos, sin, attend)
+        gate_up = self.gate_up_proj(self.post_attention_layernorm(x))  # [num_tokens, 2 * intermediate]
+        return add_product(x, silu_and_mul(gate_up), self.down_proj)
+
+    def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """x + attention. A method, so that q, k and v are freed before the MLP."""
         qkv = self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split(self.num_heads, dim=1)  # [num_tokens, num_heads or num_kv_heads, head_dim]
         q, k = _norm_and_rotate(q, self.q_norm, cos, sin), _norm_and_rotate(k, self.k_norm, cos, sin)
-        x = add_product(x, attend(self.layer, q, k, v).flatten(1), self.o_proj)
-        gate_up = self.gate_up_proj(self.post_attention_layernorm(x))  # [num_tokens, 2 * intermediate]
-        return add_product(x, silu_and_mul(gate_up), self.down_proj)
+        return add_product(x, attend(self.layer, q, k, v).flatten(1), self.o_proj)
 
 
 def _norm_and_rotate(x: Tensor, norm: RMSNorm | None, cos: Tensor, sin: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float:
 class RotaryEmbedding(nn.Module):
     """Rotates each pair (x_i, x_{i + head_dim/2}) of q and k by position * inv_freq_i, so that q . k depends on distance.
 
-    Source: Su et al. 2021, https://arxiv.org/abs/2104.09864; YaRN: Peng et al. 2023, https://arxiv.org/abs/2309.00071
+    Source: Su et al. 2021, https://arxiv.org/abs/2104.09864. YaRN: Peng et al. 2023, https://arxiv.org/abs/2309.00071
     """
 
     inv_freq: Tensor

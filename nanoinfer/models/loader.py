@@ -1,6 +1,6 @@
-"""A checkpoint's name -> a model ready to run on its device, and what belongs to it.
+"""A checkpoint's name -> a model ready to run on its device, with its tokenizer and EOS ids.
 
-In: an EngineConfig. Out: the model with its weights, quantised, fused or packed as the device likes it; tokenizer; EOS ids.
+In: an EngineConfig. Out: the model with its weights, optimised for its device (optimize.py). The tokenizer. The EOS ids.
 """
 
 import dataclasses
@@ -24,10 +24,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """num_parameters: as the checkpoint has them; a layer that is packed or quantised is no parameter any more.
+    """A model ready to run, and its files.
 
-    has_independent_rows: whether the rows of its linear layers have the same bits in any batch, on this machine.
-    tokenizer: None if there is none; then the model takes token ids.
+    Attributes:
+        num_parameters: of the checkpoint. Packed and quantised weights are no parameters any more.
+        has_independent_rows: whether the rows of its linear layers have the same bits in any batch, on this machine.
+        tokenizer: None if there is none. The model then takes token ids only.
     """
 
     checkpoint: Checkpoint
@@ -39,7 +41,11 @@ class Loaded:
 
 
 def load(config: EngineConfig) -> Loaded:
-    """Raises: CheckpointNotFoundError, CheckpointError, WeightsError, UnsupportedError."""
+    """Load a model, its tokenizer and its EOS ids, and optimise the model for its device.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointError, WeightsError, UnsupportedError
+    """
     device = resolve_device(config.device)
     if config.quantization and device.type != "cpu":
         raise UnsupportedError(f"quantization='int8' runs on a CPU only, got device {str(device)!r}; leave it out")
@@ -65,10 +71,19 @@ def load(config: EngineConfig) -> Loaded:
 
 
 def load_model(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device | str = "cpu") -> Any:
-    """Build the checkpoint's model with its weights, ready to run.
+    """Build the checkpoint's model with its weights: the textbook form, which runs on every device.
 
-    dtype: one of config.DTYPES; "auto" is the checkpoint's own (fp32 on a CPU that is slow at it). Returns a Model.
-    Raises: UnsupportedError, CheckpointError, WeightsError, InvalidValueError for another dtype.
+    Args:
+        checkpoint: the files.
+        dtype: one of config.DTYPES. "auto" is the checkpoint's own, or fp32 on a CPU that is slow at it.
+        device: where the weights go.
+
+    Returns:
+        A Model.
+
+    Raises:
+        UnsupportedError, CheckpointError, WeightsError
+        InvalidValueError: a dtype that is not in config.DTYPES.
     """
     device = torch.device(device)
     resolved = resolve_dtype(dtype, checkpoint, device)
@@ -78,7 +93,7 @@ def load_model(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device
 
 
 def on_meta(checkpoint: Checkpoint) -> Any:
-    """The checkpoint's model on the meta device: every shape, and no weights yet. Raises: as load does."""
+    """Build the checkpoint's model on the meta device: every shape, and no weights. Raises the errors of `load`."""
     model_class = find_model(checkpoint.config)
     config = _read_config(model_class.Config, checkpoint)
     files = WeightFiles(checkpoint.weight_files)
@@ -88,7 +103,7 @@ def on_meta(checkpoint: Checkpoint) -> Any:
 
 
 def _read_config(config_class: Any, checkpoint: Checkpoint) -> Any:
-    """The family's config, with every size a positive number and the heads fitting each other."""
+    """Read the family's config. Check that sizes are positive and that the numbers of heads are consistent."""
     path = checkpoint.path / "config.json"
     try:
         config = config_class.from_hf(checkpoint.config)
@@ -111,7 +126,11 @@ def _read_config(config_class: Any, checkpoint: Checkpoint) -> Any:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is a GPU if there is one. Raises: InvalidValueError."""
+    """Return the device of that name. `auto` is a GPU if there is one.
+
+    Raises:
+        InvalidValueError: a name that is not a device, or a GPU that torch does not have.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -130,7 +149,12 @@ def cpu_has_fast_bf16() -> bool:
 
 
 def resolve_dtype(dtype: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """What a checkpoint is run in. dtype: one of config.DTYPES. Raises: InvalidValueError, UnsupportedError."""
+    """Return the dtype that a checkpoint is run in.
+
+    Raises:
+        InvalidValueError: a dtype that is not in config.DTYPES.
+        UnsupportedError: the checkpoint's own dtype is not supported.
+    """
     if dtype not in DTYPES:
         raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if DTYPES[dtype] != "auto":

@@ -1,7 +1,7 @@
 """Qwen2, Qwen2.5 and Qwen3: RMSNorm, RoPE, grouped-query attention, SwiGLU. One file, three independent facts:
 
-    qkv_bias   Qwen2 and Qwen2.5 always; Qwen3 with attention_bias
-    o_bias     Qwen3 with attention_bias; Qwen2 never
+    qkv_bias   Qwen2 and Qwen2.5 always, Qwen3 with attention_bias
+    o_bias     Qwen3 with attention_bias, Qwen2 never
     qk_norm    Qwen3: an RMSNorm over each head of q and of k, before the rotation
 
 Source: https://arxiv.org/abs/2407.10671 (Qwen2), https://arxiv.org/abs/2505.09388 (Qwen3). The names are those of their

@@ -1,7 +1,7 @@
-"""The table of model families, found by the architecture's name in config.json, and what every family provides.
+"""The table of model families by the architecture's name in config.json, and the interface of every family.
 
 A model is `forward(input_ids, positions, attend) -> hidden [num_tokens, hidden]` and `compute_logits(hidden) -> [.., vocab]`,
-with a `config` that has the fields of ModelConfig. `register_model` adds one of your own.
+with a `config` that has the fields of ModelConfig. `register_model` adds a model of your own.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, UnsupportedError
 from nanoinfer.models.weights import WeightRules
 
-# architecture in config.json -> "module:class", imported when it is asked for
+# architecture in config.json -> "module:class", imported when it is first used
 _MODELS: dict[str, str] = {
     "GPT2LMHeadModel": "nanoinfer.models.gpt2:GPT2LMHeadModel",
     "Qwen2ForCausalLM": "nanoinfer.models.qwen:QwenForCausalLM",
@@ -26,7 +26,7 @@ _registered: dict[str, type[nn.Module]] = {}
 
 @runtime_checkable
 class ModelConfig(Protocol):
-    """What is read of any family's config; the families' dataclasses have more."""
+    """The fields that the engine reads of any family's config. The families' dataclasses have more."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -44,7 +44,13 @@ class ModelConfig(Protocol):
 
 @runtime_checkable
 class Model(Protocol):
-    """What the engine calls of any family. Config: a frozen dataclass with `from_hf(dict)` and `tie_word_embeddings`."""
+    """What the engine uses of any family.
+
+    Attributes:
+        Config: a frozen dataclass with `from_hf(dict)` and `tie_word_embeddings`.
+        weight_rules: how the names in its checkpoints differ from the names of its parameters.
+        config: an instance of Config.
+    """
 
     Config: ClassVar[Any]
     weight_rules: ClassVar[WeightRules]
@@ -60,14 +66,16 @@ class Model(Protocol):
 
 
 def register_model(architecture: str, model_class: type[nn.Module]) -> None:
-    """Use model_class for checkpoints whose config.json names this architecture. Yours goes before ours."""
+    """Use model_class for checkpoints whose config.json names this architecture. It takes precedence over a bundled class."""
     _registered[architecture] = model_class
 
 
 def find_model(config: dict[str, Any]) -> type[Any]:
-    """The class for a config.json.
+    """Return the class for a config.json.
 
-    Raises: UnsupportedError for an architecture that is not supported or a quantised checkpoint; CheckpointError for none.
+    Raises:
+        UnsupportedError: an architecture that is not supported, or a quantised checkpoint.
+        CheckpointError: no architecture.
     """
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:

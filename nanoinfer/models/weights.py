@@ -1,12 +1,11 @@
 """safetensors files -> a model's parameters: every tensor used once or skipped by name, every parameter filled once.
 
 In: a model built on the "meta" device (shapes without memory) and the checkpoint's files. Out: the same model with its
-weights. The names are the checkpoint's own; each family's WeightRules declares the exceptions, and a MergedLinear's parameters
-are filled from several tensors.
+weights. Parameters have the names of the checkpoint. Each family's WeightRules declares the exceptions.
 
-Files are memory-mapped: a tensor is read from the file when it is copied into its parameter, one at a time, so loading takes
-the memory of the parameters and little more. On a CPU an embedding of the wanted dtype is not copied at all: leave the file as
-it is meanwhile.
+Files are memory-mapped. A tensor is read from the file when it is copied into its parameter, one at a time, so loading takes
+the memory of the parameters and little more. On a CPU an embedding that has the model's dtype is not copied at all: do not
+change the file while the model is in use.
 """
 
 import logging
@@ -31,9 +30,12 @@ _FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}  # as safetensors spells them
 class WeightRules:
     """How a family's checkpoints differ from its module tree.
 
-    prefix: stands before the names in some checkpoints, and is taken off. transpose: endings of tensors stored as [in, out],
-    where a linear layer wants [out, in]. skip: endings of tensors that are not weights. embedding: the parameter that a tied
-    head shares.
+    Attributes:
+        prefix: comes before the names in some checkpoints, and is removed.
+        embedding: the parameter that a tied head shares.
+        head: the parameter of the LM head.
+        transpose: endings of tensors stored as [in, out]. A linear layer has [out, in].
+        skip: endings of tensors that are not weights.
     """
 
     prefix: str
@@ -46,7 +48,8 @@ class WeightRules:
 class WeightFiles(Mapping[str, Any]):
     """All tensors of a checkpoint by name, as safetensors slices that know their shape before anything is read.
 
-    Raises: WeightsError for a damaged file or a name that two files hold.
+    Raises:
+        WeightsError: a damaged file, or a name that is in two files.
     """
 
     def __init__(self, paths: list[Path]) -> None:
@@ -56,9 +59,9 @@ class WeightFiles(Mapping[str, Any]):
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise WeightsError(f"{path} is cut short or damaged ({error}); download it again") from error
-            for name in file.keys():  # noqa: SIM118 (it is no dict)
+            for name in file.keys():  # noqa: SIM118 (it is not a dict)
                 if name in self._files:
-                    raise WeightsError(f"{name} stands in {path.name} and in another file of {path.parent}")
+                    raise WeightsError(f"{name} is in {path.name} and in another file of {path.parent}")
                 self._files[name] = file
 
     def __getitem__(self, name: str) -> Any:
@@ -71,33 +74,34 @@ class WeightFiles(Mapping[str, Any]):
         return len(self._files)
 
     def read(self, name: str) -> Tensor:
-        """The tensor itself: a view of the mapped file, not yet read from the disk."""
+        """Return the tensor: a view of the mapped file, not yet read from the disk."""
         return self._files[name].get_tensor(name)
 
 
 def dtype_of(files: WeightFiles) -> torch.dtype:
-    """The dtype most of the checkpoint's tensors have, for a config.json that does not say."""
+    """The dtype of most of the checkpoint's tensors, for a config.json without one."""
     names = [files[name].get_dtype() for name in files]
     spelled = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     return spelled.get(max(set(names), key=names.count), torch.float32)
 
 
 def head_is_tied(config_says: bool, files: WeightFiles, rules: WeightRules) -> bool:
-    """Does the LM head share the embedding? As the config says, unless the checkpoint holds a head of its own that differs."""
+    """Whether the LM head shares the embedding: as the config says, unless the checkpoint has a head that differs from it."""
     by_parameter = {_parameter_name(name, rules): name for name in files}
     if not config_says or rules.head not in by_parameter or rules.embedding not in by_parameter:
         return config_says
     head, embedding = files.read(by_parameter[rules.head]), files.read(by_parameter[rules.embedding])
     tied = torch.equal(head, embedding)
     if not tied:
-        logger.warning("config.json ties the LM head to the embedding, but the checkpoint holds another head: not tied")
+        logger.warning("config.json ties the LM head to the embedding, but the checkpoint has a different head: not tied")
     return tied
 
 
 def load_weights(model: nn.Module, files: WeightFiles, rules: WeightRules, dtype: torch.dtype, device: torch.device) -> None:
     """Fill every parameter of a model built on the meta device.
 
-    Raises: WeightsError that lists every missing, unexpected and misshaped tensor. Nothing has been loaded then.
+    Raises:
+        WeightsError: lists every missing, unexpected and misshaped tensor. Nothing has been loaded then.
     """
     targets = dict(model.named_parameters())  # a shared parameter once
     sources, problems = _match(targets, files, rules)
@@ -132,7 +136,7 @@ def _parameter_name(tensor_name: str, rules: WeightRules) -> str:
 
 
 def _match(targets: dict[str, nn.Parameter], files: WeightFiles, rules: WeightRules) -> tuple[dict[str, str], list[str]]:
-    """A parameter's name -> the tensor's name with its prefix, and a line for everything that does not fit."""
+    """Return a map from a parameter's name to its tensor's name, and a line for every tensor that does not fit."""
     sources: dict[str, str] = {}
     problems: list[str] = []
     for tensor_name in files:
@@ -140,7 +144,7 @@ def _match(targets: dict[str, nn.Parameter], files: WeightFiles, rules: WeightRu
         if name.endswith(rules.skip):
             continue
         if name == rules.head and name not in targets and rules.embedding in targets:
-            continue  # tied: head_is_tied has seen that it equals the embedding
+            continue  # tied: head_is_tied has checked that it equals the embedding
         if name not in targets:
             problems.append(f"unexpected: {tensor_name}")
             continue
@@ -153,7 +157,7 @@ def _match(targets: dict[str, nn.Parameter], files: WeightFiles, rules: WeightRu
         if tensor_name.endswith(rules.transpose):
             expected = expected[::-1]
         if shape != expected:
-            problems.append(f"misshaped: {tensor_name} has shape {shape}, the config asks for {expected}")
+            problems.append(f"misshaped: {tensor_name} has shape {shape}, the config requires {expected}")
         if files[tensor_name].get_dtype() not in _FLOAT_DTYPES:
             problems.append(
                 f"not a float: {tensor_name} is {files[tensor_name].get_dtype()}; quantised weights are not supported"

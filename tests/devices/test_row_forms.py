@@ -1,4 +1,4 @@
-"""Row forms: calls keep to the numbers of rows that agree, and a kernel that adds in another order is found out."""
+"""Row forms: calls have only numbers of rows that agree, and a kernel that adds in a different order is detected."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 @dtypes
 @pytest.mark.parametrize("expected", KERNELS)
-def test_the_cheapest_form_that_holds_is_found_and_calls_as_it_says(expected, dtype, weight):
+def test_the_cheapest_form_that_holds_is_found_and_keeps_to_its_numbers_of_rows(expected, dtype, weight):
     probes = cancelling_rows(weight, None, has_residual=False)
     calls = []
     product = product_of(weight, KERNELS[expected], calls)
@@ -70,7 +70,7 @@ def test_the_cheapest_form_that_holds_is_found_and_calls_as_it_says(expected, dt
 @torch.inference_mode()
 @dtypes
 def test_cancelling_rows_show_an_order_of_addition_that_random_rows_hide(dtype, weight):
-    """A twin: with random rows in bf16 another order goes unseen."""
+    """A twin: random rows in bf16 do not show a different order."""
     kernels = [product_of(weight, lambda num_rows, row, kernel=kernel: kernel) for kernel in (0, 1)]
     probes = cancelling_rows(weight, None, has_residual=False)
     assert not torch.equal(*(kernel(probes.x, None) for kernel in kernels))
@@ -81,7 +81,7 @@ def test_cancelling_rows_show_an_order_of_addition_that_random_rows_hide(dtype, 
 @torch.inference_mode()
 @dtypes
 @pytest.mark.parametrize("has_residual", [False, True])
-def test_what_cancels_is_products_bias_and_residual(has_residual, dtype, weight):
+def test_products_bias_and_residual_cancel_in_one_output(has_residual, dtype, weight):
     bias = torch.randn(NUM_OUT).to(dtype)
     probes = cancelling_rows(weight, bias, has_residual=has_residual)
     exact = probes.x.double() @ weight.double().T + bias.double()
@@ -91,7 +91,7 @@ def test_what_cancels_is_products_bias_and_residual(has_residual, dtype, weight)
 
 
 @torch.inference_mode()
-def test_a_weight_that_is_not_a_number_says_nothing_of_the_order():
+def test_a_weight_that_is_not_a_number_does_not_count_as_a_different_order():
     weight = torch.randn(NUM_OUT, NUM_IN)
     weight[3] = float("nan")
     probes = cancelling_rows(weight, None, has_residual=False)

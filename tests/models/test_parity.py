@@ -37,7 +37,7 @@ def test_logits_equal_transformers_in_fp32(family, tmp_path):
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen3"])
 def test_logits_equal_transformers_in_bf16_within_its_rounding(family, tmp_path):
-    """bf16 keeps 8 bits: both sides may stand as far from the fp32 truth as rounding every layer allows."""
+    """bf16 keeps 8 bits: both sides may differ from the fp32 truth as much as rounding every layer allows."""
     path = tiny_models.save(family, tmp_path)
     truth = logits_there(path)
     here = (logits_here(path, "bfloat16").float() - truth).abs().mean()
@@ -46,7 +46,7 @@ def test_logits_equal_transformers_in_bf16_within_its_rounding(family, tmp_path)
     assert there < 0.1 * truth.abs().mean()  # the comparison means something
 
 
-def test_the_comparison_notices_a_transpose_that_no_shape_tells(tmp_path):
+def test_the_comparison_notices_a_transpose_that_no_shape_shows(tmp_path):
     """attn.c_proj is square, so a forgotten transpose passes every shape check."""
     path = tiny_models.save("gpt2", tmp_path / "right")
     wrong = shutil.copytree(path, tmp_path / "wrong")

@@ -1,4 +1,4 @@
-"""Every tensor used once, every parameter filled; what is not supported refused by name; the memory that loading takes."""
+"""Every tensor is used once, every parameter is filled, what is not supported is refused by name, and loading needs little."""
 
 import json
 import logging
@@ -66,8 +66,8 @@ def test_one_error_lists_every_tensor_that_is_missing_unexpected_or_misshaped(qw
     with pytest.raises(WeightsError) as caught:
         load(qwen3)
     assert sorted(line.strip() for line in str(caught.value).splitlines()[1:]) == [
-        "misshaped: model.layers.0.self_attn.q_proj.weight has shape [48, 64], the config asks for [64, 48]",
-        "misshaped: model.norm.weight has shape [47], the config asks for [48]",
+        "misshaped: model.layers.0.self_attn.q_proj.weight has shape [48, 64], the config requires [64, 48]",
+        "misshaped: model.norm.weight has shape [47], the config requires [48]",
         "missing: layers.0.input_layernorm.weight",
         "missing: layers.1.input_layernorm.weight",
         "unexpected: model.layers.0.self_attn.q_proj.bias",
@@ -75,9 +75,9 @@ def test_one_error_lists_every_tensor_that_is_missing_unexpected_or_misshaped(qw
     ]
 
 
-def test_a_misshaped_transposed_tensor_is_told_in_the_files_own_order(gpt2):
+def test_a_misshaped_transposed_tensor_is_reported_in_the_files_own_order(gpt2):
     edit_tensors(gpt2, **{"transformer.h.0.mlp.c_fc.weight": torch.zeros(192, 48)})
-    with pytest.raises(WeightsError, match=r"c_fc.weight has shape \[192, 48\], the config asks for \[48, 192\]"):
+    with pytest.raises(WeightsError, match=r"c_fc.weight has shape \[192, 48\], the config requires \[48, 192\]"):
         load(gpt2)
 
 
@@ -117,7 +117,7 @@ def test_a_tensor_in_two_shards_is_refused(qwen3):
     (qwen3 / "model.safetensors").unlink()
     save_file(tensors, qwen3 / "a.safetensors")
     save_file({HEAD: tensors[HEAD]}, qwen3 / "b.safetensors")
-    with pytest.raises(WeightsError, match=r"lm_head\.weight stands in b\.safetensors and in another file"):
+    with pytest.raises(WeightsError, match=r"lm_head\.weight is in b\.safetensors and in another file"):
         load(qwen3)
 
 
@@ -155,7 +155,7 @@ def test_a_head_that_differs_from_the_embedding_is_used_whatever_the_config_says
     assert torch.equal(model.embed_tokens.weight, head / 2)
     [record] = [record for record in caplog.records if record.name == "nanoinfer.models.weights"]
     assert record.levelno == logging.WARNING
-    assert "another head: not tied" in record.message
+    assert "a different head: not tied" in record.message
 
 
 def test_an_untied_head_that_is_missing_is_an_error(qwen3):
@@ -192,7 +192,7 @@ def test_dtype_auto_is_float32_on_a_cpu_that_is_slow_at_the_checkpoints_own_and_
     with caplog.at_level(logging.INFO, "nanoinfer.models"):
         assert load(qwen3).lm_head.weight.dtype == torch.float32
     assert "the checkpoint is torch.bfloat16, which this CPU is slow at: using float32" in caplog.text
-    assert load(qwen3, "bfloat16").lm_head.weight.dtype == torch.bfloat16  # asked for: obeyed
+    assert load(qwen3, "bfloat16").lm_head.weight.dtype == torch.bfloat16  # requested: obeyed
 
 
 # ---- what is not supported is refused by name, with what is
@@ -215,7 +215,7 @@ def test_dtype_auto_is_float32_on_a_cpu_that_is_slow_at_the_checkpoints_own_and_
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
     ],
 )
-def test_a_qwen_that_is_not_covered_is_refused_by_name(qwen3, changes, sentence):
+def test_a_qwen_that_is_not_supported_is_refused_by_name(qwen3, changes, sentence):
     edit_config(qwen3, **changes)
     with pytest.raises(UnsupportedError, match=sentence):
         load(qwen3)
@@ -229,7 +229,7 @@ def test_a_qwen_that_is_not_covered_is_refused_by_name(qwen3, changes, sentence)
         ({"scale_attn_weights": False}, "scale_attn_weights must be True, got False"),
     ],
 )
-def test_a_gpt2_that_is_not_covered_is_refused_by_name(gpt2, changes, sentence):
+def test_a_gpt2_that_is_not_supported_is_refused_by_name(gpt2, changes, sentence):
     edit_config(gpt2, **changes)
     with pytest.raises(UnsupportedError, match=sentence):
         load(gpt2)
@@ -266,7 +266,7 @@ class LouderQwen(QwenForCausalLM):
         return -super().compute_logits(hidden)
 
 
-def test_a_registered_model_runs_and_goes_before_ours(qwen3, monkeypatch):
+def test_a_registered_model_runs_and_takes_precedence_over_a_bundled_one(qwen3, monkeypatch):
     monkeypatch.setattr(registry, "_registered", {})
     params = SamplingParams(temperature=0, max_tokens=4, detokenize=False)
 
@@ -325,7 +325,7 @@ def test_yarn_variants_differ_from_each_other():
 
 
 def test_yarn_stretches_the_length_of_a_checkpoint_that_left_its_old_one_in_place(tmp_path):
-    """As Qwen's model cards tell their users to ask for it: rope_scaling is added, max_position_embeddings stays."""
+    """As Qwen's model cards tell their users to configure it: rope_scaling is added, max_position_embeddings is unchanged."""
     yarn = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
     path = tiny_models.save("qwen3", tmp_path, max_position_embeddings=128, rope_parameters=yarn)
     assert loader.load_model(Checkpoint.open(str(path))).config.max_position_embeddings == 512
