@@ -24,7 +24,7 @@ class EngineGuard:
 
     Args:
         restart: requeues every request after a failed step.
-        flush_trace: hands collected events to the user's tracer.
+        flush_trace: passes collected events to the user's tracer.
         abort: ends requests by id, applied to those whose abort was requested during a step.
     """
 
