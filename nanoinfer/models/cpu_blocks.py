@@ -1,7 +1,7 @@
 """Transformer blocks on a CPU: fewer and larger products, which also apply the activation and add the residual.
 
-In: a block of a model file. Out: a block with the same arguments and the same result. q, k and v are one product, and
-cpu_linear.py computes every product.
+In: a block of a model file, which is taken apart. Out: a block with the same arguments and the same result. q, k and v are one
+product, and cpu_linear.py computes every product.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nanoinfer.attention.base import Attend
 from nanoinfer.models.cpu_linear import LinearOptimizer
 from nanoinfer.models.gpt2 import GPT2MLP, GPT2Attention, GPT2Block
-from nanoinfer.models.layers import RMSNorm, SwiGLU, apply_rotary, merge_linears
+from nanoinfer.models.layers import RMSNorm, SwiGLU, apply_rotary
 from nanoinfer.models.qwen import QwenAttention, QwenDecoderLayer
 
 
@@ -26,10 +26,10 @@ class CPUGPT2Block(nn.Module):
         self.layer = block.attn.layer
         self.heads = (3, block.attn.num_heads, block.attn.head_dim)
         self.ln_1, self.ln_2 = block.ln_1, block.ln_2
-        self.qkv_proj = linears.optimize(block.attn.c_attn)
-        self.out_proj = linears.optimize(block.attn.c_proj, adds_residual=True)
-        self.up_proj = linears.optimize(block.mlp.c_fc, "gelu_tanh")
-        self.down_proj = linears.optimize(block.mlp.c_proj, adds_residual=True)
+        self.qkv_proj = linears.take(block.attn, "c_attn")
+        self.out_proj = linears.take(block.attn, "c_proj", adds_residual=True)
+        self.up_proj = linears.take(block.mlp, "c_fc", activation="gelu_tanh")
+        self.down_proj = linears.take(block.mlp, "c_proj", adds_residual=True)
 
     def forward(self, x: Float[Tensor, "num_tokens hidden"], attend: Attend) -> Float[Tensor, "num_tokens hidden"]:
         x = self._attention(x, attend)
@@ -56,11 +56,11 @@ class CPUQwenLayer(nn.Module):
         if self.qk_norm:
             self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
         self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
-        self.qkv_proj = linears.optimize(merge_linears(attention.q_proj, attention.k_proj, attention.v_proj))
-        self.o_proj = linears.optimize(attention.o_proj, adds_residual=True)
-        self.gate_proj = linears.optimize(mlp.gate_proj, "silu")
-        self.up_proj = linears.optimize(mlp.up_proj)
-        self.down_proj = linears.optimize(mlp.down_proj, adds_residual=True)
+        self.qkv_proj = linears.take(attention, "q_proj", "k_proj", "v_proj")
+        self.o_proj = linears.take(attention, "o_proj", adds_residual=True)
+        self.gate_proj = linears.take(mlp, "gate_proj", activation="silu")
+        self.up_proj = linears.take(mlp, "up_proj")
+        self.down_proj = linears.take(mlp, "down_proj", adds_residual=True)
 
     def forward(
         self,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from nanoinfer.devices import row_forms
 from nanoinfer.devices.machine_checks import verdict
 from nanoinfer.errors import UnsupportedError, first_line
-from nanoinfer.models.layers import gelu_tanh
+from nanoinfer.models.layers import gelu_tanh, merge_linears
 
 logger = logging.getLogger(__name__)
 
@@ -198,6 +198,18 @@ class LinearOptimizer:
         layer = layers[name]
         layer.form = row_forms.form_called(form, _counts(linear)[-1])
         return layer
+
+    def take(
+        self, block: nn.Module, *names: str, activation: Activation | None = None, adds_residual: bool = False
+    ) -> CPULinear:
+        """Remove linear layers from a block and return one module that computes them, their outputs side by side.
+
+        Their plain weights are freed at once, so that loading needs the memory of one layer more and not of a block.
+        """
+        linear = merge_linears(*(getattr(block, name) for name in names)) if len(names) > 1 else getattr(block, names[0])
+        for name in names:
+            delattr(block, name)
+        return self.optimize(linear, activation, adds_residual=adds_residual)
 
     def report(self) -> LinearReport:
         """Return the choices so far, and log them."""

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 def optimize_for_cpu(model: nn.Module, quantization: str | None = None) -> LinearReport:
     """Replace a model's blocks by those of CPU_BLOCKS, and every other nn.Linear by a packed one.
 
-    The plain weights of one block at a time are freed as it is replaced, unless something else holds them: a tied head leaves
-    the embedding its own copy. A subclass of nn.Linear is left alone, because it may do more than multiply.
+    One linear layer is replaced at a time and its plain weight freed, unless something else holds it: a tied head leaves the
+    embedding its own copy. A subclass of nn.Linear is left alone, because it may do more than multiply.
 
     Args:
         model: a model on a CPU. Its modules are replaced in place.

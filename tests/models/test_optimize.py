@@ -98,8 +98,9 @@ class WithoutResidual(CPUGPT2Block):
 
 class WithoutActivation(CPUQwenLayer):
     def __init__(self, layer, linears):
+        gate_proj = layer.mlp.gate_proj
         super().__init__(layer, linears)
-        self.gate_proj = linears.optimize(layer.mlp.gate_proj)
+        self.gate_proj = linears.optimize(gate_proj)
 
 
 class WithSwappedNorms(CPUQwenLayer):
