@@ -1,6 +1,6 @@
 """Every effect of this package on the whole process, and the functions that apply two of them.
 
-Importing the package changes nothing. An engine applies these effects, and logs each of them on the logger `nanoinfer`:
+Importing the package changes nothing. An engine applies these effects. It logs each that lasts on the logger `nanoinfer`:
 
     allocator thresholds   glibc keeps freed memory. `keep_freed_memory`, below, when attention/cpu.py makes a CPUBackend. It
                            lasts as long as the process.
