@@ -5,18 +5,15 @@ the number of blocks) is computed in engine/llm_engine.py and execution/memory.p
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
-    UnsupportedError,
     check_flag,
     check_integer,
     check_number,
-    unknown_argument,
 )
 
 if TYPE_CHECKING:
@@ -152,12 +149,3 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "cpu_offload_gb": (0,),
     "swap_space": (0, 4),  # GiB that may be swapped out, 4 was vLLM's default
 }
-
-
-def refuse_unknown(unknown: Mapping[str, object], known: list[str]) -> None:
-    """Arguments of LLM() that are not among the known ones. Raises: UnsupportedError, InvalidTypeError."""
-    for name, value in unknown.items():
-        if name not in NEUTRAL_VALUES:
-            raise unknown_argument("LLM()", name, known)
-        if value not in NEUTRAL_VALUES[name]:
-            raise UnsupportedError(f"{name}={value!r} is not supported; leave it out (it acts as {NEUTRAL_VALUES[name][0]!r})")

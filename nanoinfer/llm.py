@@ -7,13 +7,13 @@ work is done.
 import logging
 import os
 import time
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from tqdm import tqdm
 
-from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, refuse_unknown
+from nanoinfer.config import NEUTRAL_VALUES, CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.beam_search import BeamSearch
 from nanoinfer.engine.factory import load_engine
 from nanoinfer.engine.guards import interrupt_deferred
@@ -24,15 +24,18 @@ from nanoinfer.errors import (
     InvalidValueError,
     NanoinferError,
     UnsupportedError,
+    check_argument_names,
 )
+from nanoinfer.inputs import Message, PromptType, TokensPrompt
 from nanoinfer.outputs import BeamSearchOutput, Delta, RequestOutput
 from nanoinfer.sampling.sampler import Stage
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.tracing import Tracer
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, Any]  # {"role": "user", "content": "..."}
+logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -41,6 +44,7 @@ class LLM:
     One thread at a time may use it, in the process that made it; generate() inside a stream() loop works.
     """
 
+    @check_argument_names("LLM()", NEUTRAL_VALUES)
     def __init__(
         self,
         model: str | os.PathLike[str] | None = None,
@@ -66,7 +70,6 @@ class LLM:
         stages: list[Stage] | tuple[Stage, ...] | None = None,
         logprobs_mode: str = "raw",
         tracer: Tracer | None = None,
-        **unknown: Any,
     ) -> None:
         """Load a model.
 
@@ -102,7 +105,6 @@ class LLM:
 
         Raises: InvalidValueError, InvalidTypeError, UnsupportedError, CheckpointNotFoundError, CheckpointError, WeightsError.
         """
-        refuse_unknown(unknown, [name for name in LLM.__init__.__annotations__ if name not in ("unknown", "return")])
         config = EngineConfig(
             model=None if model is None else _path_string("model", model),
             tokenizer=None if tokenizer is None else _path_string("tokenizer", tokenizer),
@@ -137,8 +139,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Any,
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Generate answers to prompts, all in one batch, and return the outputs in the order of the prompts.
@@ -163,7 +165,7 @@ class LLM:
             self._abort_all(requests)
         return [cast(RequestOutput, request.output) for request in requests]
 
-    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """Answer one prompt, and yield a Delta for every sampled token. The last one carries the whole RequestOutput.
 
         The joined texts are the output's text: yielded text is never taken back. Leaving the loop early aborts the request.
@@ -177,12 +179,12 @@ class LLM:
 
     def chat(
         self,
-        messages: list[Message] | list[list[Message]],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of them, through the checkpoint's chat template.
 
@@ -190,7 +192,7 @@ class LLM:
         {"enable_thinking": False} for Qwen3.
         """
         is_batch = isinstance(messages, list) and messages and isinstance(messages[0], list)
-        conversations = messages if is_batch else [messages]
+        conversations = cast(Sequence[Sequence[Message]], messages if is_batch else [messages])
         prompts = []
         for index, conversation in enumerate(conversations):
             with with_prompt_index(index):
@@ -206,12 +208,12 @@ class LLM:
 
     def render_chat(
         self,
-        messages: Any,
+        messages: Sequence[Message],
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> TokensPrompt:
         """Render one conversation as a prompt for generate() or stream(): {"prompt": text, "prompt_token_ids": ids}."""
         return self.engine.inputs.render_chat(
             messages,
@@ -220,7 +222,7 @@ class LLM:
             chat_template_kwargs=chat_template_kwargs,
         )
 
-    def beam_search(self, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
+    def beam_search(self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Find the likeliest answers to each prompt, and return them with their scores, in the order of the prompts.
 
         prompts: as for generate. They run together as far as the KV cache allows; the beams of one share their blocks.
@@ -251,7 +253,7 @@ class LLM:
         """End a request that is running; its stream ends with finish_reason "abort". Unknown and finished ids do nothing."""
         self.engine.abort(request_id)
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """transformers' tokenizer of this model.
 
         Raises: InvalidValueError where the checkpoint has none.
@@ -319,7 +321,7 @@ class LLM:
             self.engine.abort(*(request.request_id for request in requests))
 
 
-def _path_string(name: str, value: Any) -> str:
+def _path_string(name: str, value: object) -> str:
     if not isinstance(value, str | os.PathLike):
         raise InvalidTypeError(f"{name} must be a string or a path, got {value!r}")
     return os.fspath(value)

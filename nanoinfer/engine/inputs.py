@@ -6,7 +6,7 @@ queue nor cache, so any thread may call it.
 """
 
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
@@ -14,6 +14,7 @@ from typing import Any
 
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError
 from nanoinfer.execution.executor import ExecutorInfo
+from nanoinfer.inputs import TokensPrompt
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
@@ -50,7 +51,7 @@ class InputProcessor:
         error = self._too_long(len(token_ids)) if len(token_ids) >= self._info.max_model_len else None
         return PreparedRequest(text, token_ids, params, bad_words, error)
 
-    def prepare_all(self, prompts: Any, params: SamplingParams | list[SamplingParams]) -> list[PreparedRequest]:
+    def prepare_all(self, prompts: Any, params: SamplingParams | Sequence[SamplingParams]) -> list[PreparedRequest]:
         """Prepare one prompt or a list of them, with one SamplingParams for all or one per prompt.
 
         Raises: as prepare does, with the prompt's index.
@@ -76,8 +77,8 @@ class InputProcessor:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> TokensPrompt:
         """Render one conversation as a prompt, {"prompt": text, "prompt_token_ids": ids}. See LLM.chat."""
         if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
             raise InvalidTypeError(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import nanoinfer
-from nanoinfer import BeamSearchParams, SamplingParams
+from nanoinfer import LLM, BeamSearchParams, SamplingParams
 
 SCRIPT = Path(__file__).with_name("user_script.py")
 
@@ -33,9 +33,17 @@ def test_the_docstring_explains_every_parameter_in_the_order_of_the_signature(ki
     assert re.findall(r"^    (\w+): [A-Z\d{]", args, flags=re.MULTILINE) == [field.name for field in fields(kind)]
 
 
-@pytest.mark.parametrize("kind", [SamplingParams, BeamSearchParams])
-def test_no_public_parameter_is_any(kind):
-    assert "Any" not in str(inspect.signature(kind))
+METHODS = [getattr(LLM, name) for name in vars(LLM) if callable(getattr(LLM, name)) and not name.startswith("_")]
+
+
+@pytest.mark.parametrize("public", [SamplingParams, BeamSearchParams, LLM, *METHODS], ids=lambda public: public.__qualname__)
+def test_no_public_signature_has_any_or_takes_every_argument(public):
+    signature = inspect.signature(public)
+    assert "Any" not in str(signature)
+    assert not {one.kind for one in signature.parameters.values()} & {
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    }
 
 
 # ---- mypy
