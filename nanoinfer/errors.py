@@ -90,7 +90,7 @@ def check_argument_names(
             for name in [name for name in kwargs if name not in known]:
                 value = kwargs.pop(name)
                 if name not in neutral:
-                    raise unknown_argument(owner, name, known)
+                    raise _unknown_argument(owner, name, known)
                 if value not in neutral[name]:
                     acts_as = neutral[name][0]
                     raise UnsupportedError(f"{name}={value!r} is not supported; leave it out (it acts as {acts_as!r})")
@@ -101,7 +101,7 @@ def check_argument_names(
     return decorate
 
 
-def unknown_argument(owner: str, name: str, known: list[str]) -> InvalidTypeError:
+def _unknown_argument(owner: str, name: str, known: list[str]) -> InvalidTypeError:
     """Return the error for an argument that does not exist, with the one that was probably meant."""
     close = difflib.get_close_matches(name, known, n=1)
     way_out = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"

@@ -6,7 +6,7 @@ In: prompts, chat messages. Out: RequestOutputs, or Deltas while generating. Mal
 import logging
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -192,7 +192,7 @@ class LLM:
         use_tqdm: bool = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, object] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of them, through the checkpoint's chat template.
 
@@ -228,7 +228,7 @@ class LLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, object] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> TokensPrompt:
         """Render one conversation as a prompt for generate() or stream(). The arguments are those of chat()."""
         return self.engine.inputs.render_chat(

@@ -95,8 +95,8 @@ class TransformersRunner:
 def memory_in_use(device: torch.device) -> int:
     """Bytes in use by this process.
 
-    On CUDA: the peak that torch has allocated. On Linux: the anonymous memory, which no file backs. On macOS: the peak
-    resident set. On Windows: 0, not supported.
+    On CUDA: the peak that torch has allocated. On Linux: the anonymous memory (not backed by a file). On macOS: the peak
+    resident memory. On Windows: 0, not supported.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

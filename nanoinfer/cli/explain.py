@@ -83,11 +83,11 @@ def token_table(recorder: Recorder) -> Table:
         recorder: a Recorder(stages=True) after a run.
     """
     stages: dict[tuple[str, int], list[StageApplied]] = {}
-    for event in recorder.of(StageApplied):
-        applied = stages.setdefault((event.sequence_id, event.position), [])
-        if event.stage == "model" and all(one.before == one.after for one in event.candidates):
+    for stage_event in recorder.of(StageApplied):
+        applied = stages.setdefault((stage_event.sequence_id, stage_event.position), [])
+        if stage_event.stage == "model" and all(one.before == one.after for one in stage_event.candidates):
             applied.clear()  # the first stage: a token may be drawn twice, and the last draw counts
-        applied.append(event)
+        applied.append(stage_event)
     draws: dict[tuple[str, int], TokenDrawn] = {(one.sequence_id, one.position): one for one in recorder.of(TokenDrawn)}
     table = Table("at", "token", "p", "left", "u", "interval", "text")
     appended = sorted(recorder.of(TokenAppended), key=lambda event: [int(part) for part in event.sequence_id.split(".")])

@@ -93,7 +93,7 @@ class InputProcessor:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, object] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> TokensPrompt:
         """Render one conversation as a prompt. See LLM.chat."""
         if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):

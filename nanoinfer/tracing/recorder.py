@@ -4,11 +4,13 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.tracing import viewer
 from nanoinfer.tracing.events import Candidate, EngineStarted, Event, Interval, StepScheduled
+
+E = TypeVar("E")
 
 _EVENTS: dict[str, type] = {event.__name__: event for event in Event.__args__}
 _PARTS: dict[str, type] = {"candidates": Candidate, "intervals": Interval}  # fields that hold tuples of these
@@ -36,7 +38,7 @@ class Recorder:
     def emit(self, event: Any) -> None:
         self.events.append(event)
 
-    def of(self, kind: type) -> list[Any]:
+    def of(self, kind: type[E]) -> list[E]:
         """The events of one class."""
         return [event for event in self.events if isinstance(event, kind)]
 

@@ -1,0 +1,98 @@
+"""The types that a user's editor and type checker see: of every public signature, and of a script that uses them all."""
+
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import nanoinfer
+from nanoinfer import LLM, BeamSearchParams, SamplingParams
+
+SCRIPT = Path(__file__).with_name("user_script.py")
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, BeamSearchParams])
+def test_the_signature_has_every_parameter_with_its_type_and_default(kind):
+    parameters = inspect.signature(kind).parameters
+    assert list(parameters) == [field.name for field in fields(kind)]
+    for field in fields(kind):
+        parameter = parameters[field.name]
+        assert (parameter.annotation, parameter.kind) == (field.type, parameter.KEYWORD_ONLY)
+        assert parameter.default == getattr(kind, field.name, parameter.empty)
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, BeamSearchParams])
+def test_the_docstring_explains_every_parameter_in_the_order_of_the_signature(kind):
+    args = inspect.getdoc(kind).partition("Args:\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^    (\w+): [A-Z\d{]", args, flags=re.MULTILINE) == [field.name for field in fields(kind)]
+
+
+METHODS = [getattr(LLM, name) for name in vars(LLM) if callable(getattr(LLM, name)) and not name.startswith("_")]
+
+
+@pytest.mark.parametrize("public", [SamplingParams, BeamSearchParams, LLM, *METHODS], ids=lambda public: public.__qualname__)
+def test_no_public_signature_has_any_or_takes_every_argument(public):
+    signature = inspect.signature(public)
+    assert "Any" not in str(signature)
+    assert not {one.kind for one in signature.parameters.values()} & {
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    }
+
+
+# ---- mypy
+
+
+@pytest.fixture(scope="module")
+def mypy(tmp_path_factory):
+    """Check a script with mypy --strict in a folder that has no configuration: (exit code, output)."""
+    folder = tmp_path_factory.mktemp("a_users_project")
+    package = Path(nanoinfer.__file__).parents[1]
+
+    def check(text):
+        (folder / "script.py").write_text(text, encoding="utf-8")
+        command = [sys.executable, "-m", "mypy", "--strict", "--no-color-output", "script.py"]
+        # Found as an installed package is, by its py.typed: no error inside it counts.
+        environment = {name: value for name, value in os.environ.items() if name != "MYPYPATH"} | {"PYTHONPATH": str(package)}
+        result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        return result.returncode, result.stdout + result.stderr
+
+    yield check
+    shutil.rmtree(folder)  # mypy's cache of torch and transformers is large
+
+
+@pytest.mark.slow
+def test_a_users_script_passes_mypy_strict(mypy):
+    assert mypy(SCRIPT.read_text(encoding="utf-8")) == (0, "Success: no issues found in 1 source file\n")
+
+
+@pytest.mark.slow
+def test_mypy_finds_a_users_mistakes(mypy):
+    code, output = mypy(
+        """from nanoinfer import LLM, LLMs, SamplingParams
+
+SamplingParams(temprature=0.5)
+SamplingParams(top_k="3")
+LLM(max_num_seq=3)
+LLM().generate([b"bytes"])
+reveal_type(LLM().get_tokenizer())
+reveal_type(LLM().generate("a")[0].outputs[0].text)
+"""
+    )
+    assert code == 1
+    for sentence in (
+        'script.py:1: error: Module "nanoinfer" has no attribute "LLMs"',
+        'script.py:3: error: Unexpected keyword argument "temprature" for "SamplingParams"',
+        'script.py:4: error: Argument "top_k" to "SamplingParams" has incompatible type "str"',
+        'script.py:5: error: Unexpected keyword argument "max_num_seq" for "LLM"',
+        "script.py:6: error: ",
+        'script.py:8: note: Revealed type is "str"',
+    ):
+        assert sentence in output
+    assert re.search(r'script.py:7: note: Revealed type is "transformers\..*PreTrainedTokenizerBase"', output)

@@ -1,0 +1,39 @@
+"""What a user of nanoinfer writes, with types. tests/docs/test_typing.py checks it with mypy --strict. Nothing runs it."""
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from nanoinfer import LLM, BeamSearchParams, PromptType, Recorder, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
+from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.sampler import STAGES
+from nanoinfer.tracing import StepScheduled
+
+
+def double(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    return logits * 2
+
+
+def only_even(prompt_ids: list[int], output_ids: list[int], logits: Tensor) -> Tensor:
+    return logits.index_fill(0, logits.new_tensor(range(1, len(logits), 2)), float("-inf"))
+
+
+recorder = Recorder(stages=True)
+llm = LLM("tiny-qwen3", dtype="float32", max_num_seqs=8, tracer=recorder, stages=[*STAGES, double])
+tokenizer: PreTrainedTokenizerBase = llm.get_tokenizer()
+params = SamplingParams(temperature=0.7, max_tokens=8, seed=1, logprobs=2, stop=["."], logits_processors=[only_even])
+
+texts: list[str] = [output.outputs[0].text for output in llm.generate(["Once", "Lily was"], [params, SamplingParams(n=2)])]
+prompts: list[PromptType] = ["Once", [1, 2], TextPrompt(prompt="Lily was"), TokensPrompt(prompt_token_ids=[3])]
+outputs: list[RequestOutput] = llm.generate(prompts, params, use_tqdm=False)
+for entries in outputs[0].outputs[0].logprobs or []:
+    tokens: dict[str | None, float] = {entry.decoded_token: entry.logprob for entry in entries.values()}
+
+messages = [{"role": "user", "content": "Tell me a story"}]
+answer: str = llm.chat(messages, params)[0].outputs[0].text
+prompt: TokensPrompt = llm.render_chat(messages, chat_template_kwargs={"enable_thinking": False})
+for delta in llm.stream(prompt, llm.get_default_sampling_params()):
+    piece: str = delta.text
+
+[found] = llm.beam_search("Once", BeamSearchParams(beam_width=3, early_stopping="never"))
+scores: list[tuple[str, float]] = [(beam.text, beam.score) for beam in found.sequences]
+steps: list[StepScheduled] = recorder.of(StepScheduled)
