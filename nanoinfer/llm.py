@@ -31,7 +31,7 @@ from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.tracing import Tracer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -272,7 +272,7 @@ class LLM:
         """End a running request. Its stream ends with finish_reason "abort". Unknown and finished ids are ignored."""
         self.engine.abort(request_id)
 
-    def get_tokenizer(self) -> "PreTrainedTokenizerFast":
+    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """Return transformers' tokenizer of this model.
 
         Raises:
