@@ -1,7 +1,7 @@
 """The engine's settings, split by owner. Frozen and checked: derived values are returned, never written back.
 
 In: the arguments of LLM. Out: values that are valid by themselves. What depends on the model or on the machine (max_model_len,
-the number of blocks) is computed in engine/llm_engine.py and execution/memory.py.
+the number of blocks) is computed in execution/uniproc_executor.py and execution/memory.py.
 """
 
 import math
@@ -85,7 +85,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What LLMEngine.load needs: the model, the device, and the settings of the parts."""
+    """What engine/factory.load_engine needs: the model, the device, and the settings of the parts."""
 
     model: str | None = None  # a folder, a hub name, the name of a bundled model. None: the bundled default
     tokenizer: str | None = None  # a folder or hub name. None: the model's own

@@ -92,13 +92,14 @@ class LLM:
             gpu_memory_utilization: Share of the GPU's memory for weights and cache, in (0, 1]. No effect on a CPU.
             enable_prefix_caching: Compute common prefixes of prompts once.
             batch_invariant: Require that a prompt's logits have the same bits in any batch, also after a prefix hit (only whole
-                chunks are reused) and after a preemption (an answer is recomputed token by token). Whether this machine can
-                guarantee that is measured when the model is loaded. Where it cannot, this is refused. Without batch_invariant,
+                chunks are reused) and after a preemption (an answer is recomputed token by token). This is measured when the
+                model is loaded, and refused where the machine cannot guarantee it. Without batch_invariant,
                 `batch_independent` says whether the bits are the same in any batch, prefix hits and preemptions aside.
             attention_backend: "auto" (the best one that is installed and supports the model, which the log explains), "cpu",
                 "flash", "triton", "torch" or "reference".
             enforce_eager: Neither compile nor capture CUDA graphs.
-            async_scheduling: Prepare a step while the one before it runs. The tokens are the same. None is True on a GPU.
+            async_scheduling: Prepare a step while the one before it runs. The tokens are the same. None is True on a GPU and
+                False on a CPU.
             seed: For requests without their own seed, 0 .. 2**64 - 1.
             stages: The sampler's stages in their order. `[*STAGES, mine]`, from nanoinfer.sampling.sampler, adds your own.
             logprobs_mode: "raw" returns the model's own log-probabilities, "processed" those after all stages.
@@ -252,11 +253,9 @@ class LLM:
         search = BeamSearch(self.engine, prompts, params)
         try:
             while search.num_unfinished:
-                with interrupt_deferred():
-                    search.step()
+                search.step()
         finally:
-            with interrupt_deferred():
-                search.close()
+            search.close()
         return search.outputs
 
     @property
@@ -328,7 +327,7 @@ class LLM:
                 if use_tqdm and (not pending or now - last_shown > bar.mininterval):
                     last_shown = now
                     sequences = [seq for request in requests for seq in request.sequences]
-                    num_input = sum(len(seq.prompt_token_ids) for seq in sequences if seq.num_output_tokens)
+                    num_input = sum(len(seq.prompt_token_ids) for seq in sequences if seq.num_output_tokens and seq.index == 0)
                     num_output = sum(seq.num_output_tokens for seq in sequences)
                     seconds = now - start
                     speed = f"input {num_input / seconds:.1f} tok/s, output {num_output / seconds:.1f} tok/s"

@@ -35,7 +35,7 @@ class BeamSearch:
     def __init__(self, engine: LLMEngine, prompts: Any, params: BeamSearchParams) -> None:
         """Raises: InvalidPromptError, InvalidValueError, NanoinferError (too few free blocks), with the prompt's index."""
         self._engine = engine
-        self._capacity = engine.block_manager.num_free_blocks  # nothing else takes blocks while this call runs
+        self._capacity = engine.block_manager.num_free_blocks  # what other requests leave
         self._groups = []
         for index, prompt in enumerate(as_list(prompts)):
             with with_prompt_index(index):
@@ -57,6 +57,10 @@ class BeamSearch:
 
     def step(self) -> None:
         """Run one forward pass: a token for every beam, and prompts as far as max_num_batched_tokens allows."""
+        with self._engine.exclusive():
+            self._step()
+
+    def _step(self) -> None:
         self._admit()
         scheduled: list[ScheduledSequence] = []
         budget = self._engine.scheduler.config.max_num_batched_tokens
@@ -82,10 +86,10 @@ class BeamSearch:
 
     def close(self) -> None:
         """Free the blocks of running searches."""
-        for group in self._running:
-            group.free(self._engine)
-        self._running.clear()
-        self._engine.flush_trace()
+        with self._engine.exclusive():
+            for group in self._running:
+                group.free(self._engine)
+            self._running.clear()
 
     def _admit(self) -> None:
         """Start waiting prompts, in order, while there is room for their beams at full length."""

@@ -1,9 +1,9 @@
-"""What surrounds every entry into an engine, so that no failure and no second caller leaves it half changed.
+"""Guards around every call into an engine: an exception or a second caller never leaves it in an inconsistent state.
 
 Process   An engine works in the process that made it. torch's threads do not survive a fork.
-Thread    One thread at a time. step() refuses a second thread. add_request() and abort() wait for the step to end.
-Ctrl-C    SIGINT waits until the step is over: a step that is half done would leave blocks that belong to no sequence. For this,
-          the process's SIGINT handler is replaced during the step, in the main thread only.
+Thread    One thread at a time. A second thread's step() is refused during a step. add_request() and abort() wait for its end.
+Ctrl-C    SIGINT waits until the call is over: a step that is half done would leave blocks that belong to no sequence. For
+          this, the process's SIGINT handler is replaced during the call, in the main thread only.
 Failure   If a step raises (a user's stage, out of memory), every request is requeued and recomputed.
 Aborts    An abort during a step (by a tracer, or by a stream that is garbage collected) takes effect when the step is over.
 Trace     Events reach the user's tracer when the step is over, because a tracer may raise.
@@ -25,7 +25,7 @@ class EngineGuard:
     Args:
         restart: requeues every request after a failed step.
         flush_trace: passes collected events to the user's tracer.
-        abort: ends requests by id, applied to those whose abort was requested during a step.
+        abort: ends requests by id, called after a step with those whose abort was requested during it.
     """
 
     def __init__(self, *, restart: Callable[[], None], flush_trace: Callable[[], None], abort: Callable[..., None]) -> None:
@@ -51,27 +51,26 @@ class EngineGuard:
     def exclusive(self) -> Iterator[None]:
         """Surround a step.
 
-        Raises: NanoinferError in another process, while another thread steps, or during a step.
+        Raises: NanoinferError in another process, or during a step.
         """
         self._check_process()
-        if not self._lock.acquire(blocking=False):
-            raise self._in_use()
-        try:
-            if self.is_stepping:
-                raise self._in_use()
-            with interrupt_deferred():
-                self.is_stepping = True
+        if self.is_stepping:  # in another thread, or a tracer calls from inside the step
+            raise NanoinferError(
+                "step() was called during a step: one thread at a time may use an LLM, and a tracer may not step it. "
+                "Use a lock, or give all prompts to one generate()"
+            )
+        with self._lock, interrupt_deferred():
+            self.is_stepping = True
+            try:
+                yield
+            finally:
                 try:
-                    yield
+                    self._flush_trace()
                 finally:
-                    try:
-                        self._flush_trace()
-                    finally:
-                        self.is_stepping = False
-                        pending, self._pending_aborts = self._pending_aborts, []
+                    self.is_stepping = False
+                    pending, self._pending_aborts = self._pending_aborts, []
+                    if pending:
                         self._abort(*pending)
-        finally:
-            self._lock.release()
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
@@ -80,7 +79,7 @@ class EngineGuard:
         Raises: NanoinferError in another process.
         """
         self._check_process()
-        with self._lock:
+        with self._lock, interrupt_deferred():
             yield
 
     def defer_abort(self, request_ids: tuple[str, ...]) -> bool:
@@ -99,13 +98,6 @@ class EngineGuard:
                 "this LLM was made in another process, and torch's threads do not survive a fork; make it in the child, or "
                 "start the child with multiprocessing's 'spawn'"
             )
-
-    @staticmethod
-    def _in_use() -> NanoinferError:
-        return NanoinferError(
-            "step() was called during a step: one thread at a time may use an LLM, and a tracer may not step it. "
-            "Use a lock, or give all prompts to one generate()"
-        )
 
 
 @contextmanager

@@ -4,6 +4,7 @@ In: prompts and SamplingParams. Out: Requests, whose outputs grow as step() is c
 """
 
 import time
+from contextlib import AbstractContextManager
 from typing import Any
 
 from nanoinfer.config import EngineConfig
@@ -124,10 +125,13 @@ class LLMEngine:
                 ended += self._collect(launched)
             return ended
 
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Surround work on the engine's parts that is no step(), as beam search does it. See EngineGuard.exclusive."""
+        return self._guard.exclusive()
+
     def run_plan(self, plan: StepPlan) -> StepOutput:
-        """Compute a plan that is not the scheduler's: beam search makes its own."""
-        with self._guard.exclusive():
-            return self.executor.collect(self.executor.launch(plan, None))
+        """Compute a plan that is not the scheduler's. Call it inside exclusive()."""
+        return self.executor.collect(self.executor.launch(plan, None))
 
     def _collect(self, step: InFlight) -> list[Request]:
         """Wait for a step's tokens and append them to their sequences: stop rules, text, outputs."""

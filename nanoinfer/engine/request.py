@@ -1,6 +1,6 @@
 """One request: its answers as they grow, the Deltas of its stream, and its RequestOutput at the end.
 
-In: one sampled id at a time. Out: Deltas and a RequestOutput. The last stages of a token's journey are here: stop ids ->
+In: one sampled id at a time. Out: Deltas and a RequestOutput. The last steps for a token: stop ids ->
 detokenizer -> stop strings -> output.
 """
 
@@ -46,7 +46,7 @@ class Request:
         self.output: RequestOutput | None = None
         self.deltas: deque[Delta] = deque()
         self._prompt = prompt
-        self._named_by = tokenizer if sequences[0].params.detokenize else None
+        self._logprobs_tokenizer = tokenizer if sequences[0].params.detokenize else None
         self._streaming = streaming
         self._metrics = RequestMetrics(arrival_time)
         self._answers = [_Answer(seq, tokenizer) for seq in sequences]
@@ -58,7 +58,7 @@ class Request:
         if self._metrics.first_token_time is None:
             self._metrics.first_token_time = time.perf_counter()
         answer = self._answers[seq.index]
-        named = None if logprobs is None else _named(logprobs, self._named_by)
+        named = None if logprobs is None else _with_token_texts(logprobs, self._logprobs_tokenizer)
         answer.advance(token_id, named)
         self._show([token_id], answer, None if named is None else [named])
         return answer.stop
@@ -68,13 +68,13 @@ class Request:
         return self._answers[seq.index].newest()
 
     def add_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
-        """Add those of the prompt's tokens from this position on. A preempted prompt is computed twice and added once."""
+        """Add those of the prompt tokens from `position` on. Positions that were added before a preemption are skipped."""
         assert self._prompt_logprobs is not None
         new = logprobs[len(self._prompt_logprobs) - position :]
-        self._prompt_logprobs += [_named(one, self._named_by) for one in new]
+        self._prompt_logprobs += [_with_token_texts(one, self._logprobs_tokenizer) for one in new]
 
     def end(self, stop: Stop, seq: Sequence | None = None) -> None:
-        """End one sequence, or all, that was aborted or failed. Held text is kept. Answers that have ended stay as they are."""
+        """End one aborted or failed sequence, or all of them. Held text is kept. Answers that have ended stay unchanged."""
         for answer in self._answers if seq is None else [self._answers[seq.index]]:
             if answer.stop is None:
                 answer.end(stop)
@@ -201,7 +201,7 @@ def _distinct_seed(engine_seed: int, number: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _named(logprobs: TokenLogprobs, tokenizer: Tokenizer | None) -> LogprobsOnePosition:
+def _with_token_texts(logprobs: TokenLogprobs, tokenizer: Tokenizer | None) -> LogprobsOnePosition:
     """The executor's numbers in the shape that users get, with token texts if there is a tokenizer."""
     return {
         token_id: Logprob(value, rank, tokenizer.token_text(token_id) if tokenizer else None)

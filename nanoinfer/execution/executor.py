@@ -1,4 +1,4 @@
-"""The seam between bookkeeping and tensors: an engine passes a step's plan to an Executor and receives sampled tokens.
+"""The interface between bookkeeping and tensors: an engine passes a step's plan to an Executor and receives sampled tokens.
 
 In: StepPlans. Out: StepOutputs, plain Python. This file imports no torch. UniProcExecutor runs the model in this process.
 """
@@ -74,7 +74,7 @@ class InFlight(Protocol):
 
 
 class Executor(Protocol):
-    """Computes steps. After a call that raises, the engine requeues every request and computes it again."""
+    """Computes steps. If a call raises during LLMEngine.step, every request is requeued and computed again."""
 
     @property
     def info(self) -> ExecutorInfo: ...
@@ -84,7 +84,8 @@ class Executor(Protocol):
         ...
 
     def launch(self, plan: StepPlan, previous: Any) -> InFlight:
-        """Start a step: batch, block copies, forward pass, LM head, sampling. It does not wait for the device.
+        """Start a step: batch, block copies, forward pass, LM head, sampling. It waits for the device only if
+        prompt log-probabilities or num_top_logprobs are requested.
 
         previous: the step in flight, or None. Its sampled tokens may be input of this step before the host knows them.
         """

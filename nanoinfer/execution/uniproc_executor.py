@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from nanoinfer.attention.base import AttentionBackend, select_backend
+from nanoinfer.attention.base import select_backend
 from nanoinfer.attention.kv_cache import KVCache, bytes_per_block
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices import openmp
@@ -66,7 +66,7 @@ class UniProcExecutor:
         tracer: Tracer | None = None,
         has_independent_rows: bool = False,
     ) -> None:
-        """Choose the attention backend, size and allocate the KV cache.
+        """Choose the attention backend, allocate the KV cache, check row invariance, and make the sampler.
 
         model: on its device. The model, dtype and device fields of the config have been used by then.
         tokenizer: for the token texts in the tracer's events.
@@ -107,13 +107,15 @@ class UniProcExecutor:
         )
         self.runner = ModelRunner(model, cache, backend, graphs)
         self._num_threads = torch.get_num_threads()
-        self._is_batch_independent = has_independent_rows and self._tried_rows_are_independent(model, backend)
+        self._is_batch_independent = has_independent_rows and is_batch_independent(
+            model, backend, self.info.block_size, self.dtype
+        )
         if config.scheduler.batch_invariant and not self.batch_independent:
             raise cannot_be_invariant(self.dtype, self.device)
         stages = STAGES if config.stages is None else config.stages
         self._has_user_stages = stages != STAGES
         self.sampler = Sampler(stages, processed_logprobs=config.logprobs_mode == "processed", graphs=sampler_graphs)
-        self._previous_sampling_batch: SamplingBatch | None = None  # its columns serve again if its rows do
+        self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused while the rows stay the same
 
     @property
     def batch_independent(self) -> bool:
@@ -122,7 +124,7 @@ class UniProcExecutor:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep:
-        """From the plan to the sampled tokens on the device, without waiting for it. See Executor.launch."""
+        """From the plan to the sampled tokens on the device. See Executor.launch."""
         if self.device.type == "cpu":
             openmp.observe()
         with self._on_device():
@@ -143,7 +145,7 @@ class UniProcExecutor:
             else:
                 drawn = self._sample(logits, sequences)
             prompt_logprobs = [self._prompt_logprobs(part, hidden) for part in plan.prompt_rows]
-            must_sync = self._has_user_stages or bool(prompt_logprobs) or any(map(_reads_newest_token, sequences))
+            must_sync = self._has_user_stages or bool(prompt_logprobs) or any(map(_must_sync, sequences))
             seconds = {"build": built - start, "forward": forwarded - built, "sample": time.perf_counter() - forwarded}
             return LaunchedStep(plan, drawn, prompt_logprobs, top_logprobs or [], must_sync, seconds)
 
@@ -207,9 +209,6 @@ class UniProcExecutor:
             attention_backend=backend_name,
         )
 
-    def _tried_rows_are_independent(self, model: Model, backend: AttentionBackend) -> bool:
-        return is_batch_independent(model, backend, self.info.block_size, self.dtype)
-
     def _sample(self, logits: Float[Tensor, "num_rows vocab"], sequences: list[Sequence]) -> Drawn:
         batch = SamplingBatch.build(sequences, self.info.vocab_size, self.device, self._previous_sampling_batch)
         self._previous_sampling_batch = batch
@@ -233,10 +232,11 @@ class UniProcExecutor:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
-def _reads_newest_token(seq: Sequence) -> bool:
+def _must_sync(seq: Sequence) -> bool:
     """Whether sampling the next token depends on the newest one, or its log-probabilities were requested."""
     params = seq.params
-    return bool(params.needs_state or seq.bad_words or params.logits_processors) or params.logprobs is not None
+    reads_output = params.has_penalty or params.no_repeat_ngram_size or seq.bad_words or params.logits_processors
+    return bool(reads_output) or params.logprobs is not None
 
 
 def _top_logprobs(logits: Float[Tensor, "num_rows vocab"], sequences: list[Sequence], num_top: int) -> list[SequenceOutput]:

@@ -17,7 +17,7 @@ from nanoinfer.models.qwen import QwenAttention, QwenDecoderLayer
 
 
 class CPUGPT2Block(nn.Module):
-    """GPT2Block."""
+    """GPT2Block on a CPU: fused activation and residual additions."""
 
     parts = (GPT2Attention, GPT2MLP, nn.LayerNorm, nn.Linear)
 
@@ -41,8 +41,8 @@ class CPUGPT2Block(nn.Module):
         return self.out_proj(attend(self.layer, q, k, v).flatten(1), x)
 
 
-class CPUQwenLayer(nn.Module):
-    """QwenDecoderLayer."""
+class CPUQwenDecoderLayer(nn.Module):
+    """QwenDecoderLayer on a CPU: one product for q, k and v, fused activation and residual additions."""
 
     parts = (QwenAttention, SwiGLU, RMSNorm, nn.Linear)
 
@@ -51,7 +51,9 @@ class CPUQwenLayer(nn.Module):
         attention, mlp = layer.self_attn, layer.mlp
         self.layer = attention.layer
         self.head_dim = attention.head_dim
-        self.num_heads = [part.out_features // self.head_dim for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        self.heads_per_projection = [
+            part.out_features // self.head_dim for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+        ]
         self.qk_norm = attention.qk_norm
         if self.qk_norm:
             self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
@@ -76,7 +78,7 @@ class CPUQwenLayer(nn.Module):
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x + attention. A method, so that q, k and v are freed before the MLP."""
         qkv = self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split(self.num_heads, dim=1)  # [num_tokens, num_heads or num_kv_heads, head_dim]
+        q, k, v = qkv.split(self.heads_per_projection, dim=1)  # [num_tokens, num_heads or num_kv_heads, head_dim]
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
@@ -84,4 +86,4 @@ class CPUQwenLayer(nn.Module):
 
 
 # block of a model file -> its form on a CPU, built as form(block, linear_optimizer)
-CPU_BLOCKS: dict[type[nn.Module], Any] = {GPT2Block: CPUGPT2Block, QwenDecoderLayer: CPUQwenLayer}
+CPU_BLOCKS: dict[type[nn.Module], Any] = {GPT2Block: CPUGPT2Block, QwenDecoderLayer: CPUQwenDecoderLayer}

@@ -1,7 +1,8 @@
-"""What makes a finished model fast on its device: blocks of the textbook models swapped for faster ones.
+"""Replace the blocks of a loaded model by faster ones for its device.
 
-In: a model with its weights. Out: the same model, some of its modules replaced. A model file holds the textbook and knows
-nothing of this. cpu_blocks.CPU_BLOCKS and cuda_blocks.CUDA_BLOCKS are the tables: class of a block -> class of its fast form.
+In: a model with its weights. Out: the same model, some of its modules replaced. A model file has the plain definition and does
+not depend on this module. cpu_blocks.CPU_BLOCKS and cuda_blocks.CUDA_BLOCKS are the tables: class of a block -> class of its
+fast form.
 
 To add a form for a family of your own, write a module whose `forward` has the arguments of your block and gives its result. Its
 constructor takes the block, and on a CPU also a LinearOptimizer, which packs the linear layers. Its attribute `parts` names the
@@ -60,7 +61,9 @@ def optimize_for_cuda(model: nn.Module) -> None:
     """Replace a model's modules by those of CUDA_BLOCKS. Without Triton the model stays unchanged, and one log line says so."""
     try:
         table = import_module("nanoinfer.models.cuda_blocks").CUDA_BLOCKS
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
         logger.info("triton is not installed: norms, rotations and gates run as torch's own operators, one after the other")
         return
 
@@ -100,5 +103,5 @@ def _check_int8_sizes(model: nn.Module) -> None:
         if type(layer) is nn.Linear and layer.in_features % Int8Linear.MULTIPLE:
             raise UnsupportedError(
                 f"quantization='int8' needs layers with inputs in multiples of {Int8Linear.MULTIPLE}, and {name} has "
-                f"{layer.in_features}; leave it out"
+                f"{layer.in_features}; leave quantization out"
             )

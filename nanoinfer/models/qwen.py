@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3: RMSNorm, RoPE, grouped-query attention, SwiGLU. One file, three independent facts:
+"""Qwen2, Qwen2.5 and Qwen3: RMSNorm, RoPE, grouped-query attention, SwiGLU. Three options distinguish them:
 
     qkv_bias   Qwen2 and Qwen2.5 always, Qwen3 with attention_bias
     o_bias     Qwen3 with attention_bias, Qwen2 never

@@ -82,10 +82,10 @@ class Scheduler:
                 budget -= num_new if num_new > 1 else 0
             index += 1
 
+        num_reserved = sum(self._num_reserved_blocks(running) for running in self._running)
         while self._waiting and not preempted and len(self._running) < self.config.max_num_seqs:
             seq = self._waiting[0]
-            prefix = [] if seq.wants_prompt_logprobs else self.match_prefix(seq)  # they require the whole prompt's rows
-            num_reserved = sum(self._num_reserved_blocks(running) for running in self._running)
+            prefix = [] if seq.wants_prompt_logprobs else self.match_prefix(seq)  # these need every row of the prompt
             if not self.block_manager.can_start(seq.num_tokens, prefix, num_kept_free=num_reserved):
                 break
             num_cached = len(prefix) * self.block_manager.block_size
@@ -100,6 +100,7 @@ class Scheduler:
             if seq.num_preemptions == 0:
                 seq.num_cached_tokens = num_cached
             copies += self.block_manager.allocate(seq, num_new)
+            num_reserved += self._num_reserved_blocks(seq)
             scheduled.append(ScheduledSequence(seq, num_new))
             budget -= num_new if num_new > 1 else 0
 
@@ -230,14 +231,16 @@ class Scheduler:
     def _make_forks_wait(self, scheduled: list[ScheduledSequence]) -> None:
         """Queue the forks of prompts that end in this step for which max_num_seqs leaves no room."""
         num_free_places = self.config.max_num_seqs - len(self._running)
+        too_many: list[Sequence] = []
         for item in scheduled:
             seq = item.sequence
             if item.num_new_tokens == seq.num_new_tokens:
-                seq.forks, too_many = seq.forks[:num_free_places], seq.forks[num_free_places:]
+                too_many += seq.forks[num_free_places:]
+                seq.forks = seq.forks[:num_free_places]
                 num_free_places -= len(seq.forks)
-                self._waiting.extendleft(reversed(too_many))
-                for fork in too_many:
-                    fork.status = SequenceStatus.WAITING
+        self._waiting.extendleft(reversed(too_many))
+        for fork in too_many:
+            fork.status = SequenceStatus.WAITING
 
     def _fork(self, parent: Sequence) -> None:
         """Start the further answers of a computed prompt, directly behind the first, since they are as old."""

@@ -117,6 +117,25 @@ def test_what_is_in_flight_for_an_aborted_request_is_dropped():
     assert answers[0].token_ids == []
 
 
+def test_a_step_is_not_refused_because_another_thread_adds_requests():
+    engine = engine_for(FakeExecutor(num_blocks=1000), max_num_seqs=1000)
+    is_done = threading.Event()
+
+    def add():
+        while not is_done.is_set():
+            engine.add_request([5], params(max_tokens=1))
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    try:
+        for _ in range(300):
+            engine.step()
+    finally:
+        is_done.set()
+        thread.join()
+    finish(engine)
+
+
 def test_random_requests_end_right_and_lose_no_block():
     rng = random.Random(0)
     for tokens_per_step in (1, 3):
@@ -134,7 +153,7 @@ def test_random_requests_end_right_and_lose_no_block():
 
 
 def test_four_threads_are_served_or_refused_and_leave_nothing_behind():
-    """A second thread's step is refused. Its requests are submitted and aborted between steps."""
+    """A second thread's step waits or is refused. Its requests are submitted and aborted between steps."""
 
     class Slow(FakeExecutor):
         def collect(self, step):
@@ -165,6 +184,6 @@ def test_four_threads_are_served_or_refused_and_leave_nothing_behind():
     for thread in threads:
         thread.join()
     assert unexpected == []
-    assert sum(num_served) > 0 < sum(num_refused)
+    assert sum(num_served) > 0
     last = engine.add_request([7], params(max_tokens=2))
     assert finish(engine, last)[0].token_ids == [8, 9]

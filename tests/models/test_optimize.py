@@ -8,7 +8,7 @@ from torch import nn
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.models import cpu_blocks, loader, optimize
 from nanoinfer.models.checkpoint import Checkpoint
-from nanoinfer.models.cpu_blocks import CPUGPT2Block, CPUQwenLayer
+from nanoinfer.models.cpu_blocks import CPUGPT2Block, CPUQwenDecoderLayer
 from nanoinfer.models.cpu_linear import CPULinear, Int8Linear, PlainLinear
 from nanoinfer.models.gpt2 import GPT2MLP, GPT2Block
 from nanoinfer.models.layers import RMSNorm, SwiGLU
@@ -96,14 +96,14 @@ class WithoutResidual(CPUGPT2Block):
         return super().forward(x, attend) - x
 
 
-class WithoutActivation(CPUQwenLayer):
+class WithoutActivation(CPUQwenDecoderLayer):
     def __init__(self, layer, linears):
         gate_proj = layer.mlp.gate_proj
         super().__init__(layer, linears)
         self.gate_proj = linears.optimize(gate_proj)
 
 
-class WithSwappedNorms(CPUQwenLayer):
+class WithSwappedNorms(CPUQwenDecoderLayer):
     def __init__(self, layer, linears):
         super().__init__(layer, linears)
         self.q_norm, self.k_norm = self.k_norm, self.q_norm
@@ -193,11 +193,11 @@ def test_on_a_gpu_a_layer_without_a_form_gets_fused_norms_also_over_heads(tmp_pa
 class HalvedLayer(nn.Module):
     """A form for LayerOfOnesOwn, as a user would add it."""
 
-    parts = CPUQwenLayer.parts
+    parts = CPUQwenDecoderLayer.parts
 
     def __init__(self, layer, linears):
         super().__init__()
-        self.whole = CPUQwenLayer(layer, linears)
+        self.whole = CPUQwenDecoderLayer(layer, linears)
 
     def forward(self, x, cos, sin, attend):
         return self.whole(x, cos, sin, attend) * 0.5
@@ -210,13 +210,13 @@ def test_a_form_that_a_user_adds_to_the_table_is_used(tmp_path, monkeypatch):
     for one in (model, expected):
         one.layers[1].__class__ = LayerOfOnesOwn
     optimize_for_cpu(model)
-    assert [type(layer) for layer in model.layers] == [CPUQwenLayer, HalvedLayer]
+    assert [type(layer) for layer in model.layers] == [CPUQwenDecoderLayer, HalvedLayer]
     torch.testing.assert_close(logits_of(model), logits_of(expected), atol=1e-4, rtol=0)
 
 
 def test_without_triton_the_model_stays_unchanged_and_one_log_line_says_so(tmp_path, monkeypatch, caplog):
     def missing(name):
-        raise ImportError("No module named 'triton'")
+        raise ModuleNotFoundError("No module named 'triton'", name="triton")
 
     monkeypatch.setattr(optimize, "import_module", missing)
     model = load(tiny_models.save("qwen3", tmp_path))
