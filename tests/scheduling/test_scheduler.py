@@ -206,3 +206,23 @@ def test_without_a_tracer_no_preemption_is_kept_for_an_event():
         step(scheduler)
     assert younger.num_preemptions > 0
     assert scheduler._unreported == []
+
+
+def test_forks_without_a_place_wait_in_the_order_of_their_prompts():
+    scheduler = make(max_num_seqs=2)
+    for name, first in (("a", 0), ("b", 50)):
+        parent, *forks = (sequence(name, 3, 5, first) for _ in range(3))
+        for index, fork in enumerate(forks, start=1):
+            fork.index = index
+        parent.forks = forks
+        scheduler.add(parent)
+    started = []
+    while scheduler.num_unfinished:
+        plan = scheduler.schedule()
+        started += [seq.sequence_id for seq, _ in plan.rows if seq.sequence_id not in started]
+        scheduler.commit(plan)
+        for seq, _ in plan.rows:
+            scheduler.append(seq, 7)
+            if len(seq.token_ids) >= seq.max_num_tokens:
+                scheduler.finish(seq)
+    assert started == ["a", "b", "a.1", "a.2", "b.1", "b.2"]
