@@ -11,6 +11,8 @@ from paged_cases import FAULTS, compare
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.triton import TritonBackend, num_splits_for
 
+pytestmark = pytest.mark.slow
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     # The interpreter keeps bfloat16 as 16-bit integers and (in 3.9) multiplies those: convert them to float32 first.

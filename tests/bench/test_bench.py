@@ -21,6 +21,8 @@ from nanoinfer.errors import InvalidValueError
 from nanoinfer.models import loader
 from nanoinfer.models.checkpoint import Checkpoint
 
+pytestmark = pytest.mark.slow
+
 SMALL = Workload(name="small", input_lens=(3, 9, 1), output_lens=(5, 1, 4))
 
 

@@ -12,6 +12,8 @@ from nanoinfer.bundled import stories
 from nanoinfer.bundled.stories import measure
 from nanoinfer.models.checkpoint import BUNDLED, bundled_models
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["tiny-gpt2", "tiny-qwen3"]
 CHAT = [{"role": "user", "content": "Tell me a story about Nora"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=200)

@@ -15,6 +15,8 @@ from nanoinfer.bundled import stories
 from nanoinfer.bundled.stories import documents, measure, train
 from nanoinfer.bundled.stories.documents import Document, train_tokenizer, write_document
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def tokenizer():

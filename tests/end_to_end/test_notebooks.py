@@ -10,6 +10,8 @@ from nbclient import NotebookClient
 
 import nanoinfer
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 PACKAGE = Path(nanoinfer.__file__).parent
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -13,6 +13,8 @@ from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.sampling.sampler import Sampler
 
+pytestmark = pytest.mark.slow
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MEMORY = 40 * 16 * 512  # 40 blocks of 16 tokens of the tiny qwen3
 PARAMS = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in (2, 9, 4, 7, 1, 8)]

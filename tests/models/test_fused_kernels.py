@@ -10,6 +10,8 @@ from nanoinfer.models.cuda_blocks import FusedRMSNorm, add_product
 from nanoinfer.models.fused_kernels import rotate, silu_and_mul
 from nanoinfer.models.layers import RMSNorm, apply_rotary
 
+pytestmark = pytest.mark.slow
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}  # of numbers around 1
 

@@ -27,6 +27,8 @@ from nanoinfer.tracing import (
     TokenDrawn,
 )
 
+pytestmark = pytest.mark.slow
+
 PREFIX = (
     "Once upon a time, there was a kind duck named Max. Every morning, he ate three pancakes for breakfast. One Wednesday, he"
 )
