@@ -21,7 +21,8 @@ INSTRUCTION_SETS = {  # oneDNN's, and torch's own kernels'
 }
 CODE = """
 import torch
-from tests import random_run, test_readme
+from tests import random_run
+from tests.docs import test_readme
 for dtype in ("float32", "bfloat16"):
     for family in random_run.tiny_models.WIDE:
         for num_threads in (1, 2):
