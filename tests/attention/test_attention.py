@@ -58,6 +58,7 @@ def test_dense_attention_is_transformers_formula_by_hand():
     torch.testing.assert_close(out, torch.stack([torch.tensor(10.0), 10 + 10 * weight]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_the_compiled_decode_equals_the_plain_one_and_enforce_eager_never_compiles(num_threads):
     """In another process, because compiled code cannot run under the shape checks. Also compares the bits of rows."""

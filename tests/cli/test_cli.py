@@ -15,6 +15,8 @@ from nanoinfer.cli.main import app
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.tracing import TokenAppended
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "Once upon a time"
 LILY, TOM = "Tell me a story about Lily", "Tell me a story about Tom"
 

@@ -8,6 +8,8 @@ from nanoinfer.attention.cpu import CPUBackend
 from nanoinfer.cli import doctor
 from nanoinfer.cli.main import app
 
+pytestmark = pytest.mark.slow
+
 
 def test_it_reports_what_the_machine_has_and_what_will_be_used():
     report = doctor.examine()

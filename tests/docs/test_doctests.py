@@ -10,6 +10,8 @@ import nanoinfer
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = Path(nanoinfer.__file__).parent
 WITH_EXAMPLES = sorted(
     path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".")

@@ -4,6 +4,8 @@ import doctest
 import re
 from pathlib import Path
 
+import pytest
+
 import nanoinfer
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.tracing import TokenDrawn
@@ -11,6 +13,7 @@ from nanoinfer.tracing import TokenDrawn
 README = Path(__file__).parents[2] / "README.md"
 
 
+@pytest.mark.slow
 def test_the_sessions_are_real_output(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # one of them writes a file
     run_the_sessions()

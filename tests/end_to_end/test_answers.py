@@ -129,6 +129,7 @@ def one_by_one(loaded_ids):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_answer_i_of_a_prompt_is_the_answer_with_seed_plus_i(qwen3_path, one_by_one, way):
     """Logits of other batch shapes differ by rounding, which moves one of these 140 draws about once in 10,000 machines."""

@@ -13,6 +13,8 @@ from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedErr
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.sampling_params import BeamSearchParams
 
+pytestmark = pytest.mark.slow
+
 MEMORY = 2**24
 LAST = tiny_models.VOCAB_SIZE - 1
 STOP = 5  # an id that ends an answer where a test says so

@@ -72,6 +72,7 @@ def path(request, tmp_path_factory):
     return tiny_models.save(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_prompt_gets_the_same_logits_at_every_place_in_any_batch(path, dtype):
     assert_same_bits_in_batches_of((2, 3, 17, 64), path, dtype)

@@ -27,6 +27,8 @@ from nanoinfer.errors import (
 )
 from nanoinfer.models.checkpoint import BUNDLED
 
+pytestmark = pytest.mark.slow
+
 MEMORY = 2**24
 VOCAB_SIZE = json.loads((BUNDLED / "tiny-qwen3" / "config.json").read_text())["vocab_size"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)  # always 12 tokens, however the model is trained

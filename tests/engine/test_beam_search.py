@@ -11,6 +11,8 @@ import transformers
 from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 17, 3], [88, 2, 61, 40, 7, 19, 33], [9]]
 MAX_TOKENS = 12
 

@@ -90,6 +90,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_do_not_depend_on_how_the_requests_are_run(model, way):
     rng = random.Random(1)
@@ -146,6 +147,7 @@ def test_logits_of_a_chunked_batched_step_equal_a_dense_forward_pass(model):
 LENGTHS = st.integers(1, 300)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32),

@@ -66,7 +66,9 @@ def test_the_comparison_would_notice_a_lost_bias_and_a_scale_of_the_wrong_row():
 
 
 def test_what_eight_bits_cannot_do_is_refused():
-    with pytest.raises(UnsupportedError, match="needs layers with inputs in multiples of 32, and 0 has 50; leave it out"):
+    with pytest.raises(
+        UnsupportedError, match="needs layers with inputs in multiples of 32, and 0 has 50; leave quantization out"
+    ):
         optimize_for_cpu(nn.Sequential(nn.Linear(50, 8)), quantization="int8")
     with pytest.raises(InvalidValueError, match="quantization must be None or 'int8', got 'int4'"):
         LLM(quantization="int4")
@@ -74,6 +76,7 @@ def test_what_eight_bits_cannot_do_is_refused():
         LLM(quantization="int8", dtype="float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny-gpt2", "tiny-qwen3"])
 def test_a_model_in_eight_bits_has_nearly_the_same_loss_and_the_same_tokens_in_any_batch(model):
     """Loss: of text that the model itself wrote in fp32 at temperature 1, by the prompt's log-probabilities."""

@@ -65,6 +65,7 @@ def test_the_form_for_a_cpu_gives_the_textbooks_logits(family, dtype, tmp_path):
     assert_same_logits(path, dtype, model)
 
 
+@pytest.mark.slow
 @families
 @dtypes
 def test_the_form_for_a_gpu_gives_the_textbooks_logits(family, dtype, tmp_path):
@@ -127,6 +128,7 @@ def test_the_comparison_notices_a_wrong_form(family, block, wrong, dtype, tmp_pa
         assert_same_logits(path, dtype, model)
 
 
+@pytest.mark.slow
 @dtypes
 def test_the_comparison_notices_a_product_on_a_gpu_that_forgets_the_residual(dtype, tmp_path, monkeypatch):
     pytest.importorskip("triton")

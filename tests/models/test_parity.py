@@ -14,6 +14,8 @@ from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.models import loader
 from nanoinfer.models.checkpoint import Checkpoint
 
+pytestmark = pytest.mark.slow
+
 PROMPT = torch.arange(1, 301) * 31 % tiny_models.VOCAB_SIZE  # 300 tokens: past YaRN's original context of 128
 
 

@@ -388,6 +388,7 @@ print(anonymous_bytes() - before, 2**25)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_memory_bar_of_a_320_mb_model_loading_takes_1_25_times_the_file_and_running_1_35_times_and_the_cache(
     gpt2_path, tmp_path

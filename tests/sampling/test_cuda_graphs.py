@@ -15,6 +15,8 @@ from nanoinfer.sampling.stage_trace import StageTracer
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.tracing import TokenDrawn
 
+pytestmark = pytest.mark.slow
+
 NAN, INF = float("nan"), float("inf")
 SUPPORTED = {
     "greedy": {"temperature": 0},

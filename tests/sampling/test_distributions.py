@@ -14,6 +14,8 @@ from nanoinfer.sampling.sampler import STAGES, Sampler
 from nanoinfer.sampling.stages import apply_temperature, keep_min_p, keep_top_k, keep_top_p
 from nanoinfer.scheduling.sequence import Sequence
 
+pytestmark = pytest.mark.slow
+
 INF = math.inf
 # degrees of freedom -> the value that chi-square exceeds with probability 1e-6
 CRITICAL = {4: 33.377, 5: 35.888, 6: 38.258, 7: 40.522, 15: 56.493}

@@ -65,6 +65,7 @@ def test_a_seed_of_64_bits_is_read_as_unsigned(seed):
     assert sample(logits, sequence(seed=seed)).token_ids == draw(logits, u).tolist()
 
 
+@pytest.mark.slow
 def test_the_same_seed_and_position_give_the_same_token_in_any_batch():
     """300 rows of mixed parameters: each alone, all together, and 150 of them in random order."""
     rng = random.Random(0)

@@ -308,6 +308,7 @@ def equal_to(oracle_of):
     return check
 
 
+@pytest.mark.slow
 def test_allowed_token_ids_mask_what_transformers_suppresses():
     def oracle_of(params, seq):
         every_other = set(range(512)) - set(params.allowed_token_ids)
@@ -572,6 +573,7 @@ choices = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(row=tied_logits, params=choices)
 def test_a_masked_token_never_comes_back_and_the_largest_always_stays(row, params):

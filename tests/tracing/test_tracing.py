@@ -95,6 +95,7 @@ class Replay:
                 self.cached.remove(block)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("stages", [False, True])
 def test_a_tracer_changes_no_answer(stages, async_scheduling):
@@ -331,6 +332,7 @@ def test_tokens_that_only_the_device_knows_are_minus_one():
     assert others == [(-1,)] * 4
 
 
+@pytest.mark.slow
 def test_every_preemption_is_reported(qwen3_path):
     """Also one in a step without sequences, which emits no StepScheduled."""
     rng, num_reported, num_counted = random.Random(0), 0, 0
