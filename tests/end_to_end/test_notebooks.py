@@ -1,6 +1,7 @@
 """Every notebook runs from top to bottom, offline and without a warning, in seconds, and its outputs are committed."""
 
 import ast
+import os
 import re
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def test_a_notebook_runs_anew_without_a_warning(path, tmp_path):
     first = nbformat.v4.new_code_cell("import warnings\nwarnings.simplefilter('error')")
     notebook.cells.insert(0, first)
     client = NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
-    client.execute()
+    client.execute(env=os.environ | {"OMP_NUM_THREADS": "1"})  # the other core is another test process's
     assert all("traceback" not in output for cell in code_of(notebook) for output in cell.outputs)
     assert not list(tmp_path.iterdir())  # what a notebook writes, it writes to a temporary folder
 
