@@ -170,7 +170,7 @@ class LLM:
                     requests.append(self.engine.submit(one))
             self._run(requests, use_tqdm)
         finally:  # after an error or Ctrl-C, nothing of this call remains
-            self._abort_all(requests)
+            self.engine.abort(*(request.request_id for request in requests))
         return [cast(RequestOutput, request.output) for request in requests]
 
     def stream(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> Generator[Delta, None, None]:
@@ -311,7 +311,7 @@ class LLM:
                 while request.deltas:
                     yield request.deltas.popleft()
         finally:
-            self._abort_all(requests)
+            self.engine.abort(*(request.request_id for request in requests))
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
         """Step until all of these have ended. Requests of open streams advance as well."""
@@ -333,11 +333,6 @@ class LLM:
                     speed = f"input {num_input / seconds:.1f} tok/s, output {num_output / seconds:.1f} tok/s"
                     bar.set_postfix_str(speed, refresh=num_pending == len(pending))
                 bar.update(num_pending - len(pending))
-
-    def _abort_all(self, requests: list[Request]) -> None:
-        """Abort unfinished requests. A second Ctrl-C waits until that is done."""
-        with interrupt_deferred():
-            self.engine.abort(*(request.request_id for request in requests))
 
 
 def _path_string(name: str, value: object) -> str:

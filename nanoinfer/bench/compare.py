@@ -120,13 +120,13 @@ def compare(
     runner, peer = NanoinferRunner(llm), None
     for workload in workloads:
         runner.run(workload, 0)
-    in_use = memory_in_use(torch.device(llm.engine.executor.info.device))
+    device = torch.device(llm.engine.executor.info.device)
+    in_use = memory_in_use(device)
     if with_transformers:
-        peer = TransformersRunner(opened.path, dtype, torch.device(llm.engine.executor.info.device))
+        peer = TransformersRunner(opened.path, dtype, device)
     bars: dict[str, float] = {}
-    device_type = torch.device(llm.engine.executor.info.device).type
-    if peer is not None and (device_type == "cuda" or torch.get_num_threads() == 2) and not engine["quantization"]:
-        bars = BARS.get((device_type, shape or "", str(dtype).removeprefix("torch.")), {})
+    if peer is not None and (device.type == "cuda" or torch.get_num_threads() == 2) and not engine["quantization"]:
+        bars = BARS.get((device.type, shape or "", str(dtype).removeprefix("torch.")), {})
     results = []
     for workload in workloads:
         ours, theirs = [], []

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -154,21 +155,13 @@ def _show_roofline(report: dict[str, Any]) -> None:
 @app.command(help=f"Measure tokens per second.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
 @expand_options
 def throughput(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: AsJson = False) -> None:
-    results = _compare(measured, picked, run)
-    if as_json:
-        _print_json(results)
-    else:
-        _show_throughput(results)
+    _print(_compare(measured, picked, run), _show_throughput, as_json)
 
 
 @app.command(help=f"Measure TTFT, TPOT and ITL: their 50th, 95th and 99th percentiles.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
 @expand_options
 def latency(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: AsJson = False) -> None:
-    results = _compare(measured, picked, run)
-    if as_json:
-        _print_json(results)
-    else:
-        _show_latency(results)
+    _print(_compare(measured, picked, run), _show_latency, as_json)
 
 
 def _compare(measured: ModelOptions, picked: WorkloadOptions, run: RunOptions) -> list["Comparison"]:
@@ -222,8 +215,11 @@ def _pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
     ]
 
 
-def _print_json(results: list["Comparison"]) -> None:
-    print(json.dumps([asdict(result) for result in results], indent=1))
+def _print(results: list["Comparison"], show: Callable[[list["Comparison"]], None], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([asdict(result) for result in results], indent=1))
+    else:
+        show(results)
 
 
 def _show_throughput(results: list["Comparison"]) -> None:

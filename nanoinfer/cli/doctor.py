@@ -20,11 +20,10 @@ from nanoinfer.devices import machine_checks, openmp
 from nanoinfer.errors import first_line
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.memory import memory_for_cache
+from nanoinfer.execution.scratch import scratch_sequences
 from nanoinfer.models import loader
 from nanoinfer.models.gpt2 import GPT2Block, GPT2Config
 from nanoinfer.models.optimize import optimize_for_cpu
-from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 64, 4, 2
@@ -156,10 +155,10 @@ def _check(name: str, device: torch.device) -> Check:
 def _attend(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Attention of the new tokens over random numbers, the same for every backend: [num_tokens, num_heads, head_dim]."""
     block_size = backend.default_block_size
-    num_blocks = [-(-(old + new) // block_size) for old, new in LENGTHS]
+    sequences = scratch_sequences([[0] * (old + new) for old, new in LENGTHS], block_size)
     cache = KVCache(
         num_layers=1,
-        num_blocks=sum(num_blocks),
+        num_blocks=sum(len(seq.block_table) for seq in sequences),
         block_size=block_size,
         num_kv_heads=NUM_KV_HEADS,
         head_dim=HEAD_DIM,
@@ -167,11 +166,6 @@ def _attend(backend: AttentionBackend, device: torch.device, dtype: torch.dtype)
         device=device,
         layout=backend.layout,
     )
-    sequences = []
-    for i, (old, new) in enumerate(LENGTHS):
-        seq = Sequence(str(i), [0] * (old + new), SamplingParams(), seed=0, max_num_tokens=old + new)
-        seq.block_table = list(range(sum(num_blocks[:i]), sum(num_blocks[: i + 1])))
-        sequences.append(seq)
     generator = torch.Generator().manual_seed(0)
     out = torch.empty(0)
     for nums in zip(*LENGTHS, strict=True):  # a step for the old tokens, then one for the new

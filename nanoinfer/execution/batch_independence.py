@@ -21,8 +21,8 @@ from nanoinfer.devices.machine_checks import verdict
 from nanoinfer.devices.row_forms import same_bits
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.execution.scratch import scratch_sequences
 from nanoinfer.models.registry import Model
-from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
@@ -59,19 +59,15 @@ def _try(model: Model, backend: AttentionBackend, block_size: int, dtype: torch.
     if longest < 1:
         return False  # max_position_embeddings is too small for the check
     lengths = [min(length, longest) for length in PROMPT_LENGTHS]
-    num_blocks = [-(-(length + NUM_DECODES) // block_size) for length in lengths]
     generator = torch.Generator().manual_seed(0)
-    sequences = []
-    for i, length in enumerate(lengths):
-        num_tokens = length + NUM_DECODES
-        ids = torch.randint(0, model.config.vocab_size, (num_tokens,), generator=generator).tolist()
-        seq = Sequence(str(i), ids, SamplingParams(), seed=0, max_num_tokens=num_tokens)
-        seq.block_table = list(range(sum(num_blocks[:i]), sum(num_blocks[: i + 1])))
-        sequences.append(seq)
+    token_ids = [
+        torch.randint(0, model.config.vocab_size, (length + NUM_DECODES,), generator=generator).tolist() for length in lengths
+    ]
+    sequences = scratch_sequences(token_ids, block_size)
     with _first_layer_alone(model):
         cache = KVCache(
             num_layers=model.config.num_hidden_layers,
-            num_blocks=sum(num_blocks),
+            num_blocks=sum(len(seq.block_table) for seq in sequences),
             block_size=block_size,
             num_kv_heads=model.config.num_key_value_heads,
             head_dim=model.config.head_dim,

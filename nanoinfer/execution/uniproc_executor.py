@@ -35,7 +35,7 @@ from nanoinfer.sampling.stage_trace import StageTracer
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import PromptRows, StepPlan
 from nanoinfer.tokenization.tokenizer import Tokenizer
-from nanoinfer.tracing import Tracer
+from nanoinfer.tracing import EventBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class UniProcExecutor:
         config: EngineConfig,
         *,
         tokenizer: Tokenizer | None = None,
-        tracer: Tracer | None = None,
+        tracer: EventBuffer | None = None,
         has_independent_rows: bool = False,
     ) -> None:
         """Choose the attention backend, allocate the KV cache, check row invariance, and make the sampler.
@@ -75,7 +75,6 @@ class UniProcExecutor:
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self._tokenizer, self._tracer = tokenizer, tracer
-        self._traces_stages = tracer is not None and bool(getattr(config.tracer, "wants_stages", False))
         name, backend = select_backend(
             config.attention_backend,
             self.device,
@@ -113,7 +112,6 @@ class UniProcExecutor:
         if config.scheduler.batch_invariant and not self.batch_independent:
             raise cannot_be_invariant(self.dtype, self.device)
         stages = STAGES if config.stages is None else config.stages
-        self._has_user_stages = stages != STAGES
         self.sampler = Sampler(stages, processed_logprobs=config.logprobs_mode == "processed", graphs=sampler_graphs)
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused while the rows stay the same
 
@@ -145,7 +143,7 @@ class UniProcExecutor:
             else:
                 drawn = self._sample(logits, sequences)
             prompt_logprobs = [self._prompt_logprobs(part, hidden) for part in plan.prompt_rows]
-            must_sync = self._has_user_stages or bool(prompt_logprobs) or any(map(_must_sync, sequences))
+            must_sync = self.sampler.has_user_stages or bool(prompt_logprobs) or any(map(_must_sync, sequences))
             seconds = {"build": built - start, "forward": forwarded - built, "sample": time.perf_counter() - forwarded}
             return LaunchedStep(plan, drawn, prompt_logprobs, top_logprobs or [], must_sync, seconds)
 
@@ -212,7 +210,9 @@ class UniProcExecutor:
     def _sample(self, logits: Float[Tensor, "num_rows vocab"], sequences: list[Sequence]) -> Drawn:
         batch = SamplingBatch.build(sequences, self.info.vocab_size, self.device, self._previous_sampling_batch)
         self._previous_sampling_batch = batch
-        stage_tracer = StageTracer(self._tracer, sequences, self._tokenizer) if self._tracer and self._traces_stages else None
+        stage_tracer = None
+        if self._tracer is not None and self._tracer.wants_stages:
+            stage_tracer = StageTracer(self._tracer, sequences, self._tokenizer)
         return self.sampler(logits, batch, stage_tracer)
 
     def _prompt_logprobs(self, part: PromptRows, hidden: Float[Tensor, "num_tokens hidden"]) -> PromptLogprobs:

@@ -19,7 +19,7 @@ from nanoinfer.models.qwen import QwenAttention, QwenDecoderLayer
 
 
 class FusedRMSNorm(nn.Module):
-    """RMSNorm."""
+    """RMSNorm on a GPU: one kernel."""
 
     parts = ()
 
@@ -31,8 +31,8 @@ class FusedRMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class CUDAQwenLayer(nn.Module):
-    """QwenDecoderLayer. q, k and v are one product, and so are gate and up. It adds to x in place."""
+class CUDAQwenDecoderLayer(nn.Module):
+    """QwenDecoderLayer on a GPU: one product for q, k and v, one for gate and up. It adds to x in place."""
 
     parts = (QwenAttention, SwiGLU, RMSNorm, nn.Linear)
 
@@ -41,7 +41,9 @@ class CUDAQwenLayer(nn.Module):
         attention, mlp = layer.self_attn, layer.mlp
         self.layer = attention.layer
         self.head_dim = attention.head_dim
-        self.num_heads = [part.out_features // self.head_dim for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        self.heads_per_projection = [
+            part.out_features // self.head_dim for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+        ]
         self.q_norm: RMSNorm | None = attention.q_norm if attention.qk_norm else None
         self.k_norm: RMSNorm | None = attention.k_norm if attention.qk_norm else None
         self.input_layernorm = FusedRMSNorm(layer.input_layernorm)
@@ -65,7 +67,7 @@ class CUDAQwenLayer(nn.Module):
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x + attention. A method, so that q, k and v are freed before the MLP."""
         qkv = self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split(self.num_heads, dim=1)  # [num_tokens, num_heads or num_kv_heads, head_dim]
+        q, k, v = qkv.split(self.heads_per_projection, dim=1)  # [num_tokens, num_heads or num_kv_heads, head_dim]
         q, k = _norm_and_rotate(q, self.q_norm, cos, sin), _norm_and_rotate(k, self.k_norm, cos, sin)
         return add_product(x, attend(self.layer, q, k, v).flatten(1), self.o_proj)
 
@@ -87,4 +89,4 @@ def add_product(
 
 
 # module of a model file -> its form on a GPU, built as form(module)
-CUDA_BLOCKS: dict[type[nn.Module], Any] = {QwenDecoderLayer: CUDAQwenLayer, RMSNorm: FusedRMSNorm}
+CUDA_BLOCKS: dict[type[nn.Module], Any] = {QwenDecoderLayer: CUDAQwenDecoderLayer, RMSNorm: FusedRMSNorm}

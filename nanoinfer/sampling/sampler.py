@@ -121,6 +121,7 @@ class Sampler:
                 "nanoinfer.sampling.sampler"
             )
         self.stages = stages
+        self.has_user_stages = stages != STAGES
         self.processed_logprobs = processed_logprobs
         self.graphs = graphs
 
@@ -135,7 +136,7 @@ class Sampler:
         if not len(logits):
             return self._draw_no_rows()
         processes_logprobs = self.processed_logprobs and bool(batch.groups.logprobs)
-        if tracer is not None or self.stages != STAGES or processes_logprobs:
+        if tracer is not None or self.has_user_stages or processes_logprobs:
             return self._draw_stage_by_stage(logits.contiguous(), batch, tracer)
         if self.graphs is not None and (token_ids := self.graphs.sample(logits, batch)) is not None:
             return self._draw_replayed(token_ids)

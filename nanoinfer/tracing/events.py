@@ -289,6 +289,7 @@ class EventBuffer:
     """Keeps events until the engine is in a state that an exception of the user's tracer may interrupt."""
 
     def __init__(self, tracer: Tracer) -> None:
+        self.wants_stages = bool(getattr(tracer, "wants_stages", False))
         self._tracer = tracer
         self._events: deque[Event] = deque()
 

@@ -186,7 +186,7 @@ def test_on_a_gpu_a_layer_without_a_form_gets_fused_norms_also_over_heads(tmp_pa
     for one in (model, expected):
         one.layers[1].__class__ = LayerOfOnesOwn
     optimize_for_cuda(model)
-    assert [type(layer) for layer in model.layers] == [cuda_blocks.CUDAQwenLayer, LayerOfOnesOwn]
+    assert [type(layer) for layer in model.layers] == [cuda_blocks.CUDAQwenDecoderLayer, LayerOfOnesOwn]
     assert type(model.layers[1].self_attn.q_norm) is type(model.norm) is cuda_blocks.FusedRMSNorm
     assert RMSNorm not in {type(module) for module in model.layers[1].modules()}
     torch.testing.assert_close(logits_of(model), logits_of(expected), atol=1e-4, rtol=0)
