@@ -15,6 +15,7 @@ The map. Imports point downwards, one folder to another, without a circle; tests
     cli/                  the `nanoinfer` command: generate, chat, explain, bench, doctor
     engine/               requests in, outputs out: LLMEngine, prompts, stopping, beam search. No torch
     scheduling/           sequences, cache blocks, and which sequences run in a step. No torch
+    speculative/          speculative decoding: n-gram and draft-model proposers, and when drafts pay. No torch
     execution/            a step's plan -> tensors, the model, sampled tokens
     sampling/             logits -> token ids, stage by stage
     models/               checkpoints, weights, GPT-2 and Qwen; linear layers and kernels that make them fast

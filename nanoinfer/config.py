@@ -5,12 +5,14 @@ the number of blocks) is computed in execution/uniproc_executor.py and execution
 """
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
+    UnsupportedError,
     check_flag,
     check_integer,
     check_number,
@@ -19,6 +21,8 @@ from nanoinfer.errors import (
 if TYPE_CHECKING:
     from nanoinfer.sampling.sampler import Stage
     from nanoinfer.tracing import Tracer
+
+MAX_ROWS_WITH_DRAFTS = 256  # of a step. More running sequences than this draft nothing
 
 DTYPES = {
     "auto": "auto",
@@ -84,6 +88,53 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Speculative decoding: which tokens are guessed, and how many. The tokens that are returned stay the same.
+
+    Args:
+        method: "ngram" repeats what followed the newest tokens when they occurred before. "draft_model" asks a smaller model.
+        num_speculative_tokens: The most tokens that are guessed per sequence and step, 1 .. 64.
+        adaptive: Guess only as many as pay, by the time that steps take and by the share of guesses that were right.
+        prompt_lookup_min: The fewest newest tokens that must have occurred before ("ngram").
+        prompt_lookup_max: The most newest tokens that are looked up ("ngram").
+        model: A folder, a hub name or a bundled model with the same vocabulary ("draft_model").
+    """
+
+    method: str
+    num_speculative_tokens: int = 8
+    adaptive: bool = True
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in ("ngram", "draft_model"):
+            raise InvalidValueError(f"speculative_config's method must be 'ngram' or 'draft_model', got {self.method!r}")
+        check_integer("num_speculative_tokens", self.num_speculative_tokens, 1, 64, "in 1 .. 64")
+        check_flag("adaptive", self.adaptive)
+        check_integer("prompt_lookup_min", self.prompt_lookup_min, 1, None, ">= 1")
+        low = self.prompt_lookup_min
+        check_integer("prompt_lookup_max", self.prompt_lookup_max, low, None, f">= prompt_lookup_min ({low})")
+        if (self.method == "draft_model") != isinstance(self.model, str):
+            way_out = "leave it out" if self.method == "ngram" else "pass a folder, a hub name or a bundled model"
+            raise InvalidValueError(f"speculative_config's model, with method {self.method!r}, is {self.model!r}; {way_out}")
+
+    @classmethod
+    def of(cls, given: object) -> "SpeculativeConfig | None":
+        """Check LLM's speculative_config, a dict or None."""
+        if given is None:
+            return None
+        if not isinstance(given, Mapping):
+            raise InvalidTypeError(f"speculative_config must be a dict such as {{'method': 'ngram'}}, got {given!r}")
+        if "method" not in given:
+            raise InvalidValueError(f"speculative_config needs a method, 'ngram' or 'draft_model', got {dict(given)!r}")
+        known = [field.name for field in fields(cls)]
+        if unknown := [name for name in given if name not in known]:
+            raise InvalidTypeError(f"speculative_config has no {unknown[0]!r}; known are {', '.join(known)}")
+        return cls(**given)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """What engine/factory.load_engine needs: the model, the device, and the settings of the parts."""
 
@@ -103,6 +154,7 @@ class EngineConfig:
     logprobs_mode: str = "raw"  # or "processed": after all stages
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer", "revision"):
@@ -129,6 +181,18 @@ class EngineConfig:
             raise InvalidTypeError(f"stages must be a list of functions (logits, SamplingBatch) -> logits, got {self.stages!r}")
         if isinstance(self.tracer, type) or (self.tracer is not None and not callable(getattr(self.tracer, "emit", None))):
             raise InvalidTypeError(f"tracer must have a method emit(event), got {self.tracer!r}; see nanoinfer.Recorder")
+        if self.speculative is not None and self.async_scheduling:
+            raise UnsupportedError("speculative_config needs every token before the next step; leave async_scheduling out")
+        if self.speculative is not None and self.stages is not None:
+            raise UnsupportedError("speculative_config with stages of your own is not supported; leave one of the two out")
+
+    @property
+    def max_num_rows(self) -> int:
+        """The most rows of a step whose logits are computed: one for each running sequence, and those of draft tokens."""
+        num_rows = self.scheduler.max_num_seqs
+        if self.speculative is None:
+            return num_rows
+        return max(num_rows, min(MAX_ROWS_WITH_DRAFTS, num_rows * (1 + self.speculative.num_speculative_tokens)))
 
 
 # vLLM's arguments that nanoinfer does not have, with the values that change nothing here. The first one is how nanoinfer acts.
@@ -144,7 +208,6 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "skip_tokenizer_init": (False,),
     "enable_chunked_prefill": (True, None),
     "enable_lora": (False, None),
-    "speculative_config": (None,),
     "kv_cache_dtype": ("auto",),
     "cpu_offload_gb": (0,),
     "swap_space": (0, 4),  # GiB that may be swapped out, 4 was vLLM's default

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from tqdm import tqdm
 
-from nanoinfer.config import NEUTRAL_VALUES, CacheConfig, EngineConfig, SchedulerConfig
+from nanoinfer.config import NEUTRAL_VALUES, CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
 from nanoinfer.engine.beam_search import BeamSearch
 from nanoinfer.engine.factory import load_engine
 from nanoinfer.engine.guards import interrupt_deferred
@@ -64,6 +64,7 @@ class LLM:
         attention_backend: str = "auto",
         enforce_eager: bool = False,
         async_scheduling: bool | None = None,
+        speculative_config: Mapping[str, object] | None = None,
         seed: int = 0,
         stages: Sequence[Stage] | None = None,
         logprobs_mode: str = "raw",
@@ -100,6 +101,10 @@ class LLM:
             enforce_eager: Neither compile nor capture CUDA graphs.
             async_scheduling: Prepare a step while the one before it runs. The tokens are the same. None is True on a GPU and
                 False on a CPU.
+            speculative_config: Speculative decoding: guess tokens, and check several in one step. {"method": "ngram"} repeats
+                earlier text. {"method": "draft_model", "model": name} asks a smaller model with the same vocabulary. More keys:
+                nanoinfer.config.SpeculativeConfig. The tokens are those of plain decoding, as they are those of any other
+                batch (see `batch_independent`).
             seed: For requests without their own seed, 0 .. 2**64 - 1.
             stages: The sampler's stages in their order. `[*STAGES, mine]`, from nanoinfer.sampling.sampler, adds your own.
             logprobs_mode: "raw" returns the model's own log-probabilities, "processed" those after all stages.
@@ -121,6 +126,7 @@ class LLM:
             attention_backend=attention_backend,
             enforce_eager=enforce_eager,
             async_scheduling=async_scheduling,
+            speculative=SpeculativeConfig.of(speculative_config),
             seed=seed,
             stages=tuple(stages) if isinstance(stages, list) else cast(tuple[Stage, ...] | None, stages),
             logprobs_mode=logprobs_mode,

@@ -22,7 +22,15 @@ class FakeExecutor:
         return SimpleNamespace(plan=plan, must_sync=self.must_sync)
 
     def collect(self, step):
-        return StepOutput([self.sample(seq) for seq, _ in step.plan.rows], seconds={"build": 0, "forward": 0, "sample": 0})
+        outputs = [self.sample(seq) for seq in dict.fromkeys(seq for seq, _ in step.plan.rows)]
+        for item in step.plan.scheduled:
+            if item.draft_token_ids:
+                outputs = [self.verify(item) if output.sequence is item.sequence else output for output in outputs]
+        return StepOutput(outputs, seconds={"build": 0, "forward": 0, "sample": 0})
+
+    def verify(self, item):
+        sampled = [(token_id + 1) % VOCAB_SIZE for token_id in (item.sequence.token_ids[-1], *item.draft_token_ids)]
+        return SequenceOutput(item.sequence, sampled[: 1 + item.num_accepted(sampled)])
 
     def sample(self, seq):
         newest = seq.token_ids[-1]

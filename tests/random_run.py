@@ -3,7 +3,8 @@
     python -m tests.random_run --requests 2000 --seed 1 --dtype bfloat16 --family gpt2
 
 The model has random weights and the width of a small real one. Requests arrive in the middle of others' answers. Neither prefix
-hits nor preemptions occur, since those may change bits. Exit code 1 if a request differs, or if a block is not free at the end.
+hits nor preemptions occur, since those may change bits. With --speculative, drafts are made together, and none alone. Exit code
+1 if a request differs, or if a block is not free at the end.
 """
 
 import argparse
@@ -22,7 +23,8 @@ ONE_LAYER = {"gpt2": {"n_layer": 1}, "qwen3": {"num_hidden_layers": 1}}
 
 
 def random_request(rng):
-    prompt = [rng.randrange(tiny_models.VOCAB_SIZE) for _ in range(rng.choice([1, 2, 3, rng.randrange(1, 131)]))]
+    num_ids = rng.choice([3, tiny_models.VOCAB_SIZE])  # few: a text that repeats itself
+    prompt = [rng.randrange(num_ids) for _ in range(rng.choice([1, 2, 3, rng.randrange(1, 131)]))]
     params = SamplingParams(
         temperature=rng.choice([0.0, 0.7, 1.0, 1.5]),
         top_k=rng.choice([0, 0, 1, 5, 40]),
@@ -35,6 +37,13 @@ def random_request(rng):
         detokenize=False,
     )
     return prompt, params
+
+
+def speculative_config(method, path):
+    """Settings with which many drafts are made, and many accepted."""
+    if method == "draft_model":
+        return {"method": method, "model": str(path), "num_speculative_tokens": 3, "adaptive": False}
+    return {"method": method, "prompt_lookup_min": 1, "adaptive": False}
 
 
 def answer_of(request):
@@ -61,20 +70,25 @@ def main(arguments=None):
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--family", choices=tiny_models.WIDE, default="gpt2")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--speculative", choices=["ngram", "draft_model"])
     given = parser.parse_args(arguments)
     rng = random.Random(given.seed)
     with tempfile.TemporaryDirectory() as folder:
         path = tiny_models.save(given.family, Path(folder), **tiny_models.WIDE[given.family], **ONE_LAYER[given.family])
-        llm = LLM(
-            path, dtype=given.dtype, kv_cache_memory=2**27, enable_prefix_caching=False, enforce_eager=given.enforce_eager
-        )
+        settings = {"dtype": given.dtype, "kv_cache_memory": 2**27, "enable_prefix_caching": False}
+        llm = alone_llm = LLM(path, enforce_eager=given.enforce_eager, **settings)
+        if given.speculative:
+            speculation = speculative_config(given.speculative, path)
+            llm = LLM(path, enforce_eager=given.enforce_eager, speculative_config=speculation, **settings)
         requests = [random_request(rng) for _ in range(given.requests)]
         together = run(llm, requests, rng)
-        alone = [run(llm, [request], None)[0] for request in requests]
+        alone = [run(alone_llm, [request], None)[0] for request in requests]
         different = sum(one != other for one, other in zip(together, alone, strict=True))
         tiny_models.assert_nothing_is_left(llm)
         promised = "the same bits" if llm.batch_independent else "nothing"
-    print(f"{given.requests} requests in {given.dtype}, {given.family}: {different} differ, {promised} promised")
+        print(f"{given.requests} requests in {given.dtype}, {given.family}: {different} differ, {promised} promised")
+        if given.speculative:
+            print(llm.engine.speculator.metrics)
     return 1 if different and promised == "the same bits" else 0
 
 

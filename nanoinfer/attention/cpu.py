@@ -278,22 +278,23 @@ def rows_are_independent(decode: Callable[..., Tensor], num_heads: int, k_pages:
 
 
 def rows_of_similar_length(num_blocks: list[int]) -> list[list[int]]:
-    """Split decoding rows into groups that run together. Each is padded to its longest row, which comes first.
+    """Split decoding rows into groups that run together. Each is padded to its longest row, which comes last.
 
-    A padded block costs about a tenth of another group. So a group ends before it pads MAX_PADDING blocks.
+    A padded block costs about a tenth of another group. So a group ends before it pads MAX_PADDING blocks. Shorter rows come
+    first: a draft token reads the keys of the rows of its sequence that precede it, which are written by then.
 
     >>> rows_of_similar_length([9, 2, 1, 8, 2, 1])
-    [[0, 3, 1], [4, 2, 5]]
+    [[2, 5, 1], [4, 3, 0]]
     """
     groups: list[list[int]] = []
     padding = 0
-    for row in sorted(range(len(num_blocks)), key=lambda row: -num_blocks[row]):
+    for row in sorted(range(len(num_blocks)), key=num_blocks.__getitem__)[::-1]:
         padding += num_blocks[groups[-1][0]] - num_blocks[row] if groups else 0
         if not groups or padding >= MAX_PADDING:
             groups.append([])
             padding = 0
         groups[-1].append(row)
-    return groups
+    return [group[::-1] for group in reversed(groups)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +315,7 @@ class _Step:
         self._decode = decode
         self._num_decodes = n = metadata.num_decodes
         num_blocks = [-(-seq_len // cache.block_size) for seq_len in metadata.seq_lens_cpu[:n]]
-        self._groups = [self._group(metadata, rows, num_blocks[rows[0]]) for rows in rows_of_similar_length(num_blocks)]
+        self._groups = [self._group(metadata, rows, num_blocks[rows[-1]]) for rows in rows_of_similar_length(num_blocks)]
         self._chunks = [self._chunk(metadata, i) for i in range(n, len(metadata.seq_lens_cpu))]
 
     def _group(self, metadata: AttentionMetadata, rows: list[int], max_blocks: int) -> tuple[Tensor | slice, DecodeIndices]:

@@ -16,8 +16,9 @@ from nanoinfer.execution.executor import Executor, InFlight, StepOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
-from nanoinfer.scheduling.sequence import SequenceStatus
+from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
+from nanoinfer.speculative.speculator import Proposer, Speculator
 from nanoinfer.tokenization.tokenizer import Tokenizer
 from nanoinfer.tracing import EventBuffer, RequestAdded, RequestFinished, StepTimed
 
@@ -39,9 +40,10 @@ class LLMEngine:
         *,
         tokenizer: Tokenizer | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
+        proposer: Proposer | None = None,
         tracer: EventBuffer | None = None,
     ) -> None:
-        """tracer: the one that the executor emits its events to."""
+        """proposer: for config.speculative. tracer: the one that the executor emits its events to."""
         self.executor = executor
         self.tokenizer = tokenizer
         self.tracer = tracer
@@ -53,6 +55,12 @@ class LLMEngine:
         self.block_manager = BlockManager(info.num_blocks, info.block_size, config.cache.enable_prefix_caching, tracer)
         self.scheduler = Scheduler(config.scheduler, self.block_manager, tracer)
         self.async_scheduling = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling
+        self.speculator: Speculator | None = None
+        if proposer is not None and config.speculative is not None:
+            self.async_scheduling = False  # a draft continues the newest token, which must be known
+            self.speculator = Speculator(
+                proposer, config.speculative, self.block_manager, max_num_rows=config.max_num_rows, tracer=tracer
+            )
         self._seed = config.seed
         self._num_requests = 0
         self._requests: dict[str, Request] = {}  # the unfinished ones
@@ -114,6 +122,8 @@ class LLMEngine:
         """
         with self._guard.step():
             plan = self.scheduler.schedule()  # which sequences run, and how many tokens of each
+            if self.speculator is not None:
+                plan = self.speculator.add_drafts(plan)  # tokens that may follow, to be computed as well
             previous, launched = self._in_flight, None
             if plan.scheduled:
                 launched = self.executor.launch(plan, previous)  # tensors, forward pass, sampling; does not wait
@@ -136,6 +146,9 @@ class LLMEngine:
     def _collect(self, step: InFlight) -> list[Request]:
         """Wait for a step's tokens and append them to their sequences: stop rules, text, outputs."""
         output = self.executor.collect(step)
+        if self.speculator is not None:
+            num_tokens = {sampled.sequence: len(sampled.token_ids) for sampled in output.sequences}
+            self.speculator.observe(step.plan, num_tokens, sum(output.seconds.values()))
         start = time.perf_counter()
         ended = []
         for part in output.prompt_logprobs:
@@ -157,7 +170,7 @@ class LLMEngine:
                 if stop:
                     break  # tokens behind a stop are dropped
             if stop:
-                self.scheduler.finish(seq, has_failed=sampled.error is not None)
+                self._finish(seq, has_failed=sampled.error is not None)
             if request.output:
                 self._retire(request)
                 ended.append(request)
@@ -183,10 +196,15 @@ class LLMEngine:
         """Free the blocks of a request that has its output, and remove it."""
         if self._requests.pop(request.request_id, None):
             for seq in request.sequences:
-                self.scheduler.finish(seq)
+                self._finish(seq)
         if self.tracer is not None and request.output is not None:
             reasons = tuple(str(answer.finish_reason) for answer in request.output.outputs)
             self.tracer.emit(RequestFinished(request.request_id, reasons, request.output.metrics.num_output_tokens))
+
+    def _finish(self, seq: Sequence, *, has_failed: bool = False) -> None:
+        self.scheduler.finish(seq, has_failed=has_failed)
+        if self.speculator is not None:
+            self.speculator.forget(seq)
 
     # ---- tracing
 

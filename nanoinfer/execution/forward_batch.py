@@ -58,6 +58,9 @@ class ForwardBatch:
         input_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
+        query_lens: list[int] = []
+        seq_lens: list[int] = []
+        sequences: list[Sequence] = []  # of each query: one for a chunk, one for the newest token, one for each draft
         for item in plan.scheduled:
             seq = item.sequence
             start = seq.num_computed_tokens
@@ -67,17 +70,19 @@ class ForwardBatch:
                 drawn_at.append(len(input_ids))
                 drawn_rows.append(last_drawn.rows[seq])
                 input_ids.append(0)  # replaced on the device below
-            positions += range(start, end)
-            slots += [seq.block_table[i // block_size] * block_size + i % block_size for i in range(start, end)]
+            num_drafts = len(item.draft_token_ids)
+            input_ids += item.draft_token_ids
+            positions += range(start, end + num_drafts)
+            slots += [seq.block_table[i // block_size] * block_size + i % block_size for i in range(start, end + num_drafts)]
+            query_lens += [item.num_new_tokens] + [1] * num_drafts
+            seq_lens += range(end, end + num_drafts + 1)
+            sequences += [seq] * (num_drafts + 1)
 
-        query_lens = [item.num_new_tokens for item in plan.scheduled]
         query_start_loc = [0, *accumulate(query_lens)]
-        seq_lens = [item.sequence.num_computed_tokens + item.num_new_tokens for item in plan.scheduled]
-        max_blocks = max(len(item.sequence.block_table) for item in plan.scheduled)
+        max_blocks = max(len(seq.block_table) for seq in sequences)
         block_tables: list[int] = []
-        for item in plan.scheduled:
-            table = item.sequence.block_table
-            block_tables += table + [0] * (max_blocks - len(table))
+        for seq in sequences:
+            block_tables += seq.block_table + [0] * (max_blocks - len(seq.block_table))
         logits_indices = [index for _, index in plan.rows]
         if tracer is not None:
             known_ids = list(input_ids)
@@ -85,7 +90,7 @@ class ForwardBatch:
                 known_ids[index] = -1
             tracer.emit(
                 BatchBuilt(
-                    sequence_ids=tuple(item.sequence.sequence_id for item in plan.scheduled),
+                    sequence_ids=tuple(seq.sequence_id for seq in sequences),
                     query_start_loc=tuple(query_start_loc),
                     seq_lens=tuple(seq_lens),
                     input_ids=tuple(known_ids),

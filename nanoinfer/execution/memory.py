@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanoinfer.config import EngineConfig, SchedulerConfig
+from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.cuda_graphs import BYTES_AT_A_TIME
@@ -90,20 +90,20 @@ def available_cpu_memory() -> int:
 
 
 @torch.inference_mode()
-def peak_step_bytes(model: Model, config: SchedulerConfig, device: torch.device) -> int:
+def peak_step_bytes(model: Model, config: EngineConfig, device: torch.device) -> int:
     """The bytes that the largest step takes on a GPU, besides weights and cache. Measured with a step without attention.
 
     The sampler is counted as LOGITS_COPIES copies of the logits. Its CUDA graphs have memory of their own: one more copy of the
     logits as static input, and LOGITS_COPIES copies of the rows that they process at a time.
     """
-    num_rows = config.max_num_seqs
+    num_rows = config.max_num_rows
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return q.contiguous()
 
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    ids = torch.zeros(config.max_num_batched_tokens + num_rows, dtype=torch.int64, device=device)
+    ids = torch.zeros(config.scheduler.max_num_batched_tokens + num_rows, dtype=torch.int64, device=device)
     hidden = model(ids, ids, attend)
     logits = model.compute_logits(hidden[:num_rows]).float()
     sampler = LOGITS_COPIES * logits.nbytes

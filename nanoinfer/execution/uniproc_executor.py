@@ -8,6 +8,7 @@ import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from jaxtyping import Float
@@ -65,12 +66,16 @@ class UniProcExecutor:
         tokenizer: Tokenizer | None = None,
         tracer: EventBuffer | None = None,
         has_independent_rows: bool = False,
+        draft_model: Model | None = None,
+        num_blocks: int | None = None,
     ) -> None:
         """Choose the attention backend, allocate the KV cache, check row invariance, and make the sampler.
 
         model: on its device. The model, dtype and device fields of the config have been used by then.
         tokenizer: for the token texts in the tracer's events.
         has_independent_rows: what models/cpu_linear.py measured about the model's linear layers.
+        draft_model: its cache, of as many blocks, must fit into the memory as well. It is not run here.
+        num_blocks: of the cache. None: what fits.
         """
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
@@ -83,17 +88,18 @@ class UniProcExecutor:
             block_size=config.cache.block_size,
             enforce_eager=config.enforce_eager,
         )
-        self.info = self._size_cache(model, config, name, config.cache.block_size or backend.default_block_size)
+        block_size = config.cache.block_size or backend.default_block_size
+        self.info = self._size_cache(model, config, name, block_size, draft_model, num_blocks)
         graphs, sampler_graphs = None, None
         if self.device.type == "cuda" and backend.supports_cuda_graph and not config.enforce_eager:
             graphs = DecodeGraphs(
-                max_num_seqs=config.scheduler.max_num_seqs,
+                max_num_seqs=config.max_num_rows,
                 max_model_len=self.info.max_model_len,
                 block_size=self.info.block_size,
                 padding_block=self.info.num_blocks,
                 capture=CUDACapture(),
             )
-            sampler_graphs = SamplerGraphs(config.scheduler.max_num_seqs, CUDACapture())
+            sampler_graphs = SamplerGraphs(config.max_num_rows, CUDACapture())
         cache = KVCache(
             num_layers=model.config.num_hidden_layers,
             num_blocks=self.info.num_blocks + (graphs is not None),
@@ -155,19 +161,33 @@ class UniProcExecutor:
         start = time.perf_counter()
         with self._on_device():
             sampled = step.drawn.read()
+        drafting = {item.sequence: item for item in step.plan.scheduled if item.draft_token_ids}
+        sequences = [seq for seq, _ in step.plan.rows]
         outputs = []
-        for row, (seq, _) in enumerate(step.plan.rows):
-            if error := sampled.errors.get(row):
+        for seq, group in groupby(range(len(sequences)), key=sequences.__getitem__):
+            rows = list(group)
+            if error := sampled.errors.get(rows[0]):
                 outputs.append(SequenceOutput(seq, error=error))
-            else:
-                logprobs = [sampled.logprobs[row]] if row in sampled.logprobs else []
-                outputs.append(SequenceOutput(seq, [sampled.token_ids[row]], logprobs))
+                continue
+            if seq in drafting:
+                rows = rows[: 1 + drafting[seq].num_accepted([sampled.token_ids[row] for row in rows])]
+            rows = [row for row in rows if row not in sampled.errors]  # a draft's row that failed is computed again, alone
+            logprobs = [sampled.logprobs[row] for row in rows if row in sampled.logprobs]
+            outputs.append(SequenceOutput(seq, [sampled.token_ids[row] for row in rows], logprobs))
         seconds = step.seconds | {"sample": step.seconds["sample"] + time.perf_counter() - start}
         return StepOutput(outputs, step.prompt_logprobs, seconds)
 
     # ---- internals
 
-    def _size_cache(self, model: Model, config: EngineConfig, backend_name: str, block_size: int) -> ExecutorInfo:
+    def _size_cache(
+        self,
+        model: Model,
+        config: EngineConfig,
+        backend_name: str,
+        block_size: int,
+        draft_model: Model | None,
+        num_blocks: int | None,
+    ) -> ExecutorInfo:
         """Decide how many blocks the KV cache gets, and the longest sequence that this allows."""
         limit = model.config.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > limit:
@@ -175,15 +195,11 @@ class UniProcExecutor:
                 f"max_model_len must be <= {limit}, the positions this model knows, got {config.max_model_len}"
             )
         requested_len = config.max_model_len or limit
-        block_bytes = bytes_per_block(
-            num_layers=model.config.num_hidden_layers,
-            block_size=block_size,
-            num_kv_heads=model.config.num_key_value_heads,
-            head_dim=model.config.head_dim,
-            dtype=self.dtype,
-        )
-        step_bytes = peak_step_bytes(model, config.scheduler, self.device) if self.device.type == "cuda" else 0
-        num_blocks = num_blocks_for(config, block_bytes, block_size, requested_len, self.device, step_bytes=step_bytes)
+        block_bytes = _block_bytes(model, block_size)
+        if num_blocks is None:
+            step_bytes = peak_step_bytes(model, config, self.device) if self.device.type == "cuda" else 0
+            all_bytes = block_bytes + (0 if draft_model is None else _block_bytes(draft_model, block_size))
+            num_blocks = num_blocks_for(config, all_bytes, block_size, requested_len, self.device, step_bytes=step_bytes)
         max_model_len = min(requested_len, num_blocks * block_size)
         dtype_name = str(self.dtype).removeprefix("torch.")
         logger.info(
@@ -232,11 +248,20 @@ class UniProcExecutor:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
+def _block_bytes(model: Model, block_size: int) -> int:
+    """Bytes of a cache block of a model in all layers."""
+    return bytes_per_block(
+        num_layers=model.config.num_hidden_layers,
+        block_size=block_size,
+        num_kv_heads=model.config.num_key_value_heads,
+        head_dim=model.config.head_dim,
+        dtype=next(model.parameters()).dtype,
+    )
+
+
 def _must_sync(seq: Sequence) -> bool:
     """Whether sampling the next token depends on the newest one, or its log-probabilities were requested."""
-    params = seq.params
-    reads_output = params.has_penalty or params.no_repeat_ngram_size or seq.bad_words or params.logits_processors
-    return bool(reads_output) or params.logprobs is not None
+    return seq.sampling_reads_output or seq.params.logprobs is not None
 
 
 def _top_logprobs(logits: Float[Tensor, "num_rows vocab"], sequences: list[Sequence], num_top: int) -> list[SequenceOutput]:

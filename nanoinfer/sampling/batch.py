@@ -111,12 +111,13 @@ class SamplingBatch:
         """Gather the parameters of the sequences.
 
         Args:
-            sequences: one per row, in the order of the rows.
+            sequences: one per row, in the order of the rows. A sequence with draft tokens is there once more for each.
             vocab_size: the model's.
             device: of the logits.
             last: an earlier batch of the same vocabulary and device. Its columns are reused if the rows are the same.
         """
         params = tuple(seq.params for seq in sequences)
+        positions = drawn_positions(sequences)
         if last is not None and len(last.params) == len(params) and all(map(operator.is_, last.params, params)):
             columns, groups = last.columns, last.groups
         else:
@@ -124,12 +125,12 @@ class SamplingBatch:
         if groups.all_greedy:
             u = torch.zeros(len(sequences), dtype=torch.float64)
         else:
-            u = uniform([seq.seed for seq in sequences], [seq.num_tokens for seq in sequences])
+            u = uniform([seq.seed for seq in sequences], positions)
         return cls(
             params=params,
             columns=columns,
             groups=groups,
-            entries=_entries(sequences, device),
+            entries=_entries(sequences, positions, device),
             processors=tuple(
                 RowProcessors(row, tuple(seq.params.logits_processors), seq.prompt_token_ids, seq.output_token_ids)
                 for row, seq in enumerate(sequences)
@@ -164,6 +165,16 @@ class SamplingBatch:
             top_p=pick(self.columns.top_p),
         )
         return SamplingBatch(columns=columns, u=self.u[rows])
+
+
+def drawn_positions(sequences: Iterable[Sequence]) -> list[int]:
+    """The index in prompt + output of the token that each row draws. Rows behind a sequence's first are those of its drafts."""
+    positions: list[int] = []
+    previous = None
+    for seq in sequences:
+        positions.append(positions[-1] + 1 if seq is previous else seq.num_tokens)
+        previous = seq
+    return positions
 
 
 def _columns_and_groups(
@@ -208,12 +219,12 @@ def _columns_and_groups(
     return columns, groups
 
 
-def _entries(sequences: list[Sequence], device: torch.device) -> StageEntries:
+def _entries(sequences: list[Sequence], positions: list[int], device: torch.device) -> StageEntries:
     """Gather the lists of ids: those of the parameters, and those that grow with the output."""
     entries: dict[str, list[tuple[int, Iterable[int], Iterable[float] | None]]] = {}
-    for row, seq in enumerate(sequences):
+    for row, (seq, position) in enumerate(zip(sequences, positions, strict=True)):
         params = seq.params
-        if seq.num_tokens - len(seq.prompt_token_ids) < params.min_tokens and seq.stop_ids:
+        if position - len(seq.prompt_token_ids) < params.min_tokens and seq.stop_ids:
             entries.setdefault("min_tokens", []).append((row, seq.stop_ids, None))
         if completing := _completing_ids(seq):
             entries.setdefault("bad_words", []).append((row, completing, None))

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from nanoinfer.sampling.batch import drawn_positions
 from nanoinfer.sampling.draw import integer_weights
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -39,9 +40,8 @@ class StageTracer:
         """sequences: one per row, in the order of the rows."""
         self._tracer = tracer
         self._tokenizer = tokenizer
-        self._rows = [
-            (seq.sequence_id, seq.num_tokens) for seq in sequences
-        ]  # of each row: its sequence, and the position of the drawn token
+        # of each row: its sequence, and the position of the drawn token
+        self._rows = [(seq.sequence_id, at) for seq, at in zip(sequences, drawn_positions(sequences), strict=True)]
         self._logits: Tensor | None = None  # after the last stage
         self._changes: list[_StageChange] = []
 

@@ -144,13 +144,16 @@ class Scheduler:
             if item.sequence.forks and item.sequence.num_new_tokens == 0:
                 self._fork(item.sequence)
         if not plan.num_top_logprobs:
-            for seq, _ in plan.rows:
+            for seq in dict.fromkeys(seq for seq, _ in plan.rows):  # once, however many drafts it has
                 seq.num_pending_tokens += 1
 
     def append(self, seq: Sequence, token_id: int) -> None:
-        """Append a sampled token. A sequence may receive several per step."""
+        """Append a sampled token. A sequence receives several in a step that accepted drafts."""
         seq.token_ids.append(token_id)
-        seq.num_pending_tokens = max(seq.num_pending_tokens - 1, 0)
+        if seq.num_pending_tokens:
+            seq.num_pending_tokens -= 1
+        else:
+            seq.num_computed_tokens += 1  # the token before it was an accepted draft, which the step has computed
 
     def finish(self, seq: Sequence, *, has_failed: bool = False) -> None:
         """Remove a sequence, whatever its status, and free its blocks. A second call does nothing.

@@ -63,6 +63,12 @@ class Sequence:
         return self.params.prompt_logprobs is not None and self.index == 0 and self.num_output_tokens == 0
 
     @property
+    def sampling_reads_output(self) -> bool:
+        """Whether sampling the next token depends on the sequence's tokens other than through the logits."""
+        params = self.params
+        return bool(params.has_penalty or params.no_repeat_ngram_size or self.bad_words or params.logits_processors)
+
+    @property
     def num_tokens(self) -> int:
         """Known and pending tokens."""
         return len(self.token_ids) + self.num_pending_tokens

@@ -8,10 +8,33 @@ from nanoinfer.scheduling.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """This step computes the next num_new_tokens of the sequence's tokens that are not in the cache yet."""
+    """This step computes the next num_new_tokens of the sequence's tokens that are not in the cache yet.
+
+    draft_token_ids: a guess at the tokens that follow (speculative/). Each is computed as one more single-token row of the
+        sequence, behind its newest token. Only a decode step has any.
+    """
 
     sequence: Sequence
     num_new_tokens: int
+    draft_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_packed_tokens(self) -> int:
+        return self.num_new_tokens + len(self.draft_token_ids)
+
+    def num_accepted(self, sampled_token_ids: list[int]) -> int:
+        """How many drafts equal the token that was sampled in their place. What is sampled behind a wrong draft means nothing.
+
+        sampled_token_ids: what was sampled behind the newest token, and behind each draft.
+
+        >>> seq = Sequence("r0", [5], SamplingParams(), seed=0, max_num_tokens=9)
+        >>> ScheduledSequence(seq, 1, (6, 7, 8)).num_accepted([6, 7, 1, 9])
+        2
+        """
+        num = 0
+        while num < len(self.draft_token_ids) and self.draft_token_ids[num] == sampled_token_ids[num]:
+            num += 1
+        return num
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +54,8 @@ class StepPlan:
     scheduled: single-token sequences first, then prompt chunks, each group oldest first. Packed index 0 is the first token of
         the first of them.
     rows: (sequence, packed index) pairs whose hidden rows reach the LM head and the sampler. A chunk that does not end its
-        prompt has none. Forks have the index of the sequence that they come from.
+        prompt has none. Forks have the index of the sequence that they come from. A sequence with drafts has several rows in
+        order: that of its newest token, then that of each draft.
     prompt_rows: the prompt tokens whose log-probabilities were requested.
     block_copies: (from, to) blocks that are copied before the forward pass.
     preempted: sequences that lost their blocks to this step.
@@ -52,21 +76,27 @@ class StepPlan:
 
     @property
     def num_decode_tokens(self) -> int:
-        return sum(item.num_new_tokens == 1 for item in self.scheduled)
+        return sum(item.num_packed_tokens for item in self.scheduled if item.num_new_tokens == 1)
 
     @property
     def num_prefill_tokens(self) -> int:
-        return sum(item.num_new_tokens for item in self.scheduled) - self.num_decode_tokens
+        return sum(item.num_packed_tokens for item in self.scheduled) - self.num_decode_tokens
 
 
 def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int], ...]:
-    """Each sequence whose last known token is computed in this step, and its forks, with that token's packed index."""
+    """Each sequence whose last known token is computed in this step, and its forks, with that token's packed index.
+
+    The drafts of a sequence follow, with their indices.
+    """
     rows = []
     end = 0
     for item in scheduled:
         end += item.num_new_tokens
         if item.num_new_tokens == item.sequence.num_new_tokens:
             rows += [(seq, end - 1) for seq in (item.sequence, *item.sequence.forks)]
+        for _ in item.draft_token_ids:
+            rows.append((item.sequence, end))
+            end += 1
     return tuple(rows)
 
 
@@ -79,5 +109,5 @@ def prompt_rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[PromptRows, 
         num = min(item.num_new_tokens, len(seq.prompt_token_ids) - 1 - seq.num_computed_tokens)
         if seq.wants_prompt_logprobs and num > 0:
             rows.append(PromptRows(seq, start, start + num, seq.num_computed_tokens))
-        start += item.num_new_tokens
+        start += item.num_packed_tokens
     return tuple(rows)

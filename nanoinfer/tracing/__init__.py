@@ -61,6 +61,9 @@ from nanoinfer.tracing.events import (
     TokenDrawn as TokenDrawn,
 )
 from nanoinfer.tracing.events import (
+    TokensDrafted as TokensDrafted,
+)
+from nanoinfer.tracing.events import (
     Tracer as Tracer,
 )
 from nanoinfer.tracing.recorder import Recorder as Recorder

@@ -9,6 +9,7 @@ object. In the order of a token's journey:
     BlocksShared, BlocksAllocated, BlockCopied, BlockEvicted, BlocksCached, BlocksForked, BlocksFreed
                        changes to the blocks of the KV cache
     StepScheduled      the sequences that run in this step, and the number of tokens of each
+    TokensDrafted      guesses at the next tokens, which the step computes as well (speculative_config)
     BatchBuilt         the step as the model sees it: packed ids, positions, slots
     StageApplied       one row's probabilities before and after a stage of the sampler (with Recorder(stages=True))
     TokenDrawn         the uniform random number, and the interval that contains it (with Recorder(stages=True))
@@ -135,8 +136,17 @@ class StepScheduled:
 
 
 @dataclass(frozen=True, slots=True)
+class TokensDrafted:
+    """Draft tokens were added to a step. The TokenAppended events of the step say how many of them were right."""
+
+    step: int
+    sequence_ids: tuple[str, ...]
+    draft_token_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BatchBuilt:
-    """The tensors of a step were built.
+    """The tensors of a step were built. A sequence with draft tokens is there once more for each, as a row of one token.
 
     Attributes:
         query_start_loc: Sequence i has the packed tokens query_start_loc[i] .. query_start_loc[i + 1] - 1.
@@ -269,7 +279,7 @@ class RequestFinished:
 Event = (
     EngineStarted | RequestAdded
     | BlocksShared | BlocksAllocated | BlockCopied | BlockEvicted | BlocksCached | BlocksForked | BlocksFreed
-    | StepScheduled | BatchBuilt | StageApplied | TokenDrawn | TokenAppended | StepTimed | RequestFinished
+    | StepScheduled | TokensDrafted | BatchBuilt | StageApplied | TokenDrawn | TokenAppended | StepTimed | RequestFinished
 )  # fmt: skip
 
 

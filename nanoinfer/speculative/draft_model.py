@@ -1,0 +1,93 @@
+"""Drafts by a smaller model with the same vocabulary. It runs ahead of the sequence, one token per step.
+
+In: sequences. Out: draft token ids. The small model has an Executor, a KV cache and a Sequence of its own for every sequence.
+That twin has the same parameters and the same seed, so both models draw with the same random number at the same position. Where
+their probabilities are close, they draw the same token, at every temperature.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from nanoinfer.config import SchedulerConfig
+from nanoinfer.execution.executor import Executor
+from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The draft of one sequence while it grows."""
+
+    twin: Sequence
+    limit: int
+    token_ids: list[int] = field(default_factory=list)
+
+
+class DraftModelProposer:
+    """Runs the draft model. See Proposer."""
+
+    def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
+        """executor: of the draft model. config: how its prompts are cut."""
+        info = executor.info
+        self.block_manager = BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=False)
+        self._executor = executor
+        self._max_model_len = info.max_model_len
+        self._config = config
+        self._twins: dict[Sequence, Sequence] = {}
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
+        """Return at most limits[i] draft ids for sequences[i]: none where the draft model's cache is full."""
+        drafts = [_Draft(self._twin(seq), limit) for seq, limit in zip(sequences, limits, strict=True)]
+        while running := [draft for draft in drafts if len(draft.token_ids) < draft.limit]:
+            if (plan := self._plan(running)) is None:
+                break
+            output = self._executor.collect(self._executor.launch(plan, None))
+            for item in plan.scheduled:
+                item.sequence.num_computed_tokens += item.num_new_tokens
+            sampled = {one.sequence: one for one in output.sequences}
+            for draft in running:
+                if (one := sampled.get(draft.twin)) is None:
+                    continue  # a chunk of its tokens, or none of them, was computed
+                draft.twin.token_ids += one.token_ids
+                draft.token_ids += one.token_ids
+                if one.error:
+                    draft.limit = len(draft.token_ids)
+        return [draft.token_ids for draft in drafts]
+
+    def forget(self, seq: Sequence) -> None:
+        """Free the blocks of a sequence's twin."""
+        if (twin := self._twins.pop(seq, None)) is not None:
+            self.block_manager.free(twin)
+
+    def _twin(self, seq: Sequence) -> Sequence:
+        """The sequence's twin with its tokens. Keys and values stay valid up to the first draft that was wrong."""
+        twin = self._twins.get(seq)
+        if twin is None:
+            twin = self._twins[seq] = Sequence(
+                seq.request_id, seq.prompt_token_ids, replace(seq.params, logprobs=None, prompt_logprobs=None), seed=seq.seed,
+                max_num_tokens=seq.max_num_tokens, eos_token_ids=seq.eos_token_ids, index=seq.index,
+            )  # fmt: skip
+        num_equal = twin.num_computed_tokens
+        while twin.token_ids[:num_equal] != seq.token_ids[:num_equal]:
+            num_equal -= 1
+        twin.num_computed_tokens = min(num_equal, len(seq.token_ids) - 1)  # the newest token is computed for its logits
+        twin.token_ids = list(seq.token_ids)
+        return twin
+
+    def _plan(self, drafts: list[_Draft]) -> StepPlan | None:
+        """A step for the twins that have room in the cache. A twin without room drafts no more. None: nothing can run."""
+        scheduled: list[ScheduledSequence] = []
+        budget = self._config.max_num_batched_tokens
+        for draft in drafts:
+            twin = draft.twin
+            num_new = min(twin.num_new_tokens, self._config.chunk_grid)
+            if num_new > 1 and num_new > budget:
+                continue
+            if twin.num_tokens > self._max_model_len or not self.block_manager.can_allocate(twin, num_new):
+                draft.limit = len(draft.token_ids)
+                continue
+            budget -= num_new if num_new > 1 else 0
+            self.block_manager.allocate(twin, num_new)
+            scheduled.append(ScheduledSequence(twin, num_new))
+        scheduled.sort(key=lambda item: item.num_new_tokens > 1)
+        return StepPlan(tuple(scheduled), rows_of(scheduled)) if scheduled else None

@@ -1,0 +1,63 @@
+"""Drafts without a model: what followed the last time that the sequence's newest tokens occurred in it.
+
+In: sequences. Out: draft token ids. It pays where an answer repeats its prompt: edited code, quotations, summaries, tables.
+
+    tokens   the cat sat on the mat . the cat ...
+                     ^^^^^^^^^^^^^^           the newest two tokens are "the cat": the draft is "sat on the mat"
+
+Source: prompt lookup decoding, Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding
+"""
+
+from nanoinfer.config import SpeculativeConfig
+from nanoinfer.scheduling.sequence import Sequence
+
+
+class NGramProposer:
+    """Proposes what followed the longest n-gram that occurred before. n: prompt_lookup_min .. prompt_lookup_max."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._sizes = range(config.prompt_lookup_min, config.prompt_lookup_max + 1)
+        self._indices: dict[Sequence, NGramIndex] = {}
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
+        """Return at most limits[i] draft ids for sequences[i]. See Proposer."""
+        drafts = []
+        for seq, limit in zip(sequences, limits, strict=True):
+            index = self._indices.get(seq)
+            if index is None:
+                index = self._indices[seq] = NGramIndex(self._sizes)
+            drafts.append(index.continuation(seq.token_ids, limit))
+        return drafts
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop what is kept for a sequence that has ended."""
+        self._indices.pop(seq, None)
+
+
+class NGramIndex:
+    """Where each n-gram of one sequence was followed by a token, the last time. Every token is indexed once.
+
+    >>> NGramIndex(range(2, 4)).continuation([1, 2, 3, 4, 5, 1, 2], 3)
+    [3, 4, 5]
+    >>> NGramIndex(range(2, 4)).continuation([1, 2, 1, 2], 5)  # a draft that outgrows the text repeats itself
+    [1, 2, 1, 2, 1]
+    """
+
+    def __init__(self, sizes: range) -> None:
+        self._sizes = sizes
+        self._followers: dict[tuple[int, ...], int] = {}  # n-gram -> the index of the token behind it
+        self._num_indexed = 0
+
+    def continuation(self, token_ids: list[int], limit: int) -> list[int]:
+        """What followed the longest indexed n-gram that token_ids ends with. token_ids: those of the last call, and more."""
+        for index in range(self._num_indexed, len(token_ids)):
+            for size in self._sizes:
+                if size <= index:
+                    self._followers[tuple(token_ids[index - size : index])] = index
+        self._num_indexed = len(token_ids)
+        for size in reversed(self._sizes):
+            start = self._followers.get(tuple(token_ids[-size:]))
+            if start is not None:
+                followers = token_ids[start : start + limit]
+                return (followers * -(-limit // len(followers)))[:limit]
+        return []

@@ -1,0 +1,152 @@
+"""Speculative decoding: guess some tokens, compute them in one step, keep those that would have been sampled anyway.
+
+In: a StepPlan. Out: the same plan with draft tokens, if they are expected to pay. A decode step reads every weight to compute
+one row per sequence. More rows cost little as long as reading is what takes the time.
+
+A draft is a row of its own, behind the sequence's newest token. What is sampled at a row depends on its logits, on the
+parameters and on (seed, position), as in any step. If the token sampled before a draft equals the draft, the draft's row was
+computed from the right text, and its own token counts as well. The tokens are therefore those of plain decoding, at every
+temperature. A draft that is wrong costs time and nothing else: its keys and values are overwritten.
+
+    newest token   draft 1   draft 2   draft 3
+        the          cat       sat       down        rows of the step
+        cat          sat       on        .           sampled: the first three count, the last one followed a wrong guess
+
+Rejection sampling (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192) accepts more at high temperatures. It keeps the
+distribution, but not the tokens of a seed.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from nanoinfer.config import SpeculativeConfig
+from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
+from nanoinfer.speculative.cost import StepCost
+from nanoinfer.tracing import TokensDrafted, Tracer
+
+INITIAL_ACCEPTANCE = 0.8  # of the first drafts, before any was verified
+MEMORY = 0.9  # the share of the old estimate that one more verified draft leaves in a sequence's acceptance
+RECOVERY = 0.01  # how fast the estimate of a sequence that drafts nothing returns to INITIAL_ACCEPTANCE
+
+
+class Proposer(Protocol):
+    """A source of drafts. It may keep state for a sequence, whose known tokens never change."""
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
+        """Guess the tokens that follow sequences[i].token_ids, at most limits[i] of them, perhaps none."""
+        ...
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop what is kept for a sequence that has ended. It may be unknown."""
+        ...
+
+
+@dataclass(slots=True)
+class SpeculationMetrics:
+    """Counts since the engine was made. num_accepted_tokens_per_pos[i]: how often a draft's token i was accepted."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+
+class Speculator:
+    """Adds drafts to plans while they pay, and measures whether they do."""
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        config: SpeculativeConfig,
+        block_manager: BlockManager,
+        *,
+        max_num_rows: int,
+        tracer: Tracer | None = None,
+    ) -> None:
+        """max_num_rows: the most rows of a step, drafts included."""
+        self.metrics = SpeculationMetrics(num_accepted_tokens_per_pos=[0] * config.num_speculative_tokens)
+        self.proposer = proposer
+        self._config = config
+        self._block_manager = block_manager
+        self._max_num_rows = max_num_rows
+        self._tracer = tracer
+        self._cost = StepCost()
+        self._acceptance: dict[Sequence, float] = {}  # the estimated probability that the next draft is right
+
+    def add_drafts(self, plan: StepPlan) -> StepPlan:
+        """Return the plan with drafts for the sequences for which they are expected to pay.
+
+        Drafts take blocks only if they are free, the oldest sequence first. No sequence waits or is preempted for them.
+        """
+        num_rows = len(plan.rows)
+        candidates, limits = [], []
+        for item in plan.scheduled:
+            limit = min(self._limit(item), self._max_num_rows - num_rows)
+            if limit > 0:
+                candidates.append(item.sequence)
+                limits.append(limit)
+                num_rows += limit
+        if not candidates:
+            return plan
+        drafts = dict(zip(candidates, self._cost.time_proposal(self.proposer, candidates, limits), strict=True))
+        scheduled = [self._with_draft(item, drafts.get(item.sequence, [])) for item in plan.scheduled]
+        drafting = [item for item in scheduled if item.draft_token_ids]
+        if not drafting:
+            return plan
+        if self._tracer is not None:
+            ids = tuple(item.sequence.sequence_id for item in drafting)
+            self._tracer.emit(TokensDrafted(plan.step, ids, tuple(item.draft_token_ids for item in drafting)))
+        return replace(plan, scheduled=tuple(scheduled), rows=rows_of(scheduled), prompt_rows=prompt_rows_of(scheduled))
+
+    def observe(self, plan: StepPlan, num_tokens: dict[Sequence, int], seconds: float) -> None:
+        """Learn from a step. num_tokens: what each sequence received. seconds: of the whole step."""
+        if not plan.num_prefill_tokens:
+            self._cost.observe(len(plan.rows), sum(num_tokens.values()), seconds)
+        for item in plan.scheduled:
+            num_drafted = len(item.draft_token_ids)
+            if not num_drafted or item.sequence not in num_tokens:
+                continue
+            num_accepted = max(num_tokens[item.sequence] - 1, 0)
+            self.metrics.num_drafts += 1
+            self.metrics.num_draft_tokens += num_drafted
+            self.metrics.num_accepted_tokens += num_accepted
+            for position in range(num_accepted):
+                self.metrics.num_accepted_tokens_per_pos[position] += 1
+            acceptance = self._acceptance.get(item.sequence, INITIAL_ACCEPTANCE)
+            for is_right in [True] * num_accepted + [False] * (num_accepted < num_drafted):
+                acceptance = MEMORY * acceptance + (1 - MEMORY) * is_right
+            self._acceptance[item.sequence] = acceptance
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop what is kept for a sequence that has ended."""
+        self._acceptance.pop(seq, None)
+        self.proposer.forget(seq)
+
+    def _limit(self, item: ScheduledSequence) -> int:
+        """How many drafts of a sequence are expected to pay, if they can be made."""
+        seq = item.sequence
+        is_decode = item.num_new_tokens == seq.num_new_tokens == 1 and not seq.forks
+        if not is_decode or seq.sampling_reads_output:
+            return 0
+        limit = min(self._config.num_speculative_tokens, seq.max_num_tokens - seq.num_tokens - 1)
+        if not self._config.adaptive:
+            return limit
+        acceptance = self._acceptance.setdefault(seq, INITIAL_ACCEPTANCE)
+        num = self._cost.num_that_pay(acceptance, limit)
+        if num == 0:
+            self._acceptance[seq] += RECOVERY * (INITIAL_ACCEPTANCE - acceptance)
+        return num
+
+    def _with_draft(self, item: ScheduledSequence, draft: list[int]) -> ScheduledSequence:
+        """The item with as much of the draft as free blocks hold, allocated."""
+        seq = item.sequence
+        if draft and not self._block_manager.can_allocate(seq, 1 + len(draft)):
+            num_free_slots = len(seq.block_table) * self._block_manager.block_size - seq.num_computed_tokens - 1
+            draft = draft[:num_free_slots]
+        if not draft:
+            return item
+        copies = self._block_manager.allocate(seq, 1 + len(draft))
+        assert not copies, "the scheduler has copied the shared block that the newest token is written to"
+        return replace(item, draft_token_ids=tuple(draft))

@@ -1,0 +1,139 @@
+"""Drafts of a smaller model, and both kinds of drafts in the whole engine: the tokens stay those of plain decoding."""
+
+import random
+
+import pytest
+import random_run
+import tiny_models
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.errors import CheckpointNotFoundError, InvalidTypeError, InvalidValueError, UnsupportedError
+
+SMALL = {"kv_cache_memory": 2**20, "block_size": 8, "seed": 0}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_models.save("qwen3", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def draft_path(tmp_path_factory):
+    """One layer, and one that differs. It is right often enough, and wrong often enough."""
+    return tiny_models.save("gpt2", tmp_path_factory.mktemp("draft"))
+
+
+def requests_of(rng, num):
+    """Prompts that repeat themselves, and prompts that do not."""
+    requests = []
+    for i in range(num):
+        num_ids = rng.choice([3, tiny_models.VOCAB_SIZE])
+        prompt = [rng.randrange(num_ids) for _ in range(rng.randrange(1, 60))]
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.0, 0.7, 1.3]),
+            top_k=rng.choice([0, 5]),
+            min_tokens=rng.choice([0, 5]),
+            stop_token_ids=[rng.randrange(tiny_models.VOCAB_SIZE)],
+            max_tokens=rng.randrange(5, 40),
+            logprobs=rng.choice([None, 2]),
+            n=1,
+            seed=i,
+            detokenize=False,
+        )
+        requests.append((prompt, params))
+    return requests
+
+
+def answer(llm, requests):
+    """The answers, and how often a sequence was preempted."""
+    outputs = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests], use_tqdm=False)
+    tiny_models.assert_nothing_is_left(llm)
+    num_preemptions = sum(output.metrics.num_preemptions for output in outputs)
+    return [
+        (one.token_ids, one.finish_reason, one.stop_reason) for output in outputs for one in output.outputs
+    ], num_preemptions
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        {"method": "ngram", "prompt_lookup_min": 1},
+        {"method": "draft_model", "model": "itself", "num_speculative_tokens": 5},
+        {"method": "draft_model", "model": "another", "num_speculative_tokens": 2},
+    ],
+    ids=lambda speculation: speculation.get("model", "ngram"),
+)
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_the_tokens_are_those_of_plain_decoding(speculation, adaptive, path, draft_path):
+    """With so few blocks, sequences are preempted while others speculate."""
+    models = {"itself": str(path), "another": str(draft_path)}
+    given = {name: models.get(value, value) for name, value in speculation.items()} | {"adaptive": adaptive}
+    requests = requests_of(random.Random(1), 30)
+    plain = LLM(path, **SMALL)
+    llm = LLM(path, speculative_config=given, **SMALL | {"kv_cache_memory": 2**17})
+    (tokens, num_preemptions), (expected, _) = answer(llm, requests), answer(plain, requests)
+    assert tokens == expected
+    assert num_preemptions > 0
+    metrics = llm.engine.speculator.metrics
+    if not adaptive:
+        assert metrics.num_drafts > 50
+        assert 0 < metrics.num_accepted_tokens <= metrics.num_draft_tokens
+    if speculation.get("model") == "itself" and not adaptive:
+        assert metrics.num_accepted_tokens > 0.8 * metrics.num_draft_tokens  # the rest is cut by stop ids
+
+
+def test_a_draft_model_frees_its_blocks(path):
+    llm = LLM(path, speculative_config={"method": "draft_model", "model": str(path)}, **SMALL)
+    stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=50, detokenize=False))
+    for _ in range(3):
+        next(stream)
+    manager = llm.engine.speculator.proposer.block_manager
+    assert manager.num_free_blocks < manager.num_blocks
+    stream.close()
+    assert manager.num_free_blocks == manager.num_blocks
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_random_requests_have_the_same_bits_with_drafts_and_without(method, capsys):
+    assert random_run.main(["--requests", "60", "--seed", "5", "--speculative", method, "--enforce-eager"]) == 0
+    assert "60 requests" in capsys.readouterr().out
+
+
+def test_a_draft_model_with_different_ids_is_refused(path, tmp_path):
+    other = tiny_models.save("qwen3", tmp_path, vocab_size=50)
+    with pytest.raises(InvalidValueError, match="has 50 token ids, the model has 96; choose a draft model of the same family"):
+        LLM(path, speculative_config={"method": "draft_model", "model": str(other)})
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("ngram", InvalidTypeError, "must be a dict such as"),
+        ({}, InvalidValueError, "needs a method"),
+        ({"method": "eagle"}, InvalidValueError, "must be 'ngram' or 'draft_model', got 'eagle'"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, InvalidValueError, "num_speculative_tokens must be in 1 .. 64"),
+        (
+            {"method": "ngram", "prompt_lookup_min": 5},
+            InvalidValueError,
+            r"prompt_lookup_max must be >= prompt_lookup_min \(5\)",
+        ),
+        ({"method": "ngram", "prompt_lookup_min": 0}, InvalidValueError, "prompt_lookup_min must be >= 1"),
+        ({"method": "ngram", "model": "x"}, InvalidValueError, "model, with method 'ngram', is 'x'; leave it out"),
+        ({"method": "draft_model"}, InvalidValueError, "is None; pass a folder"),
+        ({"method": "ngram", "adaptive": 1}, InvalidTypeError, "adaptive must be True or False"),
+        ({"method": "ngram", "draft_tensor_parallel_size": 2}, InvalidTypeError, "has no 'draft_tensor_parallel_size'; known"),
+        ({"method": "draft_model", "model": "/no/such/folder"}, CheckpointNotFoundError, "/no/such/folder"),
+    ],
+)
+def test_a_wrong_speculative_config_is_refused(given, error, message, path):
+    with pytest.raises(error, match=message):
+        LLM(path, speculative_config=given)
+
+
+@pytest.mark.parametrize("more", [{"async_scheduling": True}, {"stages": "mine"}])
+def test_what_speculation_cannot_be_combined_with_is_refused(more, path):
+    from nanoinfer.sampling.sampler import STAGES
+
+    more = {name: [*STAGES, lambda logits, batch: logits] if value == "mine" else value for name, value in more.items()}
+    with pytest.raises(UnsupportedError, match="leave"):
+        LLM(path, speculative_config={"method": "ngram"}, **more)
