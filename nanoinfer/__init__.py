@@ -8,6 +8,7 @@ One token's journey, from the prompt to the output:
 The map. Imports point downwards, one folder to another, without a circle; tests/docs/test_architecture.py holds the table.
 
     llm.py                LLM: generate, stream, chat, beam_search
+    async_llm.py          AsyncLLM: the same for asyncio, many requests at once
     sampling_params.py    what one request may ask for
     outputs.py            RequestOutput, CompletionOutput, Delta, RequestMetrics
     config.py             CacheConfig, SchedulerConfig, EngineConfig
@@ -34,6 +35,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from nanoinfer.async_llm import AsyncLLM as AsyncLLM
     from nanoinfer.attention.base import register_backend as register_backend
     from nanoinfer.engine.inputs import PromptType as PromptType
     from nanoinfer.engine.inputs import TextPrompt as TextPrompt
@@ -54,6 +56,7 @@ __version__ = "0.1.0"
 # The public names, imported on first use, so that `import nanoinfer` does not wait a second for torch.
 _PUBLIC = {
     "LLM": "nanoinfer.llm",
+    "AsyncLLM": "nanoinfer.async_llm",
     "SamplingParams": "nanoinfer.sampling_params",
     "BeamSearchParams": "nanoinfer.sampling_params",
     "PromptType": "nanoinfer.engine.inputs",

@@ -9,7 +9,9 @@ Each message says what is wrong, what was given, what is allowed, and the way ou
     │   └── CheckpointError                   a model folder that cannot be used
     │       ├── CheckpointNotFoundError (FileNotFoundError)
     │       └── WeightsError                  missing, unexpected, misshaped or damaged tensors
-    └── InvalidTypeError (TypeError)          a value of the wrong type
+    ├── InvalidTypeError (TypeError)          a value of the wrong type
+    ├── QueueFullError                        too many requests wait: AsyncLLM, the server
+    └── EngineDeadError                       the engine of an AsyncLLM has failed, or was shut down
 
 A prompt that is only too long for the engine raises nothing. Its result has finish_reason "error", and the other prompts of the
 call are answered.
@@ -56,6 +58,14 @@ class WeightsError(CheckpointError):
 
 class InvalidTypeError(NanoinferError, TypeError):
     """A value of the wrong type, or an argument that does not exist."""
+
+
+class QueueFullError(NanoinferError):
+    """Too many requests wait already."""
+
+
+class EngineDeadError(NanoinferError):
+    """The engine accepts no requests: its steps have failed, or it was shut down."""
 
 
 def check_argument_names(

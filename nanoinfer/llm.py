@@ -22,7 +22,6 @@ from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
     NanoinferError,
-    UnsupportedError,
     check_argument_names,
 )
 from nanoinfer.outputs import BeamSearchOutput, Delta, RequestOutput
@@ -182,14 +181,13 @@ class LLM:
     def stream(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> Generator[Delta, None, None]:
         """Answer one prompt, and yield a Delta for every sampled token. The last one carries the whole RequestOutput.
 
-        The joined texts are the output's text: yielded text is never taken back. Leaving the loop early aborts the request.
+        The joined texts are the output's text: yielded text is never taken back. With n > 1, Delta.index says to which answer a
+        text belongs. Leaving the loop early aborts the request.
 
         Raises:
             InvalidPromptError, InvalidTypeError, InvalidValueError: When it is called, not at the first token.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        if getattr(params, "n", 1) > 1:
-            raise UnsupportedError(f"stream() shows one answer, got n={params.n}; use generate(), or a stream() for each seed")
         return self._stream(self.engine.inputs.prepare(prompt, params))
 
     def chat(

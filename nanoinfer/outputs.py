@@ -134,13 +134,26 @@ class BeamSearchOutput:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One step of a stream: the new text and ids. output is the whole RequestOutput on the last Delta, None before it.
+    """What one step adds to one answer of a request: the new text and ids.
 
     text may be empty. Half a character, or the possible start of a stop string, is held back until it is certain.
+
+    Attributes:
+        output: The whole RequestOutput, on the last Delta of the request. None before it.
+        request_id: For LLM.abort.
+        logprobs: Of token_ids, if requested.
+        index: Which of the n answers this is.
+        finish_reason: As in CompletionOutput, on the last Delta of an answer. None before it.
+        stop_reason: As in CompletionOutput.
+        error: As in CompletionOutput.
     """
 
     text: str
     token_ids: list[int]
     output: RequestOutput | None = None
-    request_id: str = ""  # for LLM.abort
-    logprobs: list[LogprobsOnePosition] | None = None  # of token_ids, if requested
+    request_id: str = ""
+    logprobs: list[LogprobsOnePosition] | None = None
+    index: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None

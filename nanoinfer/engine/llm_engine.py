@@ -65,6 +65,7 @@ class LLMEngine:
         self._num_requests = 0
         self._requests: dict[str, Request] = {}  # the unfinished ones
         self._in_flight: InFlight | None = None  # the step that is launched and not collected
+        self.interrupted_request_ids: frozenset[str] = frozenset()  # of the step that raised last
         self._guard = EngineGuard(restart=self._restart, flush_trace=self.flush_trace, abort=self.abort)
 
     # ---- requests
@@ -101,6 +102,11 @@ class LLMEngine:
         with self._guard.between_steps():
             if not self._guard.defer_abort(request_ids):
                 self._end([self._requests[i] for i in request_ids if i in self._requests], Stop("abort"))
+
+    def fail(self, error: str, *request_ids: str) -> None:
+        """End unfinished requests with finish_reason "error" and free their blocks. Other ids are ignored."""
+        with self._guard.between_steps():
+            self._end([self._requests[i] for i in request_ids if i in self._requests], Stop("error", error=error))
 
     @property
     def batch_independent(self) -> bool:
@@ -181,6 +187,7 @@ class LLMEngine:
 
     def _restart(self) -> None:
         self._in_flight = None
+        self.interrupted_request_ids = self.scheduler.running_request_ids
         self.scheduler.restart()
 
     # ---- the end of requests

@@ -7,6 +7,7 @@ detokenizer -> stop strings -> output.
 import hashlib
 import time
 from collections import deque
+from dataclasses import asdict, replace
 
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.stopping import Stop, StopStrings, check_token_ids
@@ -28,8 +29,7 @@ from nanoinfer.tracing import TokenAppended
 class Request:
     """The answers to one prompt. Several callers may drive one engine, each reading its own requests.
 
-    output: None until every answer has ended. deltas: what a stream has not yielded yet. They are collected only if
-    `streaming`, which is for a single answer.
+    output: None until every answer has ended. deltas: what a stream has not yielded yet, collected only if `streaming`.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class Request:
         self._prompt = prompt
         self._logprobs_tokenizer = tokenizer if sequences[0].params.detokenize else None
         self._streaming = streaming
-        self._metrics = RequestMetrics(arrival_time)
+        self.metrics = RequestMetrics(arrival_time)
         self._answers = [_Answer(seq, tokenizer) for seq in sequences]
         wants_prompt = sequences[0].params.prompt_logprobs is not None
         self._prompt_logprobs: list[LogprobsOnePosition | None] | None = [None] if wants_prompt else None
 
     def advance(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None = None) -> Stop | None:
         """Process a sampled id that one of the sequences has just received. Returns a Stop if the sequence ends with it."""
-        if self._metrics.first_token_time is None:
-            self._metrics.first_token_time = time.perf_counter()
+        if self.metrics.first_token_time is None:
+            self.metrics.first_token_time = time.perf_counter()
         answer = self._answers[seq.index]
         named = None if logprobs is None else _with_token_texts(logprobs, self._logprobs_tokenizer)
         answer.advance(token_id, named)
@@ -83,22 +83,23 @@ class Request:
     def _show(self, new_token_ids: list[int], answer: "_Answer", logprobs: list[LogprobsOnePosition] | None) -> None:
         """Make the output if every answer has ended, and the stream's next Delta."""
         if all(answer.stop for answer in self._answers):
-            self._metrics.finished_time = time.perf_counter()
-            self._metrics.num_output_tokens = sum(seq.num_output_tokens for seq in self.sequences)
-            self._metrics.num_cached_tokens = self.sequences[0].num_cached_tokens
-            self._metrics.num_preemptions = sum(seq.num_preemptions for seq in self.sequences)
+            self.metrics.finished_time = time.perf_counter()
+            self.metrics.num_output_tokens = sum(seq.num_output_tokens for seq in self.sequences)
+            self.metrics.num_cached_tokens = self.sequences[0].num_cached_tokens
+            self.metrics.num_preemptions = sum(seq.num_preemptions for seq in self.sequences)
             self.output = RequestOutput(
                 self.request_id,
                 self._prompt,
                 self.sequences[0].prompt_token_ids,
                 [answer.output() for answer in self._answers],
                 finished=True,
-                metrics=self._metrics,
+                metrics=self.metrics,
                 prompt_logprobs=self._prompt_logprobs,
             )
         answer.shown = answer.text.release(everything=answer.stop is not None)
         if self._streaming:
-            self.deltas.append(Delta(answer.shown, new_token_ids, self.output, self.request_id, logprobs))
+            delta = Delta(answer.shown, new_token_ids, self.output, self.request_id, logprobs, answer.seq.index)
+            self.deltas.append(replace(delta, **asdict(answer.stop)) if answer.stop else delta)
 
 
 class _Answer:

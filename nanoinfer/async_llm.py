@@ -1,0 +1,335 @@
+"""AsyncLLM: an LLM for asyncio. One thread owns the engine, and any number of coroutines generate at once.
+
+In: prompts and SamplingParams. Out: RequestOutputs, or merged Deltas, as they grow. The server (server/) stands on it.
+
+    coroutine                       the engine's thread
+    add_request   -- command -->    submit
+                                    step, step, step ...
+    stream  <-- one call per step --  the new Deltas of all requests
+
+Prompts are parsed, rendered and tokenised in further threads, so a long prompt delays nobody. Deltas that wait to be read are
+merged into one per answer, so a slow reader costs little memory.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Literal
+
+from nanoinfer.engine.inputs import PreparedRequest, PromptType
+from nanoinfer.engine.request import Request
+from nanoinfer.errors import EngineDeadError, InvalidValueError, QueueFullError, first_line
+from nanoinfer.llm import LLM
+from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition, RequestOutput
+from nanoinfer.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+OutputKind = Literal["cumulative", "delta", "final_only"]
+OUTPUT_KINDS = ("cumulative", "delta", "final_only")
+MAX_FAILED_STEPS = 3  # in a row: the engine is dead
+
+
+class AsyncLLM:
+    """Serves many requests at once from one event loop.
+
+    >>> async def main():
+    ...     llm = AsyncLLM(lambda: LLM("tiny-qwen3"))
+    ...     async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=5, seed=1)):
+    ...         text = output.outputs[0].text
+    ...     await llm.shutdown()
+    ...     return text
+    >>> asyncio.run(main())
+    ', in a small village'
+    """
+
+    def __init__(self, make_llm: Callable[[], LLM], *, max_num_queued_requests: int | None = None) -> None:
+        """Load the model, and start the engine's thread. Raises: what make_llm raises.
+
+        Args:
+            make_llm: Returns the LLM. It is called in the engine's thread: OpenMP's threads belong to the thread that computes
+                first, and with a second team beside them they would not spin (devices/openmp.py).
+            max_num_queued_requests: How many requests may wait beside the max_num_seqs that run. None is no limit.
+        """
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._num_requests = 0  # accepted, and not delivered to the end
+        self._is_closing = False
+        self._error: str | None = None  # why the engine is dead
+        # used by the engine's thread alone
+        self._streams: dict[str, RequestStream] = {}  # of unfinished requests, by id
+        self._num_failures: dict[str, int] = {}  # failed steps that a request was in, by id
+        self._has_ended = False
+        loaded: Future[LLM] = Future()
+        self._thread = threading.Thread(target=self._run, args=(make_llm, loaded), name="nanoinfer engine", daemon=True)
+        self._thread.start()
+        self.llm = loaded.result()
+        self.engine = self.llm.engine
+        self._limit = None
+        if max_num_queued_requests is not None:
+            self._limit = self.engine.scheduler.config.max_num_seqs + max_num_queued_requests
+
+    # ---- for coroutines
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        *,
+        output_kind: OutputKind = "cumulative",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate an answer, and yield RequestOutputs while it grows. Closing the generator aborts the request.
+
+        Args:
+            prompt: As for LLM.generate, one prompt.
+            sampling_params: None is the checkpoint's default.
+            output_kind: "cumulative": everything so far. "delta": what is new. "final_only": one output, the finished one.
+
+        Raises:
+            InvalidPromptError, InvalidTypeError, InvalidValueError: As LLM.generate does.
+            QueueFullError: Too many requests wait already.
+            EngineDeadError: The engine has failed, or shutdown() was called.
+        """
+        if output_kind not in OUTPUT_KINDS:
+            raise InvalidValueError(f"output_kind must be one of {', '.join(OUTPUT_KINDS)}, got {output_kind!r}")
+        stream = await self.add_request(prompt, sampling_params)
+        so_far: dict[int, Delta] = {}
+        try:
+            async for deltas in stream:
+                for delta in deltas:
+                    so_far[delta.index] = merge(so_far.get(delta.index), delta)
+                if stream.output is not None and output_kind != "delta":
+                    yield stream.output
+                elif output_kind != "final_only":
+                    yield stream.partial_output([so_far[index] for index in sorted(so_far)])
+                if output_kind == "delta":
+                    so_far.clear()
+        finally:
+            stream.close()
+
+    async def add_request(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> "RequestStream":
+        """Queue a request, and return its stream, which the caller closes whatever happens. Raises: as generate does."""
+        params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
+        return await self.submit(lambda: self.engine.inputs.prepare(prompt, params))
+
+    async def submit(self, prepare: Callable[[], PreparedRequest]) -> "RequestStream":
+        """Queue what prepare() returns, as add_request does. It runs in a thread of its own, and may raise."""
+        self._loop = self._loop or asyncio.get_running_loop()
+        self.check_health()
+        if self._limit is not None and self._num_requests >= self._limit:
+            raise QueueFullError(
+                f"{self._num_requests} requests run or wait, and at most {self._limit} may; try again later, or raise "
+                "max_num_queued_requests"
+            )
+        self._num_requests += 1
+        try:
+            prepared = await asyncio.to_thread(prepare)
+            self.check_health()
+        except BaseException:
+            self._num_requests -= 1
+            raise
+        stream = RequestStream(prepared, on_close=self._close, on_complete=self._complete)
+        self._commands.put(lambda: self._add(stream))
+        return stream
+
+    async def abort(self, request_id: str) -> None:
+        """End a request. Its stream ends with finish_reason "abort". Unknown and finished ids are ignored."""
+        self._commands.put(lambda: self.engine.abort(request_id))
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine is dead: MAX_FAILED_STEPS steps in a row have raised."""
+        return self._error is not None
+
+    def check_health(self) -> None:
+        """Raises: EngineDeadError if the engine is dead or shut down."""
+        if self._error is not None:
+            raise EngineDeadError(f"the engine is dead: {self._error}; restart it")
+        if self._is_closing:
+            raise EngineDeadError("the engine is shutting down and accepts no requests")
+
+    async def shutdown(self, timeout: float | None = 0.0) -> None:
+        """Refuse new requests, wait for the unfinished ones, abort those that take longer, and end the engine's thread.
+
+        Args:
+            timeout: Seconds to wait. None is without limit.
+        """
+        self._is_closing = True
+        clock = asyncio.get_running_loop().time
+        start = clock()
+        while self._num_requests and self._thread.is_alive() and (timeout is None or clock() - start < timeout):
+            await asyncio.sleep(0.02)
+        self._commands.put(self._end)
+        await asyncio.to_thread(self._thread.join)
+        await asyncio.sleep(0)  # the last deltas are delivered
+
+    def _close(self, stream: "RequestStream") -> None:
+        """Abort the request of a stream that is not read any more. If it is still on its way to the engine, _add does it."""
+
+        def abort() -> None:
+            if stream.request is not None:
+                self.engine.abort(stream.request.request_id)
+
+        self._commands.put(abort)
+
+    def _complete(self) -> None:
+        self._num_requests -= 1
+
+    # ---- in the engine's thread
+
+    def _run(self, make_llm: Callable[[], LLM], loaded: "Future[LLM]") -> None:
+        try:
+            engine = (llm := make_llm()).engine
+        except BaseException as error:
+            loaded.set_exception(error)
+            return
+        loaded.set_result(llm)
+        num_failed = 0
+        while not self._has_ended:
+            try:
+                if not engine.num_unfinished:
+                    self._commands.get()()  # idle: wait for a command
+                while not self._commands.empty():
+                    self._commands.get()()
+                if engine.num_unfinished:
+                    engine.step()
+                    num_failed = 0
+            except Exception as error:
+                num_failed += 1
+                self._step_failed(error, is_dead=num_failed == MAX_FAILED_STEPS)
+            self._publish()
+
+    def _add(self, stream: "RequestStream") -> None:
+        request = stream.request = self.engine.submit(stream.prepared, streaming=True)
+        self._streams[request.request_id] = stream
+        if self._error is not None:
+            self.engine.fail(self._error, request.request_id)
+        elif stream.is_closed:
+            self.engine.abort(request.request_id)
+
+    def _end(self) -> None:
+        self.engine.abort(*self._streams)
+        self._has_ended = True
+
+    def _step_failed(self, error: Exception, *, is_dead: bool) -> None:
+        """Fail the requests that were in two failed steps, or all of them. The engine computes the others again."""
+        logger.exception("a step failed")
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        for request_id in self.engine.interrupted_request_ids:
+            self._num_failures[request_id] = self._num_failures.get(request_id, 0) + 1
+        failing = [request_id for request_id, num in self._num_failures.items() if num > 1]
+        if is_dead:
+            self._error = f"{MAX_FAILED_STEPS} steps in a row have failed: {reason}"
+            failing = list(self._streams)
+        self.engine.fail(reason, *failing)
+
+    def _publish(self) -> None:
+        """Pass the new deltas of all requests to the event loop, in one call."""
+        updates: list[tuple[RequestStream, list[Delta]]] = []
+        for request_id, stream in list(self._streams.items()):
+            assert stream.request is not None
+            if stream.request.deltas:
+                updates.append((stream, list(stream.request.deltas)))
+                stream.request.deltas.clear()
+            if stream.request.output is not None:
+                del self._streams[request_id]
+                self._num_failures.pop(request_id, None)
+        if updates:
+            assert self._loop is not None
+            try:
+                self._loop.call_soon_threadsafe(_deliver, updates)
+            except RuntimeError:  # the loop is closed, so nobody reads any more
+                self._end()
+
+
+class RequestStream:
+    """The deltas of one request: an asynchronous iterator over lists of at most one Delta per answer, each a merger of all that
+    has arrived since the last list. output: the RequestOutput, as soon as its last delta was yielded.
+    """
+
+    def __init__(
+        self, prepared: PreparedRequest, on_close: Callable[["RequestStream"], None], on_complete: Callable[[], None]
+    ) -> None:
+        self.prepared = prepared
+        self.output: RequestOutput | None = None
+        self.is_closed = False
+        self.request: Request | None = None  # set by the engine's thread
+        self._on_close, self._on_complete = on_close, on_complete
+        self._waiting: dict[int, Delta] = {}  # by the answer's index
+        self._has_news = asyncio.Event()
+        self._is_complete = False
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        if self.output is not None or self.is_closed:
+            raise StopAsyncIteration
+        await self._has_news.wait()
+        self._has_news.clear()
+        if self.is_closed:
+            raise StopAsyncIteration
+        deltas, self._waiting = [self._waiting[index] for index in sorted(self._waiting)], {}
+        self.output = next((delta.output for delta in deltas if delta.output is not None), None)
+        return deltas
+
+    def close(self) -> None:
+        """Abort the request if it is unfinished. A second call does nothing."""
+        if not self.is_closed and not self._is_complete:
+            self._on_close(self)
+        self.is_closed = True
+        self._has_news.set()
+
+    def deliver(self, deltas: list[Delta]) -> None:
+        """Add new deltas. Called in the event loop's thread."""
+        for delta in deltas:
+            self._waiting[delta.index] = merge(self._waiting.get(delta.index), delta)
+        self._has_news.set()
+        if deltas[-1].output is not None:
+            self._is_complete = True
+            self._on_complete()
+
+    def partial_output(self, deltas: list[Delta]) -> RequestOutput:
+        """These deltas as a RequestOutput. Log-probabilities of the prompt are in the last one."""
+        answers = [
+            CompletionOutput(
+                index=delta.index,
+                text=delta.text,
+                token_ids=delta.token_ids,
+                cumulative_logprob=None if delta.logprobs is None else _sum_of(delta.token_ids, delta.logprobs),
+                logprobs=delta.logprobs,
+                finish_reason=delta.finish_reason,
+                stop_reason=delta.stop_reason,
+                error=delta.error,
+            )
+            for delta in deltas
+        ]
+        if self.output is not None:
+            return replace(self.output, outputs=answers)
+        assert self.request is not None, "it has deltas"
+        return RequestOutput(
+            self.request.request_id, self.prepared.prompt, self.prepared.prompt_token_ids, answers, False, self.request.metrics
+        )
+
+
+def merge(first: Delta | None, second: Delta) -> Delta:
+    """Two deltas of one answer as one."""
+    if first is None:
+        return second
+    logprobs = None if second.logprobs is None else (first.logprobs or []) + second.logprobs
+    return replace(
+        second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids, logprobs=logprobs or first.logprobs
+    )
+
+
+def _sum_of(token_ids: list[int], logprobs: list[LogprobsOnePosition]) -> float:
+    return sum(position[token_id].logprob for position, token_id in zip(logprobs, token_ids, strict=True))
+
+
+def _deliver(updates: list[tuple[RequestStream, list[Delta]]]) -> None:
+    for stream, deltas in updates:
+        stream.deliver(deltas)

@@ -1,0 +1,265 @@
+"""AsyncLLM: many coroutines, one engine. The tokens are those of LLM.generate, and nothing is left behind."""
+
+import asyncio
+import random
+import time
+from itertools import pairwise
+
+import pytest
+import tiny_models
+
+from nanoinfer import LLM, AsyncLLM, SamplingParams
+from nanoinfer.async_llm import merge
+from nanoinfer.errors import EngineDeadError, InvalidPromptError, InvalidValueError, QueueFullError
+from nanoinfer.outputs import Delta
+
+PROMPTS = ["Once upon a time", "The cat", "One day, Lily", "Tim and Anna went"]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM("tiny-qwen3", max_num_seqs=8, seed=0)
+
+
+def serve(scenario, make_llm=lambda: LLM("tiny-qwen3", max_num_seqs=8, seed=0), **settings):
+    """Run a coroutine with an AsyncLLM. Afterwards every block is free."""
+
+    async def main():
+        async_llm = AsyncLLM(make_llm, **settings)
+        try:
+            return await asyncio.wait_for(scenario(async_llm), timeout=60)
+        finally:
+            await async_llm.shutdown()
+            tiny_models.assert_nothing_is_left(async_llm)
+            assert len(asyncio.all_tasks()) == 1
+
+    return asyncio.run(main())
+
+
+async def final(async_llm, prompt, params):
+    async for output in async_llm.generate(prompt, params, output_kind="final_only"):
+        result = output
+    return result
+
+
+def params(**more):
+    return SamplingParams(**{"max_tokens": 12, "seed": 3} | more)
+
+
+def test_many_at_once_get_the_tokens_of_generate(llm):
+    requests = [(random.Random(i).choice(PROMPTS), params(seed=i, temperature=i % 3 / 2, max_tokens=5 + i)) for i in range(24)]
+    expected = llm.generate([prompt for prompt, _ in requests], [one for _, one in requests], use_tqdm=False)
+
+    async def scenario(async_llm):
+        async def one(i, prompt, its_params):
+            await asyncio.sleep(0.01 * (i % 7))
+            return await final(async_llm, prompt, its_params)
+
+        return await asyncio.gather(*(one(i, *request) for i, request in enumerate(requests)))
+
+    outputs = serve(scenario)
+    assert [output.outputs[0].token_ids for output in outputs] == [output.outputs[0].token_ids for output in expected]
+    assert [output.outputs[0].text for output in outputs] == [output.outputs[0].text for output in expected]
+    assert all(output.finished for output in outputs)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_cumulative_outputs_grow_and_deltas_add_up(llm, n):
+    its_params = params(n=n, temperature=0.8, logprobs=1)
+    expected = llm.generate(PROMPTS[0], its_params, use_tqdm=False)[0].outputs
+
+    async def scenario(async_llm):
+        cumulative = [output async for output in async_llm.generate(PROMPTS[0], its_params)]
+        deltas = [output async for output in async_llm.generate(PROMPTS[0], its_params, output_kind="delta")]
+        return cumulative, deltas
+
+    cumulative, deltas = serve(scenario)
+    assert [output.finished for output in cumulative] == [False] * (len(cumulative) - 1) + [True]
+    assert cumulative[-1].outputs == expected
+    for before, after in pairwise(cumulative):
+        grown = {answer.index: answer.text for answer in after.outputs}
+        assert all(grown[answer.index].startswith(answer.text) for answer in before.outputs)
+    for index, answer in enumerate(expected):
+        parts = [part for output in deltas for part in output.outputs if part.index == index]
+        assert "".join(part.text for part in parts) == answer.text
+        assert [i for part in parts for i in part.token_ids] == answer.token_ids
+        assert [one for part in parts for one in part.logprobs or []] == answer.logprobs
+        assert [part.finish_reason for part in parts if part.finish_reason] == [answer.finish_reason]
+
+
+def test_a_stream_that_is_left_is_aborted_at_once():
+    async def scenario(async_llm):
+        generator = async_llm.generate(PROMPTS[0], params(max_tokens=400, ignore_eos=True))
+        await anext(generator)
+        await generator.aclose()
+        start = time.perf_counter()
+        while async_llm.engine.num_unfinished:
+            await asyncio.sleep(0.001)
+        return time.perf_counter() - start
+
+    assert serve(scenario) < 5
+
+
+def test_a_cancelled_task_and_one_that_is_cancelled_before_it_began_leave_nothing():
+    async def scenario(async_llm):
+        tasks = [
+            asyncio.create_task(final(async_llm, PROMPTS[0], params(max_tokens=400, ignore_eos=True, seed=i)))
+            for i in range(20)
+        ]
+        for i, task in enumerate(tasks):
+            if i % 3:
+                await asyncio.sleep(0.005)
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+        while async_llm.engine.num_unfinished:
+            await asyncio.sleep(0.001)
+
+    serve(scenario)
+
+
+def test_a_stream_that_is_not_read_keeps_one_delta_per_answer():
+    async def scenario(async_llm):
+        stream = await async_llm.add_request(PROMPTS[0], params(max_tokens=60, ignore_eos=True))
+        while async_llm.engine.num_unfinished or stream.request is None:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        return [deltas async for deltas in stream], stream.output
+
+    updates, output = serve(scenario)
+    assert [[len(delta.token_ids) for delta in deltas] for deltas in updates] == [[60]]
+    assert updates[0][0].text == output.outputs[0].text
+
+
+def test_a_bad_prompt_is_refused_and_a_long_one_ends_with_an_error():
+    async def scenario(async_llm):
+        with pytest.raises(InvalidPromptError):
+            await final(async_llm, [], params())
+        with pytest.raises(InvalidValueError, match="output_kind must be one of"):
+            await anext(async_llm.generate(PROMPTS[0], params(), output_kind="all"))
+        long = await final(async_llm, [5] * 2000, params())
+        assert long.outputs[0].finish_reason == "error"
+        return await final(async_llm, PROMPTS[0], params())
+
+    assert serve(scenario).outputs[0].finish_reason in ("stop", "length")
+
+
+def test_beyond_the_queue_a_request_is_refused():
+    async def scenario(async_llm):
+        streams = [await async_llm.add_request(PROMPTS[0], params(max_tokens=300, ignore_eos=True)) for _ in range(10)]
+        with pytest.raises(QueueFullError, match="10 requests run or wait, and at most 10 may"):
+            await async_llm.add_request(PROMPTS[0], params())
+        streams[0].close()
+        while async_llm.engine.num_unfinished == 10:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        streams.append(await async_llm.add_request(PROMPTS[0], params(max_tokens=1)))
+        for stream in streams:
+            stream.close()
+
+    serve(scenario, max_num_queued_requests=2)
+
+
+def test_abort_ends_the_stream():
+    async def scenario(async_llm):
+        async for output in async_llm.generate(PROMPTS[0], params(max_tokens=400, ignore_eos=True)):
+            await async_llm.abort(output.request_id)
+        return output
+
+    assert serve(scenario).outputs[0].finish_reason == "abort"
+
+
+class FailingStage:
+    """A stage that raises in the calls whose numbers are in `fails`, or for a row whose prompt is `poison` ids long."""
+
+    def __init__(self):
+        self.num_calls, self.fails, self.poison = 0, (), None
+
+    def __call__(self, logits, batch):
+        self.num_calls += 1
+        if self.num_calls in self.fails or (self.poison and any(one.temperature == self.poison for one in batch.params)):
+            raise RuntimeError("the stage failed")
+        return logits
+
+
+def serve_failing(scenario):
+    from nanoinfer.sampling.sampler import STAGES
+
+    stage = FailingStage()
+    return serve(lambda async_llm: scenario(async_llm, stage), lambda: LLM("tiny-qwen3", stages=[*STAGES, stage], seed=0))
+
+
+def test_a_step_that_fails_once_is_computed_again(llm):
+    async def scenario(async_llm, stage):
+        stage.fails = (5,)
+        return await final(async_llm, PROMPTS[0], params())
+
+    expected = llm.generate(PROMPTS[0], params(), use_tqdm=False)[0].outputs[0]
+    assert serve_failing(scenario).outputs[0].token_ids == expected.token_ids
+
+
+def test_requests_whose_step_fails_twice_end_with_an_error_and_others_go_on():
+    async def scenario(async_llm, stage):
+        stage.poison = 0.123
+        bad = await final(async_llm, PROMPTS[0], params(temperature=0.123))
+        good = await final(async_llm, PROMPTS[0], params())
+        return bad, good, async_llm.errored
+
+    bad, good, errored = serve_failing(scenario)
+    assert bad.outputs[0].finish_reason == "error"
+    assert bad.outputs[0].error == "RuntimeError: the stage failed"
+    assert good.outputs[0].finish_reason == "length"
+    assert not errored
+
+
+def test_after_three_failed_steps_in_a_row_the_engine_is_dead():
+    async def scenario(async_llm, stage):
+        stage.poison = 0.123
+        outputs = [await final(async_llm, PROMPTS[0], params(temperature=0.123)) for _ in range(2)]  # two failed steps, and one
+        assert async_llm.errored
+        with pytest.raises(EngineDeadError, match="3 steps in a row have failed: RuntimeError: the stage failed; restart it"):
+            await async_llm.add_request(PROMPTS[0], params())
+        return outputs
+
+    assert [output.outputs[0].finish_reason for output in serve_failing(scenario)] == ["error", "error"]
+
+
+def test_an_error_of_loading_is_raised_by_the_constructor():
+    def broken():
+        raise InvalidValueError("no model")
+
+    async def main():
+        AsyncLLM(broken)
+
+    with pytest.raises(InvalidValueError, match="no model"):
+        asyncio.run(main())
+
+
+def test_shutdown_waits_as_long_as_it_is_told_and_refuses_new_requests():
+    async def scenario(async_llm):
+        patient = asyncio.create_task(final(async_llm, PROMPTS[0], params(max_tokens=20, ignore_eos=True)))
+        await asyncio.sleep(0.05)
+        closing = asyncio.create_task(async_llm.shutdown(timeout=30))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await async_llm.add_request(PROMPTS[0], params())
+        await closing
+        return await patient
+
+    assert serve(scenario).outputs[0].finish_reason == "length"
+
+
+def test_shutdown_without_patience_aborts():
+    async def scenario(async_llm):
+        running = asyncio.create_task(final(async_llm, PROMPTS[0], params(max_tokens=400, ignore_eos=True)))
+        await asyncio.sleep(0.1)
+        await async_llm.shutdown()
+        return await running
+
+    assert serve(scenario).outputs[0].finish_reason == "abort"
+
+
+def test_two_deltas_of_an_answer_merge_into_one():
+    first, second = Delta("a", [1], logprobs=[{}], index=2), Delta("b", [2], logprobs=[{}], index=2, finish_reason="stop")
+    assert merge(None, first) is first
+    assert merge(first, second) == Delta("ab", [1, 2], logprobs=[{}, {}], index=2, finish_reason="stop")
