@@ -1,11 +1,23 @@
-"""`nanoinfer chat`: a conversation with a model that has a chat template."""
+"""`nanoinfer chat`: a conversation with a model that has a chat template, or the answer to one question.
 
-from typing import Annotated
+In: options, and a terminal or a pipe. chat_session.py answers, line_input.py reads, conversation.py keeps the messages.
+"""
+
+import logging
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from nanoinfer.cli.generate import print_stream
+from nanoinfer import __version__
+from nanoinfer.cli.chat_session import ChatSession, note
+from nanoinfer.cli.conversation import Conversation
+from nanoinfer.cli.line_input import MessageReader
 from nanoinfer.cli.options import (
+    ChatTemplateOptions,
     EngineOptions,
     MaxModelLen,
     MaxTokens,
@@ -15,48 +27,85 @@ from nanoinfer.cli.options import (
     expand_options,
     load_llm,
     print_error,
+    read_standard_input,
+    resolve_chat_template_kwargs,
     resolve_sampling_params,
 )
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import InvalidPromptError, NanoinferError
+
+if TYPE_CHECKING:
+    from nanoinfer.llm import LLM
+
+logger = logging.getLogger(__name__)
 
 
 @expand_options
 def chat(
     *,
+    question: Annotated[str | None, typer.Argument(help="Answer this and exit. Text from a pipe is put before it.")] = None,
     engine: EngineOptions,
     max_model_len: MaxModelLen = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     sampling: SamplingOptions,
     max_tokens: MaxTokens = 1024,
     stop: Stop = None,
+    template: ChatTemplateOptions,
+    stats: Annotated[bool, typer.Option("--stats", help="Show the speed of each answer.")] = False,
 ) -> None:
-    """Talk to a model that has a chat template. Ctrl-C stops an answer. /reset starts anew. /exit or Ctrl-D leaves."""
+    """Talk to a model that has a chat template.
+
+    On a terminal, /help lists the commands, Ctrl-C stops an answer, and Ctrl-D or /exit ends the chat. A question on the
+    command line, or from a pipe, is answered once.
+    """
     with cli_errors():
-        llm = load_llm(engine, max_model_len=max_model_len)
+        from nanoinfer.models.checkpoint import DEFAULT_MODEL  # takes a second to import, as LLM does
+
+        model = DEFAULT_MODEL if engine.model is None else engine.model
+        llm = _load(replace(engine, model=model), max_model_len)
+        conversation = Conversation(llm, system, resolve_chat_template_kwargs(llm, template))
         params = resolve_sampling_params(llm, sampling, max_tokens=max_tokens, stop=stop)
-        beginning = [{"role": "system", "content": system}] if system else []
-        messages = list(beginning)
-        while (line := _read_line()) is not None and line != "/exit":
-            if line == "/reset":
-                messages = list(beginning)
-                print("(forgotten)")
-            elif line:
-                question = {"role": "user", "content": line}
-                try:
-                    answer, _ = print_stream(llm, llm.render_chat([*messages, question]), params)
-                except NanoinferError as error:  # a prompt that is too long, for example: the conversation stays as it was
-                    print_error(error)
-                    continue
-                if answer:
-                    messages += [question, {"role": "assistant", "content": answer}]
+        session = ChatSession(llm, conversation, params, shows_stats=stats)
+        logger.info("seed of the first answer: %d", session.params.seed)
+        if question is None and sys.stdin.isatty():
+            _converse(session, model)
+            return
+        session.ask(_read_question(question))
+        if session.output is None:
+            raise typer.Exit(130)  # Ctrl-C stopped it: the code that a shell gives
 
 
-def _read_line() -> str | None:
-    """One line from the user, or None at the end of the input. Ctrl-C at the prompt only clears the line."""
-    while True:
+def _load(engine: EngineOptions, max_model_len: int | None) -> "LLM":
+    """Make the LLM, with a spinner on a terminal. A download comes before it, because that shows progress bars of its own."""
+    from nanoinfer.models.checkpoint import locate
+
+    assert engine.model is not None
+    locate(engine.model, engine.revision)
+    with Console(stderr=True).status(Text(f"Loading {engine.model}")):
+        return load_llm(engine, max_model_len=max_model_len)
+
+
+def _read_question(question: str | None) -> str:
+    """The question of the command line, after what a pipe gives."""
+    piped = "" if sys.stdin.isatty() else read_standard_input()
+    text = "\n\n".join(part for part in (piped, question) if part)
+    if not text.strip():
+        raise InvalidPromptError("there is no question: standard input is empty; pipe a text, or write it after the command")
+    return text
+
+
+def _converse(session: ChatSession, model: str) -> None:
+    session.conversation.render("Hello")  # refuses a model without a chat template before anything is typed
+    info = session.llm.engine.executor.info
+    note(f"nanoinfer {__version__}, {model}, {info.device}, {info.dtype}, context of {info.max_model_len} tokens")
+    note("/help lists the commands. Ctrl-C stops an answer. Ctrl-D ends the chat.")
+    reader = MessageReader()
+    while (message := reader.read()) is not None:
         try:
-            return input("\n> ").strip()
-        except EOFError:
-            return None
-        except KeyboardInterrupt:
+            session.handle(message)
+        except EOFError:  # /exit
+            break
+        except NanoinferError as error:
+            print_error(error)
+        except KeyboardInterrupt:  # outside an answer
             print()
+        note("")
