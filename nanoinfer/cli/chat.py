@@ -5,8 +5,7 @@ In: options, and a terminal or a pipe. chat_session.py answers, line_input.py re
 
 import logging
 import sys
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -33,9 +32,6 @@ from nanoinfer.cli.options import (
 )
 from nanoinfer.errors import InvalidPromptError, NanoinferError
 
-if TYPE_CHECKING:
-    from nanoinfer.llm import LLM
-
 logger = logging.getLogger(__name__)
 
 
@@ -54,14 +50,16 @@ def chat(
 ) -> None:
     """Talk to a model that has a chat template.
 
-    On a terminal, /help lists the commands, Ctrl-C stops an answer, and Ctrl-D or /exit ends the chat. A question on the
-    command line, or from a pipe, is answered once.
+    On a terminal, /help lists the commands, Ctrl-C stops an answer, and Ctrl-D or /exit ends the chat.
+    A question on the command line, or from a pipe, is answered once.
     """
     with cli_errors():
-        from nanoinfer.models.checkpoint import DEFAULT_MODEL  # takes a second to import, as LLM does
+        from nanoinfer.models.checkpoint import DEFAULT_MODEL, locate  # takes a second to import, as LLM does
 
         model = DEFAULT_MODEL if engine.model is None else engine.model
-        llm = _load(replace(engine, model=model), max_model_len)
+        locate(model, engine.revision)  # a download shows progress bars of its own, so it comes before the spinner
+        with Console(stderr=True).status(Text(f"Loading {model}")):  # on a terminal only
+            llm = load_llm(engine, max_model_len=max_model_len)
         conversation = Conversation(llm, system, resolve_chat_template_kwargs(llm, template))
         params = resolve_sampling_params(llm, sampling, max_tokens=max_tokens, stop=stop)
         session = ChatSession(llm, conversation, params, shows_stats=stats)
@@ -72,16 +70,6 @@ def chat(
         session.ask(_read_question(question))
         if session.output is None:
             raise typer.Exit(130)  # Ctrl-C stopped it: the code that a shell gives
-
-
-def _load(engine: EngineOptions, max_model_len: int | None) -> "LLM":
-    """Make the LLM, with a spinner on a terminal. A download comes before it, because that shows progress bars of its own."""
-    from nanoinfer.models.checkpoint import locate
-
-    assert engine.model is not None
-    locate(engine.model, engine.revision)
-    with Console(stderr=True).status(Text(f"Loading {engine.model}")):
-        return load_llm(engine, max_model_len=max_model_len)
 
 
 def _read_question(question: str | None) -> str:
@@ -107,5 +95,5 @@ def _converse(session: ChatSession, model: str) -> None:
         except NanoinferError as error:
             print_error(error)
         except KeyboardInterrupt:  # outside an answer
-            print()
+            note("")
         note("")

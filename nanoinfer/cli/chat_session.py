@@ -70,7 +70,11 @@ class ChatSession:
         command.run(self, argument)
 
     def ask(self, question: str) -> bool:
-        """Stream the answer and keep the turn, also if Ctrl-C stopped it. Without any text nothing is kept, and it is False."""
+        """Stream the answer to a question and keep the turn, also if Ctrl-C stopped it.
+
+        Returns:
+            Whether there was any text. Without any, the turn is not kept.
+        """
         prompt, num_dropped = self.conversation.render(question)
         text, self.output = self._stream(prompt)
         self.params = replace(self.params, seed=((self.params.seed or 0) + 1) % 2**64)
@@ -83,9 +87,9 @@ class ChatSession:
         elif not text:
             note("(the answer is empty; the question is not kept)")
         elif self.output.outputs[0].finish_reason == "length":
-            has_all = self.output.metrics.num_output_tokens == self.params.max_tokens
-            limit = f"max_tokens is {self.params.max_tokens}" if has_all else f"the context of {self._context} is full"
-            note(f"(the answer is cut: {limit})")
+            is_full = self.output.metrics.num_output_tokens != self.params.max_tokens
+            reason = f"the context of {self._context} is full" if is_full else f"max_tokens is {self.params.max_tokens}"
+            note(f"(the answer is cut: {reason})")
         if self._shows_stats and self.output is not None:
             self.print_stats()
         return bool(text)
@@ -99,9 +103,10 @@ class ChatSession:
                 text += delta.text
                 print(self._dim_thinking(delta.text), end="", flush=True)
                 output = delta.output
-                if output and (error := output.outputs[0].error):
-                    raise NanoinferError(error)
-        print(PLAIN if self._has_colors else "", flush=True)
+        if text or output is None:  # end the line of the answer, or of the ^C that the terminal shows
+            print(PLAIN if self._has_colors else "", flush=True)
+        if output is not None and (error := output.outputs[0].error):
+            raise NanoinferError(error)
         return text, output
 
     def _dim_thinking(self, text: str) -> str:
@@ -116,20 +121,24 @@ class ChatSession:
     # ---- commands
 
     def print_help(self, _: str = "") -> None:
-        """/help"""
+        """List the commands."""
         for name, command in COMMANDS.items():
             aliases = "".join(f", /{alias}" for alias, meant in ALIASES.items() if meant == name)
-            note(f"  {f'/{name} {command.argument}'.rstrip() + aliases:24}{command.help}")
-        note('  """                     begin a message of several lines, which ends with """')
-        note("  Ctrl-C                  stop an answer, or clear the line")
+            usage = f"/{name} {command.argument}".rstrip() + aliases
+            note(f"  {usage:24}{str(command.run.__doc__).splitlines()[0]}")
+        note('  """                     Begin a message of several lines, which ends with """.')
+        note("  Ctrl-C                  Stop an answer, or clear the line.")
 
     def clear(self, _: str = "") -> None:
-        """/clear"""
+        """Begin a new conversation."""
         self.conversation.clear()
         note("(a new conversation)")
 
     def set_parameter(self, assignment: str) -> None:
-        """/set: change a parameter, or show all of them. The value is a Python literal, or a word that stands for itself."""
+        """Change a sampling parameter, or show all.
+
+        The value is a Python literal, or a text that stands for itself.
+        """
         if not assignment:
             for name in PARAMETERS:
                 note(f"  {name:28}{getattr(self.params, name)}")
@@ -149,22 +158,25 @@ class ChatSession:
         note(f"({name} is {getattr(params, name)})")
 
     def set_system(self, text: str) -> None:
-        """/system"""
+        """Set the system message, or remove it."""
         self.conversation.system = text or None
         note("(the system message is set)" if text else "(there is no system message)")
 
     def save(self, path: str) -> None:
-        """/save"""
+        """Write the conversation as JSON."""
         self.conversation.save(Path(path).expanduser())
         note(f"(saved {len(self.conversation.messages)} messages in {path})")
 
     def load(self, path: str) -> None:
-        """/load"""
+        """Continue a conversation that was saved."""
         self.conversation.load(Path(path).expanduser())
         note(f"(loaded {len(self.conversation.messages)} messages from {path})")
 
     def retry(self, _: str = "") -> None:
-        """/retry: the old answer stays if there is no new one."""
+        """Answer the last question again.
+
+        The old answer stays if there is no new one.
+        """
         messages = self.conversation.messages
         questions = [index for index, message in enumerate(messages) if message["role"] == "user"]
         if not questions:
@@ -178,7 +190,7 @@ class ChatSession:
                 self.conversation.messages = messages
 
     def print_stats(self, _: str = "") -> None:
-        """/stats: of the newest answer."""
+        """Show speed and context of the last answer."""
         if self.output is None:
             raise InvalidValueError("there are no statistics without a complete answer; ask something")
         metrics, num_prompt_tokens = self.output.metrics, len(self.output.prompt_token_ids)
@@ -189,28 +201,30 @@ class ChatSession:
         )
 
     def exit(self, _: str = "") -> None:
-        """/exit: end as Ctrl-D does."""
+        """End the chat."""
         raise EOFError
 
 
 class Command(NamedTuple):
-    """argument: FILE must be given, [TEXT] may be given, and nothing may be given where it is empty."""
+    """argument: FILE must be given, [TEXT] may be given, and nothing may be given where it is empty.
+
+    The first line of run's docstring is the help.
+    """
 
     argument: str
-    help: str
     run: Callable[[ChatSession, str], None]
 
 
 COMMANDS = {
-    "help": Command("", "list the commands", ChatSession.print_help),
-    "clear": Command("", "begin a new conversation", ChatSession.clear),
-    "retry": Command("", "answer the last question again", ChatSession.retry),
-    "set": Command("[NAME VALUE]", "change a sampling parameter, or show all", ChatSession.set_parameter),
-    "system": Command("[TEXT]", "set the system message, or remove it", ChatSession.set_system),
-    "stats": Command("", "show speed and context of the last answer", ChatSession.print_stats),
-    "save": Command("FILE", "write the conversation as JSON", ChatSession.save),
-    "load": Command("FILE", "continue a conversation that was saved", ChatSession.load),
-    "exit": Command("", "end the chat", ChatSession.exit),
+    "help": Command("", ChatSession.print_help),
+    "clear": Command("", ChatSession.clear),
+    "retry": Command("", ChatSession.retry),
+    "set": Command("[NAME VALUE]", ChatSession.set_parameter),
+    "system": Command("[TEXT]", ChatSession.set_system),
+    "stats": Command("", ChatSession.print_stats),
+    "save": Command("FILE", ChatSession.save),
+    "load": Command("FILE", ChatSession.load),
+    "exit": Command("", ChatSession.exit),
 }
 ALIASES = {"?": "help", "reset": "clear", "bye": "exit", "quit": "exit"}
 

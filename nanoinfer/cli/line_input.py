@@ -41,10 +41,10 @@ class MessageReader:
                 message = self._read_lines()
                 message.encode()  # in some locales, bytes that are no text arrive as lone surrogates
             except EOFError:
-                print()
+                print(file=sys.stderr)
                 return None
             except KeyboardInterrupt:
-                print()
+                print(file=sys.stderr)
                 if was_interrupted:
                     return None
                 was_interrupted = True

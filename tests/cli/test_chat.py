@@ -14,7 +14,7 @@ from nanoinfer.cli.main import app
 from nanoinfer.errors import NanoinferError
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.models.checkpoint import BUNDLED
-from nanoinfer.outputs import Delta
+from nanoinfer.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 
 pytestmark = pytest.mark.slow
 
@@ -108,6 +108,15 @@ def test_an_empty_answer_is_noted_and_not_kept(session, capsys):
     session.handle(LILY)
     assert "the answer is empty" in capsys.readouterr().err
     assert said(session) == []
+
+
+def test_an_answer_that_fails_is_an_error_and_not_kept(session, monkeypatch, capsys):
+    failed = CompletionOutput(0, "Once", [5], finish_reason="error", error="no finite logits")
+    output = RequestOutput("0", None, [5], [failed], finished=True, metrics=RequestMetrics(0.0))
+    monkeypatch.setattr(LLM, "stream", lambda *_: (Delta(*delta) for delta in (("Once", [5]), ("", [], output))))
+    with pytest.raises(NanoinferError, match="no finite logits"):
+        session.handle(LILY)
+    assert (capsys.readouterr().out, said(session)) == ("Once\n", [])
 
 
 def test_ctrl_c_keeps_what_was_shown(llm, session, monkeypatch, capsys):
