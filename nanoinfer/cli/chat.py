@@ -64,17 +64,17 @@ def chat(
         params = resolve_sampling_params(llm, sampling, max_tokens=max_tokens, stop=stop)
         session = ChatSession(llm, conversation, params, shows_stats=stats)
         logger.info("seed of the first answer: %d", session.params.seed)
-        if question is None and sys.stdin.isatty():
+        is_terminal = sys.stdin is not None and sys.stdin.isatty()
+        if question is None and is_terminal:
             _converse(session, model)
             return
-        session.ask(_read_question(question))
+        session.ask(_join("" if is_terminal else read_standard_input(), question))
         if session.output is None:
             raise typer.Exit(130)  # Ctrl-C stopped it: the code that a shell gives
 
 
-def _read_question(question: str | None) -> str:
+def _join(piped: str, question: str | None) -> str:
     """The question of the command line, after what a pipe gives."""
-    piped = "" if sys.stdin.isatty() else read_standard_input()
     text = "\n\n".join(part for part in (piped, question) if part)
     if not text.strip():
         raise InvalidPromptError("there is no question: standard input is empty; pipe a text, or write it after the command")

@@ -133,7 +133,9 @@ def resolve_chat_template_kwargs(llm: "LLM", options: ChatTemplateOptions) -> di
 
 
 def read_standard_input() -> str:
-    """All of standard input, without the newline that ends its last line."""
+    """All of standard input, without the newline that ends its last line. Empty where the shell has closed it (`<&-`)."""
+    if sys.stdin is None:
+        return ""
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:

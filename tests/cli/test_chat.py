@@ -311,6 +311,12 @@ def test_without_a_question_it_is_an_error():
     assert result.stderr.startswith("error: there is no question")
 
 
+def test_a_closed_standard_input_is_an_empty_one(llm, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", None)
+    app(["chat", LILY, *ONE_LINE], standalone_mode=False)
+    assert capsys.readouterr().out == answer(llm, [user(LILY)]) + "\n"
+
+
 def test_every_option_reaches_its_parameter(monkeypatch):
     seen = []
     monkeypatch.setattr(LLM, "stream", lambda self, prompt, params: seen.append((prompt, params)) or (_ for _ in ()))
