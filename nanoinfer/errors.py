@@ -112,10 +112,14 @@ def check_argument_names(
 
 
 def _unknown_argument(owner: str, name: str, known: list[str]) -> InvalidTypeError:
-    """Return the error for an argument that does not exist, with the one that was probably meant."""
+    """Return the error for an argument that does not exist."""
+    return InvalidTypeError(f"{owner} has no argument {name!r}; {suggest(name, known)}")
+
+
+def suggest(name: str, known: Sequence[str]) -> str:
+    """Return the way out for an unknown name: the known one that was probably meant, or all of them."""
     close = difflib.get_close_matches(name, known, n=1)
-    way_out = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
-    return InvalidTypeError(f"{owner} has no argument {name!r}; {way_out}")
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
 
 
 def first_line(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 import io
 import logging
 import sys
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -18,6 +18,14 @@ app = typer.Typer(
 )
 
 
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what sys.stderr is at the moment. While a spinner turns, rich replaces it to print above the spinner."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 @app.callback(invoke_without_command=True)
 def main(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
@@ -28,7 +36,7 @@ def main(
         raise typer.Exit
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # "?" for a character that the terminal cannot show
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_StderrHandler()])
     logging.getLogger("nanoinfer").setLevel(logging.INFO if verbose else logging.WARNING)
 
 

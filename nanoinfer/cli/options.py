@@ -3,6 +3,7 @@
 A command declares a group of options as one keyword, `engine: EngineOptions`, and expand_options turns the group into options.
 """
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from nanoinfer.errors import InvalidPromptError, NanoinferError
+from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -63,6 +64,18 @@ class SamplingOptions:
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplateOptions:
+    """Variables of the chat template."""
+
+    no_thinking: Annotated[
+        bool, typer.Option("--no-thinking", help="Answer without thinking first: enable_thinking is false.")
+    ] = False
+    chat_template_kwargs: Annotated[
+        str | None, typer.Option(help='Variables of the chat template as JSON, such as {"enable_thinking": false}.')
+    ] = None
+
+
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each parameter whose type is a dataclass by the fields of the dataclass.
 
@@ -100,8 +113,29 @@ def resolve_sampling_params(llm: "LLM", sampling: SamplingOptions, **more: Any) 
     return replace(llm.get_default_sampling_params(), **given)
 
 
+def resolve_chat_template_kwargs(llm: "LLM", options: ChatTemplateOptions) -> dict[str, Any]:
+    """The variables for the chat template. One that the template does not contain is refused: it would have no effect."""
+    try:
+        given = json.loads(options.chat_template_kwargs or "{}")
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        raise InvalidValueError(
+            f'--chat-template-kwargs must be a JSON object such as {{"enable_thinking": false}}, '
+            f"got {options.chat_template_kwargs!r}"
+        )
+    if options.no_thinking and given.setdefault("enable_thinking", False) is not False:
+        raise InvalidValueError("--no-thinking contradicts enable_thinking in --chat-template-kwargs; leave one out")
+    for name in given:
+        if name not in str(llm.get_tokenizer().chat_template):
+            raise UnsupportedError(f"this checkpoint's chat template has no variable {name!r}; leave it out")
+    return given
+
+
 def read_standard_input() -> str:
-    """All of standard input, without the newline that ends its last line."""
+    """All of standard input, without the newline that ends its last line. Empty where the shell has closed it (`<&-`)."""
+    if sys.stdin is None:
+        return ""
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:

@@ -104,7 +104,8 @@ class InputProcessor:
             raise InvalidPromptError("this checkpoint has no tokenizer, so there is no chat template; use token ids")
         if not isinstance(chat_template_kwargs, dict | None):
             raise InvalidTypeError(f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r}")
-        if clash := {"chat_template", "add_generation_prompt", "tokenize"} & (chat_template_kwargs or {}).keys():
+        own = {"self", "messages", "conversation", "chat_template", "add_generation_prompt", "tokenize"}
+        if clash := own & (chat_template_kwargs or {}).keys():
             raise InvalidValueError(f"chat_template_kwargs must not hold {', '.join(clash)}: that is an argument of its own")
         text = self._tokenizer.apply_chat_template(
             messages,

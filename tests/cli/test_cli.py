@@ -18,7 +18,6 @@ from nanoinfer.tracing import TokenAppended
 pytestmark = pytest.mark.slow
 
 PROMPT = "Once upon a time"
-LILY, TOM = "Tell me a story about Lily", "Tell me a story about Tom"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +44,7 @@ def test_version_is_the_packages():
     [
         (["--help"], ["generate", "chat", "--version"]),
         (["generate", "--help"], ["--model", "--temperature", "--max-tokens", "256", "--stop", "--seed"]),
-        (["chat", "--help"], ["--model", "--temperature", "--system", "/reset", "/exit"]),
+        (["chat", "--help"], ["--model", "--temperature", "--system", "--no-thinking", "--stats", "/help", "/exit"]),
     ],
 )
 def test_help_lists_commands_and_options(arguments, words, monkeypatch):
@@ -131,97 +130,6 @@ def test_an_unknown_option_is_exit_code_2():
     assert run("generate", PROMPT, "--no-such-option").exit_code == 2
 
 
-# ---- chat. The prompt of a turn is "\n> ". The input is not echoed here.
-
-GREEDY = ("--temperature", "0", "--max-tokens", "12")
-
-
-def answers(stdin, *options):
-    beginning, *turns = shown("chat", *GREEDY, *options, stdin=stdin).split("\n> ")
-    assert beginning == ""
-    return turns
-
-
-def ask(llm, *turns):
-    """The answer of LLM.chat to the last user turn, after its answers to the earlier ones."""
-    messages = []
-    for turn in turns:
-        messages.append({"role": "user", "content": turn})
-        [output] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
-        messages.append({"role": "assistant", "content": output.outputs[0].text})
-    return output.outputs[0].text + "\n"
-
-
-@pytest.fixture
-def prompts(monkeypatch):
-    """The prompts that the model gets. An answer may be the same with and without a history."""
-    seen, stream = [], LLM.stream
-
-    def recorded(self, prompt, params):
-        seen.append(prompt["prompt"])
-        return stream(self, prompt, params)
-
-    monkeypatch.setattr(LLM, "stream", recorded)
-    return seen
-
-
-def test_chat_remembers_what_was_said_until_reset(llm, prompts):
-    script = f"{LILY}\n{TOM}\n/reset\n{TOM}\n\n/exit\n{LILY}\n"
-    lily, tom_after_lily, *_, tom, _, _ = turns = answers(script)
-    assert (lily, tom_after_lily, tom) == (ask(llm, LILY), ask(llm, LILY, TOM), ask(llm, TOM))
-    assert turns[2:3] + turns[4:] == ["(forgotten)\n", "", ""]  # an empty line and the end show nothing
-    user = {"role": "user", "content": TOM}
-    said = [{"role": "user", "content": LILY}, {"role": "assistant", "content": lily.removesuffix("\n")}]
-    assert prompts == [llm.render_chat(turns)["prompt"] for turns in (said[:1], [*said, user], [user])]
-
-
-def test_chat_ends_with_its_input(llm):
-    assert answers(LILY) == [ask(llm, LILY), ""]
-    assert answers("") == [""]
-
-
-def test_a_system_message_stays_after_reset(llm, prompts):
-    answers(f"{LILY}\n/reset\n{LILY}\n", "--system", "You tell stories.")
-    messages = [{"role": "system", "content": "You tell stories."}, {"role": "user", "content": LILY}]
-    assert prompts == [llm.render_chat(messages)["prompt"]] * 2
-
-
-def test_a_line_that_is_too_long_is_an_error_and_forgotten(llm):
-    result = run("chat", *GREEDY, "--max-model-len", "64", stdin=f"{LILY * 40}\n{LILY}\n")
-    assert result.exit_code == 0
-    assert result.stderr.startswith("error: the prompt has ")
-    assert result.stderr.count("\n") == 1
-    assert result.stdout.split("\n> ")[2] == ask(llm, LILY)
-
-
-def test_ctrl_c_stops_the_answer_and_not_the_chat(llm, monkeypatch):
-    forward, num_steps = ModelRunner.forward, 0
-
-    def interrupted(self, batch):
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps == 4:
-            signal.raise_signal(signal.SIGINT)
-        return forward(self, batch)
-
-    whole = ask(llm, LILY)
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(ModelRunner, "forward", interrupted)
-    try:
-        first, _, again, _ = answers(f"{LILY}\n/reset\n{LILY}\n")
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    assert again == whole
-    assert whole.startswith(first.strip("\n"))
-    assert 0 < len(first.strip("\n")) < len(whole.strip("\n"))
-
-
-def test_chat_with_a_model_without_a_template_is_one_sentence(gpt2_path):
-    result = run("chat", "--model", str(gpt2_path), stdin="Hello\n")
-    assert "no tokenizer, so there is no chat template" in result.stderr
-    assert "Traceback" not in result.output
-
-
 def test_standard_input_that_is_not_text_is_one_sentence():
     command = [sys.executable, "-m", "nanoinfer", "generate", "-"]
     done = subprocess.run(
@@ -257,16 +165,6 @@ def test_ctrl_c_while_the_model_loads_ends_without_a_traceback(monkeypatch):
     monkeypatch.setattr(LLM, "__init__", interrupted)
     result = run("generate", PROMPT)
     assert (result.exit_code, result.output) == (130, "")
-
-
-def test_chat_honours_its_sampling_options(monkeypatch):
-    seen = []
-    monkeypatch.setattr(LLM, "stream", lambda self, prompt, params: seen.append(params) or iter(()))
-    options = "--temperature 0.5 --top-k 7 --top-p 0.8 --min-p 0.1 --seed 3 --max-tokens 9 --stop a --stop b"
-    run("chat", *options.split(), stdin=f"{LILY}\n")
-    assert seen == [
-        SamplingParams(temperature=0.5, top_k=7, top_p=0.8, min_p=0.1, seed=3, max_tokens=9, stop=["a", "b"]),
-    ]
 
 
 def test_a_terminal_without_the_characters_shows_question_marks():

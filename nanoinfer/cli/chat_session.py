@@ -1,0 +1,238 @@
+"""One chat on a terminal: questions are answered, lines that begin with / are commands.
+
+In: one message at a time. Out: answers on standard output, everything else on standard error.
+"""
+
+import os
+import secrets
+import sys
+from ast import literal_eval
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from nanoinfer.cli.conversation import Conversation
+from nanoinfer.errors import InvalidValueError, NanoinferError, suggest
+from nanoinfer.outputs import RequestOutput
+from nanoinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanoinfer.engine.inputs import TokensPrompt
+    from nanoinfer.llm import LLM
+
+# What /set can change. The other fields of SamplingParams concern several answers, or outputs that a chat does not show.
+PARAMETERS = (
+    "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size seed "
+    "max_tokens min_tokens stop stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens "
+    "logit_bias allowed_token_ids bad_words"
+).split()
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"  # codes that terminals understand
+
+
+class ChatSession:
+    """A conversation, and the parameters of its next answer.
+
+    Attributes:
+        params: Their seed is the next answer's. Every answer adds 1 to it, so /retry gives another answer, and the first seed
+            repeats the whole session.
+        output: The newest answer's, for statistics. None before the first answer, and after one that Ctrl-C stopped.
+    """
+
+    def __init__(self, llm: "LLM", conversation: Conversation, params: SamplingParams, *, shows_stats: bool = False) -> None:
+        self.llm = llm
+        self.conversation = conversation
+        self.params = _with_seed(params)
+        self.output: RequestOutput | None = None
+        self._shows_stats = shows_stats
+        self._has_colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+    def handle(self, message: str) -> None:
+        """Run a command or answer a question. A text of several lines is a question.
+
+        Raises:
+            NanoinferError: The message is refused. The session is as it was.
+            EOFError: The message is /exit.
+        """
+        if not message.startswith("/") or "\n" in message:
+            self.ask(message.strip())
+            return
+        name, _, argument = message.removeprefix("/").partition(" ")
+        name, argument = ALIASES.get(name, name), argument.strip()
+        if name not in COMMANDS:
+            known = [f"/{command}" for command in (*COMMANDS, *ALIASES)]
+            way_out = f"{suggest(f'/{name}', known)} (put a space before a question that begins with /)"
+            raise InvalidValueError(f"there is no command /{name}; {way_out}")
+        command = COMMANDS[name]
+        if not command.argument.startswith("[") and bool(command.argument) != bool(argument):
+            raise InvalidValueError(f"write /{name} {command.argument}".rstrip() + f", got {message!r}")
+        command.run(self, argument)
+
+    def ask(self, question: str) -> bool:
+        """Stream the answer to a question and keep the turn, also if Ctrl-C stopped it.
+
+        Returns:
+            Whether there was any text. Without any, the turn is not kept.
+        """
+        prompt, num_dropped = self.conversation.render(question)
+        text, self.output = self._stream(prompt)
+        self.params = replace(self.params, seed=((self.params.seed or 0) + 1) % 2**64)
+        if text:
+            if num_dropped and not self.conversation.num_dropped:
+                note("(the context is full: from now on the oldest turns are left out; /clear begins anew)")
+            self.conversation.add(question, text, num_dropped)
+        if self.output is None:
+            note("(stopped)" if text else "(stopped before the answer; the question is not kept)")
+        elif not text:
+            note("(the answer is empty; the question is not kept)")
+        elif self.output.outputs[0].finish_reason == "length":
+            is_full = self.output.metrics.num_output_tokens != self.params.max_tokens
+            reason = f"the context of {self._context} is full" if is_full else f"max_tokens is {self.params.max_tokens}"
+            note(f"(the answer is cut: {reason})")
+        if self._shows_stats and self.output is not None:
+            self.print_stats()
+        return bool(text)
+
+    def _stream(self, prompt: "TokensPrompt") -> tuple[str, RequestOutput | None]:
+        """Print the answer as it comes. Returns its text, and its output unless Ctrl-C stopped it."""
+        text, output = "", None
+        stream = self.llm.stream(prompt, self.params)
+        with suppress(KeyboardInterrupt), closing(stream):  # closing it aborts the request
+            for delta in stream:
+                text += delta.text
+                print(self._dim_thinking(delta.text), end="", flush=True)
+                output = delta.output
+        if text or output is None:  # end the line of the answer, or of the ^C that the terminal shows
+            print(PLAIN if self._has_colors else "", flush=True)
+        if output is not None and (error := output.outputs[0].error):
+            raise NanoinferError(error)
+        return text, output
+
+    def _dim_thinking(self, text: str) -> str:
+        if not self._has_colors:
+            return text
+        return text.replace("<think>", f"{DIM}<think>").replace("</think>", f"</think>{PLAIN}")
+
+    @property
+    def _context(self) -> str:
+        return f"{self.llm.engine.max_model_len} tokens"
+
+    # ---- commands
+
+    def print_help(self, _: str = "") -> None:
+        """List the commands."""
+        for name, command in COMMANDS.items():
+            aliases = "".join(f", /{alias}" for alias, meant in ALIASES.items() if meant == name)
+            usage = f"/{name} {command.argument}".rstrip() + aliases
+            note(f"  {usage:24}{str(command.run.__doc__).splitlines()[0]}")
+        note('  """                     Begin a message of several lines, which ends with """.')
+        note("  Ctrl-C                  Stop an answer, or clear the line.")
+
+    def clear(self, _: str = "") -> None:
+        """Begin a new conversation."""
+        self.conversation.clear()
+        note("(a new conversation)")
+
+    def set_parameter(self, assignment: str) -> None:
+        """Change a sampling parameter, or show all.
+
+        The value is a Python literal, or a text that stands for itself.
+        """
+        if not assignment:
+            for name in PARAMETERS:
+                note(f"  {name:28}{getattr(self.params, name)}")
+            return
+        name, _, text = assignment.partition(" ")
+        if name not in PARAMETERS:
+            raise InvalidValueError(f"a chat has no parameter {name!r}; {suggest(name, PARAMETERS)}")
+        if not text:
+            raise InvalidValueError(f"write /set {name} VALUE; /set alone shows the values")
+        try:
+            value = literal_eval(text.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            value = text.strip()
+        params = _with_seed(replace(self.params, **{name: value}))
+        self.llm.engine.inputs.prepare([0], params)  # refuses token ids that this model does not have
+        self.params = params
+        note(f"({name} is {getattr(params, name)})")
+
+    def set_system(self, text: str) -> None:
+        """Set the system message, or remove it."""
+        self.conversation.system = text or None
+        note("(the system message is set)" if text else "(there is no system message)")
+
+    def save(self, path: str) -> None:
+        """Write the conversation as JSON."""
+        self.conversation.save(Path(path).expanduser())
+        note(f"(saved {len(self.conversation.messages)} messages in {path})")
+
+    def load(self, path: str) -> None:
+        """Continue a conversation that was saved."""
+        self.conversation.load(Path(path).expanduser())
+        note(f"(loaded {len(self.conversation.messages)} messages from {path})")
+
+    def retry(self, _: str = "") -> None:
+        """Answer the last question again.
+
+        The old answer stays if there is no new one.
+        """
+        messages = self.conversation.messages
+        questions = [index for index, message in enumerate(messages) if message["role"] == "user"]
+        if not questions:
+            raise InvalidValueError("there is no question to answer again; type one")
+        is_answered = False
+        self.conversation.messages = messages[: questions[-1]]
+        try:
+            is_answered = self.ask(messages[questions[-1]]["content"])
+        finally:
+            if not is_answered:
+                self.conversation.messages = messages
+
+    def print_stats(self, _: str = "") -> None:
+        """Show speed and context of the last answer."""
+        if self.output is None:
+            raise InvalidValueError("there are no statistics without a complete answer; ask something")
+        metrics, num_prompt_tokens = self.output.metrics, len(self.output.prompt_token_ids)
+        speed = f", {1 / metrics.tpot:.1f} tokens/s" if metrics.tpot else ""
+        note(
+            f"({metrics.num_output_tokens} tokens{speed}, first token after {(metrics.ttft or 0) * 1000:.0f} ms, prompt of "
+            f"{num_prompt_tokens} tokens, {metrics.num_cached_tokens} of them cached, context of {self._context})"
+        )
+
+    def exit(self, _: str = "") -> None:
+        """End the chat."""
+        raise EOFError
+
+
+class Command(NamedTuple):
+    """argument: FILE must be given, [TEXT] may be given, and nothing may be given where it is empty.
+
+    The first line of run's docstring is the help.
+    """
+
+    argument: str
+    run: Callable[[ChatSession, str], None]
+
+
+COMMANDS = {
+    "help": Command("", ChatSession.print_help),
+    "clear": Command("", ChatSession.clear),
+    "retry": Command("", ChatSession.retry),
+    "set": Command("[NAME VALUE]", ChatSession.set_parameter),
+    "system": Command("[TEXT]", ChatSession.set_system),
+    "stats": Command("", ChatSession.print_stats),
+    "save": Command("FILE", ChatSession.save),
+    "load": Command("FILE", ChatSession.load),
+    "exit": Command("", ChatSession.exit),
+}
+ALIASES = {"?": "help", "reset": "clear", "bye": "exit", "quit": "exit"}
+
+
+def _with_seed(params: SamplingParams) -> SamplingParams:
+    """The same, with a seed drawn where there is none. 32 bits are short enough to type."""
+    return replace(params, seed=secrets.randbits(32)) if params.seed is None else params
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr)

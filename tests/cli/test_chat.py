@@ -1,0 +1,376 @@
+"""`nanoinfer chat` in this process: the commands of a session, and one question. test_terminal.py has a terminal."""
+
+import shutil
+import signal
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.cli.chat_session import ALIASES, COMMANDS, PARAMETERS, ChatSession
+from nanoinfer.cli.conversation import Conversation
+from nanoinfer.cli.main import app
+from nanoinfer.errors import NanoinferError
+from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.models.checkpoint import BUNDLED
+from nanoinfer.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
+
+pytestmark = pytest.mark.slow
+
+LILY, TOM = "Tell me a story about Lily", "Tell me a story about Tom"
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(kv_cache_memory=2**24, block_size=16, max_model_len=128)
+
+
+@pytest.fixture
+def session(llm):
+    return ChatSession(llm, Conversation(llm), GREEDY)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(session):
+    return [message["content"] for message in session.conversation.messages]
+
+
+def answer(llm, messages, params=GREEDY):
+    return llm.chat(messages, params, use_tqdm=False)[0].outputs[0].text
+
+
+# ---- a session
+
+
+def test_answers_are_those_of_llm_chat_on_the_conversation(llm, session, capsys):
+    session.handle(LILY)
+    session.handle(TOM)
+    first = answer(llm, [user(LILY)])
+    second = answer(llm, [user(LILY), {"role": "assistant", "content": first}, user(TOM)])
+    assert said(session) == [LILY, first, TOM, second]
+    assert capsys.readouterr().out == f"{first}\n{second}\n"
+    session.handle("/reset")
+    session.handle(TOM)
+    assert said(session) == [TOM, answer(llm, [user(TOM)])]
+
+
+def test_a_turn_computes_only_its_new_tokens(llm, session):
+    session.handle("/system A beginning that no other test has")
+    lengths, cached = [], []
+    for question in (LILY, TOM, LILY):
+        session.handle(question)
+        lengths.append(len(session.output.prompt_token_ids) + len(session.output.outputs[0].token_ids))
+        cached.append(session.output.metrics.num_cached_tokens)
+    # All full blocks of what was computed before: the newest token has no keys and values yet.
+    assert cached[1:] == [(length - 1) // 16 * 16 for length in lengths[:2]]
+
+
+def test_a_full_context_is_noted_once_and_the_answers_go_on(llm, session, capsys):
+    session.handle("/system You tell stories.")
+    for _ in range(9):
+        session.handle(LILY)
+        assert session.output.metrics.num_output_tokens == 12
+        assert "You tell stories." in session.output.prompt
+    assert len(said(session)) == 18
+    assert session.conversation.num_dropped > 6
+    assert capsys.readouterr().err.count("the context is full: from now on") == 1
+
+
+def test_a_question_that_does_not_fit_is_refused_and_the_conversation_stays(session, capsys):
+    session.handle(LILY)
+    before = said(session)
+    with pytest.raises(NanoinferError, match=r"the prompt has .* but max_model_len is 128"):
+        session.handle(LILY * 100)
+    assert (said(session), session.conversation.num_dropped) == (before, 0)
+    session.handle(TOM)
+    assert len(said(session)) == 4
+
+
+def test_where_an_answer_is_cut_it_is_noted(session, capsys):
+    session.handle(LILY)
+    assert "(the answer is cut: max_tokens is 12)" in capsys.readouterr().err
+    session.handle("/set max_tokens 1000")
+    session.handle("a " * 100)
+    assert "(the answer is cut: the context of 128 tokens is full)" in capsys.readouterr().err
+    session.handle("/set stop Once")
+    session.handle(LILY)
+    assert session.output.outputs[0].finish_reason == "stop"
+    assert "cut" not in capsys.readouterr().err
+
+
+def test_an_empty_answer_is_noted_and_not_kept(session, capsys):
+    session.handle("/set allowed_token_ids [0]")  # EOS alone
+    session.handle(LILY)
+    assert "the answer is empty" in capsys.readouterr().err
+    assert said(session) == []
+
+
+def test_an_answer_that_fails_is_an_error_and_not_kept(session, monkeypatch, capsys):
+    failed = CompletionOutput(0, "Once", [5], finish_reason="error", error="no finite logits")
+    output = RequestOutput("0", None, [5], [failed], finished=True, metrics=RequestMetrics(0.0))
+    monkeypatch.setattr(LLM, "stream", lambda *_: (Delta(*delta) for delta in (("Once", [5]), ("", [], output))))
+    with pytest.raises(NanoinferError, match="no finite logits"):
+        session.handle(LILY)
+    assert (capsys.readouterr().out, said(session)) == ("Once\n", [])
+
+
+def test_ctrl_c_keeps_what_was_shown(llm, session, monkeypatch, capsys):
+    forward, steps = ModelRunner.forward, iter(range(1000))
+
+    def interrupted(self, batch):
+        if next(steps) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return forward(self, batch)
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with it ignored
+    monkeypatch.setattr(ModelRunner, "forward", interrupted)
+    try:
+        session.handle(LILY)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    shown = capsys.readouterr()
+    assert (said(session), shown.out) == ([LILY, shown.out.strip()], shown.out)
+    assert shown.err == "(stopped)\n"
+    whole = answer(llm, [user(LILY)])
+    assert whole.startswith(said(session)[1])
+    assert 0 < len(said(session)[1]) < len(whole)
+    session.handle("/retry")
+    assert said(session) == [LILY, whole]
+    assert llm.engine.num_unfinished == 0
+
+
+def test_retry_draws_another_answer_and_a_seed_repeats_the_session(llm):
+    params = replace(GREEDY, temperature=1.0, seed=5)
+    texts = []
+    for _ in range(2):
+        session = ChatSession(llm, Conversation(llm), params)
+        session.handle(LILY)
+        [_, first] = said(session)
+        session.handle("/retry")
+        texts.append((first, said(session)[1]))
+    assert texts[0] == texts[1]
+    assert texts[0] == tuple(answer(llm, [user(LILY)], replace(params, seed=seed)) for seed in (5, 6))
+    assert texts[0][0] != texts[0][1]  # equal by chance in principle, but the seed is fixed
+
+
+def test_retry_without_a_new_answer_keeps_the_old_one(session):
+    session.handle(LILY)
+    before = said(session)
+    session.handle("/set allowed_token_ids [0]")
+    session.handle("/retry")
+    assert said(session) == before
+
+
+def test_a_seed_is_drawn_where_none_is_given(llm):
+    seeds = {ChatSession(llm, Conversation(llm), GREEDY).params.seed for _ in range(3)}
+    assert len(seeds) == 3
+    session = ChatSession(llm, Conversation(llm), replace(GREEDY, seed=7))
+    session.handle("/set seed None")
+    assert session.params.seed not in (None, 7)
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "value"),
+    [
+        ("/set temperature 0.5", "temperature", 0.5),
+        ("/set  top_k   7", "top_k", 7),
+        ("/set max_tokens None", "max_tokens", None),
+        ("/set stop END of it", "stop", ("END of it",)),
+        ("/set stop '\\n'", "stop", ("\n",)),
+        ('/set stop ["a", "b"]', "stop", ("a", "b")),
+        ("/set logit_bias {5: 1.5}", "logit_bias", {5: 1.5}),
+        ("/set ignore_eos True", "ignore_eos", True),
+    ],
+)
+def test_set_changes_one_parameter(session, command, name, value):
+    session.handle(command)
+    assert session.params == replace(GREEDY, seed=session.params.seed, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("/hlep", "there is no command /hlep; did you mean /help?"),
+        ("/xyz", "known are /help, /clear"),
+        ("/", "there is no command /;"),
+        ("/usr/bin is what?", "put a space before a question that begins with /"),
+        ("/set temperatur 1", "no parameter 'temperatur'; did you mean temperature?"),
+        ("/set n 2", "no parameter 'n'; known are temperature"),
+        ("/set temperature", "write /set temperature VALUE"),
+        ("/set temperature -1", "temperature must be finite and >= 0, got -1"),
+        ("/set temperature high", "temperature must be a number, got 'high'"),
+        ("/set temperature " + "9" * 5000, "temperature must be"),
+        ("/set top_k " + "(" * 5000, "top_k must be an integer"),
+        ("/set min_tokens 100", "min_tokens must not pass max_tokens"),
+        ("/set stop_token_ids [99999]", "stop_token_ids has the token id 99999"),
+        ("/save", "write /save FILE, got '/save'"),
+        ("/load", "write /load FILE"),
+        ("/clear all", "write /clear, got '/clear all'"),
+        ("/load /no/such/file", "cannot read /no/such/file"),
+        ("/save /no/such/folder/file", "cannot write /no/such/folder/file"),
+        ("/stats", "no statistics"),
+        ("/retry", "no question to answer again"),
+        ("\udcff", "not valid Unicode"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_changes_nothing(session, message, words):
+    before = session.params
+    with pytest.raises(NanoinferError) as raised:
+        session.handle(message)
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert (session.params, said(session)) == (before, [])
+
+
+def test_help_lists_every_command(session, capsys):
+    session.handle("/?")
+    shown = capsys.readouterr()
+    assert [name for name in (*COMMANDS, *ALIASES) if f"/{name}" not in shown.err] == []
+    assert max(map(len, shown.err.splitlines())) <= 80
+    assert shown.out == ""
+    session.handle("/set")
+    assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == PARAMETERS
+
+
+def test_only_a_line_that_begins_with_a_slash_is_a_command(session):
+    for question in (" /exit", "/exit\nor not?"):
+        session.handle("/clear")
+        session.handle(question)
+        assert said(session)[0] == question.strip()
+    for command in ("/exit", "/bye"):
+        with pytest.raises(EOFError):
+            session.handle(command)
+
+
+def test_a_conversation_is_saved_and_continued(llm, session, tmp_path):
+    session.handle("/system You tell stories.")
+    session.handle(LILY)
+    session.handle(f"/save {tmp_path}/my talk.json")
+    other = ChatSession(llm, Conversation(llm), GREEDY)
+    other.handle(f"/load {tmp_path}/my talk.json")
+    other.handle("/retry")
+    assert said(other) == said(session)
+    other.handle("/system")
+    assert (other.conversation.system, session.conversation.system) == (None, "You tell stories.")
+
+
+def test_stats_follow_each_answer_if_asked_for(llm, capsys):
+    session = ChatSession(llm, Conversation(llm), GREEDY, shows_stats=True)
+    session.handle(LILY)
+    stats = capsys.readouterr().err.splitlines()[-1]
+    assert stats.startswith("(12 tokens, ")
+    assert "tokens/s, first token after " in stats
+    session.handle("/stats")
+    assert capsys.readouterr().err == stats + "\n"
+
+
+def test_thinking_is_dim_on_a_terminal(llm, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    session = ChatSession(llm, Conversation(llm), GREEDY)
+    monkeypatch.setattr(LLM, "stream", lambda *_: (Delta(text, [5]) for text in ("<think>", "Hm</think>", "Yes")))
+    session.handle(LILY)
+    assert capsys.readouterr().out == "\x1b[2m<think>Hm</think>\x1b[0mYes\x1b[0m\n"
+    assert said(session) == [LILY, "<think>Hm</think>Yes"]
+
+
+# ---- the command, where standard input is no terminal
+
+
+def run(*arguments, stdin=""):
+    return CliRunner().invoke(app, ["chat", *arguments], input=stdin)
+
+
+ONE_LINE = ("--temperature", "0", "--max-tokens", "12")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "question"),
+    [
+        ([LILY], "", LILY),
+        ([], LILY + "\n", LILY),
+        ([], f"{LILY}\n/exit\n{TOM}\n", f"{LILY}\n/exit\n{TOM}"),  # one question, and no commands
+        ([LILY], "Once upon a time\n", f"Once upon a time\n\n{LILY}"),
+    ],
+)
+def test_a_question_is_answered_once_without_prompts(llm, arguments, stdin, question):
+    result = run(*arguments, *ONE_LINE, stdin=stdin)
+    assert result.exit_code == 0
+    assert result.stdout == answer(llm, [user(question)]) + "\n"
+    assert result.stderr == "(the answer is cut: max_tokens is 12)\n"
+
+
+def test_without_a_question_it_is_an_error():
+    result = run(stdin="\n")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: there is no question")
+
+
+def test_a_closed_standard_input_is_an_empty_one(llm, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", None)
+    app(["chat", LILY, *ONE_LINE], standalone_mode=False)
+    assert capsys.readouterr().out == answer(llm, [user(LILY)]) + "\n"
+
+
+def test_every_option_reaches_its_parameter(monkeypatch):
+    seen = []
+    monkeypatch.setattr(LLM, "stream", lambda self, prompt, params: seen.append((prompt, params)) or (_ for _ in ()))
+    options = "--temperature 0.5 --top-k 7 --top-p 0.8 --min-p 0.1 --seed 3 --max-tokens 9 --stop a --stop b --system Be"
+    run(LILY, *options.split())
+    [(prompt, params)] = seen
+    expected = SamplingParams(temperature=0.5, top_k=7, top_p=0.8, min_p=0.1, seed=3, max_tokens=9, stop=["a", "b"])
+    assert params == expected
+    assert "system\nBe<|im_end|>" in prompt["prompt"]
+
+
+def test_variables_reach_the_template(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(LLM, "stream", lambda self, prompt, params: seen.append(prompt["prompt"]) or (_ for _ in ()))
+    folder = tmp_path / "model"
+    shutil.copytree(BUNDLED / "tiny-qwen3", folder)
+    template = "{{ messages[0].content }}{% if enable_thinking is false %} NO{% endif %}{{ tone }}"
+    (folder / "chat_template.jinja").write_text(template)
+    for options in ([], ["--no-thinking"], ["--chat-template-kwargs", '{"tone": "!", "enable_thinking": false}']):
+        run("Hi", "--model", str(folder), *options)
+    assert seen == ["Hi", "Hi NO", "Hi NO!"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--no-thinking"], "this checkpoint's chat template has no variable 'enable_thinking'"),
+        (["--chat-template-kwargs", "{"], "must be a JSON object such as"),
+        (["--chat-template-kwargs", "[1]"], "got '[1]'"),
+        (["--chat-template-kwargs", '{"tone": 1}'], "no variable 'tone'"),
+        (["--chat-template-kwargs", '{"messages": []}'], "messages"),
+        (["--no-thinking", "--chat-template-kwargs", '{"enable_thinking": true}'], "contradicts"),
+    ],
+)
+def test_a_variable_that_has_no_effect_is_one_sentence(options, words):
+    result = run(LILY, *options)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_model_without_a_template_is_one_sentence(gpt2_path):
+    result = run("Hello", "--model", str(gpt2_path))
+    assert result.exit_code == 1
+    assert "no tokenizer, so there is no chat template" in result.stderr
+
+
+def test_ctrl_c_ends_a_single_answer_as_a_shell_expects(monkeypatch):
+    def interrupted(self, batch):
+        signal.raise_signal(signal.SIGINT)
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(ModelRunner, "forward", interrupted)
+    try:
+        assert run(LILY).exit_code == 130
+    finally:
+        signal.signal(signal.SIGINT, previous)

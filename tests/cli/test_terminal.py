@@ -1,0 +1,215 @@
+"""`nanoinfer chat` as people use it: keys are typed into a pseudo-terminal, and the screen is read."""
+
+import codecs
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+pty = pytest.importorskip("pty", reason="Windows has no pseudo-terminals")
+readline = pytest.importorskip("readline")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif("libedit" in (readline.__doc__ or ""), reason="libedit has no bracketed paste"),
+]
+
+UP, LEFT, CTRL_A, CTRL_C, CTRL_D = "\x1b[A", "\x1b[D", "\x01", "\x03", "\x04"
+PROMPT = "\x1b[?2004h>>> "  # readline turns bracketed paste on, and shows the prompt
+TIMEOUT = 120  # seconds. A busy machine is no failure.
+
+
+def paste(text):
+    """What a terminal sends for pasted text."""
+    return f"\x1b[200~{text}\x1b[201~"
+
+
+class Terminal:
+    """A process whose standard input, output and error are a terminal."""
+
+    def __init__(self, code, state, **environment):
+        # A job in the background begins with Ctrl-C ignored.
+        code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {code}"
+        # The shell is the leader of a new session, so the first terminal that it opens becomes the session's: Ctrl-C works.
+        shell = ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1']
+        self._main, self._side = pty.openpty()
+        self._process = subprocess.Popen(
+            [*shell, os.ttyname(self._side), sys.executable, "-c", code],
+            start_new_session=True,
+            env=os.environ | {"TERM": "xterm", "INPUTRC": os.devnull, "XDG_STATE_HOME": str(state)} | environment,
+        )
+        self._decoder = codecs.getincrementaldecoder("utf-8")()  # a read may end inside a character
+        self._screen = ""
+
+    def send(self, keys):
+        for start in range(0, len(keys), 500):  # the terminal's buffer is small, and the echo must be read
+            os.write(self._main, keys[start : start + 500].encode())
+            self._read(0)
+
+    def wait_for(self, text):
+        """What the screen shows before and with the text. What came before the last wait is gone."""
+        end = time.monotonic() + TIMEOUT
+        while text not in self._screen:
+            assert time.monotonic() < end, f"{text!r} is not in {self._screen[-2000:]!r}"
+            self._read(0.1)
+        before, _, self._screen = self._screen.partition(text)
+        return before
+
+    def type(self, message):
+        """Type a message, wait for the next prompt, and return what was shown after the message."""
+        self.send(message + "\r")
+        return self.wait_for(PROMPT).partition("\x1b[?2004l\r")[2].replace("\r\n", "\n")
+
+    def wait(self):
+        """Wait for the end of the process. Returns its exit code and the rest of the screen."""
+        code = self._process.wait(TIMEOUT)
+        self._read(0)
+        return code, self._screen
+
+    def close(self):
+        self._process.kill()
+        self._process.wait()
+        os.close(self._side)
+        os.close(self._main)
+
+    def _read(self, seconds):
+        while select.select([self._main], [], [], seconds)[0]:
+            self._screen += self._decoder.decode(os.read(self._main, 65536))
+            seconds = 0
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts Python code in a terminal. All terminals are closed after the test, also if it fails."""
+    terminals = []
+
+    def in_terminal(code, state=tmp_path, **environment):
+        terminals.append(Terminal(code, state, **environment))
+        return terminals[-1]
+
+    yield in_terminal
+    for terminal in terminals:
+        terminal.close()
+
+
+READ = """
+from nanoinfer.cli.line_input import MessageReader
+reader = MessageReader()
+while (message := reader.read()) is not None:
+    print(ascii(message))
+"""
+
+
+def test_a_message_is_edited_recalled_pasted_and_quoted(start):
+    """The reader alone, without a model."""
+    terminal = start(f"exec({READ!r})")
+    terminal.wait_for(PROMPT)
+
+    def message(keys):
+        return eval(terminal.type(keys).splitlines()[-1])
+
+    assert message(f"wrld{LEFT * 3}o") == "world"
+    assert message(f"my {CTRL_A}oh ") == "oh my"
+    assert message(UP * 2) == "world"
+    assert message("é\N{GRINNING FACE}") == "é\N{GRINNING FACE}"
+    assert message("x" * 10_000) == "x" * 10_000
+    assert message(paste("one\rtwo\r\rthree")) == "one\ntwo\n\nthree"
+    assert (terminal.type(""), terminal.type(" ")) == ("", "")  # empty lines are skipped
+    for quoted in ('"""one line"""', '"""\rone line\r"""', '"""one line\r"""'):
+        assert message(quoted) == "one line"
+    assert message('"""\r"one"\r  two\r\r""three"" """') == '"one"\n  two\n\n""three"" '
+    assert message(paste('"""one\rtwo"""')) == "one\ntwo"
+
+    terminal.send(f"not this{CTRL_C}")
+    assert "Ctrl-C again, Ctrl-D or /exit ends the chat" in terminal.wait_for(PROMPT)
+    assert message("this") == "this"
+    terminal.send(f'"""not{CTRL_C}')
+    terminal.wait_for(PROMPT)
+    assert message("that") == "that"
+    terminal.send(CTRL_D)
+    assert terminal.wait()[0] == 0
+
+    again = start(f"exec({READ!r})")
+    again.wait_for(PROMPT)
+    again.send(UP * 2 + "\r")
+    assert "'this'" in again.wait_for(PROMPT)
+    again.send(CTRL_C)
+    again.wait_for(PROMPT)
+    again.send(CTRL_C)
+    assert again.wait()[0] == 0
+
+
+def test_a_place_without_a_history_is_no_error(start, tmp_path):
+    (tmp_path / "file").touch()
+    terminal = start(f"exec({READ!r})", tmp_path / "file")
+    terminal.wait_for(PROMPT)
+    assert terminal.type("Hello") == "'Hello'\n"
+    terminal.send(CTRL_D)
+    assert terminal.wait()[0] == 0
+
+
+def test_without_readline_lines_are_read_as_the_terminal_gives_them(start):
+    terminal = start(f"import sys; sys.modules['readline'] = None; exec({READ!r})")
+    terminal.wait_for(">>> ")
+    terminal.send("Hello\r")
+    assert "'Hello'" in terminal.wait_for(">>> ")
+    terminal.send(CTRL_D)
+    assert terminal.wait()[0] == 0
+
+
+def test_a_chat_from_the_banner_to_the_exit(start, tmp_path):
+    arguments = ["chat", "--max-model-len", "256", "--max-tokens", "20", "--stats", "--kv-cache-memory", str(2**24)]
+    terminal = start(f"from nanoinfer.cli.main import app; app({arguments})", NO_COLOR="1")
+    loading = terminal.wait_for("nanoinfer 0.")
+    assert "Loading tiny-qwen3" in loading
+    assert "cpu, float32, context of 256 tokens\r\n/help lists the commands." in terminal.wait_for(PROMPT)
+
+    shown = terminal.type(f"Tell me a story about Tom{LEFT * 3}\x1b[3~\x1b[3~\x1b[3~Lily")
+    text, cut, stats = shown.splitlines()[:3]
+    assert "Lily" in text
+    assert cut == "(the answer is cut: max_tokens is 20)"
+    assert re.fullmatch(r"\(20 tokens, [\d.]+ tokens/s, first token after \d+ ms, .*\)", stats)
+
+    assert "did you mean /help?" in terminal.type("/hlep")
+    assert "temperature must be finite and >= 0, got -1" in terminal.type("/set temperature -1")
+    assert "(top_k is 1)" in terminal.type("/set top_k 1")
+    assert "but max_model_len is 256" in terminal.type("x" * 10_000)
+
+    # Ctrl-C in the middle of an answer: what was shown is kept.
+    assert "(a new conversation)" in terminal.type("/clear")
+    terminal.type("/set ignore_eos True")
+    terminal.type("/set max_tokens None")
+    terminal.send("Tell me a story about Tom\r")
+    terminal.wait_for("\x1b[?2004l\r")  # the end of the echo
+    terminal.wait_for(" ")
+    terminal.send(CTRL_C)
+    rest = terminal.wait_for(PROMPT)
+    assert "(stopped)" in rest
+
+    # Four turns of 50 tokens and more fill the context.
+    terminal.type("/set max_tokens 40")
+    shown = [terminal.type("Tell me a story about Lily") for _ in range(6)]
+    assert ["the oldest turns are left out" in text for text in shown].count(True) == 1
+    assert not [text for text in shown if "error" in text or "(40 tokens" not in text]
+
+    file = tmp_path / "talk.json"
+    assert "(saved 14 messages in" in terminal.type(f"/save {file}")
+    messages = json.loads(file.read_text())
+    assert messages[0]["content"] == "Tell me a story about Tom"
+    terminal.send("/bye\r")
+    code, screen = terminal.wait()
+    assert code == 0
+    assert "Traceback" not in screen
+
+
+def test_a_closed_pipe_ends_an_answer_without_a_traceback():
+    command = [sys.executable, "-m", "nanoinfer", "chat", "Tell me a story about Lily"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(TIMEOUT) == 1
+    process.stderr.close()
