@@ -14,6 +14,7 @@ from nanoinfer.errors import (
     check_flag,
     check_integer,
     check_number,
+    short_repr,
 )
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ DTYPES = {
     "float": "float32",
     "float32": "float32",
 }  # vLLM's spellings -> torch's
+LOGPROBS_MODES = {"raw": "raw", "raw_logprobs": "raw", "processed": "processed", "processed_logprobs": "processed"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +99,10 @@ class EngineConfig:
     attention_backend: str = "auto"
     enforce_eager: bool = False
     async_scheduling: bool | None = None  # launch a step before the previous one is read. None: on a GPU
-    seed: int = 0
+    seed: int | None = None  # None: the engine draws one
     tracer: "Tracer | None" = None
     stages: "tuple[Stage, ...] | None" = None  # the sampler's. None: sampling.sampler.STAGES
-    logprobs_mode: str = "raw"  # or "processed": after all stages
+    logprobs_mode: str = "raw"  # a key of LOGPROBS_MODES
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
@@ -108,44 +110,89 @@ class EngineConfig:
         for name in ("model", "tokenizer", "revision"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise InvalidTypeError(f"{name} must be a string, got {value!r}")
+                raise InvalidTypeError(f"{name} must be a string, got {short_repr(value)}")
         for name in ("dtype", "device", "attention_backend"):
             if not isinstance(getattr(self, name), str):
-                raise InvalidTypeError(f"{name} must be a string, got {getattr(self, name)!r}")
+                raise InvalidTypeError(f"{name} must be a string, got {short_repr(getattr(self, name))}")
         if self.dtype not in DTYPES:
-            raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+            raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {short_repr(self.dtype)}")
         if self.quantization not in (None, "int8"):
-            raise InvalidValueError(f"quantization must be None or 'int8', got {self.quantization!r}")
+            raise InvalidValueError(f"quantization must be None or 'int8', got {short_repr(self.quantization)}")
         if self.quantization is not None and DTYPES[self.dtype] not in ("auto", "bfloat16"):
             raise InvalidValueError(f"quantization='int8' computes in bfloat16, got dtype={self.dtype!r}; leave dtype out")
         check_integer("max_model_len", self.max_model_len, 1, None, ">= 1", or_none=True)
         check_flag("enforce_eager", self.enforce_eager)
         if self.async_scheduling is not None:
             check_flag("async_scheduling", self.async_scheduling)
-        check_integer("seed", self.seed, 0, 2**64 - 1, "in 0 .. 2**64 - 1")
-        if self.logprobs_mode not in ("raw", "processed"):
-            raise InvalidValueError(f"logprobs_mode must be 'raw' or 'processed', got {self.logprobs_mode!r}")
+        check_integer("seed", self.seed, 0, 2**64 - 1, "in 0 .. 2**64 - 1", or_none=True)
+        if not isinstance(self.logprobs_mode, str) or self.logprobs_mode not in LOGPROBS_MODES:
+            raise InvalidValueError(f"logprobs_mode must be 'raw' or 'processed', got {short_repr(self.logprobs_mode)}")
         if self.stages is not None and not (isinstance(self.stages, tuple) and all(callable(stage) for stage in self.stages)):
-            raise InvalidTypeError(f"stages must be a list of functions (logits, SamplingBatch) -> logits, got {self.stages!r}")
+            raise InvalidTypeError(
+                f"stages must be a list of functions (logits, SamplingBatch) -> logits, got {short_repr(self.stages)}"
+            )
         if isinstance(self.tracer, type) or (self.tracer is not None and not callable(getattr(self.tracer, "emit", None))):
-            raise InvalidTypeError(f"tracer must have a method emit(event), got {self.tracer!r}; see nanoinfer.Recorder")
+            raise InvalidTypeError(
+                f"tracer must have a method emit(event), got {short_repr(self.tracer)}; see nanoinfer.Recorder"
+            )
 
 
 # vLLM's arguments that nanoinfer does not have, with the values that change nothing here. The first one is how nanoinfer acts.
 # Any different value requests what is not supported.
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+    "runner": ("generate", "auto"),
+    "task": ("generate", "auto", None),
+    "convert": ("none", "auto"),
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
+    "distributed_executor_backend": (None, "uni"),
     "trust_remote_code": (False, True),  # a permission: there is no remote code to run
     "disable_log_stats": (True, False),
     "load_format": ("auto", "safetensors"),
+    "config_format": ("auto", "hf"),
+    "generation_config": ("auto",),
+    "override_generation_config": (None, {}),
+    "hf_overrides": (None, {}),
+    "hf_token": (None,),
+    "download_dir": (None,),
+    "code_revision": (None,),
+    "tokenizer_revision": (None,),
     "tokenizer_mode": ("auto",),
     "skip_tokenizer_init": (False,),
     "enable_chunked_prefill": (True, None),
+    "disable_sliding_window": (False,),
+    "disable_custom_all_reduce": (False, True),  # there is one device
     "enable_lora": (False, None),
+    "limit_mm_per_prompt": (None, {}),
+    "mm_processor_kwargs": (None,),
+    "logits_processors": (None, []),
+    "max_logprobs": (-1,),  # no limit
     "speculative_config": (None,),
+    "structured_outputs_config": (None,),
+    "compilation_config": (None,),
     "kv_cache_dtype": ("auto",),
+    "kv_cache_memory_bytes": (None,),
+    "num_gpu_blocks_override": (None,),
     "cpu_offload_gb": (0,),
     "swap_space": (0, 4),  # GiB that may be swapped out, 4 was vLLM's default
+    "scheduling_policy": ("fcfs",),
+}
+# Those of its methods.
+NEUTRAL_GENERATE: dict[str, tuple[object, ...]] = {
+    "lora_request": (None,),
+    "priority": (None,),
+    "prompt_adapter_request": (None,),
+    "tokenization_kwargs": (None, {}),
+}
+NEUTRAL_CHAT: dict[str, tuple[object, ...]] = NEUTRAL_GENERATE | {
+    "chat_template_content_format": ("auto", "string"),
+    "continue_final_message": (False,),
+    "tools": (None,),
+    "mm_processor_kwargs": (None,),
+}
+NEUTRAL_BEAM_SEARCH: dict[str, tuple[object, ...]] = {
+    "lora_request": (None,),
+    "use_tqdm": (False,),
+    "concurrency_limit": (None,),
 }

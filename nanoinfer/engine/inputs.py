@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NotRequired, TypedDict
 
-from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError
+from nanoinfer.errors import (
+    InvalidPromptError,
+    InvalidTypeError,
+    InvalidValueError,
+    NanoinferError,
+    UnsupportedError,
+    check_flag,
+    check_neutral,
+    short_repr,
+)
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -33,6 +42,9 @@ class TokensPrompt(TypedDict):
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt
 Message = Mapping[str, object]  # {"role": "user", "content": "Hello"}. The chat template decides which keys it reads.
+
+# Further keys of vLLM's prompt dicts, with the value that changes nothing here.
+NEUTRAL_PROMPT_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "token_type_ids", "cache_salt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +75,9 @@ class InputProcessor:
         Raises: InvalidPromptError, InvalidTypeError, InvalidValueError.
         """
         text, token_ids = self._parse(prompt)
+        if not isinstance(params, SamplingParams):
+            raise InvalidTypeError(f"sampling_params must be SamplingParams, got {short_repr(params)}")
+        params = params.clone()  # the caller may change them while the request runs
         bad_words = self._check(token_ids, params)
         error = self._too_long(len(token_ids)) if len(token_ids) >= self._info.max_model_len else None
         return PreparedRequest(text, token_ids, params, bad_words, error)
@@ -76,7 +91,7 @@ class InputProcessor:
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         if not isinstance(params, list | tuple):
-            raise InvalidTypeError(f"sampling_params must be SamplingParams, or a list of them, got {params!r}")
+            raise InvalidTypeError(f"sampling_params must be SamplingParams, or a list of them, got {short_repr(params)}")
         if len(params) != len(prompts):
             raise InvalidValueError(
                 f"sampling_params must be one, or one per prompt: got {len(params)} for {len(prompts)} prompts"
@@ -96,18 +111,22 @@ class InputProcessor:
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> TokensPrompt:
         """Render one conversation as a prompt. See LLM.chat."""
-        if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+        is_list = isinstance(messages, list | tuple) and len(messages) > 0
+        if not is_list or not all(isinstance(message, Mapping) for message in messages):
             raise InvalidTypeError(
                 f'messages must be a list of dicts like {{"role": "user", "content": "Hello"}}, got {reprlib.repr(messages)}'
             )
         if self._tokenizer is None:
             raise InvalidPromptError("this checkpoint has no tokenizer, so there is no chat template; use token ids")
+        if not isinstance(chat_template, str | None):
+            raise InvalidTypeError(f"chat_template must be a Jinja template as a string, got {short_repr(chat_template)}")
+        check_flag("add_generation_prompt", add_generation_prompt)
         if not isinstance(chat_template_kwargs, dict | None):
-            raise InvalidTypeError(f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r}")
+            raise InvalidTypeError(f"chat_template_kwargs must be a dict, got {short_repr(chat_template_kwargs)}")
         if clash := {"chat_template", "add_generation_prompt", "tokenize"} & (chat_template_kwargs or {}).keys():
             raise InvalidValueError(f"chat_template_kwargs must not hold {', '.join(clash)}: that is an argument of its own")
         text = self._tokenizer.apply_chat_template(
-            messages,
+            [_with_text_content(message, index) for index, message in enumerate(messages)],
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             **(chat_template_kwargs or {}),
@@ -119,11 +138,13 @@ class InputProcessor:
         """The text, if there is one, and the token ids. If a dict holds both, the ids are used and the text is only shown."""
         if isinstance(prompt, dict):
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+            unknown = prompt.keys() - {"prompt", "prompt_token_ids", *NEUTRAL_PROMPT_KEYS}
             if unknown or not isinstance(text, str | None) or (text is None and token_ids is None):
                 raise InvalidPromptError(
                     f"a prompt's dict holds prompt (a string) or prompt_token_ids (ids), got {reprlib.repr(prompt)}"
                 )
+            for name in prompt.keys() & NEUTRAL_PROMPT_KEYS:
+                check_neutral(name, prompt[name], (None,))
             return (text, _token_ids(token_ids)) if token_ids is not None else self._parse(text)
         if isinstance(prompt, str):
             if self._tokenizer is None:
@@ -133,8 +154,6 @@ class InputProcessor:
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Refuse what this model cannot serve. Returns params.bad_words as token ids."""
-        if not isinstance(params, SamplingParams):
-            raise InvalidTypeError(f"sampling_params must be SamplingParams, got {params!r}")
         if not token_ids:
             raise InvalidPromptError("the prompt has no tokens; give at least one, such as the model's BOS")
         vocab_size = self._info.vocab_size
@@ -148,7 +167,7 @@ class InputProcessor:
             # min and max run in C. A loop over a prompt of 100,000 ids would be noticeable.
             if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
                 bad = next(i for i in ids if not 0 <= i < vocab_size)
-                error = f"{name} has the token id {bad}; this model's ids are 0 .. {vocab_size - 1}"
+                error = f"{name} has the token id {short_repr(bad)}; this model's ids are 0 .. {vocab_size - 1}"
                 raise InvalidPromptError(error) if ids is token_ids else InvalidValueError(error)
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > vocab_size:
@@ -205,6 +224,31 @@ def with_prompt_index(index: int) -> Iterator[None]:
         yield
     except NanoinferError as error:
         raise type(error)(f"prompt {index}: {error}") from error
+
+
+def _with_text_content(message: Message, index: int) -> dict[str, Any]:
+    """The message with its content as one string: text parts are joined by newlines, as in vLLM, and None is no text."""
+    if "content" not in message:
+        return dict(message)
+    content = message["content"]
+    if not isinstance(content, str | list | tuple | None):
+        raise InvalidTypeError(
+            f"message {index}: content must be a string, a list of text parts or None, got {reprlib.repr(content)}"
+        )
+    if not isinstance(content, str):
+        content = "\n".join(_text_of_part(part, index) for part in content or ())
+    return {**message, "content": content}
+
+
+def _text_of_part(part: Any, index: int) -> str:
+    kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
+    if isinstance(kind, str) and kind != "text":
+        raise UnsupportedError(f"message {index}: a part of type {kind!r} is not supported; give text parts only")
+    if kind is None or not isinstance(text, str):
+        raise InvalidTypeError(
+            f'message {index}: a part of content must be {{"type": "text", "text": "..."}}, got {reprlib.repr(part)}'
+        )
+    return text
 
 
 def _token_ids(ids: Any) -> list[int]:

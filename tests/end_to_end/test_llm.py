@@ -17,6 +17,7 @@ import torch
 from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM, Delta, Recorder, RequestOutput, SamplingParams
+from nanoinfer.config import NEUTRAL_VALUES, SchedulerConfig
 from nanoinfer.errors import (
     CheckpointNotFoundError,
     InvalidPromptError,
@@ -630,7 +631,11 @@ def test_vllms_arguments_that_we_do_not_have_are_refused_by_name(argument):
 
 
 def test_vllms_arguments_are_accepted_where_they_change_nothing(qwen3_path):
-    LLM(qwen3_path, tensor_parallel_size=1, quantization=None, trust_remote_code=False, kv_cache_memory=MEMORY)
+    given = {name: value for name, (*_, value) in NEUTRAL_VALUES.items()}
+    given |= dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "quantization", "seed"))
+    llm = LLM(qwen3_path, **given, logprobs_mode="raw_logprobs", kv_cache_memory=MEMORY)
+    assert llm.engine.scheduler.config == SchedulerConfig()
+    assert llm.engine.block_manager.enable_prefix_caching
 
 
 @pytest.mark.parametrize(
@@ -652,12 +657,13 @@ COUNTS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "chunk_size", 
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [(name, value, "must be an integer") for name in COUNTS for value in (1.5, "4", True)]
-    + [(name, None, "must be an integer") for name in ("max_num_seqs", "max_num_batched_tokens", "chunk_size")]
+    + [("chunk_size", None, "must be an integer")]
     + [(name, 5, "must be a string") for name in ("model", "tokenizer", "revision", "dtype", "device", "attention_backend")]
     + [(name, None, "must be a string") for name in ("dtype", "device", "attention_backend")]
-    + [(name, value, "must be True or False") for name in ("enable_prefix_caching", "enforce_eager") for value in (1, None)]
+    + [("enable_prefix_caching", 1, "must be True or False")]
+    + [("enforce_eager", value, "must be True or False") for value in (1, None)]
     + [("gpu_memory_utilization", value, "must be a number") for value in ("0.9", None, True)]
-    + [("seed", value, "must be an integer") for value in (1.0, "1", None, True)]
+    + [("seed", value, "must be an integer") for value in (1.0, "1", True)]
     + [("tracer", value, r"must have a method emit\(event\)") for value in (5, print, Recorder)],
 )
 def test_an_argument_of_a_wrong_type_is_refused_by_name(name, value, sentence):
@@ -726,6 +732,18 @@ def test_the_engines_seed_reproduces_a_run(qwen3_path):
 
     assert run(7) == run(7)
     assert run(7) != run(8)
+
+
+def test_without_a_seed_one_is_drawn_and_logged_so_that_the_run_can_be_repeated(qwen3_path, caplog):
+    with caplog.at_level(logging.INFO, "nanoinfer.engine.llm_engine"):
+        llms = [LLM(qwen3_path, kv_cache_memory=MEMORY) for _ in range(2)]
+    seeds = [int(re.search(r"LLM\(seed=(\d+)\)", record.message)[1]) for record in caplog.records]
+    llms += [LLM(qwen3_path, seed=seed, kv_cache_memory=MEMORY) for seed in seeds]
+    first, second, *repeated = [answer(llm, [1, 2], HOT).token_ids for llm in llms]
+    assert first != second
+    assert [first, second] == repeated
+    assert len(caplog.records) == 2  # a seed that was given is not logged
+    assert f"seed={seeds[0]})" in repr(llms[0])
 
 
 def test_a_requests_seed_gives_its_tokens_alone_and_in_any_batch(ids_llm):
