@@ -87,8 +87,8 @@ def check_argument_names(
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             if (surplus := args[1 + len(positional) :]) and len(known) > len(positional):
                 after = f" after {positional[-1]}" if positional else ""
-                way_out = f"write {known[len(positional)]}={short_repr(surplus[0])}"
-                raise InvalidTypeError(f"{owner} takes keyword arguments only{after}, got {short_repr(surplus)}; {way_out}")
+                way_out = f"write {known[len(positional)]}={shown(surplus[0])}"
+                raise InvalidTypeError(f"{owner} takes keyword arguments only{after}, got {shown(surplus)}; {way_out}")
             for name in [name for name in kwargs if name not in known]:
                 value = kwargs.pop(name)
                 if name not in neutral:
@@ -107,9 +107,16 @@ def check_argument_names(
 
 def check_neutral(name: str, value: object, neutral: Sequence[object]) -> None:
     """Refuse a value of another library's argument, unless it is one of those that change nothing here."""
-    comparable = isinstance(value, str | int | float | dict | list)  # an array has no single truth value
-    if not any(value is known or (comparable and value == known) for known in neutral):
-        raise UnsupportedError(f"{name}={short_repr(value)} is not supported; leave it out (it acts as {neutral[0]!r})")
+    if not is_one_of(value, neutral):
+        raise UnsupportedError(f"{name}={shown(value)} is not supported; leave it out (it acts as {neutral[0]!r})")
+
+
+def is_one_of(value: object, allowed: Sequence[object]) -> bool:
+    """Whether a value equals one of the allowed ones. An array does not."""
+    try:
+        return value in allowed
+    except Exception:  # an array compares element by element, which is neither True nor False
+        return False
 
 
 def _unknown_argument(owner: str, name: str, known: list[str]) -> InvalidTypeError:
@@ -124,25 +131,25 @@ def first_line(error: BaseException) -> str:
     return str(error).split("\n", maxsplit=1)[0] or type(error).__name__
 
 
-def short_repr(value: object) -> str:
-    """Return a repr for a message: one line of at most 500 characters."""
+def shown(value: object) -> str:
+    """Return a value's repr for a message: on one line, shortened. Also of a value without one, an int of 5,000 digits."""
     try:
         text = repr(value).replace("\n", " ")
-    except Exception:  # a user's class, or an integer of more digits than Python prints
-        return f"a value of type {type(value).__name__} that cannot be shown"
-    return text if len(text) <= 500 else text[:497] + "..."
+    except Exception:
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= 200 else f"{text[:150]} ... {text[-40:]}"
 
 
 def out_of_range(name: str, value: object, allowed: str) -> InvalidValueError:
     """Return the error for a value that is not `allowed`. A way out may follow in `allowed`, after a semicolon."""
     allowed, _, way_out = allowed.partition("; ")
-    return InvalidValueError(f"{name} must be {allowed}, got {short_repr(value)}" + (f"; {way_out}" if way_out else ""))
+    return InvalidValueError(f"{name} must be {allowed}, got {shown(value)}" + (f"; {way_out}" if way_out else ""))
 
 
 def check_number(name: str, value: object, low: float, high: float, allowed: str) -> None:
     """Refuse what is not a finite number in low .. high."""
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise InvalidTypeError(f"{name} must be a number, got {short_repr(value)}")
+        raise InvalidTypeError(f"{name} must be a number, got {shown(value)}")
     try:
         in_range = low <= float(value) <= high and math.isfinite(value)  # NaN fails every comparison
     except OverflowError:  # an int beyond every float
@@ -152,11 +159,13 @@ def check_number(name: str, value: object, low: float, high: float, allowed: str
 
 
 def check_integer(name: str, value: object, low: int, high: int | None, allowed: str, *, or_none: bool = False) -> None:
-    """Refuse what is not an integer in low .. high. A `high` of None is no bound. `or_none` accepts the value None."""
+    """Refuse what is not an integer in low .. high. A `high` of None is 2**63 - 1. `or_none` accepts the value None."""
     if value is None and or_none:
         return
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise InvalidTypeError(f"{name} must be an integer{' or None' if or_none else ''}, got {short_repr(value)}")
+        raise InvalidTypeError(f"{name} must be an integer{' or None' if or_none else ''}, got {shown(value)}")
+    if high is None and int(value) >= 2**63:
+        raise out_of_range(name, value, "below 2**63")
     if int(value) < low or (high is not None and int(value) > high):
         raise out_of_range(name, value, allowed)
 
@@ -164,4 +173,4 @@ def check_integer(name: str, value: object, low: int, high: int | None, allowed:
 def check_flag(name: str, value: object) -> None:
     """Refuse what is not True or False."""
     if not isinstance(value, bool):
-        raise InvalidTypeError(f"{name} must be True or False, got {short_repr(value)}")
+        raise InvalidTypeError(f"{name} must be True or False, got {shown(value)}")

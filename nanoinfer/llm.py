@@ -33,7 +33,7 @@ from nanoinfer.errors import (
     UnsupportedError,
     check_argument_names,
     check_flag,
-    short_repr,
+    shown,
 )
 from nanoinfer.outputs import BeamSearchOutput, Delta, Metric, RequestOutput
 from nanoinfer.sampling.sampler import Stage
@@ -280,7 +280,7 @@ class LLM:
             NanoinferError: The beams of one prompt do not fit into the KV cache.
         """
         if not isinstance(params, BeamSearchParams):
-            raise InvalidTypeError(f"params must be BeamSearchParams, got {short_repr(params)}")
+            raise InvalidTypeError(f"params must be BeamSearchParams, got {shown(params)}")
         search = BeamSearch(self.engine, prompts, params.clone())
         try:
             while search.num_unfinished:
@@ -385,5 +385,5 @@ def _or_default(value: T | None, default: T) -> T:
 
 def _path_string(name: str, value: object) -> str:
     if not isinstance(value, str | os.PathLike):
-        raise InvalidTypeError(f"{name} must be a string or a path, got {short_repr(value)}")
+        raise InvalidTypeError(f"{name} must be a string or a path, got {shown(value)}")
     return os.fspath(value)

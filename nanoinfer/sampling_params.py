@@ -20,7 +20,7 @@ from nanoinfer.errors import (
     check_integer,
     check_number,
     out_of_range,
-    short_repr,
+    shown,
 )
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ class BeamSearchParams(_CheckedParams):
         check_number("length_penalty", self.length_penalty, -10.0, 10.0, "in [-10, 10]; 0 compares plain sums")
         check_flag("ignore_eos", self.ignore_eos)
         if not isinstance(self.early_stopping, bool | str):
-            raise InvalidTypeError(f"early_stopping must be True, False or 'never', got {short_repr(self.early_stopping)}")
+            raise InvalidTypeError(f"early_stopping must be True, False or 'never', got {shown(self.early_stopping)}")
         if self.early_stopping not in (True, False, "never"):
             raise out_of_range("early_stopping", self.early_stopping, "True, False or 'never'")
         for name, plain in (("beam_width", int), ("max_tokens", int), ("length_penalty", float)):
@@ -286,16 +286,16 @@ class BeamSearchParams(_CheckedParams):
 def _stop_strings(stop: object) -> tuple[str, ...]:
     strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(text, str) for text in strings):
-        raise InvalidTypeError(f"stop must be a string or a list of strings, got {short_repr(stop)}")
+        raise InvalidTypeError(f"stop must be a string or a list of strings, got {shown(stop)}")
     if "" in strings:
-        raise InvalidValueError(f"stop must not hold an empty string, got {short_repr(stop)}; leave stop out to turn it off")
+        raise InvalidValueError(f"stop must not hold an empty string, got {shown(stop)}; leave stop out to turn it off")
     return tuple(strings)
 
 
 def _token_ids(name: str, ids: object) -> tuple[int, ...]:
     ids = () if ids is None else ids
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-        raise InvalidTypeError(f"{name} must be a list of token ids, got {short_repr(ids)}")
+        raise InvalidTypeError(f"{name} must be a list of token ids, got {shown(ids)}")
     for token_id in ids:
         check_integer(f"each of {name}", token_id, 0, None, ">= 0")
     return tuple(int(token_id) for token_id in ids)
@@ -305,24 +305,24 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
-        raise InvalidTypeError(f"logit_bias must be a dict of token ids and numbers, got {short_repr(bias)}")
+        raise InvalidTypeError(f"logit_bias must be a dict of token ids and numbers, got {shown(bias)}")
     for token_id, value in bias.items():
         check_integer("each id of logit_bias", token_id, 0, None, ">= 0")
         allowed = "in [-100, 100]; allowed_token_ids and bad_words can forbid a token"
-        check_number(f"logit_bias[{short_repr(token_id)}]", value, -100.0, 100.0, allowed)
+        check_number(f"logit_bias[{shown(token_id)}]", value, -100.0, 100.0, allowed)
     return {int(token_id): float(value) for token_id, value in bias.items()} or None
 
 
 def _bad_words(words: object) -> tuple[str | tuple[int, ...], ...]:
     words = () if words is None else words
     if not isinstance(words, Sequence) or isinstance(words, str | bytes):
-        raise InvalidTypeError(f"bad_words must be a list of strings and lists of token ids, got {short_repr(words)}")
+        raise InvalidTypeError(f"bad_words must be a list of strings and lists of token ids, got {shown(words)}")
     if any(word is None for word in words):
         raise InvalidTypeError("each of bad_words must be a list of token ids or a string, got None")
     checked = tuple(word if isinstance(word, str) else _token_ids("bad_words", word) for word in words)
     for word in checked:
         if not (word.strip() if isinstance(word, str) else word):
-            raise InvalidValueError(f"bad_words must not hold an empty word, got {short_repr(word)}; leave it out")
+            raise InvalidValueError(f"bad_words must not hold an empty word, got {shown(word)}; leave it out")
     return checked
 
 
@@ -340,7 +340,7 @@ def _logits_processors(processors: object) -> tuple[LogitsProcessor, ...]:
     """The processors, each with three arguments."""
     processors = () if processors is None else processors
     if not isinstance(processors, Sequence) or not all(callable(processor) for processor in processors):
-        raise InvalidTypeError(f"logits_processors must be a list of functions {_FORMS}, got {short_repr(processors)}")
+        raise InvalidTypeError(f"logits_processors must be a list of functions {_FORMS}, got {shown(processors)}")
     return tuple(_WithoutPrompt(one) if _num_arguments(one) == 2 else one for one in processors)
 
 
@@ -353,6 +353,6 @@ def _num_arguments(processor: LogitsProcessor) -> int:
         signature.bind(*range(num_arguments))
     except (TypeError, ValueError) as error:  # ValueError: some functions in C have no signature
         raise InvalidTypeError(
-            f"each of logits_processors must be a function {_FORMS}, got {short_repr(processor)} ({error}); wrap it in a lambda"
+            f"each of logits_processors must be a function {_FORMS}, got {shown(processor)} ({error}); wrap it in a lambda"
         ) from None
     return num_arguments

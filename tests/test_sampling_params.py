@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 from nanoinfer import NanoinferError, SamplingParams
-from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
 from nanoinfer.sampling_params import BeamSearchParams
 
 NAN, INF = math.nan, math.inf
@@ -140,7 +140,7 @@ def test_a_value_out_of_range_is_refused_by_name_value_and_range(kind, name, val
     told = message(InvalidValueError, kind, name, value)
     allowed, _, way_out = allowed.partition("; ")
     assert told.startswith((f"{name} must ", f"each of {name} must ", f"each id of {name} ", f"{name}["))
-    assert f"{allowed}, got {got!r}" in told
+    assert f"{allowed}, got {shown(got)}" in told
     assert told.partition("; ")[2].startswith(way_out)
 
 

@@ -5,7 +5,6 @@ tokenised and checked once, before it reaches the engine. InputProcessor knows t
 queue nor cache, so any thread may call it.
 """
 
-import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from nanoinfer.errors import (
     UnsupportedError,
     check_flag,
     check_neutral,
-    short_repr,
+    shown,
 )
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.sampling_params import SamplingParams
@@ -76,7 +75,7 @@ class InputProcessor:
         """
         text, token_ids = self._parse(prompt)
         if not isinstance(params, SamplingParams):
-            raise InvalidTypeError(f"sampling_params must be SamplingParams, got {short_repr(params)}")
+            raise InvalidTypeError(f"sampling_params must be SamplingParams, got {shown(params)}")
         params = params.clone()  # the caller may change them while the request runs
         bad_words = self._check(token_ids, params)
         error = self._too_long(len(token_ids)) if len(token_ids) >= self._info.max_model_len else None
@@ -91,7 +90,7 @@ class InputProcessor:
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         if not isinstance(params, list | tuple):
-            raise InvalidTypeError(f"sampling_params must be SamplingParams, or a list of them, got {short_repr(params)}")
+            raise InvalidTypeError(f"sampling_params must be SamplingParams, or a list of them, got {shown(params)}")
         if len(params) != len(prompts):
             raise InvalidValueError(
                 f"sampling_params must be one, or one per prompt: got {len(params)} for {len(prompts)} prompts"
@@ -114,15 +113,15 @@ class InputProcessor:
         is_list = isinstance(messages, list | tuple) and len(messages) > 0
         if not is_list or not all(isinstance(message, Mapping) for message in messages):
             raise InvalidTypeError(
-                f'messages must be a list of dicts like {{"role": "user", "content": "Hello"}}, got {reprlib.repr(messages)}'
+                f'messages must be a list of dicts like {{"role": "user", "content": "Hello"}}, got {shown(messages)}'
             )
         if self._tokenizer is None:
             raise InvalidPromptError("this checkpoint has no tokenizer, so there is no chat template; use token ids")
         if not isinstance(chat_template, str | None):
-            raise InvalidTypeError(f"chat_template must be a Jinja template as a string, got {short_repr(chat_template)}")
+            raise InvalidTypeError(f"chat_template must be a Jinja template as a string, got {shown(chat_template)}")
         check_flag("add_generation_prompt", add_generation_prompt)
         if not isinstance(chat_template_kwargs, dict | None):
-            raise InvalidTypeError(f"chat_template_kwargs must be a dict, got {short_repr(chat_template_kwargs)}")
+            raise InvalidTypeError(f"chat_template_kwargs must be a dict, got {shown(chat_template_kwargs)}")
         if clash := {"chat_template", "add_generation_prompt", "tokenize"} & (chat_template_kwargs or {}).keys():
             raise InvalidValueError(f"chat_template_kwargs must not hold {', '.join(clash)}: that is an argument of its own")
         text = self._tokenizer.apply_chat_template(
@@ -141,7 +140,7 @@ class InputProcessor:
             unknown = prompt.keys() - {"prompt", "prompt_token_ids", *NEUTRAL_PROMPT_KEYS}
             if unknown or not isinstance(text, str | None) or (text is None and token_ids is None):
                 raise InvalidPromptError(
-                    f"a prompt's dict holds prompt (a string) or prompt_token_ids (ids), got {reprlib.repr(prompt)}"
+                    f"a prompt's dict holds prompt (a string) or prompt_token_ids (ids), got {shown(prompt)}"
                 )
             for name in prompt.keys() & NEUTRAL_PROMPT_KEYS:
                 check_neutral(name, prompt[name], (None,))
@@ -167,7 +166,7 @@ class InputProcessor:
             # min and max run in C. A loop over a prompt of 100,000 ids would be noticeable.
             if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
                 bad = next(i for i in ids if not 0 <= i < vocab_size)
-                error = f"{name} has the token id {short_repr(bad)}; this model's ids are 0 .. {vocab_size - 1}"
+                error = f"{name} has the token id {shown(bad)}; this model's ids are 0 .. {vocab_size - 1}"
                 raise InvalidPromptError(error) if ids is token_ids else InvalidValueError(error)
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > vocab_size:
@@ -211,7 +210,7 @@ def as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | dict):
         return [prompts]
     if not isinstance(prompts, list | tuple):
-        raise InvalidTypeError(f"prompts must be a string, token ids, a dict or a list of these, got {reprlib.repr(prompts)}")
+        raise InvalidTypeError(f"prompts must be a string, token ids, a dict or a list of these, got {shown(prompts)}")
     if prompts and all(isinstance(item, Integral) for item in prompts):
         return [prompts]
     return list(prompts)
@@ -232,9 +231,7 @@ def _with_text_content(message: Message, index: int) -> dict[str, Any]:
         return dict(message)
     content = message["content"]
     if not isinstance(content, str | list | tuple | None):
-        raise InvalidTypeError(
-            f"message {index}: content must be a string, a list of text parts or None, got {reprlib.repr(content)}"
-        )
+        raise InvalidTypeError(f"message {index}: content must be a string, a list of text parts or None, got {shown(content)}")
     if not isinstance(content, str):
         content = "\n".join(_text_of_part(part, index) for part in content or ())
     return {**message, "content": content}
@@ -246,7 +243,7 @@ def _text_of_part(part: Any, index: int) -> str:
         raise UnsupportedError(f"message {index}: a part of type {kind!r} is not supported; give text parts only")
     if kind is None or not isinstance(text, str):
         raise InvalidTypeError(
-            f'message {index}: a part of content must be {{"type": "text", "text": "..."}}, got {reprlib.repr(part)}'
+            f'message {index}: a part of content must be {{"type": "text", "text": "..."}}, got {shown(part)}'
         )
     return text
 
@@ -260,5 +257,5 @@ def _token_ids(ids: Any) -> list[int]:
             return [int(i) for i in ids]
     raise InvalidTypeError(
         f"a prompt must be a string, a list of token ids (of an array, its .tolist()), or a dict with prompt or "
-        f"prompt_token_ids, got {reprlib.repr(ids)}"
+        f"prompt_token_ids, got {shown(ids)}"
     )
