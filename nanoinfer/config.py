@@ -138,60 +138,77 @@ class EngineConfig:
 
 # vLLM's arguments that nanoinfer does not have, with the values that change nothing here. The first one is how nanoinfer acts.
 # Any different value requests what is not supported.
-NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
-    "runner": ("generate", "auto"),
-    "task": ("generate", "auto", None),
-    "convert": ("none", "auto"),
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "distributed_executor_backend": (None, "uni"),
-    "trust_remote_code": (False, True),  # a permission: there is no remote code to run
-    "disable_log_stats": (True, False),
-    "load_format": ("auto", "safetensors"),
-    "config_format": ("auto", "hf"),
-    "generation_config": ("auto",),
-    "override_generation_config": (None, {}),
-    "hf_overrides": (None, {}),
-    "hf_token": (None,),
-    "download_dir": (None,),
-    "code_revision": (None,),
-    "tokenizer_revision": (None,),
-    "tokenizer_mode": ("auto",),
-    "skip_tokenizer_init": (False,),
-    "enable_chunked_prefill": (True, None),
-    "disable_sliding_window": (False,),
-    "disable_custom_all_reduce": (False, True),  # there is one device
-    "enable_lora": (False, None),
-    "limit_mm_per_prompt": (None, {}),
-    "mm_processor_kwargs": (None,),
-    "logits_processors": (None, []),
-    "max_logprobs": (-1,),  # no limit
-    "speculative_config": (None,),
-    "structured_outputs_config": (None,),
-    "compilation_config": (None,),
-    "kv_cache_dtype": ("auto",),
-    "kv_cache_memory_bytes": (None,),
-    "num_gpu_blocks_override": (None,),
-    "cpu_offload_gb": (0,),
-    "swap_space": (0, 4),  # GiB that may be swapped out, 4 was vLLM's default
-    "scheduling_policy": ("fcfs",),
-}
-# Those of its methods.
-NEUTRAL_GENERATE: dict[str, tuple[object, ...]] = {
+_GENERATE: dict[str, tuple[object, ...]] = {
     "lora_request": (None,),
     "priority": (None,),
     "prompt_adapter_request": (None,),
     "tokenization_kwargs": (None, {}),
 }
-NEUTRAL_CHAT: dict[str, tuple[object, ...]] = NEUTRAL_GENERATE | {
-    "chat_template_content_format": ("auto", "string"),
-    "continue_final_message": (False,),
-    "tools": (None,),
-    "mm_processor_kwargs": (None,),
-}
-NEUTRAL_BEAM_SEARCH: dict[str, tuple[object, ...]] = {
-    "lora_request": (None,),
-    "use_tqdm": (False,),
-    "concurrency_limit": (None,),
+NEUTRAL_VALUES: dict[str, dict[str, tuple[object, ...]]] = {
+    "LLM()": {
+        "runner": ("generate", "auto"),
+        "task": ("generate", "auto", None),
+        "convert": ("none", "auto"),
+        "tensor_parallel_size": (1,),
+        "pipeline_parallel_size": (1,),
+        "data_parallel_size": (1,),
+        "distributed_executor_backend": (None, "uni"),
+        "trust_remote_code": (False, True),  # a permission: there is no remote code to run
+        "disable_log_stats": (True, False),
+        "load_format": ("auto", "safetensors"),
+        "config_format": ("auto", "hf"),
+        "generation_config": ("auto",),
+        "override_generation_config": (None, {}),
+        "hf_overrides": (None, {}),
+        "hf_token": (None,),
+        "download_dir": (None,),
+        "code_revision": (None,),
+        "tokenizer_revision": (None,),
+        "tokenizer_mode": ("auto",),
+        "skip_tokenizer_init": (False,),
+        "enable_chunked_prefill": (True, None),
+        "disable_sliding_window": (False,),
+        "disable_custom_all_reduce": (False, True),  # there is one device
+        "enable_lora": (False, None),
+        "limit_mm_per_prompt": (None, {}),
+        "mm_processor_kwargs": (None,),
+        "logits_processors": (None, []),
+        "max_logprobs": (-1,),  # no limit
+        "speculative_config": (None,),
+        "structured_outputs_config": (None,),
+        "compilation_config": (None,),
+        "kv_cache_dtype": ("auto",),
+        "kv_cache_memory_bytes": (None,),
+        "num_gpu_blocks_override": (None,),
+        "cpu_offload_gb": (0,),
+        "swap_space": (0, 4),  # GiB that may be swapped out, 4 was vLLM's default
+        "scheduling_policy": ("fcfs",),
+    },
+    "generate()": _GENERATE,
+    "chat()": {
+        **_GENERATE,
+        "chat_template_content_format": ("auto", "string"),
+        "continue_final_message": (False,),
+        "tools": (None,),
+        "mm_processor_kwargs": (None,),
+    },
+    "beam_search()": {"lora_request": (None,), "use_tqdm": (False,), "concurrency_limit": (None,)},
+    "SamplingParams": {
+        "structured_outputs": (None,),
+        "guided_decoding": (None,),
+        "spaces_between_special_tokens": (True,),
+        "output_kind": (None,),
+        "extra_args": (None, {}),
+        "flat_logprobs": (False,),
+        "truncate_prompt_tokens": (None,),
+        "skip_reading_prefix_cache": (None, False),
+    },
+    "BeamSearchParams": {"temperature": (0.0,), "include_stop_str_in_output": (False,)},
+    "a prompt": {
+        "multi_modal_data": (None,),
+        "multi_modal_uuids": (None,),
+        "mm_processor_kwargs": (None,),
+        "token_type_ids": (None,),
+        "cache_salt": (None,),
+    },
 }

@@ -12,19 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from tqdm import tqdm
 
-from nanoinfer.config import (
-    NEUTRAL_BEAM_SEARCH,
-    NEUTRAL_CHAT,
-    NEUTRAL_GENERATE,
-    NEUTRAL_VALUES,
-    CacheConfig,
-    EngineConfig,
-    SchedulerConfig,
-)
+from nanoinfer.config import NEUTRAL_VALUES, CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.beam_search import BeamSearch
+from nanoinfer.engine.chat_messages import Message
 from nanoinfer.engine.factory import load_engine
 from nanoinfer.engine.guards import interrupt_deferred
-from nanoinfer.engine.inputs import Message, PreparedRequest, PromptType, TokensPrompt, with_prompt_index
+from nanoinfer.engine.inputs import PreparedRequest, PromptType, TokensPrompt, with_prompt_index
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import (
     InvalidTypeError,
@@ -54,7 +47,7 @@ class LLM:
     One thread at a time may use it, in the process that made it. generate() inside a stream() loop works.
     """
 
-    @check_argument_names("LLM()", NEUTRAL_VALUES)
+    @check_argument_names("LLM()", NEUTRAL_VALUES["LLM()"])
     def __init__(
         self,
         model: str | os.PathLike[str] | None = None,
@@ -166,7 +159,7 @@ class LLM:
             f"max_model_len={info.max_model_len}, seed={self.engine.seed})"
         )
 
-    @check_argument_names("generate()", NEUTRAL_GENERATE)
+    @check_argument_names("generate()", NEUTRAL_VALUES["generate()"])
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -213,7 +206,7 @@ class LLM:
             raise UnsupportedError(f"stream() shows one answer, got n={params.n}; use generate(), or a stream() for each seed")
         return self._stream(self.engine.inputs.prepare(prompt, params))
 
-    @check_argument_names("chat()", NEUTRAL_CHAT)
+    @check_argument_names("chat()", NEUTRAL_VALUES["chat()"])
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -269,7 +262,7 @@ class LLM:
             chat_template_kwargs=chat_template_kwargs,
         )
 
-    @check_argument_names("beam_search()", NEUTRAL_BEAM_SEARCH)
+    @check_argument_names("beam_search()", NEUTRAL_VALUES["beam_search()"])
     def beam_search(self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Find the most likely answers to each prompt, and return them with their scores, in the order of the prompts.
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
+from nanoinfer.config import NEUTRAL_VALUES
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -36,30 +37,13 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 MAX_ANSWERS = 16384  # of one request, as in vLLM
 
-# vLLM's parameters that nanoinfer does not have, with the values that change nothing here.
-NEUTRAL_SAMPLING_PARAMS: dict[str, tuple[object, ...]] = {
-    "structured_outputs": (None,),
-    "guided_decoding": (None,),
-    "spaces_between_special_tokens": (True,),
-    "output_kind": (None,),
-    "extra_args": (None, {}),
-    "flat_logprobs": (False,),
-    "truncate_prompt_tokens": (None,),
-    "skip_reading_prefix_cache": (None, False),
-}
-NEUTRAL_BEAM_SEARCH_PARAMS: dict[str, tuple[object, ...]] = {"temperature": (0.0,), "include_stop_str_in_output": (False,)}
-
 T = TypeVar("T")
 
 
-def _named_arguments(neutral: Mapping[str, Sequence[object]]) -> Callable[[type[T]], type[T]]:
+def _named_arguments(cls: type[T]) -> type[T]:
     """Decorate a dataclass, so that an argument that does not exist is refused with the one that was probably meant."""
-
-    def decorate(cls: type[T]) -> type[T]:
-        cls.__init__ = check_argument_names(cls.__name__, neutral)(cls.__init__)  # type: ignore[method-assign]
-        return cls
-
-    return decorate
+    cls.__init__ = check_argument_names(cls.__name__, NEUTRAL_VALUES[cls.__name__])(cls.__init__)  # type: ignore[method-assign]
+    return cls
 
 
 @dataclass
@@ -78,7 +62,7 @@ class _CheckedParams:
         return replace(self)
 
 
-@_named_arguments(NEUTRAL_SAMPLING_PARAMS)
+@_named_arguments
 @dataclass(kw_only=True)
 class SamplingParams(_CheckedParams):
     """How to choose each next token of one prompt, and when to stop.
@@ -88,7 +72,7 @@ class SamplingParams(_CheckedParams):
     top_p. Greedy rows skip the last four.
 
     A parameter may be assigned later, `params.max_tokens = 20`, and is checked then. Requests that were submitted before keep
-    the old value.
+    the old value. vLLM's further parameters, such as structured_outputs, are accepted with the value that changes nothing.
 
     Args:
         temperature: Divides the logits. Finite and >= 0. 0 is greedy: the largest logit, ties to the lowest id.
@@ -191,7 +175,8 @@ class SamplingParams(_CheckedParams):
                 )
         if self.seed is not None:
             check_integer("seed", self.seed, -1, 2**64 - 1, "in 0 .. 2**64 - 1, or None or -1 to draw one")
-        # Normalise once: plain numbers instead of numpy's, None and 0 for their different spellings, tuples.
+        # Normalise once: plain numbers instead of numpy's, None and 0 for their different spellings, tuples. (An assignment
+        # with `=` would be checked again.)
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             object.__setattr__(self, name, float(getattr(self, name)))
         for name in (
@@ -243,7 +228,7 @@ class SamplingParams(_CheckedParams):
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-@_named_arguments(NEUTRAL_BEAM_SEARCH_PARAMS)
+@_named_arguments
 @dataclass(kw_only=True)
 class BeamSearchParams(_CheckedParams):
     """How LLM.beam_search finds the most likely answers to a prompt.

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NotRequired, TypedDict
 
+from nanoinfer.config import NEUTRAL_VALUES
+from nanoinfer.engine.chat_messages import with_text_content
 from nanoinfer.errors import (
     InvalidPromptError,
     InvalidTypeError,
     InvalidValueError,
     NanoinferError,
-    UnsupportedError,
     check_flag,
     check_neutral,
     shown,
@@ -40,10 +41,6 @@ class TokensPrompt(TypedDict):
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt
-Message = Mapping[str, object]  # {"role": "user", "content": "Hello"}. The chat template decides which keys it reads.
-
-# Further keys of vLLM's prompt dicts, with the value that changes nothing here.
-NEUTRAL_PROMPT_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "token_type_ids", "cache_salt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +107,7 @@ class InputProcessor:
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> TokensPrompt:
         """Render one conversation as a prompt. See LLM.chat."""
-        is_list = isinstance(messages, list | tuple) and len(messages) > 0
-        if not is_list or not all(isinstance(message, Mapping) for message in messages):
-            raise InvalidTypeError(
-                f'messages must be a list of dicts like {{"role": "user", "content": "Hello"}}, got {shown(messages)}'
-            )
+        conversation = with_text_content(messages)
         if self._tokenizer is None:
             raise InvalidPromptError("this checkpoint has no tokenizer, so there is no chat template; use token ids")
         if not isinstance(chat_template, str | None):
@@ -125,7 +118,7 @@ class InputProcessor:
         if clash := {"chat_template", "add_generation_prompt", "tokenize"} & (chat_template_kwargs or {}).keys():
             raise InvalidValueError(f"chat_template_kwargs must not hold {', '.join(clash)}: that is an argument of its own")
         text = self._tokenizer.apply_chat_template(
-            [_with_text_content(message, index) for index, message in enumerate(messages)],
+            conversation,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             **(chat_template_kwargs or {}),
@@ -137,13 +130,13 @@ class InputProcessor:
         """The text, if there is one, and the token ids. If a dict holds both, the ids are used and the text is only shown."""
         if isinstance(prompt, dict):
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            unknown = prompt.keys() - {"prompt", "prompt_token_ids", *NEUTRAL_PROMPT_KEYS}
+            unknown = prompt.keys() - {"prompt", "prompt_token_ids", *NEUTRAL_VALUES["a prompt"]}
             if unknown or not isinstance(text, str | None) or (text is None and token_ids is None):
                 raise InvalidPromptError(
                     f"a prompt's dict holds prompt (a string) or prompt_token_ids (ids), got {shown(prompt)}"
                 )
-            for name in prompt.keys() & NEUTRAL_PROMPT_KEYS:
-                check_neutral(name, prompt[name], (None,))
+            for name in prompt.keys() & NEUTRAL_VALUES["a prompt"].keys():
+                check_neutral(name, prompt[name], NEUTRAL_VALUES["a prompt"][name])
             return (text, _token_ids(token_ids)) if token_ids is not None else self._parse(text)
         if isinstance(prompt, str):
             if self._tokenizer is None:
@@ -223,29 +216,6 @@ def with_prompt_index(index: int) -> Iterator[None]:
         yield
     except NanoinferError as error:
         raise type(error)(f"prompt {index}: {error}") from error
-
-
-def _with_text_content(message: Message, index: int) -> dict[str, Any]:
-    """The message with its content as one string: text parts are joined by newlines, as in vLLM, and None is no text."""
-    if "content" not in message:
-        return dict(message)
-    content = message["content"]
-    if not isinstance(content, str | list | tuple | None):
-        raise InvalidTypeError(f"message {index}: content must be a string, a list of text parts or None, got {shown(content)}")
-    if not isinstance(content, str):
-        content = "\n".join(_text_of_part(part, index) for part in content or ())
-    return {**message, "content": content}
-
-
-def _text_of_part(part: Any, index: int) -> str:
-    kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
-    if isinstance(kind, str) and kind != "text":
-        raise UnsupportedError(f"message {index}: a part of type {kind!r} is not supported; give text parts only")
-    if kind is None or not isinstance(text, str):
-        raise InvalidTypeError(
-            f'message {index}: a part of content must be {{"type": "text", "text": "..."}}, got {shown(part)}'
-        )
-    return text
 
 
 def _token_ids(ids: Any) -> list[int]:

@@ -18,8 +18,7 @@ import torch
 from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM, BeamSearchParams, Delta, Recorder, RequestOutput, SamplingParams
-from nanoinfer.config import NEUTRAL_CHAT, NEUTRAL_GENERATE, NEUTRAL_VALUES, SchedulerConfig
-from nanoinfer.engine.inputs import NEUTRAL_PROMPT_KEYS
+from nanoinfer.config import NEUTRAL_VALUES, SchedulerConfig
 from nanoinfer.errors import (
     CheckpointNotFoundError,
     InvalidPromptError,
@@ -547,11 +546,11 @@ def test_content_may_be_text_parts_or_none(llm):
 
 def test_vllms_arguments_of_generate_and_chat_are_accepted_where_they_change_nothing(llm):
     expected = answer(llm, "Once")
-    given = {name: value for name, (value, *_) in NEUTRAL_GENERATE.items()}
+    given = {name: value for name, (value, *_) in NEUTRAL_VALUES["generate()"].items()}
     assert llm.generate("Once", GREEDY, False, **given)[0].outputs == [expected]
-    prompt = {"prompt": "Once"} | dict.fromkeys(NEUTRAL_PROMPT_KEYS)
+    prompt = {"prompt": "Once"} | dict.fromkeys(NEUTRAL_VALUES["a prompt"])
     assert answer(llm, prompt) == expected
-    given = {name: value for name, (value, *_) in NEUTRAL_CHAT.items()}
+    given = {name: value for name, (value, *_) in NEUTRAL_VALUES["chat()"].items()}
     assert llm.chat(LILY, GREEDY, False, **given)[0].outputs == llm.chat(LILY, GREEDY, False)[0].outputs
 
 
@@ -704,7 +703,7 @@ def test_vllms_arguments_that_we_do_not_have_are_refused_by_name(argument):
 
 
 def test_vllms_arguments_are_accepted_where_they_change_nothing(qwen3_path):
-    given = {name: value for name, (*_, value) in NEUTRAL_VALUES.items()}
+    given = {name: value for name, (*_, value) in NEUTRAL_VALUES["LLM()"].items()}
     given |= dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "quantization", "seed"))
     llm = LLM(qwen3_path, **given, logprobs_mode="raw_logprobs", kv_cache_memory=MEMORY)
     assert llm.engine.scheduler.config == SchedulerConfig()
