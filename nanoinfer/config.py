@@ -16,6 +16,8 @@ from nanoinfer.errors import (
     check_flag,
     check_integer,
     check_number,
+    is_one_of,
+    shown,
 )
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ DTYPES = {
     "float": "float32",
     "float32": "float32",
 }  # vLLM's spellings -> torch's
+LOGPROBS_MODES = {"raw": "raw", "raw_logprobs": "raw", "processed": "processed", "processed_logprobs": "processed"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +111,8 @@ class SpeculativeConfig:
     model: str | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in ("ngram", "draft_model"):
-            raise InvalidValueError(f"speculative_config's method must be 'ngram' or 'draft_model', got {self.method!r}")
+        if not is_one_of(self.method, ("ngram", "draft_model")):
+            raise InvalidValueError(f"speculative_config's method must be 'ngram' or 'draft_model', got {shown(self.method)}")
         check_integer("num_speculative_tokens", self.num_speculative_tokens, 1, 64, "in 1 .. 64")
         check_flag("adaptive", self.adaptive)
         check_integer("prompt_lookup_min", self.prompt_lookup_min, 1, None, ">= 1")
@@ -117,7 +120,9 @@ class SpeculativeConfig:
         check_integer("prompt_lookup_max", self.prompt_lookup_max, low, None, f">= prompt_lookup_min ({low})")
         if (self.method == "draft_model") != isinstance(self.model, str):
             way_out = "leave it out" if self.method == "ngram" else "pass a folder, a hub name or a bundled model"
-            raise InvalidValueError(f"speculative_config's model, with method {self.method!r}, is {self.model!r}; {way_out}")
+            raise InvalidValueError(
+                f"speculative_config's model, with method {self.method!r}, is {shown(self.model)}; {way_out}"
+            )
 
     @classmethod
     def of(cls, given: object) -> "SpeculativeConfig | None":
@@ -125,12 +130,12 @@ class SpeculativeConfig:
         if given is None:
             return None
         if not isinstance(given, Mapping):
-            raise InvalidTypeError(f"speculative_config must be a dict such as {{'method': 'ngram'}}, got {given!r}")
+            raise InvalidTypeError(f"speculative_config must be a dict such as {{'method': 'ngram'}}, got {shown(given)}")
         if "method" not in given:
-            raise InvalidValueError(f"speculative_config needs a method, 'ngram' or 'draft_model', got {dict(given)!r}")
+            raise InvalidValueError(f"speculative_config needs a method, 'ngram' or 'draft_model', got {shown(given)}")
         known = [field.name for field in fields(cls)]
         if unknown := [name for name in given if name not in known]:
-            raise InvalidTypeError(f"speculative_config has no {unknown[0]!r}; known are {', '.join(known)}")
+            raise InvalidTypeError(f"speculative_config has no {shown(unknown[0])}; known are {', '.join(known)}")
         return cls(**given)
 
 
@@ -148,10 +153,10 @@ class EngineConfig:
     attention_backend: str = "auto"
     enforce_eager: bool = False
     async_scheduling: bool | None = None  # launch a step before the previous one is read. None: on a GPU
-    seed: int = 0
+    seed: int | None = None  # None: the engine draws one
     tracer: "Tracer | None" = None
     stages: "tuple[Stage, ...] | None" = None  # the sampler's. None: sampling.sampler.STAGES
-    logprobs_mode: str = "raw"  # or "processed": after all stages
+    logprobs_mode: str = "raw"  # a key of LOGPROBS_MODES
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculative: SpeculativeConfig | None = None
@@ -160,27 +165,29 @@ class EngineConfig:
         for name in ("model", "tokenizer", "revision"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise InvalidTypeError(f"{name} must be a string, got {value!r}")
+                raise InvalidTypeError(f"{name} must be a string, got {shown(value)}")
         for name in ("dtype", "device", "attention_backend"):
             if not isinstance(getattr(self, name), str):
-                raise InvalidTypeError(f"{name} must be a string, got {getattr(self, name)!r}")
+                raise InvalidTypeError(f"{name} must be a string, got {shown(getattr(self, name))}")
         if self.dtype not in DTYPES:
-            raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.quantization not in (None, "int8"):
-            raise InvalidValueError(f"quantization must be None or 'int8', got {self.quantization!r}")
+            raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(self.dtype)}")
+        if not is_one_of(self.quantization, (None, "int8")):
+            raise InvalidValueError(f"quantization must be None or 'int8', got {shown(self.quantization)}")
         if self.quantization is not None and DTYPES[self.dtype] not in ("auto", "bfloat16"):
-            raise InvalidValueError(f"quantization='int8' computes in bfloat16, got dtype={self.dtype!r}; leave dtype out")
+            raise InvalidValueError(f"quantization='int8' computes in bfloat16, got dtype={shown(self.dtype)}; leave dtype out")
         check_integer("max_model_len", self.max_model_len, 1, None, ">= 1", or_none=True)
         check_flag("enforce_eager", self.enforce_eager)
         if self.async_scheduling is not None:
             check_flag("async_scheduling", self.async_scheduling)
-        check_integer("seed", self.seed, 0, 2**64 - 1, "in 0 .. 2**64 - 1")
-        if self.logprobs_mode not in ("raw", "processed"):
-            raise InvalidValueError(f"logprobs_mode must be 'raw' or 'processed', got {self.logprobs_mode!r}")
+        check_integer("seed", self.seed, 0, 2**64 - 1, "in 0 .. 2**64 - 1", or_none=True)
+        if not is_one_of(self.logprobs_mode, tuple(LOGPROBS_MODES)):
+            raise InvalidValueError(f"logprobs_mode must be 'raw' or 'processed', got {shown(self.logprobs_mode)}")
         if self.stages is not None and not (isinstance(self.stages, tuple) and all(callable(stage) for stage in self.stages)):
-            raise InvalidTypeError(f"stages must be a list of functions (logits, SamplingBatch) -> logits, got {self.stages!r}")
+            raise InvalidTypeError(
+                f"stages must be a list of functions (logits, SamplingBatch) -> logits, got {shown(self.stages)}"
+            )
         if isinstance(self.tracer, type) or (self.tracer is not None and not callable(getattr(self.tracer, "emit", None))):
-            raise InvalidTypeError(f"tracer must have a method emit(event), got {self.tracer!r}; see nanoinfer.Recorder")
+            raise InvalidTypeError(f"tracer must have a method emit(event), got {shown(self.tracer)}; see nanoinfer.Recorder")
         if self.speculative is not None and self.async_scheduling:
             raise UnsupportedError("speculative_config needs every token before the next step; leave async_scheduling out")
         if self.speculative is not None and self.stages is not None:
@@ -197,18 +204,76 @@ class EngineConfig:
 
 # vLLM's arguments that nanoinfer does not have, with the values that change nothing here. The first one is how nanoinfer acts.
 # Any different value requests what is not supported.
-NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "trust_remote_code": (False, True),  # a permission: there is no remote code to run
-    "disable_log_stats": (True, False),
-    "load_format": ("auto", "safetensors"),
-    "tokenizer_mode": ("auto",),
-    "skip_tokenizer_init": (False,),
-    "enable_chunked_prefill": (True, None),
-    "enable_lora": (False, None),
-    "kv_cache_dtype": ("auto",),
-    "cpu_offload_gb": (0,),
-    "swap_space": (0, 4),  # GiB that may be swapped out, 4 was vLLM's default
+_GENERATE: dict[str, tuple[object, ...]] = {
+    "lora_request": (None,),
+    "priority": (None,),
+    "prompt_adapter_request": (None,),
+    "tokenization_kwargs": (None, {}),
+}
+NEUTRAL_VALUES: dict[str, dict[str, tuple[object, ...]]] = {
+    "LLM()": {
+        "runner": ("generate", "auto"),
+        "task": ("generate", "auto", None),
+        "convert": ("none", "auto"),
+        "tensor_parallel_size": (1,),
+        "pipeline_parallel_size": (1,),
+        "data_parallel_size": (1,),
+        "distributed_executor_backend": (None, "uni"),
+        "trust_remote_code": (False, True),  # a permission: there is no remote code to run
+        "disable_log_stats": (True, False),
+        "load_format": ("auto", "safetensors"),
+        "config_format": ("auto", "hf"),
+        "generation_config": ("auto",),
+        "override_generation_config": (None, {}),
+        "hf_overrides": (None, {}),
+        "hf_token": (None,),
+        "download_dir": (None,),
+        "code_revision": (None,),
+        "tokenizer_revision": (None,),
+        "tokenizer_mode": ("auto",),
+        "skip_tokenizer_init": (False,),
+        "enable_chunked_prefill": (True, None),
+        "disable_sliding_window": (False,),
+        "disable_custom_all_reduce": (False, True),  # there is one device
+        "enable_lora": (False, None),
+        "limit_mm_per_prompt": (None, {}),
+        "mm_processor_kwargs": (None,),
+        "logits_processors": (None, []),
+        "max_logprobs": (-1,),  # no limit
+        "structured_outputs_config": (None,),
+        "compilation_config": (None,),
+        "kv_cache_dtype": ("auto",),
+        "kv_cache_memory_bytes": (None,),
+        "num_gpu_blocks_override": (None,),
+        "cpu_offload_gb": (0,),
+        "swap_space": (0, 4),  # GiB that may be swapped out, 4 was vLLM's default
+        "scheduling_policy": ("fcfs",),
+    },
+    "generate()": _GENERATE,
+    "chat()": {
+        **_GENERATE,
+        "chat_template_content_format": ("auto", "string"),
+        "continue_final_message": (False,),
+        "tools": (None,),
+        "mm_processor_kwargs": (None,),
+    },
+    "beam_search()": {"lora_request": (None,), "use_tqdm": (False,), "concurrency_limit": (None,)},
+    "SamplingParams": {
+        "structured_outputs": (None,),
+        "guided_decoding": (None,),
+        "spaces_between_special_tokens": (True,),
+        "output_kind": (None,),
+        "extra_args": (None, {}),
+        "flat_logprobs": (False,),
+        "truncate_prompt_tokens": (None,),
+        "skip_reading_prefix_cache": (None, False),
+    },
+    "BeamSearchParams": {"temperature": (0.0,), "include_stop_str_in_output": (False,)},
+    "a prompt": {
+        "multi_modal_data": (None,),
+        "multi_modal_uuids": (None,),
+        "mm_processor_kwargs": (None,),
+        "token_type_ids": (None,),
+        "cache_salt": (None,),
+    },
 }

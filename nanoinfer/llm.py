@@ -7,24 +7,27 @@ import logging
 import os
 import time
 from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from tqdm import tqdm
 
 from nanoinfer.config import NEUTRAL_VALUES, CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
 from nanoinfer.engine.beam_search import BeamSearch
+from nanoinfer.engine.chat_messages import Message
 from nanoinfer.engine.factory import load_engine
 from nanoinfer.engine.guards import interrupt_deferred
-from nanoinfer.engine.inputs import Message, PreparedRequest, PromptType, TokensPrompt, with_prompt_index
+from nanoinfer.engine.inputs import PreparedRequest, PromptType, TokensPrompt, with_prompt_index
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
     NanoinferError,
     check_argument_names,
+    check_flag,
+    shown,
 )
-from nanoinfer.outputs import BeamSearchOutput, Delta, RequestOutput
+from nanoinfer.outputs import BeamSearchOutput, Delta, Metric, RequestOutput
 from nanoinfer.sampling.sampler import Stage
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.tracing import Tracer
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class LLM:
     """A loaded model: `LLM("Qwen/Qwen3-0.6B").generate(["Hello"], SamplingParams(max_tokens=20))`.
@@ -41,7 +46,7 @@ class LLM:
     One thread at a time may use it, in the process that made it. generate() inside a stream() loop works.
     """
 
-    @check_argument_names("LLM()", NEUTRAL_VALUES)
+    @check_argument_names("LLM()", NEUTRAL_VALUES["LLM()"])
     def __init__(
         self,
         model: str | os.PathLike[str] | None = None,
@@ -52,19 +57,19 @@ class LLM:
         quantization: str | None = None,
         device: str = "auto",
         block_size: int | None = None,
-        max_num_seqs: int = SchedulerConfig.max_num_seqs,
-        max_num_batched_tokens: int = SchedulerConfig.max_num_batched_tokens,
+        max_num_seqs: int | None = SchedulerConfig.max_num_seqs,
+        max_num_batched_tokens: int | None = SchedulerConfig.max_num_batched_tokens,
         chunk_size: int = SchedulerConfig.chunk_size,
         max_model_len: int | None = None,
         kv_cache_memory: int | None = None,
         gpu_memory_utilization: float = CacheConfig.gpu_memory_utilization,
-        enable_prefix_caching: bool = True,
+        enable_prefix_caching: bool | None = CacheConfig.enable_prefix_caching,
         batch_invariant: bool = SchedulerConfig.batch_invariant,
         attention_backend: str = "auto",
         enforce_eager: bool = False,
         async_scheduling: bool | None = None,
         speculative_config: Mapping[str, object] | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         stages: Sequence[Stage] | None = None,
         logprobs_mode: str = "raw",
         tracer: Tracer | None = None,
@@ -82,15 +87,16 @@ class LLM:
                 time.
             device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
             block_size: Tokens per cache block. None is the attention backend's own.
-            max_num_seqs: Maximum number of running sequences.
-            max_num_batched_tokens: Maximum number of prompt tokens per step. Every running sequence adds one token.
+            max_num_seqs: Maximum number of running sequences. None is the default.
+            max_num_batched_tokens: Maximum number of prompt tokens per step. Every running sequence adds one token. None is the
+                default.
             chunk_size: Longer prompts are computed in chunks, cut at multiples of this.
             max_model_len: Maximum number of tokens of prompt and answer. None is the model's own. Lowered to what the cache
                 holds.
             kv_cache_memory: Bytes for the KV cache. None is, on a GPU, what gpu_memory_utilization leaves beside the weights,
                 and on a CPU half of the free memory, at most 4 GiB. Never more than max_num_seqs sequences can use.
             gpu_memory_utilization: Share of the GPU's memory for weights and cache, in (0, 1]. No effect on a CPU.
-            enable_prefix_caching: Compute common prefixes of prompts once.
+            enable_prefix_caching: Compute common prefixes of prompts once. None is the default.
             batch_invariant: Require that a prompt's logits have the same bits in any batch, also after a prefix hit (only whole
                 chunks are reused) and after a preemption (an answer is recomputed token by token). This is measured when the
                 model is loaded, and refused where the machine cannot guarantee it. Without batch_invariant,
@@ -104,14 +110,17 @@ class LLM:
                 earlier text. {"method": "draft_model", "model": name} asks a smaller model with the same vocabulary. More keys:
                 nanoinfer.config.SpeculativeConfig. The tokens are those of plain decoding, as they are those of any other
                 batch (see `batch_independent`).
-            seed: For requests without their own seed, 0 .. 2**64 - 1.
+            seed: For requests without their own seed, 0 .. 2**64 - 1. The same seed and the same calls give the same answers.
+                None draws a seed from the operating system and logs it at level INFO.
             stages: The sampler's stages in their order. `[*STAGES, mine]`, from nanoinfer.sampling.sampler, adds your own.
-            logprobs_mode: "raw" returns the model's own log-probabilities, "processed" those after all stages.
+            logprobs_mode: "raw" (or "raw_logprobs") returns the model's own log-probabilities, "processed" (or
+                "processed_logprobs") those after all stages.
             tracer: Receives the engine's events, see nanoinfer.Recorder.
 
         Raises:
             InvalidValueError, InvalidTypeError: An argument out of its range, of the wrong type or unknown.
-            UnsupportedError: A model or a setting that is not supported.
+            UnsupportedError: A model or a setting that is not supported. vLLM's further arguments are accepted with the values
+                that change nothing here, such as tensor_parallel_size=1 (see config.NEUTRAL_VALUES).
             CheckpointNotFoundError, CheckpointError, WeightsError: Files that are missing or damaged.
         """
         config = EngineConfig(
@@ -134,11 +143,11 @@ class LLM:
                 block_size=block_size,
                 kv_cache_memory=kv_cache_memory,
                 gpu_memory_utilization=gpu_memory_utilization,
-                enable_prefix_caching=enable_prefix_caching,
+                enable_prefix_caching=_or_default(enable_prefix_caching, CacheConfig.enable_prefix_caching),
             ),
             scheduler=SchedulerConfig(
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=_or_default(max_num_seqs, SchedulerConfig.max_num_seqs),
+                max_num_batched_tokens=_or_default(max_num_batched_tokens, SchedulerConfig.max_num_batched_tokens),
                 chunk_size=chunk_size,
                 batch_invariant=batch_invariant,
             ),
@@ -146,7 +155,16 @@ class LLM:
         self.engine, checkpoint = load_engine(config)
         self._generation_config = checkpoint.generation_config
         self._has_logged_defaults = False
+        self._name = config.model or checkpoint.path.name
 
+    def __repr__(self) -> str:
+        info = self.engine.executor.info
+        return (
+            f"LLM({self._name!r}, dtype={info.dtype!r}, device={info.device!r}, attention_backend={info.attention_backend!r}, "
+            f"max_model_len={info.max_model_len}, seed={self.engine.seed})"
+        )
+
+    @check_argument_names("generate()", NEUTRAL_VALUES["generate()"])
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -166,6 +184,7 @@ class LLM:
         Raises:
             InvalidPromptError, InvalidTypeError, InvalidValueError: With the prompt's index. Nothing has run then.
         """
+        check_flag("use_tqdm", use_tqdm)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         prepared = self.engine.inputs.prepare_all(prompts, params)
         requests: list[Request] = []
@@ -178,6 +197,7 @@ class LLM:
             self.engine.abort(*(request.request_id for request in requests))
         return [cast(RequestOutput, request.output) for request in requests]
 
+    @check_argument_names("stream()")
     def stream(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> Generator[Delta, None, None]:
         """Answer one prompt, and yield a Delta for every sampled token. The last one carries the whole RequestOutput.
 
@@ -190,11 +210,13 @@ class LLM:
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         return self._stream(self.engine.inputs.prepare(prompt, params))
 
+    @check_argument_names("chat()", NEUTRAL_VALUES["chat()"])
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, object] | None = None,
@@ -202,7 +224,8 @@ class LLM:
         """Answer a conversation, or a list of them, through the checkpoint's chat template.
 
         Args:
-            messages: [{"role": "user", "content": "Hello"}, ...], or a list of such lists.
+            messages: [{"role": "user", "content": "Hello"}, ...], or a list of such lists. content may also be a list of text
+                parts, [{"type": "text", "text": "Hello"}, ...], which are joined by newlines as in vLLM, or None for no text.
             sampling_params: As for generate.
             use_tqdm: Show a progress bar.
             chat_template: A Jinja template instead of the checkpoint's.
@@ -212,7 +235,7 @@ class LLM:
         Raises:
             InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does.
         """
-        is_batch = isinstance(messages, list) and messages and isinstance(messages[0], list)
+        is_batch = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
         conversations = cast(Sequence[Sequence[Message]], messages if is_batch else [messages])
         prompts: list[PromptType] = []
         for index, conversation in enumerate(conversations):
@@ -243,6 +266,7 @@ class LLM:
             chat_template_kwargs=chat_template_kwargs,
         )
 
+    @check_argument_names("beam_search()", NEUTRAL_VALUES["beam_search()"])
     def beam_search(self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Find the most likely answers to each prompt, and return them with their scores, in the order of the prompts.
 
@@ -253,8 +277,8 @@ class LLM:
             NanoinferError: The beams of one prompt do not fit into the KV cache.
         """
         if not isinstance(params, BeamSearchParams):
-            raise InvalidTypeError(f"params must be BeamSearchParams, got {params!r}")
-        search = BeamSearch(self.engine, prompts, params)
+            raise InvalidTypeError(f"params must be BeamSearchParams, got {shown(params)}")
+        search = BeamSearch(self.engine, prompts, params.clone())
         try:
             while search.num_unfinished:
                 search.step()
@@ -274,6 +298,19 @@ class LLM:
     def abort(self, request_id: str) -> None:
         """End a running request. Its stream ends with finish_reason "abort". Unknown and finished ids are ignored."""
         self.engine.abort(request_id)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, so that the next prompts are computed in full. Running requests keep their blocks.
+
+        Returns:
+            True, as in vLLM after a reset. (vLLM returns False while requests run. Here a reset is possible then, too.)
+        """
+        self.engine.reset_prefix_cache()
+        return True
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's counters and gauges, with vLLM's names. Beam search counts only in the use of the KV cache."""
+        return self.engine.get_metrics()
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """Return transformers' tokenizer of this model.
@@ -339,7 +376,11 @@ class LLM:
                 bar.update(num_pending - len(pending))
 
 
+def _or_default(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
 def _path_string(name: str, value: object) -> str:
     if not isinstance(value, str | os.PathLike):
-        raise InvalidTypeError(f"{name} must be a string or a path, got {value!r}")
+        raise InvalidTypeError(f"{name} must be a string or a path, got {shown(value)}")
     return os.fspath(value)

@@ -4,10 +4,40 @@ In: the finished state of a request. Out: values that a user may keep, print and
 engine.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import Field, dataclass, fields
+from itertools import islice
+from typing import ClassVar, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+def _shown(value: object, most: int = 6) -> str:
+    """A repr with at most this many items of each list and dict.
+
+    >>> _shown([5, 6, 7, 8], most=3)
+    '[5, 6, 7, ... 4 in all]'
+    """
+    if isinstance(value, list):
+        items, brackets = [_shown(item) for item in value[:most]], "[]"
+    elif isinstance(value, dict):
+        items, brackets = [f"{key!r}: {_shown(item)}" for key, item in islice(value.items(), most)], "{}"
+    else:
+        return repr(value)
+    if len(value) > most:
+        items.append(f"... {len(value)} in all")
+    return brackets[0] + ", ".join(items) + brackets[1]
+
+
+class _ShortRepr:
+    """A dataclass whose repr leaves out what is None and shortens lists, such as 1,000 token ids."""
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
+
+    def __repr__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = (f"{name}={_shown(value)}" for name, value in values.items() if value is not None)
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +71,8 @@ class TokenLogprobs:
     ranks: list[int]
 
 
-@dataclass(slots=True)
-class CompletionOutput:
+@dataclass(slots=True, repr=False)
+class CompletionOutput(_ShortRepr):
     """One answer to one prompt.
 
     Attributes:
@@ -90,8 +120,8 @@ class RequestMetrics:
         return (self.finished_time - self.first_token_time) / (self.num_output_tokens - 1)
 
 
-@dataclass(slots=True)
-class RequestOutput:
+@dataclass(slots=True, repr=False)
+class RequestOutput(_ShortRepr):
     """One prompt with its n answers. prompt is None if the prompt was given as token ids."""
 
     request_id: str
@@ -102,28 +132,40 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[LogprobsOnePosition | None] | None = None  # one for every prompt token, None for the first
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """The number of prompt tokens that were found in the prefix cache."""
+        return self.metrics.num_cached_tokens
 
-@dataclass(frozen=True, slots=True)
-class BeamSearchSequence:
+
+@dataclass(frozen=True, slots=True, repr=False)
+class BeamSearchSequence(_ShortRepr):
     """One answer of a beam search.
 
     Attributes:
-        text: The text of the generated ids.
+        text: The text of the generated ids. (vLLM's begins with the prompt.)
         token_ids: The generated ids, EOS included.
+        tokens: The prompt's ids and the generated ones, as in vLLM.
         score: cumulative_logprob / len(token_ids) ** length_penalty.
-        cumulative_logprob: The sum of the log-probabilities of token_ids.
+        cumulative_logprob: The sum of the log-probabilities of token_ids. vLLM's name, cum_logprob, is the same.
         finish_reason: "stop" (EOS) or "length".
     """
 
     text: str
     token_ids: list[int]
+    tokens: list[int]
     score: float
     cumulative_logprob: float
     finish_reason: FinishReason
 
+    @property
+    def cum_logprob(self) -> float:
+        """vLLM's name of cumulative_logprob."""
+        return self.cumulative_logprob
 
-@dataclass(frozen=True, slots=True)
-class BeamSearchOutput:
+
+@dataclass(frozen=True, slots=True, repr=False)
+class BeamSearchOutput(_ShortRepr):
     """One prompt with the beam_width best answers, the best first. error: why a prompt that is too long has no answers."""
 
     prompt: str | None
@@ -132,8 +174,8 @@ class BeamSearchOutput:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+@dataclass(frozen=True, slots=True, repr=False)
+class Delta(_ShortRepr):
     """What one step adds to one answer of a request: the new text and ids.
 
     text may be empty. Half a character, or the possible start of a stop string, is held back until it is certain.
@@ -157,3 +199,23 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number that LLM.get_metrics() returns, under the name that vLLM gives it."""
+
+    name: str
+    value: float
+
+
+class Counter(Metric):
+    """A metric that only grows."""
+
+    __slots__ = ()
+
+
+class Gauge(Metric):
+    """A metric that goes up and down."""
+
+    __slots__ = ()

@@ -1,15 +1,18 @@
-"""What one request may specify: frozen values, checked when they are made, before any work is done.
+"""What one request may specify: values checked when they are made or assigned, before any work is done.
 
 In: keyword arguments with vLLM's names. Out: a SamplingParams or BeamSearchParams that every later stage can trust. Both know
-nothing of any model: what needs the vocabulary (lists of token ids) is checked where a request enters the engine.
+nothing of any model: what needs the vocabulary (lists of token ids) is checked where a request enters the engine. The engine
+keeps a copy, so an assignment never changes a request that has been submitted.
 """
 
+import inspect
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
+from nanoinfer.config import NEUTRAL_VALUES
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -18,31 +21,58 @@ from nanoinfer.errors import (
     check_integer,
     check_number,
     out_of_range,
+    shown,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
+else:
+    Tensor = object  # typing.get_type_hints needs a value, and this file imports no torch
 
-# (prompt ids, output ids, logits [vocab]) -> logits [vocab]
-LogitsProcessor = Callable[[list[int], list[int], "Tensor"], "Tensor"]
+# (prompt ids, output ids, logits [vocab]) -> logits [vocab], or vLLM's form without the prompt ids
+LogitsProcessor = Callable[[list[int], list[int], Tensor], Tensor] | Callable[[list[int], Tensor], Tensor]
+
+_FORMS = "(prompt_ids, output_ids, logits) -> logits or (output_ids, logits) -> logits"
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+MAX_ANSWERS = 16384  # of one request, as in vLLM
 
 T = TypeVar("T")
 
 
 def _named_arguments(cls: type[T]) -> type[T]:
     """Decorate a dataclass, so that an argument that does not exist is refused with the one that was probably meant."""
-    cls.__init__ = check_argument_names(cls.__name__)(cls.__init__)  # type: ignore[method-assign]
+    cls.__init__ = check_argument_names(cls.__name__, NEUTRAL_VALUES[cls.__name__])(cls.__init__)  # type: ignore[method-assign]
     return cls
 
 
+@dataclass
+class _CheckedParams:
+    """Parameters that stay valid: an assignment is checked as the constructor checks its arguments."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.__dict__ or name not in self.__dataclass_fields__:  # else the constructor sets it
+            checked = replace(self, **{name: value})
+            self.__dict__.update(checked.__dict__)
+        else:
+            object.__setattr__(self, name, value)
+
+    def clone(self) -> Self:
+        """Return a copy. The values are checked again."""
+        return replace(self)
+
+
 @_named_arguments
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+@dataclass(kw_only=True)
+class SamplingParams(_CheckedParams):
     """How to choose each next token of one prompt, and when to stop.
 
     The parameters that change the logits apply in this order: allowed_token_ids, bad_words, min_tokens, logit_bias,
     repetition_penalty, frequency_penalty, presence_penalty, no_repeat_ngram_size, logits_processors, temperature, min_p, top_k,
     top_p. Greedy rows skip the last four.
+
+    A parameter may be assigned later, `params.max_tokens = 20`, and is checked then. Requests that were submitted before keep
+    the old value. vLLM's further parameters, such as structured_outputs, are accepted with the value that changes nothing.
 
     Args:
         temperature: Divides the logits. Finite and >= 0. 0 is greedy: the largest logit, ties to the lowest id.
@@ -61,7 +91,7 @@ class SamplingParams:
         ignore_eos: EOS does not stop. stop and stop_token_ids still do.
         skip_special_tokens: Leave special tokens out of the text.
         detokenize: False returns token ids only, without text.
-        n: Number of answers to the prompt. The i-th is drawn with seed + i. >= 1.
+        n: Number of answers to the prompt. The i-th is drawn with seed + i. 1 .. 16384.
         repetition_penalty: Logits of ids in prompt or output are divided by it if positive, else multiplied. > 0. 1 is off.
         presence_penalty: Subtracted once for every id that is in the output. -2 .. 2. 0 is off.
         frequency_penalty: Subtracted once for each time an id is in the output. -2 .. 2. 0 is off.
@@ -74,7 +104,8 @@ class SamplingParams:
         logprobs: Report the log-probabilities of the k most likely ids and of the drawn one, for each output token. k >= 0.
             -1 is all ids. None is off.
         prompt_logprobs: The same for the tokens of the prompt.
-        logits_processors: Your own functions (prompt_ids, output_ids, logits [vocab]) -> logits [vocab], called in order.
+        logits_processors: Your own functions (prompt_ids, output_ids, logits [vocab]) -> logits [vocab], called in order. Those
+            that require two arguments are called with (output_ids, logits [vocab]).
 
     Raises:
         InvalidValueError: A value out of its range, or two that contradict each other.
@@ -105,7 +136,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     no_repeat_ngram_size: int = 0
-    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # kept as a copy
+    logit_bias: Mapping[int, float] | None = None  # kept as a copy
     allowed_token_ids: Sequence[int] | None = None  # kept as a tuple of ids
     bad_words: Sequence[str | Sequence[int]] | None = None  # kept as a tuple of strings and tuples of ids
     logprobs: int | None = None
@@ -122,7 +153,7 @@ class SamplingParams:
         check_integer("top_k", self.top_k, -1, None, ">= 1, or 0 or -1 to turn it off")
         check_integer("min_tokens", self.min_tokens, 0, None, ">= 0")
         check_integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, None, ">= 1, or 0 to turn it off")
-        check_integer("n", self.n, 1, None, ">= 1")
+        check_integer("n", self.n, 1, MAX_ANSWERS, f"in 1 .. {MAX_ANSWERS}")
         for name in ("logprobs", "prompt_logprobs"):
             check_integer(name, getattr(self, name), -1, None, ">= 0, -1 for all, or None to turn it off", or_none=True)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
@@ -144,7 +175,8 @@ class SamplingParams:
                 )
         if self.seed is not None:
             check_integer("seed", self.seed, -1, 2**64 - 1, "in 0 .. 2**64 - 1, or None or -1 to draw one")
-        # Normalise once: plain numbers instead of numpy's, None and 0 for their different spellings, tuples.
+        # Normalise once: plain numbers instead of numpy's, None and 0 for their different spellings, tuples. (An assignment
+        # with `=` would be checked again.)
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             object.__setattr__(self, name, float(getattr(self, name)))
         for name in (
@@ -197,8 +229,8 @@ class SamplingParams:
 
 
 @_named_arguments
-@dataclass(frozen=True, kw_only=True)
-class BeamSearchParams:
+@dataclass(kw_only=True)
+class BeamSearchParams(_CheckedParams):
     """How LLM.beam_search finds the most likely answers to a prompt.
 
     Args:
@@ -229,7 +261,7 @@ class BeamSearchParams:
         check_number("length_penalty", self.length_penalty, -10.0, 10.0, "in [-10, 10]; 0 compares plain sums")
         check_flag("ignore_eos", self.ignore_eos)
         if not isinstance(self.early_stopping, bool | str):
-            raise InvalidTypeError(f"early_stopping must be True, False or 'never', got {self.early_stopping!r}")
+            raise InvalidTypeError(f"early_stopping must be True, False or 'never', got {shown(self.early_stopping)}")
         if self.early_stopping not in (True, False, "never"):
             raise out_of_range("early_stopping", self.early_stopping, "True, False or 'never'")
         for name, plain in (("beam_width", int), ("max_tokens", int), ("length_penalty", float)):
@@ -239,16 +271,16 @@ class BeamSearchParams:
 def _stop_strings(stop: object) -> tuple[str, ...]:
     strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(text, str) for text in strings):
-        raise InvalidTypeError(f"stop must be a string or a list of strings, got {stop!r}")
+        raise InvalidTypeError(f"stop must be a string or a list of strings, got {shown(stop)}")
     if "" in strings:
-        raise InvalidValueError(f"stop must not hold an empty string, got {stop!r}; leave stop out to turn it off")
+        raise InvalidValueError(f"stop must not hold an empty string, got {shown(stop)}; leave stop out to turn it off")
     return tuple(strings)
 
 
 def _token_ids(name: str, ids: object) -> tuple[int, ...]:
     ids = () if ids is None else ids
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-        raise InvalidTypeError(f"{name} must be a list of token ids, got {ids!r}")
+        raise InvalidTypeError(f"{name} must be a list of token ids, got {shown(ids)}")
     for token_id in ids:
         check_integer(f"each of {name}", token_id, 0, None, ">= 0")
     return tuple(int(token_id) for token_id in ids)
@@ -258,31 +290,54 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
-        raise InvalidTypeError(f"logit_bias must be a dict of token ids and numbers, got {bias!r}")
+        raise InvalidTypeError(f"logit_bias must be a dict of token ids and numbers, got {shown(bias)}")
     for token_id, value in bias.items():
         check_integer("each id of logit_bias", token_id, 0, None, ">= 0")
         allowed = "in [-100, 100]; allowed_token_ids and bad_words can forbid a token"
-        check_number(f"logit_bias[{token_id}]", value, -100.0, 100.0, allowed)
+        check_number(f"logit_bias[{shown(token_id)}]", value, -100.0, 100.0, allowed)
     return {int(token_id): float(value) for token_id, value in bias.items()} or None
 
 
 def _bad_words(words: object) -> tuple[str | tuple[int, ...], ...]:
     words = () if words is None else words
     if not isinstance(words, Sequence) or isinstance(words, str | bytes):
-        raise InvalidTypeError(f"bad_words must be a list of strings and lists of token ids, got {words!r}")
+        raise InvalidTypeError(f"bad_words must be a list of strings and lists of token ids, got {shown(words)}")
     if any(word is None for word in words):
         raise InvalidTypeError("each of bad_words must be a list of token ids or a string, got None")
     checked = tuple(word if isinstance(word, str) else _token_ids("bad_words", word) for word in words)
     for word in checked:
         if not (word.strip() if isinstance(word, str) else word):
-            raise InvalidValueError(f"bad_words must not hold an empty word, got {word!r}; leave it out")
+            raise InvalidValueError(f"bad_words must not hold an empty word, got {shown(word)}; leave it out")
     return checked
 
 
+@dataclass(frozen=True)
+class _WithoutPrompt:
+    """A logits processor (output_ids, logits) -> logits, called as the others are."""
+
+    processor: Callable[[list[int], Tensor], Tensor]
+
+    def __call__(self, prompt_ids: list[int], output_ids: list[int], logits: Tensor) -> Tensor:
+        return self.processor(output_ids, logits)
+
+
 def _logits_processors(processors: object) -> tuple[LogitsProcessor, ...]:
+    """The processors, each with three arguments."""
     processors = () if processors is None else processors
     if not isinstance(processors, Sequence) or not all(callable(processor) for processor in processors):
+        raise InvalidTypeError(f"logits_processors must be a list of functions {_FORMS}, got {shown(processors)}")
+    return tuple(_WithoutPrompt(one) if _num_arguments(one) == 2 else one for one in processors)
+
+
+def _num_arguments(processor: LogitsProcessor) -> int:
+    """Two if a processor requires exactly two arguments, else three."""
+    try:
+        signature = inspect.signature(processor)
+        required = [one for one in signature.parameters.values() if one.default is one.empty and one.kind in _POSITIONAL]
+        num_arguments = 2 if len(required) == 2 else 3
+        signature.bind(*range(num_arguments))
+    except (TypeError, ValueError) as error:  # ValueError: some functions in C have no signature
         raise InvalidTypeError(
-            f"logits_processors must be a list of functions (prompt_ids, output_ids, logits) -> logits, got {processors!r}"
-        )
-    return tuple(processors)
+            f"each of logits_processors must be a function {_FORMS}, got {shown(processor)} ({error}); wrap it in a lambda"
+        ) from None
+    return num_arguments

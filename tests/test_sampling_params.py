@@ -1,15 +1,17 @@
 """Every parameter is checked when it is given: what is out of range, of a wrong type or contradictory is refused by name."""
 
 import copy
+import functools
 import math
 import pickle
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import fields, replace
+from typing import get_type_hints
 
 import numpy
 import pytest
 
 from nanoinfer import NanoinferError, SamplingParams
-from nanoinfer.errors import InvalidTypeError, InvalidValueError
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
 from nanoinfer.sampling_params import BeamSearchParams
 
 NAN, INF = math.nan, math.inf
@@ -30,7 +32,7 @@ OUT_OF_RANGE = [
     *each("min_tokens", (-1, -16), ">= 0"),
     *each("stop", ("", ["a", ""], [""]), "not hold an empty string"),
     *[("stop_token_ids", value, value[-1], ">= 0") for value in ([-1], [3, -7])],
-    *each("n", (0, -1), ">= 1"),
+    *each("n", (0, -1, 16385, 10**9), "in 1 .. 16384"),
     *each("repetition_penalty", (0, 0.0, -0.5, NAN, INF, -INF), "finite and > 0; use 1.0"),
     *each("presence_penalty", (-2.0001, 2.0001, 100, NAN, INF, -INF), "in [-2, 2]; use 0"),
     *each("frequency_penalty", (-2.0001, 2.0001, -100, NAN, INF, -INF), "in [-2, 2]; use 0"),
@@ -91,7 +93,7 @@ ACCEPTED = {
     "bad_words": (None, [], ["a"], [[1, 2]], ("a", (1, 2), [3]), [" a"]),
     "logprobs": (None, -1, 0, 1, 20),
     "prompt_logprobs": (None, -1, 0, 1, 20),
-    "logits_processors": (None, [], [print], (print, max)),
+    "logits_processors": (None, [], [print], (print, lambda output_ids, logits: logits)),
 }
 
 # The same for beams, where beam_width has no default.
@@ -138,7 +140,7 @@ def test_a_value_out_of_range_is_refused_by_name_value_and_range(kind, name, val
     told = message(InvalidValueError, kind, name, value)
     allowed, _, way_out = allowed.partition("; ")
     assert told.startswith((f"{name} must ", f"each of {name} must ", f"each id of {name} ", f"{name}["))
-    assert f"{allowed}, got {got!r}" in told
+    assert f"{allowed}, got {shown(got)}" in told
     assert told.partition("; ")[2].startswith(way_out)
 
 
@@ -214,13 +216,124 @@ def test_several_answers_at_temperature_zero_are_refused_and_one_is_not():
     SamplingParams(n=2, temperature=1e-300)
 
 
-def test_a_params_object_cannot_be_changed_after_its_check():
-    params = SamplingParams()
-    with pytest.raises(FrozenInstanceError):
-        params.temperature = -1.0
-    with pytest.raises(InvalidValueError):
-        replace(params, temperature=-1.0)
-    assert replace(params, temperature=0.5, stop="a").stop == ("a",)
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "got", "allowed"),
+    rows_of([(SamplingParams, OUT_OF_RANGE + WRONG_TYPE), (BeamSearchParams, BEAM_OUT_OF_RANGE + BEAM_WRONG_TYPE)]),
+)
+def test_an_assignment_is_refused_as_the_constructor_refuses_the_argument(kind, name, value, got, allowed):
+    expected = message(NanoinferError, kind, name, value)
+    params = make(kind)
+    with pytest.raises(NanoinferError) as caught:
+        setattr(params, name, value)
+    assert str(caught.value) == expected
+    assert params == make(kind)  # nothing was changed
+
+
+def test_an_assignment_gives_what_the_constructor_gives():
+    params = SamplingParams(seed=3)
+    params.max_tokens, params.stop, params.top_k, params.logprobs = 20, "end", -1, numpy.int64(2)
+    assert params == SamplingParams(seed=3, max_tokens=20, stop="end", top_k=-1, logprobs=2)
+    assert params.stop == ("end",)
+    params.structured_outputs = None  # changes nothing, as in the constructor
+    with pytest.raises(InvalidTypeError, match=r"SamplingParams has no argument 'max_token'; did you mean max_tokens\?"):
+        params.max_token = 5
+    with pytest.raises(InvalidValueError, match="min_tokens=21 and max_tokens=20"):
+        params.min_tokens = 21
+    beams = BeamSearchParams(beam_width=2)
+    beams.beam_width = 3
+    assert beams == BeamSearchParams(beam_width=3)
+
+
+def test_a_clone_is_equal_and_independent():
+    params = SamplingParams(temperature=0.5, logit_bias={5: 1}, logits_processors=[lambda output_ids, logits: logits])
+    clone = params.clone()
+    assert clone == params
+    clone.temperature = 0.7
+    clone.logit_bias[5] = 2.0
+    assert (params.temperature, params.logit_bias) == (0.5, {5: 1.0})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"flat_logprobs": False, "structured_outputs": None, "guided_decoding": None, "output_kind": None},
+        {"spaces_between_special_tokens": True, "extra_args": None, "truncate_prompt_tokens": None},
+        {"extra_args": {}, "skip_reading_prefix_cache": False},
+    ],
+)
+def test_vllms_parameters_are_accepted_with_the_values_that_change_nothing(given):
+    assert SamplingParams(**given) == SamplingParams()
+    assert BeamSearchParams(beam_width=2, temperature=0.0, include_stop_str_in_output=False) == BeamSearchParams(beam_width=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "acts_as"),
+    [
+        ("flat_logprobs", True, False),
+        ("structured_outputs", {"choice": ["a", "b"]}, None),
+        ("spaces_between_special_tokens", False, True),
+        ("output_kind", 1, None),
+        ("extra_args", {"a": 1}, None),
+        ("extra_args", numpy.array([1, 2]), None),
+    ],
+)
+def test_any_other_value_of_these_is_refused_by_name(name, value, acts_as):
+    with pytest.raises(UnsupportedError) as caught:
+        SamplingParams(**{name: value})
+    assert str(caught.value) == f"{name}={value!r} is not supported; leave it out (it acts as {acts_as!r})"
+
+
+# ---- logits processors
+
+
+class Processor:
+    def __call__(self, output_ids, logits):
+        return "two", output_ids
+
+    def with_prompt(self, prompt_ids, output_ids, logits):
+        return "three", prompt_ids, output_ids
+
+    @staticmethod
+    def any_number(*arguments):
+        return "any", len(arguments)
+
+
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [
+        (Processor(), ("two", [6])),
+        (Processor().with_prompt, ("three", [5], [6])),
+        (Processor.any_number, ("any", 3)),
+        (lambda output_ids, logits, scale=2: ("two", scale), ("two", 2)),
+        (lambda prompt_ids, output_ids, logits, scale=2: ("three", scale), ("three", 2)),
+        (functools.partial(lambda words, output_ids, logits: ("two", words), ["a"]), ("two", ["a"])),
+    ],
+)
+def test_a_processor_gets_the_arguments_that_its_signature_requires(processor, expected):
+    params = SamplingParams(logits_processors=[processor])
+    for one in (params, params.clone(), copy.copy(params)):
+        assert one.logits_processors[0]([5], [6], "logits") == expected
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        lambda: None,
+        lambda logits: logits,
+        lambda a, b, c, d: d,
+        lambda output_ids, logits, *, scale: logits,
+        max,  # written in C, without a signature
+        int,
+    ],
+)
+def test_a_processor_with_a_different_number_of_arguments_is_refused(processor):
+    with pytest.raises(InvalidTypeError, match=r"logits_processors must be a function \(prompt_ids, output_ids, logits\) -> "):
+        SamplingParams(logits_processors=[print, processor])
+
+
+def test_a_type_checker_and_an_editor_can_read_the_types():
+    assert get_type_hints(SamplingParams)["max_tokens"] == int | None
+    assert get_type_hints(BeamSearchParams)["beam_width"] is int
 
 
 def test_a_list_given_can_be_changed_later_without_changing_the_params():
@@ -310,8 +423,8 @@ def test_an_unknown_argument_is_named_with_the_one_that_was_meant():
 def test_an_unknown_argument_of_beams_is_named_with_the_one_that_was_meant():
     with pytest.raises(InvalidTypeError, match=r"BeamSearchParams has no argument 'beam_widht'; did you mean beam_width\?"):
         BeamSearchParams(beam_widht=4)
-    with pytest.raises(InvalidTypeError, match="no argument 'temperature'; known are beam_width, max_tokens"):
-        BeamSearchParams(beam_width=4, temperature=0)
+    with pytest.raises(InvalidTypeError, match="no argument 'top_k'; known are beam_width, max_tokens"):
+        BeamSearchParams(beam_width=4, top_k=0)
 
 
 def test_beams_without_a_width_are_refused_by_name():
@@ -324,7 +437,7 @@ def test_beams_without_a_width_are_refused_by_name():
     [
         {"temperature": 0.5, "stop": ["a"], "seed": 3},
         {"n": 2, "logprobs": 0, "prompt_logprobs": -1, "logit_bias": {5: 1}, "allowed_token_ids": [5], "bad_words": ["a", [1]]},
-        {"repetition_penalty": 1.1, "presence_penalty": 1, "frequency_penalty": -1, "logits_processors": [max]},
+        {"repetition_penalty": 1.1, "presence_penalty": 1, "frequency_penalty": -1, "logits_processors": [print]},
     ],
 )
 def test_params_can_be_copied_and_pickled(given):

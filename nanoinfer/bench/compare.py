@@ -110,7 +110,7 @@ def compare(
     is_cache_given = engine.get("kv_cache_memory") is not None
     if not is_cache_given:
         engine["kv_cache_memory"] = max(cache_bytes(config, dtype, workload.num_tokens) for workload in workloads)
-    llm = LLM(checkpoint, **engine)
+    llm = LLM(checkpoint, seed=0, **engine)
     for workload in workloads:
         if (needed := workload.longest(padded=with_transformers)) > llm.engine.max_model_len:
             raise InvalidValueError(

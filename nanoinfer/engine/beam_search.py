@@ -181,7 +181,8 @@ class _Group:
         for (token_ids, total), score in zip(self.finished, self.finished_scores.tolist(), strict=True):
             text = "" if engine.tokenizer is None else engine.tokenizer.decode(token_ids)
             finish_reason: FinishReason = "stop" if token_ids[-1] in self.eos_token_ids else "length"
-            sequences.append(BeamSearchSequence(text, token_ids, score, total, finish_reason))
+            tokens = self.prompt_token_ids + token_ids
+            sequences.append(BeamSearchSequence(text, token_ids, tokens, score, total, finish_reason))
         return BeamSearchOutput(self.prompt, self.prompt_token_ids, sequences, self.error)
 
     def _beam(self, prompt_token_ids: list[int], max_num_tokens: int) -> Sequence:

@@ -5,14 +5,23 @@ tokenised and checked once, before it reaches the engine. InputProcessor knows t
 queue nor cache, so any thread may call it.
 """
 
-import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NotRequired, TypedDict
 
-from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError
+from nanoinfer.config import NEUTRAL_VALUES
+from nanoinfer.engine.chat_messages import with_text_content
+from nanoinfer.errors import (
+    InvalidPromptError,
+    InvalidTypeError,
+    InvalidValueError,
+    NanoinferError,
+    check_flag,
+    check_neutral,
+    shown,
+)
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -32,7 +41,6 @@ class TokensPrompt(TypedDict):
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt
-Message = Mapping[str, object]  # {"role": "user", "content": "Hello"}. The chat template decides which keys it reads.
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,9 @@ class InputProcessor:
         Raises: InvalidPromptError, InvalidTypeError, InvalidValueError.
         """
         text, token_ids = self._parse(prompt)
+        if not isinstance(params, SamplingParams):
+            raise InvalidTypeError(f"sampling_params must be SamplingParams, got {shown(params)}")
+        params = params.clone()  # the caller may change them while the request runs
         bad_words = self._check(token_ids, params)
         error = self._too_long(len(token_ids)) if len(token_ids) >= self._info.max_model_len else None
         return PreparedRequest(text, token_ids, params, bad_words, error)
@@ -76,7 +87,7 @@ class InputProcessor:
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         if not isinstance(params, list | tuple):
-            raise InvalidTypeError(f"sampling_params must be SamplingParams, or a list of them, got {params!r}")
+            raise InvalidTypeError(f"sampling_params must be SamplingParams, or a list of them, got {shown(params)}")
         if len(params) != len(prompts):
             raise InvalidValueError(
                 f"sampling_params must be one, or one per prompt: got {len(params)} for {len(prompts)} prompts"
@@ -96,19 +107,19 @@ class InputProcessor:
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> TokensPrompt:
         """Render one conversation as a prompt. See LLM.chat."""
-        if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-            raise InvalidTypeError(
-                f'messages must be a list of dicts like {{"role": "user", "content": "Hello"}}, got {reprlib.repr(messages)}'
-            )
+        conversation = with_text_content(messages)
         if self._tokenizer is None:
             raise InvalidPromptError("this checkpoint has no tokenizer, so there is no chat template; use token ids")
+        if not isinstance(chat_template, str | None):
+            raise InvalidTypeError(f"chat_template must be a Jinja template as a string, got {shown(chat_template)}")
+        check_flag("add_generation_prompt", add_generation_prompt)
         if not isinstance(chat_template_kwargs, dict | None):
-            raise InvalidTypeError(f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r}")
+            raise InvalidTypeError(f"chat_template_kwargs must be a dict, got {shown(chat_template_kwargs)}")
         own = {"self", "messages", "conversation", "chat_template", "add_generation_prompt", "tokenize"}
         if clash := own & (chat_template_kwargs or {}).keys():
             raise InvalidValueError(f"chat_template_kwargs must not hold {', '.join(clash)}: that is an argument of its own")
         text = self._tokenizer.apply_chat_template(
-            messages,
+            conversation,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             **(chat_template_kwargs or {}),
@@ -120,11 +131,13 @@ class InputProcessor:
         """The text, if there is one, and the token ids. If a dict holds both, the ids are used and the text is only shown."""
         if isinstance(prompt, dict):
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+            unknown = prompt.keys() - {"prompt", "prompt_token_ids", *NEUTRAL_VALUES["a prompt"]}
             if unknown or not isinstance(text, str | None) or (text is None and token_ids is None):
                 raise InvalidPromptError(
-                    f"a prompt's dict holds prompt (a string) or prompt_token_ids (ids), got {reprlib.repr(prompt)}"
+                    f"a prompt's dict holds prompt (a string) or prompt_token_ids (ids), got {shown(prompt)}"
                 )
+            for name in prompt.keys() & NEUTRAL_VALUES["a prompt"].keys():
+                check_neutral(name, prompt[name], NEUTRAL_VALUES["a prompt"][name])
             return (text, _token_ids(token_ids)) if token_ids is not None else self._parse(text)
         if isinstance(prompt, str):
             if self._tokenizer is None:
@@ -134,8 +147,6 @@ class InputProcessor:
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Refuse what this model cannot serve. Returns params.bad_words as token ids."""
-        if not isinstance(params, SamplingParams):
-            raise InvalidTypeError(f"sampling_params must be SamplingParams, got {params!r}")
         if not token_ids:
             raise InvalidPromptError("the prompt has no tokens; give at least one, such as the model's BOS")
         vocab_size = self._info.vocab_size
@@ -149,7 +160,7 @@ class InputProcessor:
             # min and max run in C. A loop over a prompt of 100,000 ids would be noticeable.
             if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
                 bad = next(i for i in ids if not 0 <= i < vocab_size)
-                error = f"{name} has the token id {bad}; this model's ids are 0 .. {vocab_size - 1}"
+                error = f"{name} has the token id {shown(bad)}; this model's ids are 0 .. {vocab_size - 1}"
                 raise InvalidPromptError(error) if ids is token_ids else InvalidValueError(error)
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > vocab_size:
@@ -193,7 +204,7 @@ def as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | dict):
         return [prompts]
     if not isinstance(prompts, list | tuple):
-        raise InvalidTypeError(f"prompts must be a string, token ids, a dict or a list of these, got {reprlib.repr(prompts)}")
+        raise InvalidTypeError(f"prompts must be a string, token ids, a dict or a list of these, got {shown(prompts)}")
     if prompts and all(isinstance(item, Integral) for item in prompts):
         return [prompts]
     return list(prompts)
@@ -217,5 +228,5 @@ def _token_ids(ids: Any) -> list[int]:
             return [int(i) for i in ids]
     raise InvalidTypeError(
         f"a prompt must be a string, a list of token ids (of an array, its .tolist()), or a dict with prompt or "
-        f"prompt_token_ids, got {reprlib.repr(ids)}"
+        f"prompt_token_ids, got {shown(ids)}"
     )

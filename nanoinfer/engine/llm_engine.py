@@ -3,6 +3,9 @@
 In: prompts and SamplingParams. Out: Requests, whose outputs grow as step() is called. This folder imports no torch.
 """
 
+import collections
+import logging
+import secrets
 import time
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,9 +13,10 @@ from typing import Any
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.guards import EngineGuard
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
-from nanoinfer.engine.request import Request, sequences_of
+from nanoinfer.engine.request import REQUEST_TOTALS, Request, sequences_of
 from nanoinfer.engine.stopping import Stop
 from nanoinfer.execution.executor import Executor, InFlight, StepOutput
+from nanoinfer.outputs import Counter, Gauge, Metric
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -21,6 +25,8 @@ from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.speculative.speculator import Proposer, Speculator
 from nanoinfer.tokenization.tokenizer import Tokenizer
 from nanoinfer.tracing import EventBuffer, RequestAdded, RequestFinished, StepTimed
+
+logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
@@ -61,9 +67,12 @@ class LLMEngine:
             self.speculator = Speculator(
                 proposer, config.speculative, self.block_manager, max_num_rows=config.max_num_rows, tracer=tracer
             )
-        self._seed = config.seed
+        self.seed = secrets.randbits(64) if config.seed is None else config.seed
+        if config.seed is None:
+            logger.info("seed %d was drawn: LLM(seed=%d) and the same calls give the same answers", self.seed, self.seed)
         self._num_requests = 0
         self._requests: dict[str, Request] = {}  # the unfinished ones
+        self._totals: collections.Counter[str] = collections.Counter()  # of the finished ones
         self._in_flight: InFlight | None = None  # the step that is launched and not collected
         self.interrupted_request_ids: frozenset[str] = frozenset()  # of the step that raised last
         self._guard = EngineGuard(restart=self._restart, flush_trace=self.flush_trace, abort=self.abort)
@@ -80,7 +89,7 @@ class LLMEngine:
         with self._guard.between_steps():
             number, self._num_requests = self._num_requests, self._num_requests + 1
             sequences = sequences_of(
-                prepared, number, engine_seed=self._seed, max_model_len=self.max_model_len, eos_token_ids=self.eos_token_ids
+                prepared, number, engine_seed=self.seed, max_model_len=self.max_model_len, eos_token_ids=self.eos_token_ids
             )
             request = Request(sequences, prepared.prompt, self.tokenizer, arrival_time=arrival_time, streaming=streaming)
             if self.tracer is not None:
@@ -116,6 +125,24 @@ class LLMEngine:
     @property
     def num_unfinished(self) -> int:
         return len(self._requests)
+
+    def reset_prefix_cache(self) -> None:
+        """See LLM.reset_prefix_cache."""
+        with self._guard.between_steps():
+            self.block_manager.reset_prefix_cache()
+
+    def get_metrics(self) -> list[Metric]:
+        """See LLM.get_metrics."""
+        with self._guard.between_steps():
+            totals, manager = self._totals.copy(), self.block_manager
+            for request in self._requests.values():
+                totals.update(request.totals())
+            return [
+                Gauge("vllm:num_requests_running", self.scheduler.num_running),
+                Gauge("vllm:num_requests_waiting", self.scheduler.num_unfinished - self.scheduler.num_running),
+                Gauge("vllm:kv_cache_usage_perc", 1 - manager.num_free_blocks / manager.num_blocks),
+                *(Counter(f"vllm:{name}", totals[name]) for name in REQUEST_TOTALS),
+            ]
 
     # ---- steps
 
@@ -202,6 +229,7 @@ class LLMEngine:
     def _retire(self, request: Request) -> None:
         """Free the blocks of a request that has its output, and remove it."""
         if self._requests.pop(request.request_id, None):
+            self._totals.update(request.totals())
             for seq in request.sequences:
                 self._finish(seq)
         if self.tracer is not None and request.output is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanoinfer.attention.base import select_backend
 from nanoinfer.attention.kv_cache import KVCache, bytes_per_block
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import LOGPROBS_MODES, EngineConfig
 from nanoinfer.devices import openmp
 from nanoinfer.devices.cuda_graphs import CUDACapture
 from nanoinfer.errors import InvalidValueError
@@ -118,7 +118,9 @@ class UniProcExecutor:
         if config.scheduler.batch_invariant and not self.batch_independent:
             raise cannot_be_invariant(self.dtype, self.device)
         stages = STAGES if config.stages is None else config.stages
-        self.sampler = Sampler(stages, processed_logprobs=config.logprobs_mode == "processed", graphs=sampler_graphs)
+        self.sampler = Sampler(
+            stages, processed_logprobs=LOGPROBS_MODES[config.logprobs_mode] == "processed", graphs=sampler_graphs
+        )
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused while the rows stay the same
 
     @property

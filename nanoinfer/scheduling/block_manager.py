@@ -152,6 +152,11 @@ class BlockManager:
             if block in self._content:
                 self._evict(block)
 
+    def reset_prefix_cache(self) -> None:
+        """Remove every block from the prefix cache. Sequences keep their blocks, and nobody else finds them."""
+        for block in list(self._content):
+            self._evict(block)
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share all of the parent's blocks with a child. The caller sets the child's tokens and num_computed_tokens."""
         assert not child.block_table, "a fork starts with an empty block table"

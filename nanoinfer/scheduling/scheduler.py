@@ -57,6 +57,10 @@ class Scheduler:
     def running_request_ids(self) -> frozenset[str]:
         return frozenset(seq.request_id for seq in self._running)
 
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. The caller has checked that it can fit when it runs alone."""
         assert seq.max_num_tokens <= self.block_manager.num_blocks * self.block_manager.block_size

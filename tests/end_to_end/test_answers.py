@@ -31,30 +31,6 @@ def load(path, *, num_blocks=None, **arguments):
     return LLM(path, block_size=4, kv_cache_memory=BLOCK_BYTES * num_blocks if num_blocks else MEMORY, **arguments)
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return LLM(kv_cache_memory=MEMORY)
-
-
-@pytest.fixture(scope="module")
-def loaded_ids(qwen3_path):
-    return load(qwen3_path)
-
-
-@pytest.fixture
-def llm(loaded):
-    """tiny-qwen3. Every test must leave it as it found it."""
-    yield loaded
-    assert_nothing_is_left(loaded)
-
-
-@pytest.fixture
-def ids_llm(loaded_ids):
-    """A random Qwen3 without a tokenizer and without EOS: 96 ids, 512 positions, blocks of 4."""
-    yield loaded_ids
-    assert_nothing_is_left(loaded_ids)
-
-
 def asked(**given):
     """Token ids only, the same in every run."""
     return SamplingParams(**{"max_tokens": 10, "detokenize": False, "seed": 3} | given)

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import threading
+import types
 from dataclasses import replace
 
 import numpy
@@ -16,7 +17,8 @@ import tiny_models
 import torch
 from tiny_models import assert_nothing_is_left
 
-from nanoinfer import LLM, Delta, Recorder, RequestOutput, SamplingParams
+from nanoinfer import LLM, BeamSearchParams, Delta, Recorder, RequestOutput, SamplingParams
+from nanoinfer.config import NEUTRAL_VALUES, SchedulerConfig
 from nanoinfer.errors import (
     CheckpointNotFoundError,
     InvalidPromptError,
@@ -26,6 +28,7 @@ from nanoinfer.errors import (
     UnsupportedError,
 )
 from nanoinfer.models.checkpoint import BUNDLED
+from nanoinfer.outputs import Counter, Gauge
 
 pytestmark = pytest.mark.slow
 
@@ -39,27 +42,9 @@ LILYS_PROMPT = "<|im_start|>user\nTell me a story about Lily<|im_end|>\n<|im_sta
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    return LLM(kv_cache_memory=MEMORY)
-
-
-@pytest.fixture(scope="module")
 def loaded_ids(qwen3_path):
+    """As conftest's, with 64 positions."""
     return LLM(qwen3_path, kv_cache_memory=MEMORY, block_size=4, max_model_len=64)
-
-
-@pytest.fixture
-def llm(loaded):
-    """tiny-qwen3. Every test must leave it as it found it."""
-    yield loaded
-    assert_nothing_is_left(loaded)
-
-
-@pytest.fixture
-def ids_llm(loaded_ids):
-    """A random Qwen3 without a tokenizer: 96 ids, 64 positions, blocks of 4."""
-    yield loaded_ids
-    assert_nothing_is_left(loaded_ids)
 
 
 def generate(llm, prompts, params=GREEDY):
@@ -404,6 +389,7 @@ def test_a_failure_in_the_middle_of_a_step_leaves_nothing_behind(llm, monkeypatc
             raise RuntimeError("out of luck")
         return works(*arguments)
 
+    fails.has_user_stages = False  # of a Sampler
     monkeypatch.setattr(owner, name, fails)
     with pytest.raises(RuntimeError, match="out of luck"):
         generate(llm, prompts)
@@ -544,7 +530,94 @@ def test_bad_messages_are_refused_by_their_index(llm, messages, sentence):
         llm.chat(messages, GREEDY)
 
 
+def content(llm, *parts):
+    return llm.render_chat([{"role": "user", "content": part} for part in parts])["prompt"]
+
+
+def test_content_may_be_text_parts_or_none(llm):
+    parts = [{"type": "text", "text": "Tell me"}, {"type": "text", "text": "a story"}]
+    assert content(llm, parts) == content(llm, tuple(parts)) == content(llm, "Tell me\na story")
+    assert content(llm, parts[:1], None, []) == content(llm, "Tell me", "", "")
+    conversation = [types.MappingProxyType({"role": "user", "content": "Tell me"})]  # any Sequence of Mappings
+    assert llm.render_chat(tuple(conversation))["prompt"] == content(llm, "Tell me")
+    [first, second] = llm.chat((conversation, conversation), GREEDY, use_tqdm=False)
+    assert first.prompt == second.prompt == content(llm, "Tell me")
+
+
+def test_vllms_arguments_of_generate_and_chat_are_accepted_where_they_change_nothing(llm):
+    expected = answer(llm, "Once")
+    given = {name: value for name, (value, *_) in NEUTRAL_VALUES["generate()"].items()}
+    assert llm.generate("Once", GREEDY, False, **given)[0].outputs == [expected]
+    prompt = {"prompt": "Once"} | dict.fromkeys(NEUTRAL_VALUES["a prompt"])
+    assert answer(llm, prompt) == expected
+    given = {name: value for name, (value, *_) in NEUTRAL_VALUES["chat()"].items()}
+    assert llm.chat(LILY, GREEDY, False, **given)[0].outputs == llm.chat(LILY, GREEDY, False)[0].outputs
+
+
+def test_an_assignment_does_not_change_a_request_that_runs(llm):
+    params = GREEDY.clone()
+    stream = llm.stream("Once upon a time", params)
+    next(stream)
+    params.max_tokens, params.temperature, params.stop = 1, 2.0, "a"
+    assert 1 + len(list(stream)) == 12
+    assert answer(llm, "Once upon a time", params).token_ids[1:] == []
+
+
 # ---- metrics and defaults
+
+
+def test_the_counters_are_those_of_the_requests(qwen3_path):
+    llm = LLM(qwen3_path, kv_cache_memory=MEMORY, block_size=4)
+
+    def metrics():
+        assert {type(metric) for metric in llm.get_metrics()} == {Counter, Gauge}
+        return {metric.name.removeprefix("vllm:"): metric.value for metric in llm.get_metrics()}
+
+    assert set(metrics().values()) == {0}
+    generate(llm, [[5] * 10], IDS)
+    stream = llm.stream([5] * 10, IDS)
+    next(stream)
+    waiting = llm.engine.add_request([6], IDS)
+    now = metrics()
+    assert (now["num_requests_running"], now["num_requests_waiting"]) == (1, 1)
+    assert now["kv_cache_usage_perc"] == pytest.approx(3 / llm.engine.block_manager.num_blocks)
+    assert (now["prompt_tokens"], now["generation_tokens"]) == (20, 13)
+    assert (now["prefix_cache_queries"], now["prefix_cache_hits"], now["num_preemptions"]) == (20, 8, 0)
+    llm.abort(waiting.request_id)
+    stream.close()
+    after = metrics()
+    assert after == now | {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
+
+
+def test_a_reset_prefix_cache_is_empty_and_harms_no_running_request(qwen3_path):
+    llm, prompt = LLM(qwen3_path, kv_cache_memory=MEMORY, block_size=4), [5] * 10
+    expected = answer(llm, prompt, IDS)
+    assert generate(llm, prompt, IDS)[0].num_cached_tokens == 8
+    stream = llm.stream(prompt, IDS)
+    first = next(stream).token_ids
+    assert llm.reset_prefix_cache() is True
+    assert generate(llm, prompt, IDS)[0].num_cached_tokens == 0
+    assert first + [i for delta in stream for i in delta.token_ids] == expected.token_ids
+    [output] = generate(llm, prompt, IDS)
+    assert (output.num_cached_tokens, output.outputs) == (8, [expected])
+    assert_nothing_is_left(llm)
+
+
+def test_beams_have_vllms_names_too(llm):
+    [output] = llm.beam_search("Once upon a time", BeamSearchParams(beam_width=2, max_tokens=4))
+    for beam in output.sequences:
+        assert beam.tokens == output.prompt_token_ids + beam.token_ids
+        assert beam.cum_logprob == beam.cumulative_logprob
+    assert output.sequences[0].cum_logprob >= output.sequences[1].cum_logprob  # of one length: the best first
+
+
+def test_reprs_are_short_and_say_what_matters(llm):
+    [output] = llm.generate("Once upon a time, there was a kind duck named Max", replace(GREEDY, logprobs=3), use_tqdm=False)
+    assert repr(output).startswith("RequestOutput(request_id='")
+    assert f"text={output.outputs[0].text!r}, token_ids=[{output.outputs[0].token_ids[0]}, " in repr(output)
+    assert "... 12 in all]" in repr(output.outputs[0])
+    assert "error" not in repr(output)
+    assert re.match(r"LLM\('tiny-qwen3', dtype='float32', device='cpu', .*max_model_len=512, seed=\d+\)$", repr(llm))
 
 
 def test_metrics_tell_when_things_happened(ids_llm):
@@ -630,7 +703,11 @@ def test_vllms_arguments_that_we_do_not_have_are_refused_by_name(argument):
 
 
 def test_vllms_arguments_are_accepted_where_they_change_nothing(qwen3_path):
-    LLM(qwen3_path, tensor_parallel_size=1, quantization=None, trust_remote_code=False, kv_cache_memory=MEMORY)
+    given = {name: value for name, (*_, value) in NEUTRAL_VALUES["LLM()"].items()}
+    given |= dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "quantization", "seed"))
+    llm = LLM(qwen3_path, **given, logprobs_mode="raw_logprobs", kv_cache_memory=MEMORY)
+    assert llm.engine.scheduler.config == SchedulerConfig()
+    assert llm.engine.block_manager.enable_prefix_caching
 
 
 @pytest.mark.parametrize(
@@ -652,12 +729,13 @@ COUNTS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "chunk_size", 
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [(name, value, "must be an integer") for name in COUNTS for value in (1.5, "4", True)]
-    + [(name, None, "must be an integer") for name in ("max_num_seqs", "max_num_batched_tokens", "chunk_size")]
+    + [("chunk_size", None, "must be an integer")]
     + [(name, 5, "must be a string") for name in ("model", "tokenizer", "revision", "dtype", "device", "attention_backend")]
     + [(name, None, "must be a string") for name in ("dtype", "device", "attention_backend")]
-    + [(name, value, "must be True or False") for name in ("enable_prefix_caching", "enforce_eager") for value in (1, None)]
+    + [("enable_prefix_caching", 1, "must be True or False")]
+    + [("enforce_eager", value, "must be True or False") for value in (1, None)]
     + [("gpu_memory_utilization", value, "must be a number") for value in ("0.9", None, True)]
-    + [("seed", value, "must be an integer") for value in (1.0, "1", None, True)]
+    + [("seed", value, "must be an integer") for value in (1.0, "1", True)]
     + [("tracer", value, r"must have a method emit\(event\)") for value in (5, print, Recorder)],
 )
 def test_an_argument_of_a_wrong_type_is_refused_by_name(name, value, sentence):
@@ -726,6 +804,18 @@ def test_the_engines_seed_reproduces_a_run(qwen3_path):
 
     assert run(7) == run(7)
     assert run(7) != run(8)
+
+
+def test_without_a_seed_one_is_drawn_and_logged_so_that_the_run_can_be_repeated(qwen3_path, caplog):
+    with caplog.at_level(logging.INFO, "nanoinfer.engine.llm_engine"):
+        llms = [LLM(qwen3_path, kv_cache_memory=MEMORY) for _ in range(2)]
+    seeds = [int(re.search(r"LLM\(seed=(\d+)\)", record.message)[1]) for record in caplog.records]
+    llms += [LLM(qwen3_path, seed=seed, kv_cache_memory=MEMORY) for seed in seeds]
+    first, second, *repeated = [answer(llm, [1, 2], HOT).token_ids for llm in llms]
+    assert first != second
+    assert [first, second] == repeated
+    assert len(caplog.records) == 2  # a seed that was given is not logged
+    assert f"seed={seeds[0]})" in repr(llms[0])
 
 
 def test_a_requests_seed_gives_its_tokens_alone_and_in_any_batch(ids_llm):
@@ -833,4 +923,4 @@ def test_several_threads_are_told_that_one_at_a_time_may_use_it(ids_llm, monkeyp
 def test_an_error_shows_the_beginning_of_a_long_prompt_and_not_all_of_it(llm):
     with pytest.raises(InvalidTypeError) as caught:
         generate(llm, [[1] * 100_000 + [None]])
-    assert len(str(caught.value)) < 300
+    assert len(str(caught.value)) < 400
