@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from nanoinfer.cli.options import Device, Dtype, Model, cli_errors, expand_options
+from nanoinfer.cli.options import Device, Dtype, EnforceEager, Model, Quantization, expand_options, parse_size
 from nanoinfer.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ app = typer.Typer(help="Measure nanoinfer, also beside transformers.")
 DEFAULT_WORKLOADS = "A,B16"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Compile nothing.")]
 Named = Annotated[str | None, typer.Option("--workload", help="Some of A,B16,B64,C,D,E,F, with commas. Default: A,B16.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Measured runs, after one to warm up.")]
 
@@ -78,8 +77,11 @@ class WorkloadOptions:
 class RunOptions:
     """How throughput and latency run the workloads."""
 
-    quantization: Annotated[str | None, typer.Option(help="int8: weights in 8 bits, on a CPU.")] = None
-    kv_cache_memory: Annotated[int | None, typer.Option(help="Bytes for the KV cache. Default: what is needed.")] = None
+    quantization: Quantization = None
+    kv_cache_memory: Annotated[
+        int | None,
+        typer.Option(parser=parse_size, metavar="SIZE", help="Memory for the KV cache: 1G or bytes. Default: what is needed."),
+    ] = None
     enforce_eager: EnforceEager = False
     repeats: Repeats = 3
     compare: Annotated[str | None, typer.Option(help="transformers: run the same work through its generate, in turns.")] = None
@@ -108,7 +110,7 @@ def bench(
     from nanoinfer.bench import compare
     from nanoinfer.bench import roofline as measurement
 
-    with cli_errors(), compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
+    with compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
         machine, dtype, phases = measurement.run(
             checkpoint, dtype=measured.dtype, device=measured.device, enforce_eager=enforce_eager
         )
@@ -166,29 +168,28 @@ def latency(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions,
 
 def _compare(measured: ModelOptions, picked: WorkloadOptions, run: RunOptions) -> list["Comparison"]:
     """Run the workloads through nanoinfer and, if `run` says so, through transformers."""
-    with cli_errors():
-        from nanoinfer.bench import compare
+    from nanoinfer.bench import compare
 
-        if run.compare not in (None, "transformers"):
-            raise InvalidValueError(f"compare must be transformers, got {run.compare!r}")
-        if run.compare and math.isfinite(picked.request_rate):
-            raise InvalidValueError(
-                f"generate takes all requests at once; leave compare out, or request_rate={picked.request_rate}"
-            )
-        workloads = _pick_workloads(picked)
-        with compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
-            return compare.compare(
-                checkpoint,
-                workloads,
-                shape=measured.shape,
-                repeats=run.repeats,
-                with_transformers=run.compare is not None,
-                dtype=measured.dtype,
-                device=measured.device,
-                quantization=run.quantization,
-                kv_cache_memory=run.kv_cache_memory,
-                enforce_eager=run.enforce_eager,
-            )
+    if run.compare not in (None, "transformers"):
+        raise InvalidValueError(f"compare must be transformers, got {run.compare!r}")
+    if run.compare and math.isfinite(picked.request_rate):
+        raise InvalidValueError(
+            f"generate takes all requests at once; leave compare out, or request_rate={picked.request_rate}"
+        )
+    workloads = _pick_workloads(picked)
+    with compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
+        return compare.compare(
+            checkpoint,
+            workloads,
+            shape=measured.shape,
+            repeats=run.repeats,
+            with_transformers=run.compare is not None,
+            dtype=measured.dtype,
+            device=measured.device,
+            quantization=run.quantization,
+            kv_cache_memory=run.kv_cache_memory,
+            enforce_eager=run.enforce_eager,
+        )
 
 
 def _pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
@@ -297,7 +298,7 @@ def report(
     from nanoinfer.bench.report import entry
     from nanoinfer.models import loader
 
-    with cli_errors(), compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
+    with compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
         results = compare.compare(
             checkpoint,
             workloads.named(workload or DEFAULT_WORKLOADS),

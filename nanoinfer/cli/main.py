@@ -3,19 +3,28 @@
 import io
 import logging
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from nanoinfer import __version__
 from nanoinfer.cli.bench import app as bench_app
 from nanoinfer.cli.chat import chat
 from nanoinfer.cli.explain import explain
 from nanoinfer.cli.generate import generate
+from nanoinfer.cli.options import cli_errors
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="A small LLM inference engine.", pretty_exceptions_enable=False
-)
+
+class Commands(TyperGroup):
+    """The commands. An error of any of them is one sentence."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        with cli_errors():
+            return super().invoke(ctx)
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="A small LLM inference engine.", pretty_exceptions_enable=False)
 
 
 @app.callback(invoke_without_command=True)
@@ -42,6 +51,13 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
-for command in (generate, explain, doctor, chat):
+def models() -> None:
+    """List the models that are on this machine: the bundled ones, and those in the Hugging Face cache."""
+    from nanoinfer.cli.models import local_models, print_table  # imports torch
+
+    print_table(local_models())
+
+
+for command in (generate, chat, explain, models, doctor):
     app.command()(command)
 app.add_typer(bench_app, name="bench")
