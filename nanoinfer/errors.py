@@ -110,7 +110,7 @@ def _unknown_argument(owner: str, name: str, known: list[str]) -> InvalidTypeErr
 
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error, for use in a message."""
-    return str(error).split("\n", maxsplit=1)[0] or type(error).__name__
+    return str(error).strip().split("\n", maxsplit=1)[0] or type(error).__name__
 
 
 def out_of_range(name: str, value: object, allowed: str) -> InvalidValueError:

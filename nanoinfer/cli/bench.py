@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from nanoinfer.cli.options import Device, Dtype, EnforceEager, Model, Quantization, expand_options, parse_size
+from nanoinfer.cli.options import Device, Dtype, EnforceEager, Model, Quantization, expand_options, new_table, parse_size
 from nanoinfer.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -144,7 +143,7 @@ def _show_roofline(report: dict[str, Any]) -> None:
     rates = ", ".join(f"{rate:.0f} GFLOP/s in {name}" for name, rate in report["gemm_GFLOP_per_s"].items())
     console = Console()
     console.print(f"memory {report['bandwidth_GB_per_s']:.1f} GB/s; matrix products {rates}; the model in {report['dtype']}")
-    table = Table("phase", "part", "MB", "GFLOP", "at least ms", "measured ms", "share of the limit")
+    table = new_table("phase", "part", "MB", "GFLOP", "at least ms", "measured ms", "share of the limit")
     for phase in report["phases"]:
         for part in phase["parts"]:
             numbers = (part["num_bytes"] / 1e6, part["num_operations"] / 1e9, part["least_ms"])
@@ -224,13 +223,11 @@ def _print(results: list["Comparison"], show: Callable[[list["Comparison"]], Non
 
 
 def _show_throughput(results: list["Comparison"]) -> None:
-    table = Table("workload", "requests", "output tok/s", "total tok/s", "TTFT ms")
-    if results[0].theirs is not None:
-        for heading in ("transformers", "times as fast", "bar"):
-            table.add_column(heading)
+    headings = ["workload", "requests", "output tok/s", "total tok/s", "TTFT ms"]
+    table = new_table(*headings, *(("transformers", "ratio", "bar") if results[0].theirs is not None else ()))
     for result in results:
         ours, theirs = result.ours, result.theirs
-        row = [result.workload, str(ours.num_requests), f"{ours.output_tokens_per_s:.1f}", f"{ours.total_tokens_per_s:.1f}"]
+        row = [result.workload, str(ours.num_requests), f"{ours.output_tokens_per_s:.1f}", f"{ours.total_tokens_per_s:.0f}"]
         row.append(f"{ours.ttft_ms.p50:.0f}")
         if theirs is not None and result.ratio is not None:
             by_ttft = ours.itl_ms is None
@@ -243,7 +240,7 @@ def _show_throughput(results: list["Comparison"]) -> None:
 
 
 def _show_latency(results: list["Comparison"]) -> None:
-    table = Table("workload", "engine", "figure", "p50 ms", "p95 ms", "p99 ms")
+    table = new_table("workload", "engine", "figure", "p50 ms", "p95 ms", "p99 ms")
     for result in results:
         for engine, figures in (("nanoinfer", result.ours), ("transformers", result.theirs)):
             if figures is None:
@@ -273,7 +270,7 @@ def sampler(
     if as_json:
         print(json.dumps([asdict(result) | {"ratio": result.ratio} for result in results], indent=1))
         return
-    table = Table("case", "vocabulary", "nanoinfer ms", "other ms", "ratio", "bar", title=f"{measured.NUM_ROWS} rows")
+    table = new_table("case", "vocabulary", "nanoinfer ms", "other ms", "ratio", "bar", title=f"{measured.NUM_ROWS} rows")
     for result in results:
         bar = f"{result.bar}: {'reached' if result.is_reached else 'missed'}" if result.bar else ""
         numbers = (f"{result.ours_ms:.2f}", f"{result.theirs_ms:.2f}", f"{result.ratio:.1f}")

@@ -19,6 +19,7 @@ from nanoinfer.cli.options import (
     Stop,
     expand_options,
     load_llm,
+    new_table,
     read_file,
     read_standard_input,
     resolve_sampling_params,
@@ -144,7 +145,7 @@ def describe_speed(output: RequestOutput) -> str:
 
 def logprobs_table(answer: CompletionOutput) -> Table:
     """A row for each token of an answer with log-probabilities: the token's own, and the most likely tokens at its position."""
-    table = Table("token", "logprob", "rank", "most likely")
+    table = new_table("token", "logprob", "rank", "most likely")
     for token_id, position in zip(answer.token_ids, answer.logprobs or [], strict=True):
         token = position[token_id]
         likeliest = sorted(position.values(), key=lambda one: -one.logprob)

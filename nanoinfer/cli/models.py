@@ -6,8 +6,8 @@ from pathlib import Path
 
 from huggingface_hub import CacheNotFound, scan_cache_dir
 from rich.console import Console
-from rich.table import Table
 
+from nanoinfer.cli.options import new_table
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoint import BUNDLED, Checkpoint, bundled_models
 from nanoinfer.models.loader import on_meta
@@ -36,7 +36,7 @@ def local_models() -> list[LocalModel]:
 
 def print_table(models: list[LocalModel]) -> None:
     """Print a row for each model."""
-    table = Table("model", "architecture", "parameters", "MB on disk", "supported")
+    table = new_table("model", "architecture", "parameters", "MB on disk", "supported")
     for model in models:
         table.add_row(
             model.name,

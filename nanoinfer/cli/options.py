@@ -1,4 +1,4 @@
-"""What the commands share: options, the LLM and SamplingParams made from them, prompts from files, and errors in one sentence.
+"""What the commands share: options, the LLM and SamplingParams made from them, text from files, tables, errors in one sentence.
 
 A command declares a group of options as one keyword, `engine: EngineOptions`, and expand_options turns the group into options.
 """
@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from nanoinfer.errors import InvalidPromptError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams
@@ -116,7 +118,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def load_llm(engine: EngineOptions, **more: Any) -> "LLM":
-    """Make the LLM. more: other arguments of LLM."""
+    """Make the LLM, and say if its context is shorter than the model's. more: other arguments of LLM."""
     import torch  # takes a second, which --help and --version need not wait for
 
     from nanoinfer.llm import LLM
@@ -124,7 +126,15 @@ def load_llm(engine: EngineOptions, **more: Any) -> "LLM":
     arguments = asdict(engine)
     if (threads := arguments.pop("threads")) is not None:
         torch.set_num_threads(threads)
-    return LLM(**arguments, **more)
+    llm = LLM(**arguments, **more)
+    info = llm.engine.executor.info
+    if more.get("max_model_len") is None and info.max_model_len < info.max_position_embeddings:  # else LLM logs it
+        print(
+            f"max_model_len is {info.max_model_len}, not the model's {info.max_position_embeddings}: the KV cache holds no more; "
+            "raise --kv-cache-memory",
+            file=sys.stderr,
+        )
+    return llm
 
 
 def resolve_sampling_params(llm: "LLM", sampling: SamplingOptions, **more: Any) -> SamplingParams:
@@ -147,6 +157,14 @@ def read_file(path: Path) -> str:
         return path.read_text(encoding="utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise InvalidPromptError(f"{path} is not valid UTF-8 text ({error})") from error
+
+
+def new_table(*headings: str, **style: Any) -> Table:
+    """A table that is narrow enough for 80 columns. Long cells are wrapped, none is cut. style: arguments of rich's Table."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, **style)
+    for heading in headings:
+        table.add_column(heading, overflow="fold", min_width=max(map(len, heading.split()), default=None))
+    return table
 
 
 _stderr = Console(stderr=True)
