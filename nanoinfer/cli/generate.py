@@ -39,9 +39,7 @@ def generate(
         str | None,
         typer.Argument(help="The text to continue. Without it, or with -, standard input is read.", metavar="PROMPT"),
     ] = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", "-f", exists=True, dir_okay=False, help="Read the prompt from a text file.")
-    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a text file.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a message, through the chat template.")] = False,
     engine: EngineOptions,
     max_model_len: MaxModelLen = None,

@@ -1,10 +1,12 @@
 """`nanoinfer models`: the bundled models and those in the Hugging Face cache. It needs no network and reads no weights."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import CacheNotFound, scan_cache_dir
+from huggingface_hub import scan_cache_dir
+from huggingface_hub.errors import CacheNotFound
 from rich.console import Console
 
 from nanoinfer.cli.options import new_table
@@ -35,17 +37,17 @@ def local_models() -> list[LocalModel]:
 
 
 def print_table(models: list[LocalModel]) -> None:
-    """Print a row for each model."""
-    table = new_table("model", "architecture", "parameters", "MB on disk", "supported")
+    """Print a row for each model, and below the table why a model cannot be loaded."""
+    table = new_table("model", "architecture", "parameters", "MB", "supported")
+    table.columns[0].no_wrap = True  # to be copied
     for model in models:
-        table.add_row(
-            model.name,
-            model.architecture,
-            f"{model.num_parameters / 1e6:,.1f} M" if model.num_parameters else "",
-            f"{model.num_bytes / 1e6:,.1f}",
-            "yes" if model.unsupported_reason is None else f"no: {model.unsupported_reason}",
-        )
+        parameters = f"{model.num_parameters / 1e6:,.1f} M" if model.num_parameters else ""
+        is_supported = "no" if model.unsupported_reason else "yes"
+        table.add_row(model.name, model.architecture, parameters, f"{model.num_bytes / 1e6:,.1f}", is_supported)
     Console().print(table)
+    for model in models:
+        if model.unsupported_reason:
+            print(f"{model.name}: {model.unsupported_reason}")
 
 
 def _bundled() -> Iterator[tuple[str, Path, int]]:
@@ -72,5 +74,5 @@ def _examine(name: str, folder: Path, num_bytes: int) -> LocalModel:
         architecture = ", ".join(map(str, checkpoint.config.get("architectures") or ()))
         num_parameters = sum(weight.numel() for weight in on_meta(checkpoint).parameters())
     except NanoinferError as error:
-        reason = str(error).partition("\n")[0].partition("; ")[0]
+        reason = str(error).partition("\n")[0].partition("; ")[0].replace(f"{folder}{os.sep}", "")
     return LocalModel(name, architecture, num_parameters, num_bytes, reason)
