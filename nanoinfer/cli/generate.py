@@ -48,7 +48,7 @@ def generate(
     min_tokens: Annotated[int, typer.Option(help="Tokens before the text may end.")] = 0,
     stop: Stop = None,
     stop_token_ids: Annotated[list[int] | None, typer.Option(help="End at this token id; may be given several times.")] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Do not end at the end-of-text token.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not end at the end-of-text token.")] = False,
     n: Annotated[int, typer.Option("--n", help="Number of answers.")] = 1,
     logprobs: Annotated[
         int | None, typer.Option(help="Print the log-probabilities of each token and of this many most likely ones.")
@@ -99,7 +99,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         raise InvalidValueError(f"give a prompt or --file, not both; got {prompt!r} and {file}")
     if file is not None:
         return read_file(file)
-    if prompt is None and sys.stdin.isatty():
+    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
         raise InvalidValueError("there is no prompt; give one, or --file, or standard input")
     return read_standard_input() if prompt in (None, "-") else prompt
 

@@ -19,12 +19,18 @@ from nanoinfer.cli.options import cli_errors
 class Commands(TyperGroup):
     """The commands. An error of any of them is one sentence."""
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         with cli_errors():
             return super().invoke(ctx)
 
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, help="A small LLM inference engine.", pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="A small LLM inference engine.",
+    pretty_exceptions_enable=False,
+)
 
 
 @app.callback(invoke_without_command=True)
@@ -42,7 +48,7 @@ def main(
 
 
 def doctor() -> None:
-    """Print what this machine has, what the engine will use of it, and whether each attention backend computes correctly."""
+    """Print what this machine has, and check each attention backend."""
     from nanoinfer.cli.doctor import examine, print_report  # imports torch, which takes a second
 
     report = examine()
@@ -52,7 +58,7 @@ def doctor() -> None:
 
 
 def models() -> None:
-    """List the models that are on this machine: the bundled ones, and those in the Hugging Face cache."""
+    """List the bundled models and those in the Hugging Face cache."""
     from nanoinfer.cli.models import local_models, print_table  # imports torch
 
     print_table(local_models())

@@ -129,11 +129,8 @@ def load_llm(engine: EngineOptions, **more: Any) -> "LLM":
     llm = LLM(**arguments, **more)
     info = llm.engine.executor.info
     if more.get("max_model_len") is None and info.max_model_len < info.max_position_embeddings:  # else LLM logs it
-        print(
-            f"max_model_len is {info.max_model_len}, not the model's {info.max_position_embeddings}: the KV cache holds no more; "
-            "raise --kv-cache-memory",
-            file=sys.stderr,
-        )
+        lowered = f"max_model_len is {info.max_model_len}, not the model's {info.max_position_embeddings}"
+        print(f"{lowered}: the KV cache holds no more; raise --kv-cache-memory", file=sys.stderr)
     return llm
 
 
@@ -145,6 +142,8 @@ def resolve_sampling_params(llm: "LLM", sampling: SamplingOptions, **more: Any) 
 
 def read_standard_input() -> str:
     """All of standard input, without the newline that ends its last line."""
+    if sys.stdin is None:
+        raise InvalidPromptError("standard input is closed; give the prompt as an argument")
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:

@@ -6,13 +6,14 @@ its own files (torch 2.13, github.com/pytorch/pytorch/pull/191010).
 
 import os
 import tempfile
+from typing import Any
 
 import torch
 
 from nanoinfer.errors import first_line
 
 
-def compile_options() -> dict[str, bool]:
+def compile_options() -> dict[str, Any]:
     """Return torch.compile's options. If torch is in a folder with a space, compiled code is not linked with its libraries.
 
     The loops that Inductor generates call no function of them, and the process has loaded them anyway.

@@ -8,7 +8,7 @@ import torch
 from nanoinfer.devices.inductor import compile_options, failure_reason
 
 # The form of torch._inductor.exc.CppCompileError
-COMPILER_FAILED = "CppCompileError: C++ compile error\n\nCommand:\ng++ /tmp/x.cpp -L/a b/lib\n\nOutput:\n{}\n\n\nSet TORCHDYNAMO_VERBOSE=1"
+COMPILER_FAILED = "CppCompileError: C++ compile error\n\nCommand:\ng++ x.cpp -L/a b/lib\n\nOutput:\n{}\n\n\nSet TORCH_LOGS"
 
 
 @pytest.mark.parametrize(
