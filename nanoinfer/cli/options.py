@@ -32,11 +32,11 @@ def parse_size(text: str) -> int:
     >>> parse_size("1.5G"), parse_size("512MiB"), parse_size("4096")
     (1610612736, 536870912, 4096)
     """
-    matched = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(?:I?B)?)?", text.strip().upper())
+    matched = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?(?:([KMGT])(?:I?B)?)?", text.strip().upper())
     if matched is None:
         raise typer.BadParameter(f"{text!r} is not a size; give bytes, such as 536870912, or 512M, or 1.5G")
     number, unit = matched.groups()
-    return int(float(number) * 1024 ** " KMGT".index(unit)) if unit else int(float(number))
+    return int(float(number) * 1024 ** " KMGT".index(unit or " "))
 
 
 Model = Annotated[

@@ -74,7 +74,7 @@ def test_a_size_has_a_unit_or_is_in_bytes(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "G", "1X", "-1G", "1e9", "1GG", "0x10", "1,5G"])
+@pytest.mark.parametrize("text", ["", "G", "1X", "-1G", "1e9", "1GG", "0x10", "1,5G", "9" * 400])
 def test_what_is_no_size_is_a_usage_error(text):
     with pytest.raises(typer.BadParameter, match="is not a size; give bytes"):
         parse_size(text)
