@@ -142,7 +142,7 @@ def suggest(name: str, known: Sequence[str]) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error, for use in a message."""
-    return str(error).split("\n", maxsplit=1)[0] or type(error).__name__
+    return str(error).strip().split("\n", maxsplit=1)[0] or type(error).__name__
 
 
 def shown(value: object) -> str:

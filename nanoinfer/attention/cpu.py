@@ -11,10 +11,10 @@ keys along head_dim, values along the slots. That is 1.3 to 1.6 times as fast as
 compilation, `paged_decode` runs on groups of sequences so small that their gathered pages stay in the processor's cache.
 
 Compiling does not pay for small models (measured on 2 cores: 64 rows of 2 heads of 32 take 0.3 to 0.5 ms uncompiled and 0.6 ms
-compiled, and 64 rows of 12 heads of 64 take twice as long uncompiled). For larger models it takes seconds, at the first token
-on a machine, and again when a single sequence, or a sequence with a second block, first occurs. torch keeps the results on
-disk. `enforce_eager=True` never compiles. The two forms may differ in the last bit, so an engine uses one of them throughout,
-unless a new shape fails to compile, which is logged.
+compiled, and 64 rows of 12 heads of 64 take twice as long uncompiled). For larger models it takes 20 to 35 s when one is first
+loaded on a machine and some seconds at later loads (`warm_up`), and a second when several sequences first run together. torch
+keeps the results on disk. `enforce_eager=True` never compiles. The two forms may differ in the last bit, so an engine uses one
+of them throughout, unless a new shape fails to compile, which is logged.
 
 The compiler generates different code for one sequence and for several, and for one block and for several. Before the compiled
 form is first used on a machine, all four are compiled and compared (`rows_are_independent`). If a sequence's bits depend on the
@@ -35,9 +35,10 @@ from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.kv_cache import KVCache, Layout
+from nanoinfer.devices.inductor import compile_options, failure_reason
 from nanoinfer.devices.machine_checks import verdict
 from nanoinfer.devices.process import keep_freed_memory
-from nanoinfer.errors import UnsupportedError, first_line
+from nanoinfer.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +149,17 @@ class CPUBackend:
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
         return _Step(cache, metadata, self.decode)
 
+    @torch.inference_mode()
+    def warm_up(self, cache: KVCache, num_heads: int) -> None:
+        """Compile what one sequence needs when a model is loaded, so that no text waits for it. cache: not in use yet."""
+        k_pages, v_pages = cache.layer(0)
+        _, num_kv_heads, _, head_dim = k_pages.shape
+        q, k, v = k_pages.new_zeros(1, num_heads + 2 * num_kv_heads, head_dim).split([num_heads, num_kv_heads, num_kv_heads], 1)
+        for num_blocks in (1, 2):  # separate tensors: torch.compile compiles again when two arguments are no longer the same
+            blocks, offsets, seq_lens = torch.tensor([0]), torch.tensor([0]), torch.tensor([1])
+            indices = DecodeIndices(blocks, offsets, torch.zeros(1, num_blocks, dtype=torch.int64), seq_lens)
+            self.decode(q, k, v, k_pages, v_pages, indices)
+
     def decode(self, q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, indices: "DecodeIndices") -> Tensor:
         """paged_decode, compiled or plain, whichever is faster for the model's size."""
         bytes_per_block = 2 * k_pages[0].nbytes
@@ -156,7 +168,7 @@ class CPUBackend:
                 return self._compiled(q, k, v, k_pages, v_pages, indices)
             except Exception as error:  # Inductor raises many classes if a compiler is missing or broken
                 self._may_compile = False
-                logger.warning("the attention could not be compiled (%s); the plain form is used", first_line(error))
+                logger.warning("the attention could not be compiled (%s); the plain form is used", failure_reason(error))
         rows = max(SCRATCH_BYTES // (indices.block_tables.shape[1] * bytes_per_block), 1)
         parts = [
             paged_decode(q[part], k[part], v[part], k_pages, v_pages, *(index[part] for index in indices))
@@ -171,7 +183,10 @@ class CPUBackend:
         blocks are dynamic, except that 1 of either has a compiled form of its own.
         """
         if not self._kinds:
-            logger.warning("compiling the paged decode attention; this takes some seconds, enforce_eager=True disables it")
+            logger.warning(
+                "compiling the paged decode attention: 20 to 35 s the first time on a machine, then some seconds; "
+                "enforce_eager=True (--enforce-eager) disables it"
+            )
             self._check_compiled(q.shape[1], k_pages, v_pages)
         return self._run_specialized(q, k, v, k_pages, v_pages, indices)
 
@@ -215,7 +230,7 @@ def _compile_copy(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     copied = FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
-    return torch.compile(copied, dynamic=False, fullgraph=True)
+    return torch.compile(copied, dynamic=False, fullgraph=True, options=compile_options())
 
 
 class DecodeIndices(NamedTuple):

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from nanoinfer.cli.options import Device, Dtype, Model, cli_errors, expand_options
+from nanoinfer.cli.options import Device, Dtype, EnforceEager, Model, Quantization, expand_options, new_table, parse_size
 from nanoinfer.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ app = typer.Typer(help="Measure nanoinfer, also beside transformers.")
 DEFAULT_WORKLOADS = "A,B16"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Compile nothing.")]
 Named = Annotated[str | None, typer.Option("--workload", help="Some of A,B16,B64,C,D,E,F, with commas. Default: A,B16.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Measured runs, after one to warm up.")]
 
@@ -78,8 +76,11 @@ class WorkloadOptions:
 class RunOptions:
     """How throughput and latency run the workloads."""
 
-    quantization: Annotated[str | None, typer.Option(help="int8: weights in 8 bits, on a CPU.")] = None
-    kv_cache_memory: Annotated[int | None, typer.Option(help="Bytes for the KV cache. Default: what is needed.")] = None
+    quantization: Quantization = None
+    kv_cache_memory: Annotated[
+        int | None,
+        typer.Option(parser=parse_size, metavar="SIZE", help="Memory for the KV cache: 1G or bytes. Default: what is needed."),
+    ] = None
     enforce_eager: EnforceEager = False
     repeats: Repeats = 3
     compare: Annotated[str | None, typer.Option(help="transformers: run the same work through its generate, in turns.")] = None
@@ -108,7 +109,7 @@ def bench(
     from nanoinfer.bench import compare
     from nanoinfer.bench import roofline as measurement
 
-    with cli_errors(), compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
+    with compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
         machine, dtype, phases = measurement.run(
             checkpoint, dtype=measured.dtype, device=measured.device, enforce_eager=enforce_eager
         )
@@ -142,7 +143,7 @@ def _show_roofline(report: dict[str, Any]) -> None:
     rates = ", ".join(f"{rate:.0f} GFLOP/s in {name}" for name, rate in report["gemm_GFLOP_per_s"].items())
     console = Console()
     console.print(f"memory {report['bandwidth_GB_per_s']:.1f} GB/s; matrix products {rates}; the model in {report['dtype']}")
-    table = Table("phase", "part", "MB", "GFLOP", "at least ms", "measured ms", "share of the limit")
+    table = new_table("phase", "part", "MB", "GFLOP", "at least ms", "measured ms", "share of the limit")
     for phase in report["phases"]:
         for part in phase["parts"]:
             numbers = (part["num_bytes"] / 1e6, part["num_operations"] / 1e9, part["least_ms"])
@@ -166,29 +167,28 @@ def latency(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions,
 
 def _compare(measured: ModelOptions, picked: WorkloadOptions, run: RunOptions) -> list["Comparison"]:
     """Run the workloads through nanoinfer and, if `run` says so, through transformers."""
-    with cli_errors():
-        from nanoinfer.bench import compare
+    from nanoinfer.bench import compare
 
-        if run.compare not in (None, "transformers"):
-            raise InvalidValueError(f"compare must be transformers, got {run.compare!r}")
-        if run.compare and math.isfinite(picked.request_rate):
-            raise InvalidValueError(
-                f"generate takes all requests at once; leave compare out, or request_rate={picked.request_rate}"
-            )
-        workloads = _pick_workloads(picked)
-        with compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
-            return compare.compare(
-                checkpoint,
-                workloads,
-                shape=measured.shape,
-                repeats=run.repeats,
-                with_transformers=run.compare is not None,
-                dtype=measured.dtype,
-                device=measured.device,
-                quantization=run.quantization,
-                kv_cache_memory=run.kv_cache_memory,
-                enforce_eager=run.enforce_eager,
-            )
+    if run.compare not in (None, "transformers"):
+        raise InvalidValueError(f"compare must be transformers, got {run.compare!r}")
+    if run.compare and math.isfinite(picked.request_rate):
+        raise InvalidValueError(
+            f"generate takes all requests at once; leave compare out, or request_rate={picked.request_rate}"
+        )
+    workloads = _pick_workloads(picked)
+    with compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
+        return compare.compare(
+            checkpoint,
+            workloads,
+            shape=measured.shape,
+            repeats=run.repeats,
+            with_transformers=run.compare is not None,
+            dtype=measured.dtype,
+            device=measured.device,
+            quantization=run.quantization,
+            kv_cache_memory=run.kv_cache_memory,
+            enforce_eager=run.enforce_eager,
+        )
 
 
 def _pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
@@ -223,13 +223,11 @@ def _print(results: list["Comparison"], show: Callable[[list["Comparison"]], Non
 
 
 def _show_throughput(results: list["Comparison"]) -> None:
-    table = Table("workload", "requests", "output tok/s", "total tok/s", "TTFT ms")
-    if results[0].theirs is not None:
-        for heading in ("transformers", "times as fast", "bar"):
-            table.add_column(heading)
+    headings = ["workload", "requests", "output tok/s", "total tok/s", "TTFT ms"]
+    table = new_table(*headings, *(("transformers", "ratio", "bar") if results[0].theirs is not None else ()))
     for result in results:
         ours, theirs = result.ours, result.theirs
-        row = [result.workload, str(ours.num_requests), f"{ours.output_tokens_per_s:.1f}", f"{ours.total_tokens_per_s:.1f}"]
+        row = [result.workload, str(ours.num_requests), f"{ours.output_tokens_per_s:.1f}", f"{ours.total_tokens_per_s:.0f}"]
         row.append(f"{ours.ttft_ms.p50:.0f}")
         if theirs is not None and result.ratio is not None:
             by_ttft = ours.itl_ms is None
@@ -242,7 +240,7 @@ def _show_throughput(results: list["Comparison"]) -> None:
 
 
 def _show_latency(results: list["Comparison"]) -> None:
-    table = Table("workload", "engine", "figure", "p50 ms", "p95 ms", "p99 ms")
+    table = new_table("workload", "engine", "figure", "p50 ms", "p95 ms", "p99 ms")
     for result in results:
         for engine, figures in (("nanoinfer", result.ours), ("transformers", result.theirs)):
             if figures is None:
@@ -272,7 +270,7 @@ def sampler(
     if as_json:
         print(json.dumps([asdict(result) | {"ratio": result.ratio} for result in results], indent=1))
         return
-    table = Table("case", "vocabulary", "nanoinfer ms", "other ms", "ratio", "bar", title=f"{measured.NUM_ROWS} rows")
+    table = new_table("case", "vocabulary", "nanoinfer ms", "other ms", "ratio", "bar", title=f"{measured.NUM_ROWS} rows")
     for result in results:
         bar = f"{result.bar}: {'reached' if result.is_reached else 'missed'}" if result.bar else ""
         numbers = (f"{result.ours_ms:.2f}", f"{result.theirs_ms:.2f}", f"{result.ratio:.1f}")
@@ -297,7 +295,7 @@ def report(
     from nanoinfer.bench.report import entry
     from nanoinfer.models import loader
 
-    with cli_errors(), compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
+    with compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
         results = compare.compare(
             checkpoint,
             workloads.named(workload or DEFAULT_WORKLOADS),

@@ -22,7 +22,6 @@ from nanoinfer.cli.options import (
     MaxTokens,
     SamplingOptions,
     Stop,
-    cli_errors,
     expand_options,
     load_llm,
     print_error,
@@ -53,24 +52,23 @@ def chat(
     On a terminal, /help lists the commands, Ctrl-C stops an answer, and Ctrl-D or /exit ends the chat.
     A question on the command line, or from a pipe, is answered once.
     """
-    with cli_errors():
-        from nanoinfer.models.checkpoint import DEFAULT_MODEL, locate  # takes a second to import, as LLM does
+    from nanoinfer.models.checkpoint import DEFAULT_MODEL, locate  # takes a second to import, as LLM does
 
-        model = DEFAULT_MODEL if engine.model is None else engine.model
-        locate(model, engine.revision)  # a download shows progress bars of its own, so it comes before the spinner
-        with Console(stderr=True).status(Text(f"Loading {model}")):  # on a terminal only
-            llm = load_llm(engine, max_model_len=max_model_len)
-        conversation = Conversation(llm, system, resolve_chat_template_kwargs(llm, template))
-        params = resolve_sampling_params(llm, sampling, max_tokens=max_tokens, stop=stop)
-        session = ChatSession(llm, conversation, params, shows_stats=stats)
-        logger.info("seed of the first answer: %d", session.params.seed)
-        is_terminal = sys.stdin is not None and sys.stdin.isatty()
-        if question is None and is_terminal:
-            _converse(session, model)
-            return
-        session.ask(_join("" if is_terminal else read_standard_input(), question))
-        if session.output is None:
-            raise typer.Exit(130)  # Ctrl-C stopped it: the code that a shell gives
+    model = DEFAULT_MODEL if engine.model is None else engine.model
+    locate(model, engine.revision)  # a download shows progress bars of its own, so it comes before the spinner
+    with Console(stderr=True).status(Text(f"Loading {model}")):  # on a terminal only
+        llm = load_llm(engine, max_model_len=max_model_len)
+    conversation = Conversation(llm, system, resolve_chat_template_kwargs(llm, template))
+    params = resolve_sampling_params(llm, sampling, max_tokens=max_tokens, stop=stop)
+    session = ChatSession(llm, conversation, params, shows_stats=stats)
+    logger.info("seed of the first answer: %d", session.params.seed)
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if question is None and is_terminal:
+        _converse(session, model)
+        return
+    session.ask(_join("" if is_terminal else read_standard_input(), question))
+    if session.output is None:
+        raise typer.Exit(130)  # Ctrl-C stopped it: the code that a shell gives
 
 
 def _join(piped: str, question: str | None) -> str:

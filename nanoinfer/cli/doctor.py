@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from nanoinfer.attention.base import BACKENDS, AttentionBackend, find_backend, select_backend
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.reference import ReferenceBackend
+from nanoinfer.cli.options import new_table
 from nanoinfer.devices import machine_checks, openmp
 from nanoinfer.errors import first_line
 from nanoinfer.execution.forward_batch import ForwardBatch
@@ -77,10 +77,10 @@ def print_report(report: Report) -> None:
     }
     console = Console()
     for title, pairs in tables.items():
-        table = Table("", "", title=title, title_justify="left", show_header=False)
+        table = new_table("", "", title=title, title_justify="left", show_header=False)
         for pair in pairs:
             table.add_row(*pair)
-        console.print(table)
+        console.print(table, "")
 
 
 def _machine(device: torch.device) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ from nanoinfer.cli.options import (
     cli_errors,
     expand_options,
     load_llm,
+    new_table,
     print_error,
     read_standard_input,
     resolve_sampling_params,
@@ -89,7 +90,7 @@ def token_table(recorder: Recorder) -> Table:
             applied.clear()  # the first stage: a token may be drawn twice, and the last draw counts
         applied.append(stage_event)
     draws: dict[tuple[str, int], TokenDrawn] = {(one.sequence_id, one.position): one for one in recorder.of(TokenDrawn)}
-    table = Table("at", "token", "p", "left", "u", "interval", "text")
+    table = new_table("at", "token", "p", "left", "u", "interval", "text")
     appended = sorted(recorder.of(TokenAppended), key=lambda event: [int(part) for part in event.sequence_id.split(".")])
     for sequence_id, events in groupby(appended, key=lambda event: event.sequence_id):
         table.add_row("", Text(f"sequence {sequence_id}", style="bold"))

@@ -1,8 +1,15 @@
-"""`nanoinfer generate`: continue a prompt and stream the text."""
+"""`nanoinfer generate`: continue a prompt. The text is streamed, or several answers or JSON are printed at the end."""
 
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from nanoinfer.cli.options import (
     EngineOptions,
@@ -10,13 +17,15 @@ from nanoinfer.cli.options import (
     MaxTokens,
     SamplingOptions,
     Stop,
-    cli_errors,
     expand_options,
     load_llm,
+    new_table,
+    read_file,
     read_standard_input,
     resolve_sampling_params,
 )
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
+from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -26,7 +35,12 @@ if TYPE_CHECKING:
 @expand_options
 def generate(
     *,
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="The text to continue. Without it, or with -, standard input is read.", metavar="PROMPT"),
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a text file.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a message, through the chat template.")] = False,
     engine: EngineOptions,
     max_model_len: MaxModelLen = None,
     sampling: SamplingOptions,
@@ -34,48 +48,109 @@ def generate(
     min_tokens: Annotated[int, typer.Option(help="Tokens before the text may end.")] = 0,
     stop: Stop = None,
     stop_token_ids: Annotated[list[int] | None, typer.Option(help="End at this token id; may be given several times.")] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Do not end at the end-of-text token.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not end at the end-of-text token.")] = False,
+    n: Annotated[int, typer.Option("--n", help="Number of answers.")] = 1,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Print the log-probabilities of each token and of this many most likely ones.")
+    ] = None,
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt, too.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print numbers of tokens and speed, to standard error.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with the fields of RequestOutput.")] = False,
 ) -> None:
     """Continue a text and stream it to the terminal."""
-    with cli_errors():
-        llm = load_llm(engine, max_model_len=max_model_len)
-        params = resolve_sampling_params(
-            llm,
-            sampling,
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            ignore_eos=ignore_eos,
-        )
-        text = read_standard_input() if prompt == "-" else prompt
-        if echo:
-            print(text, end="", flush=True)
-        _, interrupted = print_stream(llm, text, params)
-        if interrupted:
+    text = _read_prompt(prompt, file)
+    llm = load_llm(engine, max_model_len=max_model_len)
+    params = resolve_sampling_params(
+        llm,
+        sampling,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=ignore_eos,
+        n=n,
+        logprobs=logprobs,
+    )
+    request: Any = llm.render_chat([{"role": "user", "content": text}]) if chat else text
+    if echo and not as_json:
+        print(text, end="", flush=True)
+    if n == 1 and not as_json:
+        _, output = print_stream(llm, request, params)
+        if output is None:
             raise typer.Exit(130)  # the code that a shell gives
+    else:
+        [output] = llm.generate(request, params, use_tqdm=False)
+        if error := output.outputs[0].error:
+            raise NanoinferError(error)
+        if as_json:
+            print(json.dumps(asdict(output)))
+        else:
+            for answer in output.outputs:
+                print(f"[answer {answer.index + 1} of {n}]\n{answer.text}\n")
+    if logprobs is not None and not as_json:
+        for answer in output.outputs:
+            Console().print(logprobs_table(answer))
+    if stats:
+        print(describe_speed(output), file=sys.stderr)
 
 
-def print_stream(llm: "LLM", prompt: Any, params: SamplingParams) -> tuple[str, bool]:
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    if prompt is not None and file is not None:
+        raise InvalidValueError(f"give a prompt or --file, not both; got {prompt!r} and {file}")
+    if file is not None:
+        return read_file(file)
+    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        raise InvalidValueError("there is no prompt; give one, or --file, or standard input")
+    if prompt not in (None, "-"):
+        return prompt
+    if sys.stdin is None:
+        raise InvalidPromptError("standard input is closed; give the prompt as an argument")
+    return read_standard_input()
+
+
+def print_stream(llm: "LLM", prompt: Any, params: SamplingParams) -> tuple[str, RequestOutput | None]:
     """Stream an answer to the terminal.
 
     Args:
         prompt: any prompt that LLM.stream takes.
 
     Returns:
-        The printed text, and whether Ctrl-C ended it.
+        The printed text, and the output, or None if Ctrl-C ended it.
     """
-    printed, interrupted = "", False
+    printed, output = "", None
     stream: Any = llm.stream(prompt, params)  # a generator: closing it aborts the request
     try:
         for delta in stream:
             printed += delta.text
             print(delta.text, end="", flush=True)
-            if delta.output and (error := delta.output.outputs[0].error):
+            output = delta.output
+            if output and (error := output.outputs[0].error):
                 raise NanoinferError(error)
     except KeyboardInterrupt:
-        interrupted = True
+        output = None
         stream.close()
     print()
-    return printed, interrupted
+    return printed, output
+
+
+def describe_speed(output: RequestOutput) -> str:
+    """The numbers of tokens and the speed of a finished request, in one line."""
+    metrics = output.metrics
+    words = [f"prompt {len(output.prompt_token_ids)} tokens"]
+    if metrics.ttft is not None:
+        words.append(f"first token after {metrics.ttft:.2f} s")
+    words.append(f"output {metrics.num_output_tokens} tokens")
+    if metrics.tpot:
+        words.append(f"{1 / metrics.tpot:.1f} tokens/s")
+    return ", ".join(words)
+
+
+def logprobs_table(answer: CompletionOutput) -> Table:
+    """A row for each token of an answer with log-probabilities: the token's own, and the most likely tokens at its position."""
+    table = new_table("token", "logprob", "rank", "most likely")
+    for token_id, position in zip(answer.token_ids, answer.logprobs or [], strict=True):
+        token = position[token_id]
+        likeliest = sorted(position.values(), key=lambda one: -one.logprob)
+        alternatives = "  ".join(f"{one.decoded_token!r} {one.logprob:.2f}" for one in likeliest)
+        table.add_row(Text(repr(token.decoded_token)), f"{token.logprob:.2f}", str(token.rank), Text(alternatives))
+    return table

@@ -3,18 +3,33 @@
 import io
 import logging
 import sys
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
+from typer.core import TyperGroup
 
 from nanoinfer import __version__
 from nanoinfer.cli.bench import app as bench_app
 from nanoinfer.cli.chat import chat
 from nanoinfer.cli.explain import explain
 from nanoinfer.cli.generate import generate
+from nanoinfer.cli.options import cli_errors
+
+
+class Commands(TyperGroup):
+    """The commands. An error of any of them is one sentence."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with cli_errors():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="A small LLM inference engine.", pretty_exceptions_enable=False
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="A small LLM inference engine.",
+    pretty_exceptions_enable=False,
 )
 
 
@@ -41,7 +56,7 @@ def main(
 
 
 def doctor() -> None:
-    """Print what this machine has, what the engine will use of it, and whether each attention backend computes correctly."""
+    """Print what this machine has, and check each attention backend."""
     from nanoinfer.cli.doctor import examine, print_report  # imports torch, which takes a second
 
     report = examine()
@@ -50,6 +65,13 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
-for command in (generate, explain, doctor, chat):
+def models() -> None:
+    """List the bundled models and those in the Hugging Face cache."""
+    from nanoinfer.cli.models import local_models, print_table  # imports torch
+
+    print_table(local_models())
+
+
+for command in (generate, chat, explain, models, doctor):
     app.command()(command)
 app.add_typer(bench_app, name="bench")

@@ -1,19 +1,24 @@
-"""What the commands share: options, the LLM and SamplingParams made from them, standard input, and errors in one sentence.
+"""What the commands share: options, the LLM and SamplingParams made from them, text from files, tables, errors in one sentence.
 
 A command declares a group of options as one keyword, `engine: EngineOptions`, and expand_options turns the group into options.
 """
 
 import json
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.sampling_params import SamplingParams
@@ -21,31 +26,56 @@ from nanoinfer.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM
 
-Model = Annotated[str | None, typer.Option(help="A folder, a hub name, tiny-qwen3 or tiny-gpt2. Default: tiny-qwen3.")]
+
+def parse_size(text: str) -> int:
+    """Read a number of bytes. K, M, G and T are powers of 1,024.
+
+    >>> parse_size("1.5G"), parse_size("512MiB"), parse_size("4096")
+    (1610612736, 536870912, 4096)
+    """
+    matched = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?(?:([KMGT])(?:I?B)?)?", text.strip().upper())
+    if matched is None:
+        raise typer.BadParameter(f"{text!r} is not a size; give bytes, such as 536870912, or 512M, or 1.5G")
+    number, unit = matched.groups()
+    return int(float(number) * 1024 ** " KMGT".index(unit or " "))
+
+
+Model = Annotated[
+    str | None, typer.Option("--model", "-m", help="A folder, a hub name, tiny-qwen3 or tiny-gpt2. Default: tiny-qwen3.")
+]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
+Quantization = Annotated[str | None, typer.Option(help="int8: weights in 8 bits, on a CPU.")]
+EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Neither compile nor capture CUDA graphs.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The arguments of LLM that every command takes, under the same names."""
+    """The arguments of LLM that every command takes, under the same names. threads is torch's, for this process."""
 
     model: Model = None
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None
     dtype: Dtype = "auto"
+    quantization: Quantization = None
     device: Device = "auto"
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute on a CPU. Default: torch's choice.")] = None
+    enforce_eager: EnforceEager = False
     attention_backend: Annotated[str, typer.Option(help="auto, or flash, triton, torch, cpu, reference.")] = "auto"
-    kv_cache_memory: Annotated[int | None, typer.Option(help="Bytes for the KV cache.")] = None
+    kv_cache_memory: Annotated[
+        int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Memory for the KV cache: 1G, 512M or bytes.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """The fields of SamplingParams that every command takes, under the same names. None means the checkpoint's default."""
 
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the checkpoint's, or 1.")] = None
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", "-t", help="0 is greedy. Default: the checkpoint's, or 1.")
+    ] = None
     top_k: Annotated[int | None, typer.Option(help="Keep the k most probable tokens; 0 is off.")] = None
     top_p: Annotated[float | None, typer.Option(help="Keep the smallest set that reaches this probability; 1 is off.")] = None
     min_p: Annotated[
@@ -101,10 +131,20 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def load_llm(engine: EngineOptions, **more: Any) -> "LLM":
-    """Make the LLM. more: other arguments of LLM."""
-    from nanoinfer.llm import LLM  # torch takes a second to import, which --help and --version need not wait for
+    """Make the LLM, and say if its context is shorter than the model's. more: other arguments of LLM."""
+    import torch  # takes a second, which --help and --version need not wait for
 
-    return LLM(**asdict(engine), **more)
+    from nanoinfer.llm import LLM
+
+    arguments = asdict(engine)
+    if (threads := arguments.pop("threads")) is not None:
+        torch.set_num_threads(threads)
+    llm = LLM(**arguments, **more)
+    info = llm.engine.executor.info
+    if more.get("max_model_len") is None and info.max_model_len < info.max_position_embeddings:  # else LLM logs it
+        lowered = f"max_model_len is {info.max_model_len}, not the model's {info.max_position_embeddings}"
+        print(f"{lowered}: the KV cache holds no more; raise --kv-cache-memory", file=sys.stderr)
+    return llm
 
 
 def resolve_sampling_params(llm: "LLM", sampling: SamplingOptions, **more: Any) -> SamplingParams:
@@ -142,6 +182,22 @@ def read_standard_input() -> str:
         raise InvalidPromptError(f"standard input is not valid text ({error})") from error
 
 
+def read_file(path: Path) -> str:
+    """All of a UTF-8 text file, without the newline that ends its last line."""
+    try:
+        return path.read_text(encoding="utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InvalidPromptError(f"{path} is not valid UTF-8 text ({error})") from error
+
+
+def new_table(*headings: str, **style: Any) -> Table:
+    """A table that is narrow enough for 80 columns. Long cells are wrapped, none is cut. style: arguments of rich's Table."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, **style)
+    for heading in headings:
+        table.add_column(heading, overflow="fold", min_width=max(map(len, heading.split()), default=None))
+    return table
+
+
 _stderr = Console(stderr=True)
 
 
@@ -152,11 +208,31 @@ def print_error(error: NanoinferError) -> None:
 
 @contextmanager
 def cli_errors() -> Iterator[None]:
-    """Exit with code 1 after an error of nanoinfer, and with 130 after Ctrl-C, as a shell does. Typer's own code is 2."""
+    """Exit without a traceback: with code 130 after Ctrl-C, as a shell does, and with 1 after any other error.
+
+    Errors are those of nanoinfer and those of the system, such as a full disk. A closed pipe (`nanoinfer ... | head -1`) is
+    silent. Typer's own errors have the code 2.
+    """
     try:
         yield
+        if sys.stdout is not None:
+            sys.stdout.flush()  # an error of the buffered rest is an error of the command
     except NanoinferError as error:
         print_error(error)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            name = error.filename or "the output cannot be written"
+            print_error(NanoinferError(f"{name}: {error.strerror or error}"))
+        _discard_unwritten_output()
+        raise typer.Exit(1) from None
+
+
+def _discard_unwritten_output() -> None:
+    """Python writes what is buffered when it ends, and prints a second error if it cannot."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

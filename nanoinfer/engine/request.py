@@ -85,7 +85,7 @@ class Request:
     def totals(self) -> dict[str, int]:
         """What the request has added to the engine's counters, by REQUEST_TOTALS. A prompt counts from its first token on."""
         first = self.sequences[0]
-        num_prompt = len(first.prompt_token_ids) if self._metrics.first_token_time is not None else 0
+        num_prompt = len(first.prompt_token_ids) if self.metrics.first_token_time is not None else 0
         num_generated = sum(seq.num_output_tokens for seq in self.sequences)
         num_queried = num_prompt if first.params.prompt_logprobs is None else 0  # these need every row of the prompt
         num_preemptions = sum(seq.num_preemptions for seq in self.sequences)

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nanoinfer.attention.base import select_backend
+from nanoinfer.attention.cpu import CPUBackend
 from nanoinfer.attention.kv_cache import KVCache, bytes_per_block
 from nanoinfer.config import LOGPROBS_MODES, EngineConfig
 from nanoinfer.devices import openmp
@@ -110,6 +111,8 @@ class UniProcExecutor:
             device=self.device,
             layout=backend.layout,
         )
+        if isinstance(backend, CPUBackend):
+            backend.warm_up(cache, model.config.num_attention_heads)
         self.runner = ModelRunner(model, cache, backend, graphs)
         self._num_threads = torch.get_num_threads()
         self._is_batch_independent = has_independent_rows and is_batch_independent(

@@ -169,6 +169,37 @@ def test_without_a_compiler_the_plain_form_stays(monkeypatch, caplog):
     assert caplog.text.count("could not be compiled (no C++ compiler)") == 1
 
 
+def test_attention_is_compiled_when_a_model_is_loaded_and_not_while_it_writes(monkeypatch, caplog):
+    """torch.compile compiles again for two arguments that are one tensor, so the arguments at loading are separate ones."""
+    from nanoinfer.attention import cpu
+
+    num_kinds, num_aliases = [], []
+
+    def compile_copy(function):
+        num_kinds.append(1)
+
+        def compiled(*args):
+            num_aliases.append(len(args) - len({id(one) for one in args}))
+            return function(*args)
+
+        return compiled
+
+    monkeypatch.setattr(cpu, "_compile_copy", compile_copy)
+    monkeypatch.setattr(cpu, "SMALL_MODEL_BYTES", 0)
+    monkeypatch.setattr(cpu, "verdict", lambda check, measure: "compiled")  # as at a second load
+    llm = LLM(kv_cache_memory=2**22, block_size=16)
+    assert caplog.text.count("compiling the paged decode attention") == 1
+    assert (len(num_kinds), num_aliases) == (2, [0, 0])  # one sequence, of one block and of several
+    caplog.clear()
+    llm.generate([1] * 10, SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
+    assert (len(num_kinds), caplog.text) == (2, "")
+    assert len(num_aliases) > 20
+    llm.generate([[1], [2]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert len(num_kinds) == 3
+    LLM(kv_cache_memory=2**22, enforce_eager=True)
+    assert (len(num_kinds), caplog.text) == (3, "")
+
+
 def test_an_unknown_or_unsupported_backend_is_refused_by_name(caplog):
     model = (torch.float32, 64)
     with pytest.raises(InvalidValueError, match="one of reference, cpu, flash, triton, torch, got 'flashy'"):

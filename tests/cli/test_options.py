@@ -1,5 +1,7 @@
-"""Groups of options: a command declares a dataclass, the terminal shows its fields, and the command gets the dataclass."""
+"""What the commands share: groups of options, sizes, errors without a traceback, tables of 80 columns."""
 
+import errno
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, fields
@@ -7,10 +9,12 @@ from inspect import signature
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.cli.options import EngineOptions, SamplingOptions, expand_options
+from nanoinfer.cli import bench
+from nanoinfer.cli.options import EngineOptions, SamplingOptions, cli_errors, expand_options, new_table, parse_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +50,7 @@ def test_the_options_are_in_the_order_of_the_declaration():
 
 
 def test_the_groups_have_the_names_of_what_they_are_passed_to():
-    assert names(EngineOptions) <= set(signature(LLM.__init__).parameters)
+    assert names(EngineOptions) - {"threads"} <= set(signature(LLM.__init__).parameters)  # threads are torch's
     assert names(SamplingOptions) <= names(SamplingParams)
 
 
@@ -60,3 +64,90 @@ def test_help_and_version_import_no_torch(arguments):
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "nanoinfer.cli.doctor" not in imported
     assert not {"torch", "transformers", "numpy"} & set(imported)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("1k", 1024), ("512M", 512 * 2**20), ("1G", 2**30), ("1.5 GiB", 3 * 2**29), ("2TB", 2**41), ("0", 0)],
+)
+def test_a_size_has_a_unit_or_is_in_bytes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "1X", "-1G", "1e9", "1GG", "0x10", "1,5G", "9" * 400])
+def test_what_is_no_size_is_a_usage_error(text):
+    with pytest.raises(typer.BadParameter, match="is not a size; give bytes"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "error: the output cannot be written: No space left on device\n"),
+        (PermissionError(errno.EACCES, os.strerror(errno.EACCES), "roofline.png"), "error: roofline.png: Permission denied\n"),
+        (BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)), ""),
+    ],
+)
+def test_an_error_of_the_system_is_exit_code_1_without_a_traceback(error, message, capsys):
+    with pytest.raises(typer.Exit) as raised, cli_errors():
+        raise error
+    assert raised.value.exit_code == 1
+    assert capsys.readouterr().err == message
+
+
+def start(*arguments, **streams):
+    return subprocess.Popen([sys.executable, "-m", "nanoinfer", *arguments], stderr=subprocess.PIPE, text=True, **streams)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a full disk is simulated by Linux's /dev/full")
+def test_a_full_disk_ends_a_command_without_a_traceback():
+    with open("/dev/full", "w") as full:
+        process = start("--version", stdout=full)
+    assert process.communicate()[1] == "error: the output cannot be written: No space left on device\n"
+    assert process.returncode == 1
+
+
+def test_a_closed_pipe_ends_a_command_silently():
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start("--version", stdout=writer)
+    os.close(writer)
+    assert (process.communicate()[1], process.returncode) == ("", 1)
+
+
+def test_a_shell_completes_commands_without_importing_torch():
+    code = "import sys; sys.argv[0] = 'nanoinfer'; from nanoinfer.cli.main import app; app(prog_name='nanoinfer')"
+    code = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {code}"
+    words = {"_NANOINFER_COMPLETE": "complete_bash", "COMP_WORDS": "nanoinfer mo", "COMP_CWORD": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | words)
+    assert done.stdout.split() == ["models", "False"]
+
+
+def test_a_table_of_80_columns_wraps_long_cells_and_cuts_none():
+    table = new_table("requests", "transformers tok/s", "reason")
+    table.add_row("123456789", "123456.7", "a_word_of_many_letters" * 6)
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(table)
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "requests" in lines[0] or "requests" in lines[1]
+    assert "…" not in captured.get()
+    assert captured.get().count("a_word") + captured.get().count("letters") > 6
+
+
+def test_a_comparison_with_transformers_fits_80_columns(capsys, monkeypatch):
+    from nanoinfer.bench.compare import Comparison
+    from nanoinfer.bench.timing import Figures, Percentiles
+
+    monkeypatch.setenv("COLUMNS", "80")
+    times = Percentiles(1234.56, 1234.56, 1234.56)
+    figures = Figures(64, 4096, 4096, 12.3, 1632.1, 12345.6, 5.2, times, times, times)
+    results = [Comparison(name, figures, figures, 12.34, 15.0, 10**10, 10**9, 10**9) for name in ("A", "B16", "yours")]
+    bench._show_throughput(results)
+    bench._show_latency(results)
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert printed.count("missed") == 3
+    words = ("transformers", "requests", "workload", "TTFT", "12346", "1632.1", "12.34", "1234.56", "yours")
+    assert [word for word in words if word not in printed] == []
