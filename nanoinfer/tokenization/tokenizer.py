@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.errors import CheckpointError, InvalidPromptError, InvalidValueError, UnsupportedError
+from nanoinfer.tokenization.chat_template import renderer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -111,23 +112,13 @@ class Tokenizer:
             **template_kwargs: Variables of the template.
 
         Raises:
-            InvalidPromptError: If there is no template, or if the template refuses the messages.
+            InvalidPromptError: If there is no template, or if it refuses the messages, fails, or exceeds a limit (see
+                chat_template.py).
         """
         if chat_template is None and self.hf.chat_template is None:
             raise InvalidPromptError(
                 "this checkpoint's tokenizer has no chat template; pass chat_template=..., or use generate() on text"
             )
-        from jinja2 import TemplateError  # an optional dependency, which transformers' templates require
-
-        try:
-            text = self.hf.apply_chat_template(
-                messages,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **template_kwargs,
-            )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            raise InvalidPromptError(f"the chat template refused the messages: {error}") from error
-        assert isinstance(text, str)
-        return text
+        arguments = dict(self.hf.special_tokens_map) | template_kwargs  # in transformers too, template_kwargs take precedence
+        arguments |= {"conversation": messages, "chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
+        return renderer.render(self.hf.chat_template, arguments)
