@@ -14,6 +14,8 @@ from nanoinfer.errors import (
     check_flag,
     check_integer,
     check_number,
+    is_one_of,
+    shown,
 )
 
 if TYPE_CHECKING:
@@ -108,27 +110,29 @@ class EngineConfig:
         for name in ("model", "tokenizer", "revision"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise InvalidTypeError(f"{name} must be a string, got {value!r}")
+                raise InvalidTypeError(f"{name} must be a string, got {shown(value)}")
         for name in ("dtype", "device", "attention_backend"):
             if not isinstance(getattr(self, name), str):
-                raise InvalidTypeError(f"{name} must be a string, got {getattr(self, name)!r}")
+                raise InvalidTypeError(f"{name} must be a string, got {shown(getattr(self, name))}")
         if self.dtype not in DTYPES:
-            raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.quantization not in (None, "int8"):
-            raise InvalidValueError(f"quantization must be None or 'int8', got {self.quantization!r}")
+            raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(self.dtype)}")
+        if not is_one_of(self.quantization, (None, "int8")):
+            raise InvalidValueError(f"quantization must be None or 'int8', got {shown(self.quantization)}")
         if self.quantization is not None and DTYPES[self.dtype] not in ("auto", "bfloat16"):
-            raise InvalidValueError(f"quantization='int8' computes in bfloat16, got dtype={self.dtype!r}; leave dtype out")
+            raise InvalidValueError(f"quantization='int8' computes in bfloat16, got dtype={shown(self.dtype)}; leave dtype out")
         check_integer("max_model_len", self.max_model_len, 1, None, ">= 1", or_none=True)
         check_flag("enforce_eager", self.enforce_eager)
         if self.async_scheduling is not None:
             check_flag("async_scheduling", self.async_scheduling)
         check_integer("seed", self.seed, 0, 2**64 - 1, "in 0 .. 2**64 - 1")
-        if self.logprobs_mode not in ("raw", "processed"):
-            raise InvalidValueError(f"logprobs_mode must be 'raw' or 'processed', got {self.logprobs_mode!r}")
+        if not is_one_of(self.logprobs_mode, ("raw", "processed")):
+            raise InvalidValueError(f"logprobs_mode must be 'raw' or 'processed', got {shown(self.logprobs_mode)}")
         if self.stages is not None and not (isinstance(self.stages, tuple) and all(callable(stage) for stage in self.stages)):
-            raise InvalidTypeError(f"stages must be a list of functions (logits, SamplingBatch) -> logits, got {self.stages!r}")
+            raise InvalidTypeError(
+                f"stages must be a list of functions (logits, SamplingBatch) -> logits, got {shown(self.stages)}"
+            )
         if isinstance(self.tracer, type) or (self.tracer is not None and not callable(getattr(self.tracer, "emit", None))):
-            raise InvalidTypeError(f"tracer must have a method emit(event), got {self.tracer!r}; see nanoinfer.Recorder")
+            raise InvalidTypeError(f"tracer must have a method emit(event), got {shown(self.tracer)}; see nanoinfer.Recorder")
 
 
 # vLLM's arguments that nanoinfer does not have, with the values that change nothing here. The first one is how nanoinfer acts.

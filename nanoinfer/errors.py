@@ -85,20 +85,28 @@ def check_argument_names(
         def checked(*args: P.args, **kwargs: P.kwargs) -> None:
             if surplus := args[1 + len(positional) :]:
                 after = f" after {positional[-1]}" if positional else ""
-                way_out = f"write {known[len(positional)]}={surplus[0]!r}"
-                raise InvalidTypeError(f"{owner} takes keyword arguments only{after}, got {surplus!r}; {way_out}")
+                way_out = f"write {known[len(positional)]}={shown(surplus[0])}"
+                raise InvalidTypeError(f"{owner} takes keyword arguments only{after}, got {shown(surplus)}; {way_out}")
             for name in [name for name in kwargs if name not in known]:
                 value = kwargs.pop(name)
                 if name not in neutral:
                     raise _unknown_argument(owner, name, known)
-                if value not in neutral[name]:
+                if not is_one_of(value, neutral[name]):
                     acts_as = neutral[name][0]
-                    raise UnsupportedError(f"{name}={value!r} is not supported; leave it out (it acts as {acts_as!r})")
+                    raise UnsupportedError(f"{name}={shown(value)} is not supported; leave it out (it acts as {acts_as!r})")
             init(*args, **kwargs)
 
         return checked
 
     return decorate
+
+
+def is_one_of(value: object, allowed: Sequence[object]) -> bool:
+    """Whether a value equals one of the allowed ones. An array does not."""
+    try:
+        return value in allowed
+    except Exception:  # an array compares element by element, which is neither True nor False
+        return False
 
 
 def _unknown_argument(owner: str, name: str, known: list[str]) -> InvalidTypeError:
@@ -113,16 +121,25 @@ def first_line(error: BaseException) -> str:
     return str(error).split("\n", maxsplit=1)[0] or type(error).__name__
 
 
+def shown(value: object) -> str:
+    """Return a value's repr for a message: on one line, shortened. Also of a value without one, an int of 5,000 digits."""
+    try:
+        text = repr(value).replace("\n", " ")
+    except Exception:
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= 200 else f"{text[:150]} ... {text[-40:]}"
+
+
 def out_of_range(name: str, value: object, allowed: str) -> InvalidValueError:
     """Return the error for a value that is not `allowed`. A way out may follow in `allowed`, after a semicolon."""
     allowed, _, way_out = allowed.partition("; ")
-    return InvalidValueError(f"{name} must be {allowed}, got {value!r}" + (f"; {way_out}" if way_out else ""))
+    return InvalidValueError(f"{name} must be {allowed}, got {shown(value)}" + (f"; {way_out}" if way_out else ""))
 
 
 def check_number(name: str, value: object, low: float, high: float, allowed: str) -> None:
     """Refuse what is not a finite number in low .. high."""
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise InvalidTypeError(f"{name} must be a number, got {value!r}")
+        raise InvalidTypeError(f"{name} must be a number, got {shown(value)}")
     try:
         in_range = low <= float(value) <= high and math.isfinite(value)  # NaN fails every comparison
     except OverflowError:  # an int beyond every float
@@ -132,11 +149,13 @@ def check_number(name: str, value: object, low: float, high: float, allowed: str
 
 
 def check_integer(name: str, value: object, low: int, high: int | None, allowed: str, *, or_none: bool = False) -> None:
-    """Refuse what is not an integer in low .. high. A `high` of None is no bound. `or_none` accepts the value None."""
+    """Refuse what is not an integer in low .. high. A `high` of None is 2**63 - 1. `or_none` accepts the value None."""
     if value is None and or_none:
         return
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise InvalidTypeError(f"{name} must be an integer{' or None' if or_none else ''}, got {value!r}")
+        raise InvalidTypeError(f"{name} must be an integer{' or None' if or_none else ''}, got {shown(value)}")
+    if high is None and int(value) >= 2**63:
+        raise out_of_range(name, value, "below 2**63")
     if int(value) < low or (high is not None and int(value) > high):
         raise out_of_range(name, value, allowed)
 
@@ -144,4 +163,4 @@ def check_integer(name: str, value: object, low: int, high: int | None, allowed:
 def check_flag(name: str, value: object) -> None:
     """Refuse what is not True or False."""
     if not isinstance(value, bool):
-        raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
+        raise InvalidTypeError(f"{name} must be True or False, got {shown(value)}")

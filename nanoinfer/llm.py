@@ -24,6 +24,7 @@ from nanoinfer.errors import (
     NanoinferError,
     UnsupportedError,
     check_argument_names,
+    shown,
 )
 from nanoinfer.outputs import BeamSearchOutput, Delta, RequestOutput
 from nanoinfer.sampling.sampler import Stage
@@ -337,5 +338,5 @@ class LLM:
 
 def _path_string(name: str, value: object) -> str:
     if not isinstance(value, str | os.PathLike):
-        raise InvalidTypeError(f"{name} must be a string or a path, got {value!r}")
+        raise InvalidTypeError(f"{name} must be a string or a path, got {shown(value)}")
     return os.fspath(value)
