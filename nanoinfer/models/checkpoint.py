@@ -80,7 +80,7 @@ class Checkpoint:
             eos = self.config.get("eos_token_id")
         ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
         if not all(type(token_id) is int for token_id in ids):
-            raise CheckpointError(f"eos_token_id in {self.path} must be an id or a list of ids, got {eos!r}")
+            raise CheckpointError(f"eos_token_id in {self.path} must be an id or a list of ids, got {shown(eos)}")
         return frozenset(ids)
 
 

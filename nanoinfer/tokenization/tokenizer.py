@@ -5,18 +5,41 @@ importing this module is fast.
 """
 
 import copy
-import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.errors import CheckpointError, InvalidPromptError, InvalidValueError, UnsupportedError
+from nanoinfer.errors import (
+    CheckpointError,
+    InvalidPromptError,
+    InvalidValueError,
+    UnsupportedError,
+    first_line,
+    shown,
+)
 from nanoinfer.tokenization.chat_template import renderer
 
 if TYPE_CHECKING:
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
+_VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
+TOKENIZER_FILES = (
+    *_VOCABULARY_FILES,
+    *("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+)
+
+
+@contextmanager
+def _panics_raised() -> Iterator[None]:
+    """Raise a panic of the tokenizers library, such as a regex that explodes, as a RuntimeError. It is a BaseException."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise RuntimeError(str(error)) from error
+        raise
 
 
 class Tokenizer:
@@ -42,14 +65,16 @@ class Tokenizer:
             CheckpointError: If the files cannot be read.
             UnsupportedError: If the tokenizer has no fast backend.
         """
-        if not any((path / name).exists() for name in _TOKENIZER_FILES):
+        if not any((path / name).exists() for name in _VOCABULARY_FILES):
             return None
         from transformers import AutoTokenizer
 
         try:
-            hf = AutoTokenizer.from_pretrained(str(path))
+            with _panics_raised():
+                hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)  # without it a checkpoint may ask
         except Exception as error:  # transformers raises many classes for damaged files
-            raise CheckpointError(f"transformers cannot load the tokenizer in {path}: {error}") from error
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise CheckpointError(f"transformers cannot load the tokenizer in {path}: {reason}") from error
         if not getattr(hf, "is_fast", False):
             raise UnsupportedError(
                 f"the tokenizer in {path} ({type(hf).__name__}) has no tokenizer.json form, which streaming needs; "
@@ -64,10 +89,13 @@ class Tokenizer:
             InvalidPromptError: If the text has a lone surrogate, which is not valid Unicode.
         """
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            with _panics_raised():
+                return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except RuntimeError as error:
+            raise InvalidPromptError(f"the tokenizer fails on the text {shown(text)}: {first_line(error)}") from error
         except TypeError as error:
             raise InvalidPromptError(
-                f"the text is not valid Unicode, got {reprlib.repr(text)}; decode its bytes with utf-8"
+                f"the text is not valid Unicode, got {shown(text)}; decode its bytes with utf-8"
             ) from error
 
     def word_forms(self, word: str) -> list[tuple[int, ...]]:
