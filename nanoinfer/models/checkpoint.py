@@ -22,7 +22,7 @@ DEFAULT_MODEL = "tiny-qwen3"
 # Everything that a checkpoint needs. The hub also has .bin, .gguf and .onnx files, and folders of them, which are not loaded.
 _TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model"]
 _WEIGHT_FILES = ["*.safetensors"]
-MAX_JSON_BYTES = 2**24  # of a config or an index. DeepSeek-V3's index, one of the largest, has 9 MB.
+MAX_JSON_BYTES = 2**22  # of a config or an index. The index of a model of 72B parameters has 80 kB.
 
 _CONVERT = (
     "nanoinfer reads safetensors only, because a .bin file is a pickle and may run code. Convert it once, load the result:\n"
@@ -220,5 +220,6 @@ def _shard_names(index_path: Path) -> list[str]:
 
 
 def first_ten(items: list[str], separator: str = ", ") -> str:
-    """The first ten of many, and how many more there are."""
-    return separator.join(items[:10] + ([f"and {len(items) - 10} more"] if len(items) > 10 else []))
+    """The first ten of many, and how many more there are. A file may hold names of any characters and length."""
+    named = [item if item.isprintable() and len(item) <= 300 else shown(item) for item in items[:10]]
+    return separator.join(named + ([f"and {len(items) - 10} more"] if len(items) > 10 else []))

@@ -8,7 +8,6 @@ import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import torch
@@ -28,11 +27,12 @@ from nanoinfer.models import optimize
 from nanoinfer.models.checkpoint import Checkpoint, check_file, locate
 from nanoinfer.models.registry import Model, find_model
 from nanoinfer.models.weights import WeightFiles, dtype_of, head_is_tied, load_weights
-from nanoinfer.tokenization.tokenizer import TOKENIZER_FILES, Tokenizer
+from nanoinfer.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 MAX_TOKENIZER_BYTES = 2**26  # of one file. Gemma 3's tokenizer.json has 33 MB.
+_TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")  # how they begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,7 @@ def load(config: EngineConfig) -> Loaded:
     elif not config.enforce_eager:
         optimize.optimize_for_cuda(model)
     tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
-    for name in TOKENIZER_FILES:
-        if (tokenizer_path / name).exists():
-            check_file(tokenizer_path / name, MAX_TOKENIZER_BYTES)
+    _check_tokenizer_files(tokenizer_path)
     tokenizer = Tokenizer.load(tokenizer_path)
     if config.tokenizer is not None and tokenizer is None:
         raise CheckpointNotFoundError(f"{tokenizer_path} holds no tokenizer files, such as tokenizer.json")
@@ -88,6 +86,13 @@ def load(config: EngineConfig) -> Loaded:
         logger.warning("eos_token_id %s is no id of this model's vocabulary, and ends no text", shown(outside))
     eos_token_ids -= frozenset(outside)
     return Loaded(checkpoint, model, num_parameters, has_independent_rows, tokenizer, eos_token_ids)
+
+
+def _check_tokenizer_files(path: Path) -> None:
+    """Refuse files that transformers would hang on, or read whole for a long time. It chooses among many names."""
+    for file in (*path.iterdir(), *path.glob("additional_chat_templates/*")):
+        if file.suffix in (".json", ".txt", ".jinja", ".model") and file.exists() and not file.is_dir():
+            check_file(file, MAX_TOKENIZER_BYTES if file.name.startswith(_TOKENIZER_FILES) else None)
 
 
 def load_model(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device | str = "cpu") -> Any:
@@ -141,7 +146,7 @@ def _read_config(config_class: Any, checkpoint: Checkpoint) -> Any:
             allowed = "a number >= 1 and below 2**31"
         elif field.type is float and (type(value) not in (int, float) or not abs(value) < math.inf):
             allowed = "a finite number"
-        elif field.type is bool and type(value) not in (bool, NoneType):
+        elif field.type is bool and type(value) is not bool:
             allowed = "true or false"
         if allowed is not None:
             raise CheckpointError(f"{field.name} in {path} must be {allowed}, got {shown(value)}; download it again")

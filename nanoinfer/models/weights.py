@@ -106,7 +106,7 @@ def head_is_tied(config_says: bool, files: WeightFiles, rules: WeightRules) -> b
     if not config_says or rules.head not in by_parameter or rules.embedding not in by_parameter:
         return config_says
     head, embedding = files.read(by_parameter[rules.head]), files.read(by_parameter[rules.embedding])
-    tied = torch.equal(head, embedding)
+    tied = head.dtype is embedding.dtype and torch.equal(head, embedding)
     if not tied:
         logger.warning("config.json ties the LM head to the embedding, but the checkpoint has a different head: not tied")
     return tied

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-_VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
-TOKENIZER_FILES = (
-    *_VOCABULARY_FILES,
-    *("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-)
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
 
 
 @contextmanager
@@ -65,7 +61,7 @@ class Tokenizer:
             CheckpointError: If the files cannot be read.
             UnsupportedError: If the tokenizer has no fast backend.
         """
-        if not any((path / name).exists() for name in _VOCABULARY_FILES):
+        if not any((path / name).exists() for name in _TOKENIZER_FILES):
             return None
         from transformers import AutoTokenizer
 
