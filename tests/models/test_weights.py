@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from nanoinfer import LLM, SamplingParams, register_model
 from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError, WeightsError
 from nanoinfer.models import gpt2 as gpt2_module
-from nanoinfer.models import loader, registry
+from nanoinfer.models import loader, registry, weights
 from nanoinfer.models.checkpoint import Checkpoint
 from nanoinfer.models.layers import RopeConfig, rope_frequencies
 from nanoinfer.models.qwen import QwenForCausalLM
@@ -126,6 +126,22 @@ def test_integer_weights_are_refused_as_quantised(qwen3):
     edit_tensors(qwen3, **{name: torch.zeros(80, 48, dtype=torch.int8)})
     with pytest.raises(WeightsError, match=f"not a float: {name} is I8; quantised weights are not supported"):
         load(qwen3)
+
+
+def test_weights_beyond_the_machines_memory_are_refused_before_they_are_read(qwen3, monkeypatch):
+    monkeypatch.setattr(weights.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": 50}[name])
+    with pytest.raises(WeightsError, match=r"the weights take 0\.0 GiB in torch\.float32, and this machine has 0\.0 GiB"):
+        load(qwen3)
+
+
+@pytest.mark.parametrize("eos", [96, -1, 10**30])
+def test_an_eos_id_outside_the_vocabulary_ends_no_text_and_is_logged(qwen3, caplog, eos):
+    """transformers writes GPT-2's 50256 into the config of a smaller GPT-2, so this is no error."""
+    (qwen3 / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, eos]}))
+    llm = LLM(qwen3, kv_cache_memory=2**24)
+    assert f"eos_token_id [{eos}] is no id of this model's vocabulary" in caplog.text
+    [output] = llm.generate([1, 2, 3], SamplingParams(min_tokens=3, max_tokens=4, detokenize=False), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) >= 3
 
 
 # ---- the LM head
