@@ -7,7 +7,7 @@ operation of it ("a" * 10**10, or a list that holds itself twice, 50 times over,
 cannot interrupt such an operation: signals and trace functions run between operations. A process can be stopped. The renderer
 is started at the first chat (0.7 s, most of it transformers' import) and kept: a later chat waits some 0.3 ms for it.
 
-On Linux its memory is limited too. `main` is the renderer's side: one line of JSON in, one line out.
+On Linux its memory is limited too. `main` is what it runs: one line of JSON in, one line out.
 """
 
 import atexit
@@ -43,7 +43,7 @@ class Renderer:
         """
         try:
             request = json.dumps([template, arguments], default=_tool_schema).encode() + b"\n"
-        except (TypeError, ValueError, RecursionError) as error:
+        except Exception as error:  # also of transformers, which describes tools
             raise InvalidPromptError(f"messages and chat_template_kwargs must be JSON ({first_line(error)})") from error
         with self._lock:
             try:
@@ -82,18 +82,22 @@ class Renderer:
 def _start() -> subprocess.Popen[bytes]:
     """Start the renderer with the modules that this process finds, and wait until it is ready."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-W", "ignore", "-m", __name__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": path},
-        start_new_session=True,  # Ctrl-C is for this process only
-    )
+    failed = NanoinferError(f"the process for chat templates did not start; `{sys.executable} -m {__name__}` shows why")
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-W", "ignore", "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is for this process only
+        )
+    except OSError as error:
+        raise failed from error
     assert process.stdout is not None
     if process.stdout.readline() != b"ready\n":
         process.communicate()
-        raise NanoinferError(f"the process for chat templates did not start; `python -m {__name__}` shows why")
+        raise failed
     return process
 
 
