@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.attention.kv_cache import KVCache, Layout
-from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, first_line
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, first_line, shown
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def select_backend(
         UnsupportedError: If the backend does not support the device, dtype or sizes.
     """
     if name != "auto" and name not in BACKENDS:
-        raise InvalidValueError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {name!r}")
+        raise InvalidValueError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {shown(name)}")
     for candidate in PREFERRED.get(device.type, ("reference",)) if name == "auto" else (name,):
         backend_class, reason = find_backend(candidate, device, dtype, head_dim, block_size)
         if backend_class is not None:

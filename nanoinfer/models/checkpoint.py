@@ -3,15 +3,18 @@
 In: the user's name for the model. Out: a Checkpoint, plain data. This file opens JSON only. weights.py reads the tensors.
 """
 
+import difflib
 import json
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from nanoinfer.errors import CheckpointError, CheckpointNotFoundError
+from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, first_line, shown
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
 DEFAULT_MODEL = "tiny-qwen3"
@@ -19,6 +22,7 @@ DEFAULT_MODEL = "tiny-qwen3"
 # Everything that a checkpoint needs. The hub also has .bin, .gguf and .onnx files, and folders of them, which are not loaded.
 _TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model"]
 _WEIGHT_FILES = ["*.safetensors"]
+MAX_JSON_BYTES = 2**22  # of a config or an index. The index of a model of 72B parameters has 80 kB.
 
 _CONVERT = (
     "nanoinfer reads safetensors only, because a .bin file is a pickle and may run code. Convert it once, load the result:\n"
@@ -26,6 +30,7 @@ _CONVERT = (
     "AutoModelForCausalLM.from_pretrained('{model}').save_pretrained('converted'); "
     "AutoTokenizer.from_pretrained('{model}').save_pretrained('converted')\""
 )
+_GGUF = "llama.cpp runs GGUF; nanoinfer reads safetensors, from the repository that the GGUF file was made of"
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,9 @@ class Checkpoint:
         """
         model = DEFAULT_MODEL if model is None else model
         path = locate(model, revision)
+        suffixes = {Path(name).suffix for name in _list_folder(path)}
+        if ".gguf" in suffixes and ".safetensors" not in suffixes:
+            raise CheckpointNotFoundError(f"{path} holds GGUF files. {_GGUF}")
         config = _read_json(path / "config.json")
         generation_path = path / "generation_config.json"
         generation_config = _read_json(generation_path) if generation_path.exists() else {}
@@ -72,7 +80,7 @@ class Checkpoint:
             eos = self.config.get("eos_token_id")
         ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
         if not all(type(token_id) is int for token_id in ids):
-            raise CheckpointError(f"eos_token_id in {self.path} must be an id or a list of ids, got {eos!r}")
+            raise CheckpointError(f"eos_token_id in {self.path} must be an id or a list of ids, got {shown(eos)}")
         return frozenset(ids)
 
 
@@ -80,27 +88,41 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
     """Return the folder that `model` names. A hub name is downloaded: whole, or without weights for a tokenizer."""
     if not model:
         raise CheckpointNotFoundError(f"the model's name is empty; {_list_bundled()}")
-    for folder in (Path(model).expanduser(), BUNDLED / model):
-        if folder.is_dir():
-            if revision is not None:
-                raise CheckpointError(f"{folder} is a folder and has no revision {revision!r}; leave revision out")
-            return folder
-    if Path(model).is_file():
-        raise CheckpointNotFoundError(f"{model!r} is a file; give the folder that it lies in, with its config.json")
-    if Path(model).is_absolute() or model.startswith((".", "~")):
-        raise CheckpointNotFoundError(f"there is no folder {model!r}; give a checkpoint's folder or a hub name")
+    try:
+        path = Path(model).expanduser()
+        model.encode()  # the libraries below take UTF-8 only
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, no permission, not Unicode, a ~user that does not exist
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointNotFoundError(f"{shown(model)} cannot be used as a folder ({reason}); {_list_bundled()}") from error
+    if not is_folder and model in bundled_models():
+        path, is_folder = BUNDLED / model, True
+    if is_folder:
+        if revision is not None:
+            raise CheckpointError(f"{path} is a folder and has no revision {shown(revision)}; leave revision out")
+        return path
+    if is_file and path.suffix == ".gguf":
+        raise CheckpointNotFoundError(f"{shown(model)} is a GGUF file. {_GGUF}")
+    if is_file:
+        raise CheckpointNotFoundError(f"{shown(model)} is a file; give the folder that it lies in, with its config.json")
+    if path.is_absolute() or model.startswith("."):
+        way_out = f"{_did_you_mean(model)}give a checkpoint's folder or a hub name"
+        raise CheckpointNotFoundError(f"there is no folder {shown(model)}; {way_out}")
     patterns = _TEXT_FILES + _WEIGHT_FILES if with_weights else _TEXT_FILES
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except HFValidationError as error:
         raise CheckpointNotFoundError(
-            f"{model!r} is neither a folder nor a possible hub name (owner/name); {_list_bundled()}"
+            f"{shown(model)} is neither a folder nor a possible hub name (owner/name); {_did_you_mean(model)}{_list_bundled()}"
         ) from error
     except Exception as error:  # the hub's own errors, and those of its HTTP library without a network
+        reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        if isinstance(error, LocalEntryNotFoundError):  # which does not say which of the two it is
+            is_offline = constants.HF_HUB_OFFLINE
+            reason = "HF_HUB_OFFLINE is set and the hub's cache does not have it" if is_offline else "it cannot be reached"
         raise CheckpointNotFoundError(
-            f"{model!r} is no folder here, and the hub did not give it (revision {revision or 'main'}): "
-            f"{str(error).strip().partition(chr(10))[0] or type(error).__name__}\n"
-            f"Check the name, the network and HF_HUB_OFFLINE, or use a folder; {_list_bundled()}"
+            f"{shown(model)} is no folder here, and the hub did not give it (revision {(revision or 'main')[:100]}): {reason}; "
+            f"{_did_you_mean(model)}check the name and the network, or use a folder; {_list_bundled()}"
         ) from error
 
 
@@ -112,17 +134,56 @@ def _list_bundled() -> str:
     return f"bundled are {', '.join(bundled_models())}"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _did_you_mean(model: str) -> str:
+    """A model with nearly this name, as the beginning of a way out: bundled, in the hub's cache, or in the same folder."""
+    cached = [name.removeprefix("models--").replace("--", "/") for name in _list_folder(Path(constants.HF_HUB_CACHE))]
+    beside = [str(Path(model).with_name(name)) for name in _list_folder(Path(model).expanduser().parent)]
+    candidates = {*bundled_models(), *cached, *beside} - {model}
+    close = difflib.get_close_matches(model, sorted(candidates), n=1, cutoff=0.8)
+    return f"did you mean {shown(close[0])}? Otherwise " if close else ""
+
+
+def _list_folder(path: Path) -> list[str]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return os.listdir(path)
+    except (OSError, ValueError):
+        return []
+
+
+def check_file(path: Path, max_bytes: int | None = None) -> None:
+    """Refuse what cannot be read to its end: a pipe or a device blocks or never ends, and a folder is no file.
+
+    Symbolic links are followed, as the hub's cache is made of them.
+
+    Raises:
+        CheckpointError: Not a regular file, more than max_bytes, or not readable.
+        CheckpointNotFoundError: No such file.
+    """
+    try:
+        info = path.stat()
+        is_regular = stat.S_ISREG(info.st_mode)
+        if is_regular:  # opening a pipe waits for its other end
+            path.open("rb").close()
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(
             f"{path} does not exist; a checkpoint is a folder with config.json and weights"
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from error
+    if not is_regular:
+        raise CheckpointError(f"{path} cannot be read: it is not a regular file")
+    if max_bytes is not None and info.st_size > max_bytes:
+        raise CheckpointError(f"{path} has {info.st_size} bytes; at most {max_bytes} are read of such a file")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    check_file(path, MAX_JSON_BYTES)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is not valid JSON (nested too deeply); download it again") from error
+    except ValueError as error:  # not UTF-8, not JSON, or an integer of more than 4,300 digits
+        raise CheckpointError(f"{path} is not valid JSON ({first_line(error)}); download it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
     return content
@@ -131,17 +192,34 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _weight_files(path: Path, model: str) -> list[Path]:
     """The files of one set of weights: one file, or the shards of an index. As in transformers, one file takes precedence."""
     index_path = path / "model.safetensors.index.json"
-    if (path / "model.safetensors").exists():
-        files = [path / "model.safetensors"]
-    elif index_path.exists():
-        weight_map = _read_json(index_path).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise CheckpointError(f"{index_path} has no weight_map of file names; download it again")
-        files = [path / name for name in dict.fromkeys(weight_map.values())]
+    present = set(_list_folder(path))
+    if "model.safetensors" in present:
+        names = ["model.safetensors"]
+    elif index_path.name in present:
+        names = _shard_names(index_path)
     else:
-        files = sorted(path.glob("*.safetensors"))
-    if missing := [file.name for file in files if not file.exists()]:
-        raise CheckpointNotFoundError(f"{index_path} names {', '.join(missing)}, not in the folder; download them too")
-    if not files:
+        names = sorted(name for name in present if name.endswith(".safetensors"))
+    if missing := [name for name in names if name not in present]:
+        raise CheckpointNotFoundError(f"{index_path} names {first_ten(missing)}, not in the folder; download them too")
+    if not names:
         raise CheckpointNotFoundError(f"{path} holds no *.safetensors file. " + _CONVERT.format(model=model))
-    return files
+    for name in names:
+        check_file(path / name)
+    return [path / name for name in names]
+
+
+def _shard_names(index_path: Path) -> list[str]:
+    """The files that an index names. They are in its own folder: a name such as ../x would read files of the user's."""
+    weight_map = _read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index_path} has no weight_map of file names; download it again")
+    names = list(dict.fromkeys(weight_map.values()))
+    if outside := [name for name in names if Path(name).name != name]:
+        raise CheckpointError(f"{index_path} names {first_ten(outside)}, outside its folder; download it again")
+    return names
+
+
+def first_ten(items: list[str], separator: str = ", ") -> str:
+    """The first ten of many, and how many more there are. A file may hold names of any characters and length."""
+    named = [item if item.isprintable() and len(item) <= 300 else shown(item) for item in items[:10]]
+    return separator.join(named + ([f"and {len(items) - 10} more"] if len(items) > 10 else []))

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
-from nanoinfer.errors import CheckpointError, UnsupportedError
+from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 from nanoinfer.models.layers import Embedding, gelu_tanh
 from nanoinfer.models.weights import WeightRules
 
@@ -39,18 +39,19 @@ class GPT2Config:
         """
         activation = config.get("activation_function", "gelu_new")
         if activation not in ("gelu_new", "gelu_pytorch_tanh"):  # two names of one function
-            raise UnsupportedError(f"activation_function must be gelu_new, got {activation!r}; others are not supported")
+            raise UnsupportedError(f"activation_function must be gelu_new, got {shown(activation)}; others are not supported")
         for key, value in _SUPPORTED.items():
             if config.get(key, value) != value:
-                raise UnsupportedError(f"{key} must be {value}, got {config[key]!r}; the other way is not supported")
-        if config["n_embd"] % config["n_head"]:
-            raise CheckpointError(f"n_embd must be a multiple of n_head, got {config['n_embd']} and {config['n_head']}")
+                raise UnsupportedError(f"{key} must be {value}, got {shown(config[key])}; the other way is not supported")
+        width, num_heads = config["n_embd"], config["n_head"]
+        if width % num_heads:
+            raise CheckpointError(f"n_embd must be a multiple of n_head, got {shown(width)} and {shown(num_heads)}")
         return cls(
             vocab_size=config["vocab_size"],
-            hidden_size=config["n_embd"],
-            intermediate_size=config.get("n_inner") or 4 * config["n_embd"],
+            hidden_size=width,
+            intermediate_size=config.get("n_inner") or 4 * width,
             num_hidden_layers=config["n_layer"],
-            num_attention_heads=config["n_head"],
+            num_attention_heads=num_heads,
             max_position_embeddings=config["n_positions"],
             layer_norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
             tie_word_embeddings=config.get("tie_word_embeddings", True),

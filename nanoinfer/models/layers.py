@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from nanoinfer.errors import CheckpointError, UnsupportedError
+from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 
 
 class Embedding(nn.Embedding):
@@ -86,6 +86,23 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
 
+    def __post_init__(self) -> None:
+        """Refuse what would overflow, or take the logarithm of 0, in rope_frequencies. NaN is in no range."""
+        is_yarn = self.original_max_position_embeddings > 0
+        for name, low, high in (
+            ("theta", 1.001 if is_yarn else 1.0, 1e30),
+            ("factor", 1.0, 1e6),  # it stretches the context
+            ("original_max_position_embeddings", 0, 2**31 - 1),
+            ("attention_factor", 1e-6, 1e6),
+            ("beta_fast", 1e-6, 1e6),
+            ("beta_slow", 1e-6, 1e6),
+        ):
+            if not low <= getattr(self, name) <= high:
+                value = shown(getattr(self, name))
+                raise CheckpointError(f"rope_parameters: {name} must be in {low:g} .. {high:g}, got {value}; download it again")
+        if not isinstance(self.truncate, bool):
+            raise CheckpointError(f"rope_parameters: truncate must be true or false, got {shown(self.truncate)}")
+
     @property
     def max_position_embeddings(self) -> int:
         """How far YaRN stretches the original context; 0 for plain RoPE."""
@@ -103,17 +120,13 @@ class RopeConfig:
         theta = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in ("default", "yarn"):
-            raise UnsupportedError(f"rope_type must be default or yarn, got {rope_type!r}; others are not supported")
+            raise UnsupportedError(f"rope_type must be default or yarn, got {shown(rope_type)}; others are not supported")
         if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
             raise UnsupportedError("partial_rotary_factor must be 1.0: rotating a part of a head is not supported")
-        if theta <= 0:
-            raise CheckpointError(f"rope_theta must be > 0, got {theta}; download config.json again")
         if rope_type == "default":
             return cls(theta=theta)
         original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
         factor = float(rope.get("factor") or config["max_position_embeddings"] / original)
-        if factor < 1:
-            raise CheckpointError(f"YaRN's factor must be >= 1, got {factor}; it stretches the context")
         return cls(
             theta=theta,
             factor=factor,

@@ -5,21 +5,34 @@ In: an EngineConfig. Out: the model with its weights, optimised for its device (
 
 import dataclasses
 import logging
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanoinfer.config import DTYPES, EngineConfig
 from nanoinfer.devices.process import set_cuda_device
-from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, InvalidValueError, NanoinferError, UnsupportedError
+from nanoinfer.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    InvalidValueError,
+    NanoinferError,
+    UnsupportedError,
+    WeightsError,
+    shown,
+)
 from nanoinfer.models import optimize
-from nanoinfer.models.checkpoint import Checkpoint, locate
+from nanoinfer.models.checkpoint import Checkpoint, check_file, locate
 from nanoinfer.models.registry import Model, find_model
 from nanoinfer.models.weights import WeightFiles, dtype_of, head_is_tied, load_weights
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+MAX_TOKENIZER_BYTES = 2**26  # of one file. Gemma 3's tokenizer.json has 33 MB.
+_TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")  # how they begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +74,25 @@ def load(config: EngineConfig) -> Loaded:
     elif not config.enforce_eager:
         optimize.optimize_for_cuda(model)
     tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
+    _check_tokenizer_files(tokenizer_path)
     tokenizer = Tokenizer.load(tokenizer_path)
     if config.tokenizer is not None and tokenizer is None:
         raise CheckpointNotFoundError(f"{tokenizer_path} holds no tokenizer files, such as tokenizer.json")
     eos_token_ids = checkpoint.eos_token_ids
     if not eos_token_ids and tokenizer is not None and tokenizer.hf.eos_token_id is not None:
         eos_token_ids = frozenset([tokenizer.hf.eos_token_id])
+    if outside := sorted(token_id for token_id in eos_token_ids if not 0 <= token_id < model.config.vocab_size):
+        # No error: transformers writes 50256 into the config of a small GPT-2.
+        logger.warning("eos_token_id %s is no id of this model's vocabulary, and ends no text", shown(outside))
+    eos_token_ids -= frozenset(outside)
     return Loaded(checkpoint, model, num_parameters, has_independent_rows, tokenizer, eos_token_ids)
+
+
+def _check_tokenizer_files(path: Path) -> None:
+    """Refuse files that transformers would hang on, or read whole for a long time. It chooses among many names."""
+    for file in (*path.iterdir(), *path.glob("additional_chat_templates/*")):
+        if file.suffix in (".json", ".txt", ".jinja", ".model") and file.exists() and not file.is_dir():
+            check_file(file, MAX_TOKENIZER_BYTES if file.name.startswith(_TOKENIZER_FILES) else None)
 
 
 def load_model(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device | str = "cpu") -> Any:
@@ -97,13 +122,14 @@ def on_meta(checkpoint: Checkpoint) -> Any:
     model_class = find_model(checkpoint.config)
     config = _read_config(model_class.Config, checkpoint)
     files = WeightFiles(checkpoint.weight_files)
+    _compare_sizes(config, files, checkpoint.path / "config.json")
     is_tied = head_is_tied(config.tie_word_embeddings, files, model_class.weight_rules)
     with torch.device("meta"):
         return model_class(dataclasses.replace(config, tie_word_embeddings=is_tied))
 
 
 def _read_config(config_class: Any, checkpoint: Checkpoint) -> Any:
-    """Read the family's config. Check that sizes are positive and that the numbers of heads are consistent."""
+    """Read the family's config. Check types and ranges, and that the numbers of heads are consistent."""
     path = checkpoint.path / "config.json"
     try:
         config = config_class.from_hf(checkpoint.config)
@@ -111,18 +137,43 @@ def _read_config(config_class: Any, checkpoint: Checkpoint) -> Any:
         raise CheckpointError(f"{path} has no {error}, which this architecture needs") from error
     except NanoinferError:
         raise
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{path} holds a value of the wrong type ({error}); download it again") from error
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.type is int and (type(value) is not int or value < 1):
-            raise CheckpointError(f"{field.name} in {path} must be a number >= 1, got {value!r}; download it again")
+        allowed = None
+        if field.type is int and (type(value) is not int or not 1 <= value < 2**31):
+            allowed = "a number >= 1 and below 2**31"
+        elif field.type is float and (type(value) not in (int, float) or not abs(value) < math.inf):
+            allowed = "a finite number"
+        elif field.type is bool and type(value) is not bool:
+            allowed = "true or false"
+        if allowed is not None:
+            raise CheckpointError(f"{field.name} in {path} must be {allowed}, got {shown(value)}; download it again")
     if config.num_attention_heads % config.num_key_value_heads:
         raise CheckpointError(
             f"num_attention_heads in {path} must be a multiple of num_key_value_heads, got {config.num_attention_heads} "
             f"and {config.num_key_value_heads}"
         )
     return config
+
+
+def _compare_sizes(config: Any, files: WeightFiles, path: Path) -> None:
+    """Refuse sizes that the headers of the weights contradict, so that neither 10**6 layers nor 10**9 angles are built.
+
+    These bounds hold for any architecture. load_weights compares every tensor.
+    """
+    if config.num_hidden_layers > len(files):
+        raise WeightsError(
+            f"num_hidden_layers in {path} is {config.num_hidden_layers}, but the weights are {len(files)} tensors; "
+            "are both of the same model?"
+        )
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        if getattr(config, name, 1) > files.num_elements:
+            raise WeightsError(
+                f"{name} in {path} is {getattr(config, name)}, but the weights have only {files.num_elements} elements; "
+                "are both of the same model?"
+            )
 
 
 def resolve_device(name: str) -> torch.device:
@@ -136,11 +187,11 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise InvalidValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise InvalidValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+        raise InvalidValueError(f"device must be auto, cpu, cuda or cuda:N, got {shown(name)}") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+        raise InvalidValueError(f"device must be auto, cpu, cuda or cuda:N, got {shown(name)}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InvalidValueError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} GPUs; use 'cpu'")
+        raise InvalidValueError(f"device is {shown(name)}, but torch sees {torch.cuda.device_count()} GPUs; use 'cpu'")
     return device
 
 
@@ -156,14 +207,16 @@ def resolve_dtype(dtype: str, checkpoint: Checkpoint, device: torch.device) -> t
         UnsupportedError: the checkpoint's own dtype is not supported.
     """
     if dtype not in DTYPES:
-        raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(dtype)}")
     if DTYPES[dtype] != "auto":
         return getattr(torch, DTYPES[dtype])
     name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")  # newer and older transformers
     own = {"float64": torch.float32, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
     resolved = own.get(str(name).removeprefix("torch.")) if name else dtype_of(WeightFiles(checkpoint.weight_files))
     if resolved is None:
-        raise UnsupportedError(f"the checkpoint's dtype is {name!r}; {', '.join(own)} are supported. Pass dtype= to choose one")
+        raise UnsupportedError(
+            f"the checkpoint's dtype is {shown(name)}; {', '.join(own)} are supported. Pass dtype= to choose one"
+        )
     is_fast = device.type != "cpu" or resolved is torch.float32 or (resolved is torch.bfloat16 and cpu_has_fast_bf16())
     if not is_fast:
         logger.info("the checkpoint is %s, which this CPU is slow at: using float32 (dtype= chooses)", resolved)

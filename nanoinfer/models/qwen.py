@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
-from nanoinfer.errors import UnsupportedError
+from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 from nanoinfer.models.layers import Embedding, RMSNorm, RopeConfig, RotaryEmbedding, SwiGLU, apply_rotary
 from nanoinfer.models.weights import WeightRules
 
@@ -43,15 +43,20 @@ class QwenConfig:
 
         Raises:
             UnsupportedError: a variant of Qwen that is not supported.
+            CheckpointError: a value out of its range.
             KeyError: a key that every Qwen config has.
         """
         is_qwen3 = config["model_type"] == "qwen3"
         if config.get("hidden_act", "silu") != "silu":
-            raise UnsupportedError(f"hidden_act must be silu, got {config['hidden_act']!r}; others are not supported")
+            raise UnsupportedError(f"hidden_act must be silu, got {shown(config['hidden_act'])}; others are not supported")
         _refuse_sliding_window(config)
         rope = RopeConfig.from_hf(config)
         attention_bias = is_qwen3 and config.get("attention_bias", False)
         num_heads = config["num_attention_heads"]
+        # Qwen3's default is 128 for every hidden size. Qwen2 has no such key.
+        head_dim = config.get("head_dim") or (128 if is_qwen3 else config["hidden_size"] // num_heads)
+        if head_dim % 2:
+            raise CheckpointError(f"head_dim must be even, because RoPE rotates pairs, got {shown(head_dim)}")
         return cls(
             vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
@@ -59,8 +64,7 @@ class QwenConfig:
             num_hidden_layers=config["num_hidden_layers"],
             num_attention_heads=num_heads,
             num_key_value_heads=config.get("num_key_value_heads") or num_heads,
-            # Qwen3's default is 128 for every hidden size. Qwen2 has no such key.
-            head_dim=config.get("head_dim") or (128 if is_qwen3 else config["hidden_size"] // num_heads),
+            head_dim=head_dim,
             # A checkpoint may have YaRN and still name the length before it.
             max_position_embeddings=max(config["max_position_embeddings"], rope.max_position_embeddings),
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
@@ -81,7 +85,7 @@ def _refuse_sliding_window(config: dict[str, Any]) -> None:
         slides = config.get("use_sliding_window", False) and config.get("sliding_window", 4096) is not None and some_layers
     if slides:
         raise UnsupportedError(
-            f"sliding-window attention (sliding_window={config.get('sliding_window')}) is not supported; "
+            f"sliding-window attention (sliding_window={shown(config.get('sliding_window'))}) is not supported; "
             "only checkpoints with full attention in every layer are"
         )
 

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
-from nanoinfer.errors import CheckpointError, UnsupportedError
+from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 from nanoinfer.models.weights import WeightRules
 
 # architecture in config.json -> "module:class", imported when it is first used
@@ -82,14 +82,14 @@ def find_model(config: dict[str, Any]) -> type[Any]:
         raise CheckpointError(f'config.json names no architecture; add "architectures": [one of {", ".join(_MODELS)}]')
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise UnsupportedError(f"quantised checkpoints ({method}) are not supported; take the unquantised one")
-    for architecture in architectures:
+        raise UnsupportedError(f"quantised checkpoints ({shown(method)}) are not supported; take the unquantised one")
+    for architecture in filter(lambda name: isinstance(name, str), architectures):
         if architecture in _registered:
             return _registered[architecture]
         if architecture in _MODELS:
             module, _, class_name = _MODELS[architecture].partition(":")
             return getattr(import_module(module), class_name)
     raise UnsupportedError(
-        f"architecture {', '.join(map(str, architectures))} is not supported; {', '.join([*_MODELS, *_registered])} are. "
+        f"architectures {shown(architectures)} are not supported; {', '.join([*_MODELS, *_registered])} are. "
         "register_model adds one of your own"
     )

@@ -9,6 +9,8 @@ change the file while the model is in use.
 """
 
 import logging
+import math
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,9 +21,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from nanoinfer.errors import WeightsError
+from nanoinfer.errors import WeightsError, first_line
+from nanoinfer.models.checkpoint import first_ten
 
 logger = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 2**24  # the names and shapes of some 100,000 tensors
 
 _FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}  # as safetensors spells them
 
@@ -49,20 +54,30 @@ class WeightFiles(Mapping[str, Any]):
     """All tensors of a checkpoint by name, as safetensors slices that know their shape before anything is read.
 
     Raises:
-        WeightsError: a damaged file, or a name that is in two files.
+        WeightsError: a damaged file, no tensors, or a name that is in two files.
     """
 
     def __init__(self, paths: list[Path]) -> None:
         self._files: dict[str, Any] = {}
         for path in paths:
             try:
+                with path.open("rb") as start:
+                    num_header_bytes = int.from_bytes(start.read(8), "little")
+                if num_header_bytes > MAX_HEADER_BYTES:
+                    raise SafetensorError(f"a header of {num_header_bytes} bytes, at most {MAX_HEADER_BYTES} are read")
                 file = safe_open(path, framework="pt")
+            except PermissionError as error:
+                raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
             except (SafetensorError, OSError) as error:
-                raise WeightsError(f"{path} is cut short or damaged ({error}); download it again") from error
+                raise WeightsError(f"{path} is cut short or damaged ({first_line(error)}); download it again") from error
             for name in file.keys():  # noqa: SIM118 (it is not a dict)
                 if name in self._files:
                     raise WeightsError(f"{name} is in {path.name} and in another file of {path.parent}")
                 self._files[name] = file
+        if not self._files:
+            raise WeightsError(f"{', '.join(path.name for path in paths)} holds no tensors; download it again")
+        # From the headers, before anything is read or built.
+        self.num_elements = sum(math.prod(self[name].get_shape()) for name in self)
 
     def __getitem__(self, name: str) -> Any:
         return self._files[name].get_slice(name)
@@ -91,7 +106,7 @@ def head_is_tied(config_says: bool, files: WeightFiles, rules: WeightRules) -> b
     if not config_says or rules.head not in by_parameter or rules.embedding not in by_parameter:
         return config_says
     head, embedding = files.read(by_parameter[rules.head]), files.read(by_parameter[rules.embedding])
-    tied = torch.equal(head, embedding)
+    tied = head.dtype is embedding.dtype and torch.equal(head, embedding)
     if not tied:
         logger.warning("config.json ties the LM head to the embedding, but the checkpoint has a different head: not tied")
     return tied
@@ -101,15 +116,16 @@ def load_weights(model: nn.Module, files: WeightFiles, rules: WeightRules, dtype
     """Fill every parameter of a model built on the meta device.
 
     Raises:
-        WeightsError: lists every missing, unexpected and misshaped tensor. Nothing has been loaded then.
+        WeightsError: names missing, unexpected and misshaped tensors. Nothing has been loaded then.
     """
     targets = dict(model.named_parameters())  # a shared parameter once
     sources, problems = _match(targets, files, rules)
     if problems:
         raise WeightsError(
             "the weights do not fit config.json; are both of the same model? Download them again, or correct config.json:\n  "
-            + "\n  ".join(problems)
+            + first_ten(problems, "\n  ")
         )
+    _check_memory(targets, dtype, device)
     owners = _owners(model)
     for name, target in targets.items():
         weight = files.read(sources[name])
@@ -120,6 +136,18 @@ def load_weights(model: nn.Module, files: WeightFiles, rules: WeightRules, dtype
         parameter = nn.Parameter(weight, requires_grad=False)
         for module, leaf in owners[target]:
             setattr(module, leaf, parameter)
+
+
+def _check_memory(targets: dict[str, nn.Parameter], dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse weights that this machine cannot hold. The system would end the process while they are copied."""
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        needed = sum(target.numel() for target in targets.values()) * dtype.itemsize
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > total:
+            raise WeightsError(
+                f"the weights take {needed / 2**30:.1f} GiB in {dtype}, and this machine has {total / 2**30:.1f} GiB; "
+                "use a smaller model or a smaller dtype"
+            )
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:

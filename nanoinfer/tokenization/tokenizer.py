@@ -5,17 +5,37 @@ importing this module is fast.
 """
 
 import copy
-import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.errors import CheckpointError, InvalidPromptError, InvalidValueError, UnsupportedError
+from nanoinfer.errors import (
+    CheckpointError,
+    InvalidPromptError,
+    InvalidValueError,
+    UnsupportedError,
+    first_line,
+    shown,
+)
+from nanoinfer.tokenization.chat_template import renderer
 
 if TYPE_CHECKING:
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
+
+
+@contextmanager
+def _panics_raised() -> Iterator[None]:
+    """Raise a panic of the tokenizers library, such as a regex that explodes, as a RuntimeError. It is a BaseException."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise RuntimeError(str(error)) from error
+        raise
 
 
 class Tokenizer:
@@ -46,9 +66,11 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            hf = AutoTokenizer.from_pretrained(str(path))
+            with _panics_raised():
+                hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)  # without it a checkpoint may ask
         except Exception as error:  # transformers raises many classes for damaged files
-            raise CheckpointError(f"transformers cannot load the tokenizer in {path}: {error}") from error
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise CheckpointError(f"transformers cannot load the tokenizer in {path}: {reason}") from error
         if not getattr(hf, "is_fast", False):
             raise UnsupportedError(
                 f"the tokenizer in {path} ({type(hf).__name__}) has no tokenizer.json form, which streaming needs; "
@@ -63,10 +85,13 @@ class Tokenizer:
             InvalidPromptError: If the text has a lone surrogate, which is not valid Unicode.
         """
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            with _panics_raised():
+                return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except RuntimeError as error:
+            raise InvalidPromptError(f"the tokenizer fails on the text {shown(text)}: {first_line(error)}") from error
         except TypeError as error:
             raise InvalidPromptError(
-                f"the text is not valid Unicode, got {reprlib.repr(text)}; decode its bytes with utf-8"
+                f"the text is not valid Unicode, got {shown(text)}; decode its bytes with utf-8"
             ) from error
 
     def word_forms(self, word: str) -> list[tuple[int, ...]]:
@@ -111,23 +136,13 @@ class Tokenizer:
             **template_kwargs: Variables of the template.
 
         Raises:
-            InvalidPromptError: If there is no template, or if the template refuses the messages.
+            InvalidPromptError: If there is no template, or if it refuses the messages, fails, or exceeds a limit (see
+                chat_template.py).
         """
         if chat_template is None and self.hf.chat_template is None:
             raise InvalidPromptError(
                 "this checkpoint's tokenizer has no chat template; pass chat_template=..., or use generate() on text"
             )
-        from jinja2 import TemplateError  # an optional dependency, which transformers' templates require
-
-        try:
-            text = self.hf.apply_chat_template(
-                messages,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **template_kwargs,
-            )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            raise InvalidPromptError(f"the chat template refused the messages: {error}") from error
-        assert isinstance(text, str)
-        return text
+        arguments = dict(self.hf.special_tokens_map) | template_kwargs  # in transformers too, template_kwargs take precedence
+        arguments |= {"conversation": messages, "chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
+        return renderer.render(self.hf.chat_template, arguments)

@@ -2,14 +2,16 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import huggingface_hub
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from nanoinfer.errors import CheckpointError, CheckpointNotFoundError
+from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, WeightsError
 from nanoinfer.models import checkpoint as checkpoint_module
 from nanoinfer.models.checkpoint import BUNDLED, Checkpoint, bundled_models, locate
+from nanoinfer.models.weights import WeightFiles
 
 
 @pytest.fixture
@@ -56,12 +58,67 @@ def test_a_folder_of_the_users_goes_before_the_box(folder, monkeypatch):
         ("~/no-such-folder", "there is no folder"),
         ("not a hub name!", "neither a folder nor a possible hub name.* tiny-gpt2, tiny-qwen3"),
         ("one/two/three", "neither a folder nor a possible hub name.* tiny-gpt2, tiny-qwen3"),
-        ("owner/not-in-the-cache", "the hub did not give it .revision main(.|\n)*HF_HUB_OFFLINE.* tiny-gpt2, tiny-qwen3"),
+        (
+            "owner/not-in-the-cache",
+            "the hub did not give it .revision main.*HF_HUB_OFFLINE is set and the hub's cache does not",
+        ),
+        ("tiny-qwen", "did you mean 'tiny-qwen3'. Otherwise check the name and the network, or use a folder"),
+        ("tiny_qwen3", "did you mean 'tiny-qwen3'"),
+        ("x" * 97, "neither a folder nor a possible hub name"),
+        ("x" * 5000, "cannot be used as a folder .File name too long.; bundled are tiny-gpt2, tiny-qwen3"),
+        ("\udcff", "cannot be used as a folder"),
+        ("~nobody-here/x", "cannot be used as a folder .Could not determine home directory"),
     ],
 )
 def test_a_model_that_is_not_there_is_refused_with_what_to_try(model, sentence):
     with pytest.raises(CheckpointNotFoundError, match=sentence):
         Checkpoint.open(model)
+
+
+def test_a_near_miss_of_a_folder_or_of_a_cached_model_is_suggested(folder, monkeypatch):
+    cache = folder.parent / "cache"
+    (cache / "models--Qwen--Qwen3-0.6B").mkdir(parents=True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    with pytest.raises(CheckpointNotFoundError, match=f"there is no folder '{folder}s'; did you mean '{folder}'"):
+        Checkpoint.open(f"{folder}s")
+    with pytest.raises(CheckpointNotFoundError, match=r"did you mean 'Qwen/Qwen3-0\.6B'"):
+        Checkpoint.open("qwen/Qwen3-0.6b")
+    with pytest.raises(CheckpointNotFoundError, match="folder; bundled are"):
+        Checkpoint.open("Qwen/Qwen3-0.6B")  # which is its own name
+
+
+def test_gguf_is_named(tmp_path):
+    (tmp_path / "model-Q4_K_M.gguf").touch()
+    for model in (tmp_path, tmp_path / "model-Q4_K_M.gguf"):
+        with pytest.raises(CheckpointNotFoundError, match=r"GGUF file.*; nanoinfer reads safetensors"):
+            Checkpoint.open(str(model))
+
+
+def test_a_file_without_permission_is_no_damaged_file(folder, monkeypatch):
+    """A patch, because the superuser has every permission."""
+    path_open = Path.open
+
+    def refusing(path, *args, **kwargs):
+        if path.name == "model.safetensors":
+            raise PermissionError(13, "Permission denied", str(path))
+        return path_open(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refusing)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: Permission denied"):
+        Checkpoint.open(str(folder))
+    with pytest.raises(WeightsError, match=r"model\.safetensors cannot be read: Permission denied"):
+        WeightFiles([folder / "model.safetensors"])
+
+
+def test_shards_of_the_hubs_cache_are_links_to_files_elsewhere(folder):
+    blobs = folder.rename(folder.parent / "blobs")
+    folder.mkdir()
+    (folder / "config.json").symlink_to(blobs / "config.json")
+    (folder / "model-00001-of-00001.safetensors").symlink_to(blobs / "model.safetensors")
+    write_json(folder / "model.safetensors.index.json", {"weight_map": {"a": "model-00001-of-00001.safetensors"}})
+    checkpoint = Checkpoint.open(str(folder))
+    assert checkpoint.weight_files == [folder / "model-00001-of-00001.safetensors"]
+    assert len(WeightFiles(checkpoint.weight_files)) > 10
 
 
 def test_a_hub_model_is_downloaded_by_name_and_revision_without_files_that_are_not_needed(folder, monkeypatch):

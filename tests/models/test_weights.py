@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from nanoinfer import LLM, SamplingParams, register_model
 from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError, WeightsError
 from nanoinfer.models import gpt2 as gpt2_module
-from nanoinfer.models import loader, registry
+from nanoinfer.models import loader, registry, weights
 from nanoinfer.models.checkpoint import Checkpoint
 from nanoinfer.models.layers import RopeConfig, rope_frequencies
 from nanoinfer.models.qwen import QwenForCausalLM
@@ -128,6 +128,22 @@ def test_integer_weights_are_refused_as_quantised(qwen3):
         load(qwen3)
 
 
+def test_weights_beyond_the_machines_memory_are_refused_before_they_are_read(qwen3, monkeypatch):
+    monkeypatch.setattr(weights.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": 50}[name])
+    with pytest.raises(WeightsError, match=r"the weights take 0\.0 GiB in torch\.float32, and this machine has 0\.0 GiB"):
+        load(qwen3)
+
+
+@pytest.mark.parametrize("eos", [96, -1, 10**30])
+def test_an_eos_id_outside_the_vocabulary_ends_no_text_and_is_logged(qwen3, caplog, eos):
+    """transformers writes GPT-2's 50256 into the config of a smaller GPT-2, so this is no error."""
+    (qwen3 / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, eos]}))
+    llm = LLM(qwen3, kv_cache_memory=2**24)
+    assert f"eos_token_id [{eos}] is no id of this model's vocabulary" in caplog.text
+    [output] = llm.generate([1, 2, 3], SamplingParams(min_tokens=3, max_tokens=4, detokenize=False), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) >= 3
+
+
 # ---- the LM head
 
 
@@ -201,8 +217,11 @@ def test_dtype_auto_is_float32_on_a_cpu_that_is_slow_at_the_checkpoints_own_and_
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM is not supported; GPT2LMHeadModel, Qwen2.*, Qwen3.* are"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantised checkpoints \(awq\) are not supported"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "LlamaForCausalLM'. are not supported; GPT2LMHeadModel, Qwen2.*, Qwen3.* are",
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantised checkpoints \('awq'\) are not supported"),
         (
             {"layer_types": None, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
             r"sliding-window attention \(sliding_window=64\) is not supported; only checkpoints with full attention",
@@ -435,16 +454,20 @@ def test_memory_bar_of_a_320_mb_model_loading_takes_1_25_times_the_file_and_runn
         ({"architectures": "Qwen3ForCausalLM"}, CheckpointError, "names no architecture"),
         ({"dtype": 5}, UnsupportedError, "the checkpoint's dtype is 5; .* Pass dtype="),
         ({"dtype": "float8_e4m3fn"}, UnsupportedError, "the checkpoint's dtype is 'float8_e4m3fn'"),
-        ({"num_hidden_layers": None}, CheckpointError, "number >= 1, got None|holds a value of the wrong type"),
-        ({"num_attention_heads": 0}, CheckpointError, "num_attention_heads in .* must be a number >= 1, got 0"),
-        ({"hidden_size": "48"}, CheckpointError, "number >= 1, got '48'|holds a value of the wrong type"),
+        ({"num_hidden_layers": None}, CheckpointError, "number >= 1 .*, got None|holds a value of the wrong type"),
+        ({"num_attention_heads": 0}, CheckpointError, "num_attention_heads in .* must be a number >= 1 and below 2..31, got 0"),
+        ({"hidden_size": "48"}, CheckpointError, "number >= 1 .*, got '48'|holds a value of the wrong type"),
         ({"num_key_value_heads": 3}, CheckpointError, "must be a multiple of num_key_value_heads, got 4 and 3"),
         ({"rope_parameters": {"rope_theta": None}}, CheckpointError, "holds a value of the wrong type"),
-        ({"rope_parameters": {"rope_theta": -5}}, CheckpointError, "rope_theta must be > 0, got -5.0"),
+        ({"rope_parameters": {"rope_theta": -5}}, CheckpointError, "rope_parameters: theta must be in 1 .. 1e.30, got -5.0"),
         ({"rope_parameters": "x"}, CheckpointError, "holds a value of the wrong type"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 0.5}}, CheckpointError, "factor must be >= 1, got 0.5"),
-        ({"architectures": [None]}, UnsupportedError, "architecture None is not supported"),
-        ({"quantization_config": "awq"}, UnsupportedError, "quantised checkpoints .awq. are not supported"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 0.5}},
+            CheckpointError,
+            "rope_parameters: factor must be in 1 .. 1e.06, got 0.5",
+        ),
+        ({"architectures": [None]}, UnsupportedError, "architectures .None. are not supported"),
+        ({"quantization_config": "awq"}, UnsupportedError, "quantised checkpoints .'awq'. are not supported"),
     ],
 )
 def test_a_config_with_a_nonsense_value_is_refused_by_name(tmp_path, changes, error, sentence):

@@ -1,0 +1,105 @@
+"""Chat templates run in a process of their own: transformers' text, and limits that end one template alone."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from nanoinfer.errors import InvalidPromptError
+from nanoinfer.models.checkpoint import BUNDLED
+from nanoinfer.tokenization import chat_template
+from nanoinfer.tokenization.tokenizer import Tokenizer
+
+MESSAGES = [
+    {"role": "system", "content": "You are a duck."},
+    {"role": "user", "content": "Où est Lily ? 😀 <|im_end|>", "name": None},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(BUNDLED / "tiny-qwen3")
+
+
+def get_weather(city: str, days: int = 1):
+    """Tell the weather.
+
+    Args:
+        city: The city.
+        days: The number of days.
+    """
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": False, "continue_final_message": True},
+        {
+            "chat_template": "{{ bos_token }}|{{ eos_token }}|{{ messages | tojson }}|{{ enable_thinking }}",
+            "enable_thinking": False,
+        },
+        {"chat_template": "{{ eos_token }}", "eos_token": "</s>"},
+        {"chat_template": "{{ tools | tojson(indent=2) }}", "tools": [get_weather, {"type": "function"}]},
+        {"chat_template": "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}"},
+        {"chat_template": "{% generation %}{{ messages[0].content }}{% endgeneration %}"},
+    ],
+)
+def test_the_text_is_that_of_transformers(tokenizer, arguments):
+    text = tokenizer.apply_chat_template(MESSAGES, **arguments)
+    assert text == tokenizer.hf.apply_chat_template(MESSAGES, tokenize=False, **{"add_generation_prompt": True} | arguments)
+    assert text
+
+
+def test_what_is_not_json_is_refused(tokenizer):
+    with pytest.raises(InvalidPromptError, match=r"must be JSON \(a complex is not JSON\)"):
+        tokenizer.apply_chat_template([{"role": "user", "content": 1j}])
+    loop = []
+    loop.append(loop)
+    with pytest.raises(InvalidPromptError, match=r"must be JSON \(Circular"):
+        tokenizer.apply_chat_template(MESSAGES, documents=loop)
+
+
+def test_a_template_that_is_stopped_ends_alone_and_the_next_chat_is_answered(tokenizer):
+    expected = tokenizer.apply_chat_template(MESSAGES)
+    forever = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    start = time.perf_counter()
+    with pytest.raises(InvalidPromptError, match=r"was stopped: it took more than 1.0 s, or crashed"):
+        tokenizer.apply_chat_template(MESSAGES, chat_template=forever)
+    assert time.perf_counter() - start > 0.9
+    assert tokenizer.apply_chat_template(MESSAGES) == expected
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows")
+def test_a_process_that_was_killed_is_started_again(tokenizer):
+    expected = tokenizer.apply_chat_template(MESSAGES)
+    os.kill(chat_template.renderer._process.pid, signal.SIGKILL)
+    with pytest.raises(InvalidPromptError, match="was stopped"):
+        tokenizer.apply_chat_template(MESSAGES)
+    assert tokenizer.apply_chat_template(MESSAGES) == expected
+
+
+def test_threads_get_the_text_of_their_own_messages(tokenizer):
+    def messages(i):
+        return [{"role": "user", "content": f"question {i}"}]
+
+    texts = {}
+    threads = [
+        threading.Thread(target=lambda i=i: texts.update({i: tokenizer.apply_chat_template(messages(i))})) for i in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == {i: tokenizer.apply_chat_template(messages(i)) for i in range(8)}
+
+
+def test_a_thousand_chats_take_no_time_to_speak_of(tokenizer):
+    tokenizer.apply_chat_template(MESSAGES)
+    start = time.process_time()
+    for _ in range(1000):
+        tokenizer.apply_chat_template(MESSAGES)
+    assert time.process_time() - start < 1  # measured 0.1 s
