@@ -34,7 +34,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
-from nanoinfer.attention.kv_cache import KVCache, Layout
+from nanoinfer.attention.kv_cache import KVCache, Layout, finite_values
 from nanoinfer.devices.machine_checks import verdict
 from nanoinfer.devices.process import keep_freed_memory
 from nanoinfer.errors import UnsupportedError, first_line
@@ -90,8 +90,7 @@ def paged_decode(
     total = weights.sum(1).sum(-1)
     values = v_pages[block_tables].float().unsqueeze(3)  # [num_seqs, max_blocks, num_kv_heads, 1, head_dim, block_size]
     weights = weights.unsqueeze(4)  # [num_seqs, max_blocks, num_kv_heads, group, 1, block_size]
-    products = torch.where(weights > 0, weights * values, 0.0)  # a slot of another sequence may hold NaN, and 0 * NaN is NaN
-    out = products.sum(-1).sum(1) / total.unsqueeze(-1)  # [num_seqs, num_kv_heads, group, head_dim]
+    out = (weights * values).sum(-1).sum(1) / total.unsqueeze(-1)  # [num_seqs, num_kv_heads, group, head_dim]
     return out.view(num_seqs, num_heads, head_dim).to(k_pages.dtype)
 
 
@@ -113,7 +112,7 @@ def causal_attention(
     queries = (q.float() * head_dim**-0.5).view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     keys = k.float().permute(1, 2, 0)  # [num_kv_heads, head_dim, seq_len]
     values = v.transpose(0, 1)  # [num_kv_heads, seq_len, head_dim]
-    future = torch.full((width, width), float("-inf")).triu(1)  # masks the keys of the block itself
+    future = torch.ones(width, width, dtype=torch.bool).triu(1)  # masks the keys of the block itself
     out = torch.empty(num_queries, num_kv_heads, group, head_dim, dtype=q.dtype)
     for start in range(0, num_queries, width):
         stop = min(start + width, num_queries)
@@ -122,7 +121,7 @@ def causal_attention(
             heads = slice(first, first + num_together)
             block = queries[heads, :, start:stop].flatten(1, 2)  # [heads, group * size, head_dim]
             scores = torch.bmm(block, keys[heads, :, :visible]).unflatten(1, (group, size))
-            scores[..., visible - size :] += future[:size, :size]
+            scores[..., visible - size :].masked_fill_(future[:size, :size], float("-inf"))
             weights = scores.softmax(-1).to(v.dtype).flatten(1, 2)
             mixed = torch.bmm(weights, values[heads, :visible]).unflatten(1, (group, size))
             out[start:stop, heads] = mixed.permute(2, 0, 1, 3)
@@ -344,6 +343,7 @@ class _Step:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k_pages, v_pages = self._cache.layer(layer)
+        k, v = finite_values(k, v)
         if len(self._groups) == 1 and self._num_decodes == len(q):
             return self._decode(q, k, v, k_pages, v_pages, self._groups[0][1])
         out = torch.empty_like(q)

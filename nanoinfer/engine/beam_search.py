@@ -152,6 +152,8 @@ class _Group:
         """Choose the next beams from each beam's most likely ids, and put aside what has ended."""
         if errors := [output.error for output in outputs if output.error]:
             self.error = errors[0]
+            for beam in self.beams:
+                engine.block_manager.forget_cached(beam)
             self.is_done, self.finished, self.finished_scores = True, [], np.zeros(0, np.float32)
             return
         num_generated = self.beams[0].num_output_tokens + 1
