@@ -25,6 +25,7 @@ from nanoinfer.outputs import BeamSearchOutput, BeamSearchSequence, FinishReason
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
+from nanoinfer.tokenization.detokenizer import without_incomplete_end
 
 Floats = npt.NDArray[np.float32]
 
@@ -181,7 +182,7 @@ class _Group:
     def output(self, engine: LLMEngine) -> BeamSearchOutput:
         sequences = []
         for (token_ids, total), score in zip(self.finished, self.finished_scores.tolist(), strict=True):
-            text = "" if engine.tokenizer is None else engine.tokenizer.decode(token_ids)
+            text = "" if engine.tokenizer is None else without_incomplete_end(engine.tokenizer.decode(token_ids))
             finish_reason: FinishReason = "stop" if token_ids[-1] in self.eos_token_ids else "length"
             sequences.append(BeamSearchSequence(text, token_ids, score, total, finish_reason))
         return BeamSearchOutput(self.prompt, self.prompt_token_ids, sequences, self.error)
