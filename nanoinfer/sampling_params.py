@@ -204,7 +204,7 @@ class BeamSearchParams:
     """How LLM.beam_search finds the most likely answers to a prompt.
 
     Args:
-        beam_width: Number of beams kept at each step, and of answers returned. >= 1.
+        beam_width: Number of beams kept at each step, and of answers returned. >= 1. More than max_num_seqs run in turns.
         max_tokens: Maximum length of an answer in tokens. >= 1.
         length_penalty: A beam's score is its summed log-probability / number of generated tokens ** length_penalty, EOS
             counted. Above 0 it favours long answers, since the sums are negative. -10 .. 10.

@@ -30,6 +30,7 @@ from types import FunctionType
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -63,9 +64,11 @@ def paged_decode(
 ) -> Float[Tensor, "num_seqs num_heads head_dim"]:
     """Store each sequence's new k and v, then attend with its one query over all of its tokens. Sums are in fp32.
 
-    It uses products and sums, because Inductor fuses them with the gather, and cannot fuse a matmul. The terms that are summed
-    over the blocks have at least 64 columns (heads times head_dim or slots). torch adds that many columns one block after
-    another, so masked blocks at the end of a table change no bit. With few columns it would interleave blocks.
+    It uses products and sums, because Inductor fuses them with the gather, and cannot fuse a matmul.
+
+    Masked blocks at the end of a table change no bit. Where the terms that are summed over the blocks have a multiple of 64
+    columns (heads times head_dim or slots), torch adds one block after another. In other columns it adds every fourth block
+    to one of four sums, so the tables must then have a multiple of 4 blocks.
 
     Args:
         blocks: The block of each new token.
@@ -277,22 +280,23 @@ def rows_are_independent(decode: Callable[..., Tensor], num_heads: int, k_pages:
 
 
 def rows_of_similar_length(num_blocks: list[int]) -> list[list[int]]:
-    """Split decoding rows into groups that run together. Each is padded to its longest row, which comes first.
+    """Split decoding rows into groups that run together, short rows first. Each is padded to its longest row, which comes last.
 
-    A padded block costs about a tenth of another group. So a group ends before it pads MAX_PADDING blocks.
+    A padded block costs about a tenth of another group. So a group ends before it pads MAX_PADDING blocks. Rows of one sequence
+    (batch_invariant) stay in order, because a row attends to those before it.
 
     >>> rows_of_similar_length([9, 2, 1, 8, 2, 1])
-    [[0, 3, 1], [4, 2, 5]]
+    [[2, 5, 1], [4, 3, 0]]
     """
     groups: list[list[int]] = []
     padding = 0
-    for row in sorted(range(len(num_blocks)), key=lambda row: -num_blocks[row]):
+    for row in sorted(range(len(num_blocks)), key=lambda row: (num_blocks[row], row), reverse=True):
         padding += num_blocks[groups[-1][0]] - num_blocks[row] if groups else 0
         if not groups or padding >= MAX_PADDING:
             groups.append([])
             padding = 0
         groups[-1].append(row)
-    return groups
+    return [group[::-1] for group in reversed(groups)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,18 +316,22 @@ class _Step:
         self._cache = cache
         self._decode = decode
         self._num_decodes = n = metadata.num_decodes
+        _, num_kv_heads, block_size, head_dim = cache.layer(0)[0].shape
+        has_full_columns = num_kv_heads * block_size % 64 == 0 and num_kv_heads * head_dim % 64 == 0
+        self._table_multiple = 1 if has_full_columns else 4  # see paged_decode
         num_blocks = [-(-seq_len // cache.block_size) for seq_len in metadata.seq_lens_cpu[:n]]
-        self._groups = [self._group(metadata, rows, num_blocks[rows[0]]) for rows in rows_of_similar_length(num_blocks)]
+        self._groups = [self._group(metadata, rows, num_blocks[rows[-1]]) for rows in rows_of_similar_length(num_blocks)]
         self._chunks = [self._chunk(metadata, i) for i in range(n, len(metadata.seq_lens_cpu))]
 
     def _group(self, metadata: AttentionMetadata, rows: list[int], max_blocks: int) -> tuple[Tensor | slice, DecodeIndices]:
         """The rows of a group, and their indices into the cache."""
         picked = slice(self._num_decodes) if len(rows) == self._num_decodes else torch.tensor(rows)
         slots = metadata.slot_mapping[picked]
+        tables = metadata.block_tables[picked, :max_blocks]
         indices = DecodeIndices(
             slots // self._cache.block_size,
             slots % self._cache.block_size,
-            metadata.block_tables[picked, :max_blocks].contiguous(),
+            F.pad(tables, (0, -max_blocks % self._table_multiple)).contiguous(),
             metadata.seq_lens[picked],
         )
         return picked, indices
