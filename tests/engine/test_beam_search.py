@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import threading
-import time
 
 import pytest
 import tiny_models
@@ -131,38 +129,6 @@ def test_more_beams_than_max_num_seqs_run_in_turns(path, oracle, max_num_seqs):
         assert_same(output, beams_there(oracle, prompt, 7, max_tokens=6))
     assert max(most) == max_num_seqs
     assert llm.engine.block_manager.num_free_blocks == llm.engine.block_manager.num_blocks
-
-
-def test_a_search_beside_another_threads_requests_answers_or_is_refused_and_leaves_nothing_behind(path):
-    llm = LLM(path, dtype="float32", kv_cache_memory=40_000, block_size=4)
-    sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
-    beams, unexpected, num_searched = BeamSearchParams(beam_width=4, max_tokens=9), [], [0]
-    end = time.monotonic() + 2
-
-    def repeat(call):
-        while time.monotonic() < end:
-            try:
-                call()
-            except NanoinferError:
-                continue
-            except BaseException as error:  # whatever it is, the test must see it
-                unexpected.append(error)
-
-    def search():
-        llm.beam_search(PROMPTS, beams)
-        num_searched[0] += 1
-
-    threads = [
-        threading.Thread(target=repeat, args=(call,))
-        for call in (search, lambda: llm.generate(PROMPTS, sampling, use_tqdm=False))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert unexpected == []
-    assert num_searched[0] > 0
-    tiny_models.assert_nothing_is_left(llm)
 
 
 def test_beams_share_the_blocks_of_their_prompt(path):
