@@ -69,8 +69,8 @@ class SchedulerConfig:
         max_num_seqs: Maximum number of running sequences.
         max_num_batched_tokens: Maximum number of prompt tokens per step. Every running decode adds its one token.
         chunk_size: Prompts are cut at absolute multiples of this (and of max_num_batched_tokens, if that is smaller).
-        batch_invariant: Neither the prefix cache nor a preemption may change how a sequence is computed (see
-            scheduling/scheduler.py).
+        batch_invariant: Attend with one query at a time, so that a token's bits depend on the tokens before it alone, and on
+            no chunk, prefix hit or preemption.
     """
 
     max_num_seqs: int = 256

@@ -47,7 +47,8 @@ class Logprob:
     Attributes:
         logprob: The natural logarithm of the probability.
         rank: Number of ids at this position that are at least as likely. 1 is the most likely.
-        decoded_token: The text of the id alone, if there is a tokenizer. Part of a character is U+FFFD.
+        decoded_token: The text of the id alone, if there is a tokenizer. For a part of a character, it is what the id adds to
+            the tokens before it: the character if the id completes it, else nothing.
     """
 
     logprob: float
@@ -77,12 +78,13 @@ class CompletionOutput(_ShortRepr):
 
     Attributes:
         index: Which of the n answers this is.
-        text: The text that the rules of SamplingParams leave of the tokens.
+        text: The text that the rules of SamplingParams leave of the tokens, without an incomplete character at the end.
         token_ids: Every sampled id, EOS included.
         cumulative_logprob: The sum of the log-probabilities of token_ids. None without logprobs.
         logprobs: With SamplingParams(logprobs=...), one dict for every id of token_ids.
         finish_reason: "stop" (EOS, a stop id or a stop string), "length" (max_tokens, or the model's length), "abort", "error".
-        stop_reason: The stop string or stop id that ended the answer. None for EOS and for the other reasons.
+        stop_reason: The stop string or stop id that ended the answer. None for an EOS id, of which a checkpoint may have
+            several, and for the other reasons.
         error: With finish_reason "error", what went wrong and what to do.
     """
 
@@ -178,7 +180,8 @@ class BeamSearchOutput(_ShortRepr):
 class Delta(_ShortRepr):
     """What one step adds to one answer of a request: the new text and ids.
 
-    text may be empty. Half a character, or the possible start of a stop string, is held back until it is certain.
+    text may be empty. An incomplete character is held back until it is complete, and never released if the answer ends in it.
+    The possible start of a stop string is held back until it is certain.
 
     Attributes:
         output: The whole RequestOutput, on the last Delta of the request. None before it.

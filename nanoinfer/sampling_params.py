@@ -84,10 +84,12 @@ class SamplingParams(_CheckedParams):
         min_tokens: EOS and stop_token_ids cannot be drawn before the output has this many tokens. A stop string must complete
             in the text after them. >= 0.
         stop: A string or several. The text ends before the one that completes first, or after it with
-            include_stop_str_in_output.
+            include_stop_str_in_output. A string that is a special token is found by its id too, since skip_special_tokens
+            leaves its text out. A special token with other text around it is found only with skip_special_tokens=False.
         stop_token_ids: Ids that end the output as EOS does. The id stays in token_ids. Its text is dropped, except with
             include_stop_str_in_output.
-        include_stop_str_in_output: Keep the stop string, or the text of the stop id, in the text.
+        include_stop_str_in_output: Keep the stop string, or the text of the stop id, in the text. A stop string that completes
+            in the text of a stop id or of EOS cuts that text, and is the stop_reason.
         ignore_eos: EOS does not stop. stop and stop_token_ids still do.
         skip_special_tokens: Leave special tokens out of the text.
         detokenize: False returns token ids only, without text.
@@ -99,8 +101,8 @@ class SamplingParams(_CheckedParams):
         logit_bias: {token id: -100 .. 100}, added to the logits.
         allowed_token_ids: Only these ids can be drawn. At least one.
         bad_words: Strings, or lists of token ids, that cannot occur in the output. The last token is masked when the output
-            ends with the tokens before it. A string applies with and without a space before it, with the space only if that
-            has as many tokens (as in vLLM). Give ids where " word" is one token and "word" is several.
+            ends with the tokens before it. A string applies in every form in which the tokenizer writes it at a word boundary:
+            at the start of a text, after a space and after a line break. A list of ids applies as it is.
         logprobs: Report the log-probabilities of the k most likely ids and of the drawn one, for each output token. k >= 0.
             -1 is all ids. None is off.
         prompt_logprobs: The same for the tokens of the prompt.
@@ -234,7 +236,7 @@ class BeamSearchParams(_CheckedParams):
     """How LLM.beam_search finds the most likely answers to a prompt.
 
     Args:
-        beam_width: Number of beams kept at each step, and of answers returned. >= 1.
+        beam_width: Number of beams kept at each step, and of answers returned. >= 1. More than max_num_seqs run in turns.
         max_tokens: Maximum length of an answer in tokens. >= 1.
         length_penalty: A beam's score is its summed log-probability / number of generated tokens ** length_penalty, EOS
             counted. Above 0 it favours long answers, since the sums are negative. -10 .. 10.

@@ -2,6 +2,7 @@
 
 import torch
 
+from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.base import AttentionMetadata, select_backend
 from nanoinfer.attention.kv_cache import KVCache
 
@@ -52,11 +53,13 @@ FAULTS = {  # each takes metadata, and gives it back with something wrong
 
 
 def compare(
-    backend, lengths, *, block_size, num_kv_heads, group, head_dim, dtype=torch.float32, spoil=None, device="cpu", packed=False
-):
+    backend, lengths, *, block_size, num_kv_heads, group, head_dim, dtype=torch.float32, spoil=None, device="cpu", packed=False,
+    poisoned=None,
+):  # fmt: skip
     """The largest difference from attention in float64. backend: a name, or a backend.
 
     `spoil(metadata)` may plant a fault. packed: q, k and v are views of one tensor, as a fused projection gives them.
+    poisoned: (sequence, new token) whose value in the first KV head is NaN. The queries from it on must be NaN, no others.
     """
     generator = torch.Generator().manual_seed(0)
     lengths = sorted(lengths, key=lambda pair: pair[1] > 1)
@@ -74,8 +77,8 @@ def compare(
         device=device,
         layout=backend.layout,
     )
-    for pages in cache.layer(1):
-        pages.fill_(float("nan"))  # what a failed request may leave in slots that are nobody's now
+    for pages, rest in zip(cache.layer(1), (float("nan"), 1e4), strict=True):
+        pages.fill_(rest)  # what a failed request may leave in slots that are nobody's now
     keys, values, queries, expected = [], [], [], []
     for i, (old, new) in enumerate(lengths):
         k, v = torch.randn(2, old + new, num_kv_heads, head_dim, generator=generator).to(device, dtype)
@@ -84,6 +87,9 @@ def compare(
         old_slots = [table[j // block_size] * block_size + j % block_size for j in range(old)]
         cache.write(1, torch.tensor(old_slots, dtype=torch.int64, device=device), k[:old], v[:old])
         expected.append(in_float64(q, k, v))
+        if poisoned and poisoned[0] == i:
+            v[old + poisoned[1], 0, -1] = float("nan")
+            expected[-1][poisoned[1] :, :group] = float("nan")
         keys.append(k[old:])
         values.append(v[old:])
         queries.append(q)
@@ -95,5 +101,33 @@ def compare(
     assert out.dtype is dtype
     assert out.shape == q.shape
     assert not any(pages.count_nonzero() for pages in cache.layer(0))  # nobody's business
-    difference = (out.double() - torch.cat(expected)).abs()
+    difference = torch.where(out.isnan() & torch.cat(expected).isnan(), 0.0, (out.double() - torch.cat(expected)).abs())
     return difference.nan_to_num(nan=float("inf")).max().item()
+
+
+def check_poison_free_reuse(path, backend, **settings):
+    """A request whose hidden values are not finite ends with "error". Those beside it and after it are not touched.
+
+    All prompts begin with the same two blocks. The poisoned one is in flight, its blocks in the prefix cache, when another
+    starts from them, and two more are given its freed blocks.
+    """
+    bad_id, shared = 90, list(range(1, 9))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    settings |= {"attention_backend": backend, "block_size": 4, "chunk_size": 12, "max_num_batched_tokens": 12}
+    prompts = [[*shared, 11], [*shared, 12, 13, 14], [7] * 15]
+    clean = LLM(path, enable_prefix_caching=False, **settings)
+    expected = [output.outputs[0].token_ids for output in clean.generate(prompts, params, use_tqdm=False)]
+
+    block_bytes = clean.engine.executor.info.num_cache_bytes // clean.engine.executor.info.num_blocks
+    llm = LLM(path, kv_cache_memory=14 * block_bytes, max_model_len=32, **settings)
+    embedding = next(weight for weight in llm.engine.executor.runner.model.parameters() if len(weight) > bad_id)
+    embedding.data[bad_id] = float("nan")
+    poisoned = llm.engine.add_request([*shared, bad_id, *range(20, 33)], params)  # two chunks
+    llm.engine.step()
+    beside = llm.engine.add_request(prompts[0], params)
+    while llm.engine.num_unfinished:
+        llm.engine.step()
+    assert poisoned.output.outputs[0].finish_reason == "error"
+    assert beside.output.metrics.num_cached_tokens == len(shared)
+    answers = [beside.output, *llm.generate(prompts[1:], params, use_tqdm=False)]
+    assert [answer.outputs[0].token_ids for answer in answers] == expected

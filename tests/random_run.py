@@ -1,23 +1,28 @@
-"""Random requests, together and then each alone: tokens and log-probabilities must have the same bits where the engine says so.
+"""Random requests, in two parts. Another seed each time, which is printed, unless one is given. Exit code 1 if anything is off.
 
-    python -m tests.random_run --requests 2000 --seed 1 --dtype bfloat16 --family gpt2
+    python -m tests.random_run --requests 2000
+    python -m tests.random_run --requests 2000 --seed 1 --part bits --dtype bfloat16 --family gpt2
 
-The model has random weights and the width of a small real one. Requests arrive in the middle of others' answers. Neither prefix
-hits nor preemptions occur, since those may change bits. With --speculative, drafts are made together, and none alone. Exit code
-1 if a request differs, or if a block is not free at the end.
+bits    Requests together and then each alone: tokens and log-probabilities must have the same bits where the engine says so.
+        The model has random weights and the width of a small real one. Requests arrive in the middle of others' answers.
+        Neither prefix hits nor preemptions occur, since those may change bits.
+doors   Requests, streams, several answers, beam searches and aborts on engines with random settings, most with too few blocks:
+        every output must keep the rules, and no block may be lost. With batch_invariant, answers must be those of each alone.
 """
 
 import argparse
 import random
+import secrets
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny_models
 
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams
 
 ONE_LAYER = {"gpt2": {"n_layer": 1}, "qwen3": {"num_hidden_layers": 1}}
 
@@ -63,16 +68,7 @@ def run(llm, requests, rng):
     return [answer_of(request) for request in begun]
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--family", choices=tiny_models.WIDE, default="gpt2")
-    parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--speculative", choices=["ngram", "draft_model"])
-    given = parser.parse_args(arguments)
-    rng = random.Random(given.seed)
+def compare_bits(num_requests, rng, given):
     with tempfile.TemporaryDirectory() as folder:
         path = tiny_models.save(given.family, Path(folder), **tiny_models.WIDE[given.family], **ONE_LAYER[given.family])
         settings = {"dtype": given.dtype, "kv_cache_memory": 2**27, "enable_prefix_caching": False}
@@ -80,16 +76,179 @@ def main(arguments=None):
         if given.speculative:
             speculation = speculative_config(given.speculative, path)
             llm = LLM(path, enforce_eager=given.enforce_eager, speculative_config=speculation, **settings)
-        requests = [random_request(rng) for _ in range(given.requests)]
+        requests = [random_request(rng) for _ in range(num_requests)]
         together = run(llm, requests, rng)
         alone = [run(alone_llm, [request], None)[0] for request in requests]
         different = sum(one != other for one, other in zip(together, alone, strict=True))
         tiny_models.assert_nothing_is_left(llm)
         promised = "the same bits" if llm.batch_independent else "nothing"
-        print(f"{given.requests} requests in {given.dtype}, {given.family}: {different} differ, {promised} promised")
-        if given.speculative:
-            print(llm.engine.speculator.metrics)
-    return 1 if different and promised == "the same bits" else 0
+    print(f"{num_requests} requests in {given.dtype}, {given.family}: {different} differ, {promised} promised")
+    if given.speculative:
+        print(llm.engine.speculator.metrics)
+    return not different or promised == "nothing"
+
+
+# ---- doors
+
+WORDS = ("Once", " upon", " a time", " Lily", " the fox", ".", " 🦊", "你好", "\n", " said")
+NUM_AT_A_TIME, MODEL_LEN = 40, 96
+
+
+def random_engine(rng):
+    block_size = rng.choice([1, 4, 16, 64])
+    num_blocks = -(-MODEL_LEN // block_size) * rng.choice([1, 1, 2, 3, 20])
+    model = rng.choice(["tiny-gpt2", "tiny-qwen3"])
+    settings = {
+        "block_size": block_size,
+        "max_model_len": MODEL_LEN,
+        "max_num_seqs": rng.choice([1, 2, 5, 64]),
+        "chunk_size": rng.choice([3, 16, 1024]),
+        "max_num_batched_tokens": rng.choice([7, 64, 4096]),
+        "enable_prefix_caching": rng.random() < 0.7,
+        "async_scheduling": rng.random() < 0.5,
+        "attention_backend": rng.choice(["auto", "auto", "reference"]),
+    }
+    probe = LLM(model, block_size=block_size, kv_cache_memory=2**24)
+    info = probe.engine.executor.info
+    settings["kv_cache_memory"] = num_blocks * info.num_cache_bytes // info.num_blocks
+    settings["batch_invariant"] = probe.batch_independent and rng.random() < 0.5
+    return LLM(model, **settings), settings
+
+
+def random_call(rng):
+    """(kind, prompt, params)"""
+    kind = rng.choice(["request", "request", "stream", "stream", "beams"])
+    prompt = "".join(rng.choice(WORDS) for _ in range(rng.choice([1, 2, 8, 12])))
+    max_tokens = rng.choice([1, 2, 10, 40])
+    if kind == "beams":
+        return kind, prompt, BeamSearchParams(beam_width=rng.choice([1, 2, 5]), max_tokens=max_tokens)
+    temperature = rng.choice([0.0, 0.8, 1.5])
+    params = SamplingParams(
+        temperature=temperature,
+        n=rng.choice([1, 1, 2, 4]) if kind == "request" and temperature else 1,
+        top_k=rng.choice([0, 0, 5]),
+        top_p=rng.choice([1.0, 0.9]),
+        repetition_penalty=rng.choice([1.0, 1.2]),
+        seed=rng.randrange(2**32),
+        max_tokens=max_tokens,
+        min_tokens=rng.choice([0, 0, 1]),
+        stop=rng.choice([None, None, ".", [" the", "a"], "<|im_end|>"]),
+        include_stop_str_in_output=rng.random() < 0.3,
+        skip_special_tokens=rng.random() < 0.7,
+        ignore_eos=rng.random() < 0.3,
+        bad_words=rng.choice([None, None, ["fox", "the"]]),
+        logprobs=rng.choice([None, None, 0, 3]),
+        prompt_logprobs=rng.choice([None, None, None, 1]),
+    )
+    return kind, prompt, params
+
+
+def check_output(llm, output, params):
+    """The rules that every answer keeps, whatever came between."""
+    for answer in output.outputs:
+        ids, stop = answer.token_ids, params.stop or ()
+        assert answer.finish_reason in ("stop", "length", "abort"), answer
+        assert len(ids) <= params.max_tokens, answer
+        assert (answer.logprobs is not None and len(answer.logprobs) == len(ids)) == (params.logprobs is not None), answer
+        if answer.stop_reason is None and not (params.include_stop_str_in_output and answer.finish_reason == "stop"):
+            shown = ids[:-1] if answer.finish_reason == "stop" else ids
+            text = llm.engine.tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
+            assert answer.text == text.rstrip("\ufffd"), (answer, text)
+        if not params.include_stop_str_in_output and not params.min_tokens:
+            assert not any(string in answer.text for string in stop), answer
+
+
+def finished(llm, kind, prompt, params):
+    """The ids of a call's answers. Beams that do not fit beside the others have none."""
+    if kind == "beams":
+        with suppress(NanoinferError):
+            return [beam.token_ids for beam in llm.beam_search(prompt, params)[0].sequences]
+        return None
+    return [answer.token_ids for answer in llm.generate(prompt, params, use_tqdm=False)[0].outputs]
+
+
+def run_round(rng, num_calls):
+    """One engine, its calls in between each other. Returns the numbers of answers and of steps."""
+    llm, settings = random_engine(rng)
+    waiting = [random_call(rng) for _ in range(num_calls)]
+    calls, num_steps, num_answers = list(waiting), 0, 0
+    requests, streams, outputs = {}, {}, {}  # by the call's index
+    try:
+        while waiting or requests or streams:
+            for _ in range(rng.randrange(4) if waiting else 0):
+                index = len(calls) - len(waiting)
+                if not waiting:
+                    break
+                kind, prompt, params = waiting.pop(0)
+                if kind == "request":
+                    requests[index] = llm.engine.add_request(prompt, params)
+                elif kind == "stream":
+                    streams[index] = (llm.stream(prompt, params), [])
+                else:
+                    outputs[index] = finished(llm, kind, prompt, params)
+            if llm.engine.num_unfinished:
+                llm.engine.step()
+                num_steps += 1
+            for index, (stream, deltas) in list(streams.items()):
+                if rng.random() < 0.5:
+                    deltas.append(next(stream))
+                    if deltas[-1].output is None and rng.random() < 0.02:
+                        llm.abort(deltas[-1].request_id)
+                if deltas and deltas[-1].output is not None:
+                    output = outputs[index] = deltas[-1].output
+                    assert "".join(delta.text for delta in deltas) == output.outputs[0].text, deltas
+                    assert [i for delta in deltas for i in delta.token_ids] == output.outputs[0].token_ids, deltas
+                    del streams[index]
+                elif rng.random() < 0.01:
+                    stream.close()  # somebody leaves the loop
+                    del streams[index]
+            for index, request in list(requests.items()):
+                if request.output is None and rng.random() < 0.005:
+                    llm.abort(request.request_id)
+                if request.output is not None:
+                    outputs[index] = requests.pop(index).output
+        tiny_models.assert_nothing_is_left(llm)
+        for index, output in outputs.items():
+            kind, prompt, params = calls[index]
+            if kind != "beams":
+                check_output(llm, output, params)
+                num_answers += len(output.outputs)
+            if settings["batch_invariant"] and output is not None:
+                told = output if kind == "beams" else [answer.token_ids for answer in output.outputs]
+                alone = finished(llm, kind, prompt, params)
+                was_aborted = kind != "beams" and any(answer.finish_reason == "abort" for answer in output.outputs)
+                expected = [ids[: len(some)] for ids, some in zip(alone, told, strict=True)] if was_aborted else alone
+                assert told == expected, (calls[index], told, alone)
+        tiny_models.assert_nothing_is_left(llm)
+    except BaseException:
+        print(f"failed with the engine {settings}")
+        raise
+    return num_answers, num_steps
+
+
+def use_doors(num_requests, rng):
+    num_answers = num_steps = 0
+    for start in range(0, num_requests, NUM_AT_A_TIME):
+        answers, steps = run_round(rng, min(NUM_AT_A_TIME, num_requests - start))
+        num_answers, num_steps = num_answers + answers, num_steps + steps
+    print(f"{num_requests} requests, {num_answers} answers, {num_steps} steps: every rule kept, no block lost")
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--part", choices=["bits", "doors"], help="default: both")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--family", choices=tiny_models.WIDE, default="gpt2")
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--speculative", choices=["ngram", "draft_model"], help="of the part bits: drafts together, none alone")
+    given = parser.parse_args(arguments)
+    seed = secrets.randbelow(2**32) if given.seed is None else given.seed
+    print(f"--seed {seed}")
+    if given.part != "bits":
+        use_doors(given.requests, random.Random(seed))
+    return 0 if given.part == "doors" or compare_bits(given.requests, random.Random(seed), given) else 1
 
 
 if __name__ == "__main__":

@@ -30,11 +30,12 @@ from types import FunctionType
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
-from nanoinfer.attention.kv_cache import KVCache, Layout
+from nanoinfer.attention.kv_cache import KVCache, Layout, finite_values
 from nanoinfer.devices.inductor import compile_options, failure_reason
 from nanoinfer.devices.machine_checks import verdict
 from nanoinfer.devices.process import keep_freed_memory
@@ -64,9 +65,11 @@ def paged_decode(
 ) -> Float[Tensor, "num_seqs num_heads head_dim"]:
     """Store each sequence's new k and v, then attend with its one query over all of its tokens. Sums are in fp32.
 
-    It uses products and sums, because Inductor fuses them with the gather, and cannot fuse a matmul. The terms that are summed
-    over the blocks have at least 64 columns (heads times head_dim or slots). torch adds that many columns one block after
-    another, so masked blocks at the end of a table change no bit. With few columns it would interleave blocks.
+    It uses products and sums, because Inductor fuses them with the gather, and cannot fuse a matmul.
+
+    Masked blocks at the end of a table change no bit. Where the terms that are summed over the blocks have a multiple of 64
+    columns (heads times head_dim or slots), torch adds one block after another. In other columns it adds every fourth block
+    to one of four sums, so the tables must then have a multiple of 4 blocks.
 
     Args:
         blocks: The block of each new token.
@@ -91,8 +94,7 @@ def paged_decode(
     total = weights.sum(1).sum(-1)
     values = v_pages[block_tables].float().unsqueeze(3)  # [num_seqs, max_blocks, num_kv_heads, 1, head_dim, block_size]
     weights = weights.unsqueeze(4)  # [num_seqs, max_blocks, num_kv_heads, group, 1, block_size]
-    products = torch.where(weights > 0, weights * values, 0.0)  # a slot of another sequence may hold NaN, and 0 * NaN is NaN
-    out = products.sum(-1).sum(1) / total.unsqueeze(-1)  # [num_seqs, num_kv_heads, group, head_dim]
+    out = (weights * values).sum(-1).sum(1) / total.unsqueeze(-1)  # [num_seqs, num_kv_heads, group, head_dim]
     return out.view(num_seqs, num_heads, head_dim).to(k_pages.dtype)
 
 
@@ -114,7 +116,7 @@ def causal_attention(
     queries = (q.float() * head_dim**-0.5).view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     keys = k.float().permute(1, 2, 0)  # [num_kv_heads, head_dim, seq_len]
     values = v.transpose(0, 1)  # [num_kv_heads, seq_len, head_dim]
-    future = torch.full((width, width), float("-inf")).triu(1)  # masks the keys of the block itself
+    future = torch.ones(width, width, dtype=torch.bool).triu(1)  # masks the keys of the block itself
     out = torch.empty(num_queries, num_kv_heads, group, head_dim, dtype=q.dtype)
     for start in range(0, num_queries, width):
         stop = min(start + width, num_queries)
@@ -123,7 +125,7 @@ def causal_attention(
             heads = slice(first, first + num_together)
             block = queries[heads, :, start:stop].flatten(1, 2)  # [heads, group * size, head_dim]
             scores = torch.bmm(block, keys[heads, :, :visible]).unflatten(1, (group, size))
-            scores[..., visible - size :] += future[:size, :size]
+            scores[..., visible - size :].masked_fill_(future[:size, :size], float("-inf"))
             weights = scores.softmax(-1).to(v.dtype).flatten(1, 2)
             mixed = torch.bmm(weights, values[heads, :visible]).unflatten(1, (group, size))
             out[start:stop, heads] = mixed.permute(2, 0, 1, 3)
@@ -293,17 +295,17 @@ def rows_are_independent(decode: Callable[..., Tensor], num_heads: int, k_pages:
 
 
 def rows_of_similar_length(num_blocks: list[int]) -> list[list[int]]:
-    """Split decoding rows into groups that run together. Each is padded to its longest row, which comes last.
+    """Split decoding rows into groups that run together, short rows first. Each is padded to its longest row, which comes last.
 
-    A padded block costs about a tenth of another group. So a group ends before it pads MAX_PADDING blocks. Shorter rows come
-    first: a draft token reads the keys of the rows of its sequence that precede it, which are written by then.
+    A padded block costs about a tenth of another group. So a group ends before it pads MAX_PADDING blocks. Rows of one sequence
+    (drafts, and batch_invariant) stay in order, because a row attends to those before it.
 
     >>> rows_of_similar_length([9, 2, 1, 8, 2, 1])
     [[2, 5, 1], [4, 3, 0]]
     """
     groups: list[list[int]] = []
     padding = 0
-    for row in sorted(range(len(num_blocks)), key=num_blocks.__getitem__)[::-1]:
+    for row in sorted(range(len(num_blocks)), key=lambda row: (num_blocks[row], row), reverse=True):
         padding += num_blocks[groups[-1][0]] - num_blocks[row] if groups else 0
         if not groups or padding >= MAX_PADDING:
             groups.append([])
@@ -329,6 +331,9 @@ class _Step:
         self._cache = cache
         self._decode = decode
         self._num_decodes = n = metadata.num_decodes
+        _, num_kv_heads, block_size, head_dim = cache.layer(0)[0].shape
+        has_full_columns = num_kv_heads * block_size % 64 == 0 and num_kv_heads * head_dim % 64 == 0
+        self._table_multiple = 1 if has_full_columns else 4  # see paged_decode
         num_blocks = [-(-seq_len // cache.block_size) for seq_len in metadata.seq_lens_cpu[:n]]
         self._groups = [self._group(metadata, rows, num_blocks[rows[-1]]) for rows in rows_of_similar_length(num_blocks)]
         self._chunks = [self._chunk(metadata, i) for i in range(n, len(metadata.seq_lens_cpu))]
@@ -337,10 +342,11 @@ class _Step:
         """The rows of a group, and their indices into the cache."""
         picked = slice(self._num_decodes) if len(rows) == self._num_decodes else torch.tensor(rows)
         slots = metadata.slot_mapping[picked]
+        tables = metadata.block_tables[picked, :max_blocks]
         indices = DecodeIndices(
             slots // self._cache.block_size,
             slots % self._cache.block_size,
-            metadata.block_tables[picked, :max_blocks].contiguous(),
+            F.pad(tables, (0, -max_blocks % self._table_multiple)).contiguous(),
             metadata.seq_lens[picked],
         )
         return picked, indices
@@ -360,6 +366,7 @@ class _Step:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k_pages, v_pages = self._cache.layer(layer)
+        k, v = finite_values(k, v)
         if len(self._groups) == 1 and self._num_decodes == len(q):
             return self._decode(q, k, v, k_pages, v_pages, self._groups[0][1])
         out = torch.empty_like(q)

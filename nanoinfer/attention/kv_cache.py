@@ -66,7 +66,8 @@ class KVCache:
         k: Float[Tensor, "num_tokens num_kv_heads head_dim"],
         v: Float[Tensor, "num_tokens num_kv_heads head_dim"],
     ) -> None:
-        """Store each token's k and v in its slot."""
+        """Store each token's k and v in its slot, as finite_values returns them."""
+        k, v = finite_values(k, v)
         blocks, offsets = slot_mapping // self.block_size, slot_mapping % self.block_size
         for pages, values in zip(self._by_slot(layer), (k, v), strict=True):
             pages[blocks, offsets] = values
@@ -89,6 +90,22 @@ class KVCache:
         sources, targets = integers_on_device([list(column) for column in zip(*copies, strict=True)], device)
         for pages in chain.from_iterable(self._layers):
             pages[targets] = pages[sources]
+
+
+def finite_values(
+    k: Float[Tensor, "num_tokens num_kv_heads head_dim"], v: Float[Tensor, "num_tokens num_kv_heads head_dim"]
+) -> tuple[Float[Tensor, "num_tokens num_kv_heads head_dim"], Float[Tensor, "num_tokens num_kv_heads head_dim"]]:
+    """k and v as they are stored. Where a token's v is not finite (fp16 overflow, a damaged weight), v becomes 0 and k NaN.
+
+    Attention masks a key by selection: its score becomes -inf, whatever it was. It masks a value by weight 0, and 0 * NaN is
+    NaN. So a NaN in v would reach every query that shares a matrix product with the token, and later every sequence that is
+    given the token's block. A NaN in k reaches the queries that attend to the token, which is how a poisoned sequence ends
+    with an error, and no others.
+    """
+    if v.device.type == "cpu" and v.sum().isfinite():  # a GPU would have to be waited for
+        return k, v
+    is_finite = v.isfinite().all(-1, keepdim=True)  # [num_tokens, num_kv_heads, 1]
+    return k.where(is_finite, float("nan")), v.where(is_finite, 0.0)
 
 
 def bytes_per_block(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

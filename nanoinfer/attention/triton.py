@@ -40,14 +40,24 @@ _MIN_ROWS = 16  # of a matrix product on tensor cores
 
 
 @triton.jit
-def _store_kernel(k, v, k_pages, v_pages, slots, k_stride, v_stride, SIZE: tl.constexpr, SIZE_PADDED: tl.constexpr):
-    """Each program copies one token's keys and values, SIZE = num_kv_heads * head_dim numbers each."""
+def _store_kernel(
+    k, v, k_pages, v_pages, slots, k_stride, v_stride,
+    HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Each program copies one token's keys and values. Values that are not finite are stored as kv_cache.finite_values does."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
-    columns = tl.arange(0, SIZE_PADDED)
-    inside = columns < SIZE
-    tl.store(k_pages + slot * SIZE + columns, tl.load(k + token * k_stride + columns, mask=inside), mask=inside)
-    tl.store(v_pages + slot * SIZE + columns, tl.load(v + token * v_stride + columns, mask=inside), mask=inside)
+    heads = tl.arange(0, HEADS_PADDED)[:, None]
+    dims = tl.arange(0, DIM)[None, :]
+    inside = (heads < HEADS) & (dims < HEAD_DIM)
+    columns = heads * HEAD_DIM + dims
+    key = tl.load(k + token * k_stride + columns, mask=inside, other=0.0)  # [HEADS_PADDED, DIM]
+    value = tl.load(v + token * v_stride + columns, mask=inside, other=0.0)
+    num_bad = tl.sum(tl.where(tl.abs(value.to(tl.float32)) < float("inf"), 0, 1), 1)  # NaN compares as false
+    is_finite = (num_bad == 0)[:, None]
+    where = slot * HEADS * HEAD_DIM + columns
+    tl.store(k_pages + where, tl.where(is_finite, key, float("nan")), mask=inside)
+    tl.store(v_pages + where, tl.where(is_finite, value, 0.0), mask=inside)
 
 
 @triton.jit
@@ -235,9 +245,10 @@ class _Step:
 
 def store(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor) -> None:
     """Copy each token's k and v into its slot."""
-    size = k.shape[1] * k.shape[2]
+    _, num_kv_heads, head_dim = k.shape
     _store_kernel[(len(k),)](
-        k, v, k_pages, v_pages, slot_mapping, k.stride(0), v.stride(0), size, triton.next_power_of_2(size)
+        k, v, k_pages, v_pages, slot_mapping, k.stride(0), v.stride(0),
+        num_kv_heads, triton.next_power_of_2(num_kv_heads), head_dim, triton.next_power_of_2(head_dim),
     )  # fmt: skip
 
 

@@ -19,21 +19,22 @@ import numpy.typing as npt
 
 from nanoinfer.engine.inputs import PreparedRequest, as_list, with_prompt_index
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.errors import NanoinferError
 from nanoinfer.execution.executor import SequenceOutput
 from nanoinfer.outputs import BeamSearchOutput, BeamSearchSequence, FinishReason
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
+from nanoinfer.tokenization.detokenizer import without_incomplete_end
 
 Floats = npt.NDArray[np.float32]
 
 
 class BeamSearch:
-    """Runs the searches of one call, as many prompts at a time as fit. One step() is one forward pass."""
+    """Runs the searches of one call, as many prompts at a time as fit. One step() gives each beam one token."""
 
     def __init__(self, engine: LLMEngine, prompts: Any, params: BeamSearchParams) -> None:
-        """Raises: InvalidPromptError, InvalidValueError, NanoinferError (too few free blocks), with the prompt's index."""
+        """Raises: InvalidPromptError, NanoinferError (too few free blocks), with the prompt's index."""
         self._engine = engine
         self._capacity = engine.block_manager.num_free_blocks  # what other requests leave
         self._groups = []
@@ -56,7 +57,10 @@ class BeamSearch:
         return len(self._waiting) + len(self._running)
 
     def step(self) -> None:
-        """Run one forward pass: a token for every beam, and prompts as far as max_num_batched_tokens allows."""
+        """Compute a token for every beam, and prompts as far as max_num_batched_tokens allows.
+
+        It is one forward pass, or several for more than max_num_seqs beams, which run in turns.
+        """
         with self._engine.exclusive():
             self._step()
 
@@ -71,12 +75,10 @@ class BeamSearch:
             budget -= num_new if num_new > 1 else 0
             scheduled += [ScheduledSequence(beam, num_new) for beam in group.beams]
         scheduled.sort(key=lambda item: item.num_new_tokens > 1)  # single tokens first: ForwardBatch's order
-        allocate = self._engine.block_manager.allocate
-        copies = [pair for item in scheduled for pair in allocate(item.sequence, item.num_new_tokens)]
-        num_top = max(group.num_candidates for group in self._running)
-        plan = StepPlan(tuple(scheduled), rows_of(scheduled), block_copies=tuple(copies), num_top_logprobs=num_top)
-        outputs = {output.sequence: output for output in self._engine.run_plan(plan).sequences}
-        self._engine.scheduler.commit(plan)
+        outputs: dict[Sequence, SequenceOutput] = {}
+        num_together = self._engine.scheduler.config.max_num_seqs
+        for start in range(0, len(scheduled), num_together):
+            outputs |= self._compute(scheduled[start : start + num_together])
         for group in list(self._running):
             if group.beams[0] in outputs:  # all of its beams, or none
                 group.advance([outputs[beam] for beam in group.beams], self._engine)
@@ -84,9 +86,25 @@ class BeamSearch:
                 self._running.remove(group)
                 group.free(self._engine)
 
+    def _compute(self, scheduled: list[ScheduledSequence]) -> dict[Sequence, SequenceOutput]:
+        """Run one forward pass. Raises: NanoinferError if requests of another thread have taken the blocks."""
+        copies = []
+        for item in scheduled:
+            if not self._engine.block_manager.can_allocate(item.sequence, item.num_new_tokens):
+                raise NanoinferError(
+                    "other requests have taken the blocks of the KV cache that this search needs; "
+                    "let one thread at a time use an LLM, or raise kv_cache_memory"
+                )
+            copies += self._engine.block_manager.allocate(item.sequence, item.num_new_tokens)
+        num_top = max(group.num_candidates for group in self._running)
+        plan = StepPlan(tuple(scheduled), rows_of(scheduled), block_copies=tuple(copies), num_top_logprobs=num_top)
+        output = self._engine.run_plan(plan)
+        self._engine.scheduler.commit(plan)
+        return {one.sequence: one for one in output.sequences}
+
     def close(self) -> None:
-        """Free the blocks of running searches."""
-        with self._engine.exclusive():
+        """Free the blocks of running searches. Waits while another thread steps."""
+        with self._engine.between_steps():
             for group in self._running:
                 group.free(self._engine)
             self._running.clear()
@@ -104,11 +122,6 @@ class BeamSearch:
             group.start(self._engine)
 
     def _check_fits(self, group: "_Group", beam_width: int) -> None:
-        if beam_width > self._engine.scheduler.config.max_num_seqs:
-            raise InvalidValueError(
-                f"beam_width is {beam_width}, but max_num_seqs is {self._engine.scheduler.config.max_num_seqs}; "
-                "lower beam_width, or raise max_num_seqs"
-            )
         if group.error is None and group.most_blocks > self._capacity:
             raise NanoinferError(
                 f"{beam_width} beams of this prompt may need {group.most_blocks} blocks of the KV cache, and "
@@ -143,7 +156,7 @@ class _Group:
     def start(self, engine: LLMEngine) -> None:
         """Begin with one beam, the prompt."""
         beam = self._beam(list(self.prompt_token_ids), len(self.prompt_token_ids) + self.max_tokens)
-        prefix = engine.scheduler.match_prefix(beam)
+        prefix = engine.block_manager.match_prefix(beam.token_ids)
         engine.block_manager.start(beam, prefix)
         beam.num_computed_tokens = len(prefix) * engine.block_manager.block_size
         self.beams = [beam]
@@ -152,6 +165,8 @@ class _Group:
         """Choose the next beams from each beam's most likely ids, and put aside what has ended."""
         if errors := [output.error for output in outputs if output.error]:
             self.error = errors[0]
+            for beam in self.beams:
+                engine.block_manager.forget_cached(beam)
             self.is_done, self.finished, self.finished_scores = True, [], np.zeros(0, np.float32)
             return
         num_generated = self.beams[0].num_output_tokens + 1
@@ -179,7 +194,7 @@ class _Group:
     def output(self, engine: LLMEngine) -> BeamSearchOutput:
         sequences = []
         for (token_ids, total), score in zip(self.finished, self.finished_scores.tolist(), strict=True):
-            text = "" if engine.tokenizer is None else engine.tokenizer.decode(token_ids)
+            text = "" if engine.tokenizer is None else without_incomplete_end(engine.tokenizer.decode(token_ids))
             finish_reason: FinishReason = "stop" if token_ids[-1] in self.eos_token_ids else "length"
             tokens = self.prompt_token_ids + token_ids
             sequences.append(BeamSearchSequence(text, token_ids, tokens, score, total, finish_reason))

@@ -172,6 +172,10 @@ class LLMEngine:
         """Surround work on the engine's parts that is no step(), as beam search does it. See EngineGuard.exclusive."""
         return self._guard.exclusive()
 
+    def between_steps(self) -> AbstractContextManager[None]:
+        """Surround any other change of the engine's parts. See EngineGuard.between_steps."""
+        return self._guard.between_steps()
+
     def run_plan(self, plan: StepPlan) -> StepOutput:
         """Compute a plan that is not the scheduler's. Call it inside exclusive()."""
         return self.executor.collect(self.executor.launch(plan, None))

@@ -7,7 +7,9 @@ detokenizer -> stop strings -> output.
 import hashlib
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import asdict, replace
+from itertools import repeat
 
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.stopping import Stop, StopStrings, check_token_ids
@@ -48,19 +50,24 @@ class Request:
         self.output: RequestOutput | None = None
         self.deltas: deque[Delta] = deque()
         self._prompt = prompt
-        self._logprobs_tokenizer = tokenizer if sequences[0].params.detokenize else None
         self._streaming = streaming
         self.metrics = RequestMetrics(arrival_time)
         self._answers = [_Answer(seq, tokenizer) for seq in sequences]
-        wants_prompt = sequences[0].params.prompt_logprobs is not None
-        self._prompt_logprobs: list[LogprobsOnePosition | None] | None = [None] if wants_prompt else None
+        self._prompt_logprobs: list[LogprobsOnePosition | None] | None = None
+        self._prompt_detokenizer: Detokenizer | None = None  # for the texts of prompt_logprobs
+        params, prompt_token_ids = sequences[0].params, sequences[0].prompt_token_ids
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None]
+            if params.detokenize and tokenizer is not None:
+                self._prompt_detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+                self._prompt_detokenizer.push(prompt_token_ids[0])
 
     def advance(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None = None) -> Stop | None:
         """Process a sampled id that one of the sequences has just received. Returns a Stop if the sequence ends with it."""
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = time.perf_counter()
         answer = self._answers[seq.index]
-        named = None if logprobs is None else _with_token_texts(logprobs, self._logprobs_tokenizer)
+        named = None if logprobs is None else _with_token_texts(logprobs, answer.detokenizer)
         answer.advance(token_id, named)
         self._show([token_id], answer, None if named is None else [named])
         return answer.stop
@@ -73,7 +80,10 @@ class Request:
         """Add those of the prompt tokens from `position` on. Positions that were added before a preemption are skipped."""
         assert self._prompt_logprobs is not None
         new = logprobs[len(self._prompt_logprobs) - position :]
-        self._prompt_logprobs += [_with_token_texts(one, self._logprobs_tokenizer) for one in new]
+        for one in new:
+            self._prompt_logprobs.append(_with_token_texts(one, self._prompt_detokenizer))
+            if self._prompt_detokenizer:
+                self._prompt_detokenizer.push(one.ids[0])
 
     def end(self, stop: Stop, seq: Sequence | None = None) -> None:
         """End one aborted or failed sequence, or all of them. Held text is kept. Answers that have ended stay unchanged."""
@@ -123,9 +133,13 @@ class _Answer:
         self.shown = ""  # the text that the newest token released
         self.text = StopStrings(seq.params.stop or (), include_in_output=seq.params.include_stop_str_in_output)
         self._tokenizer = tokenizer
-        self._detokenizer: Detokenizer | None = None
+        self.detokenizer: Detokenizer | None = None
         if seq.params.detokenize and tokenizer is not None:
-            self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=seq.params.skip_special_tokens)
+            self.detokenizer = Detokenizer(tokenizer, skip_special_tokens=seq.params.skip_special_tokens)
+        # Stop strings that are special tokens do not occur in a text without special tokens. They are found by their ids.
+        self._special_stops: dict[int, str] = {}
+        if tokenizer is not None and seq.params.stop and seq.params.skip_special_tokens:
+            self._special_stops = tokenizer.special_tokens_among(seq.params.stop)
         self._logprobs: list[LogprobsOnePosition] | None = None if seq.params.logprobs is None else []
 
     def advance(self, token_id: int, logprobs: LogprobsOnePosition | None) -> None:
@@ -133,16 +147,16 @@ class _Answer:
         if self._logprobs is not None and logprobs is not None:
             self._logprobs.append(logprobs)
 
+        examine = seq.num_output_tokens > seq.params.min_tokens  # no stop string completes in the first min_tokens tokens
         stop = check_token_ids(seq)
+        if examine and token_id in self._special_stops and (stop is None or stop.finish_reason == "length"):
+            stop = Stop("stop", self._special_stops[token_id])
         ended_by_id = stop is not None and stop.finish_reason == "stop"
         text = ""
-        if self._detokenizer and not (ended_by_id and not seq.params.include_stop_str_in_output):
-            text = self._detokenizer.push(token_id)
-        if self._detokenizer and stop:
-            text += self._detokenizer.finish()
-
-        # The text of the first min_tokens tokens, and that of an id that ended the output, is not searched for stop strings.
-        examine = not ended_by_id and seq.num_output_tokens > seq.params.min_tokens
+        if self.detokenizer and (seq.params.include_stop_str_in_output or not ended_by_id):
+            text = self.detokenizer.push(token_id)
+        if self.detokenizer and stop:
+            text += self.detokenizer.finish()
         if matched := self.text.push(text, examine=examine):
             stop = Stop("stop", matched)
         self.stop = stop
@@ -156,14 +170,14 @@ class _Answer:
             token=self._tokenizer.token_text(token_id) if self._tokenizer else "",
             text=self.shown,
             held=self.text.held,
-            num_held_ids=self._detokenizer.num_held_ids if self._detokenizer else 0,
+            num_held_ids=self.detokenizer.num_held_ids if self.detokenizer else 0,
             finish_reason=self.stop.finish_reason if self.stop else None,
             stop_reason=self.stop.stop_reason if self.stop else None,
         )
 
     def end(self, stop: Stop) -> None:
-        if self._detokenizer:
-            self.text.push(self._detokenizer.finish(), examine=False)
+        if self.detokenizer:
+            self.text.push(self.detokenizer.finish(), examine=False)
         self.stop = stop
 
     def output(self) -> CompletionOutput:
@@ -214,9 +228,10 @@ def _distinct_seed(engine_seed: int, number: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _with_token_texts(logprobs: TokenLogprobs, tokenizer: Tokenizer | None) -> LogprobsOnePosition:
-    """The executor's numbers in the shape that users get, with token texts if there is a tokenizer."""
+def _with_token_texts(logprobs: TokenLogprobs, detokenizer: Detokenizer | None) -> LogprobsOnePosition:
+    """The executor's numbers in the shape that users get, with token texts if there is a detokenizer."""
+    texts: Iterable[str | None] = repeat(None) if detokenizer is None else detokenizer.added_texts(logprobs.ids)
     return {
-        token_id: Logprob(value, rank, tokenizer.token_text(token_id) if tokenizer else None)
-        for token_id, value, rank in zip(logprobs.ids, logprobs.values, logprobs.ranks, strict=True)
+        token_id: Logprob(value, rank, text)
+        for token_id, value, rank, text in zip(logprobs.ids, logprobs.values, logprobs.ranks, texts, strict=False)
     }

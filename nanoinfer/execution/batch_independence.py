@@ -3,12 +3,14 @@
 In: a model ready to run and its attention backend. Out: True or False. models/cpu_linear.py has examined the linear layers more
 closely. This check adds the rest: norms, rotations, attention, a model class registered by the user.
 
-A prompt and two decode steps run alone, then beside other prompts. Only the first layer runs, because the others are alike.
+A prompt and two decode steps run alone, then beside other prompts, and with batch_invariant also token by token. Only the first
+layer runs, because the others are alike.
 """
 
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 import torch
@@ -31,18 +33,26 @@ COMPARED = 1
 NUM_DECODES = 2
 
 
-def is_batch_independent(model: Model, backend: AttentionBackend, block_size: int, dtype: torch.dtype) -> bool:
-    """Whether rows are independent of the batch.
+def is_batch_independent(
+    model: Model, backend: AttentionBackend, block_size: int, dtype: torch.dtype, *, has_single_queries: bool = False
+) -> bool:
+    """Whether rows are independent of the batch. With has_single_queries (batch_invariant), also of the chunk.
 
     Measured once per machine for models and backends of this package. Measured in every process for others, because their code
     may change.
     """
     if not all(type(part).__module__.startswith("nanoinfer.") for part in (model, backend)):
-        return _try(model, backend, block_size, dtype)
+        return _try(model, backend, block_size, dtype, has_single_queries)
     digest = hashlib.sha256(f"{model.config} {model}".encode()).hexdigest()[:12]  # names the classes of its layers
     dtype_name = str(dtype).removeprefix("torch.")
     check = f"model {type(model).__name__} {digest} {dtype_name}, {type(backend).__name__}, blocks of {block_size}"
-    return verdict(check, lambda: "independent" if _try(model, backend, block_size, dtype) else "dependent") == "independent"
+    if has_single_queries:
+        check += ", one query at a time"
+
+    def measure() -> str:
+        return "independent" if _try(model, backend, block_size, dtype, has_single_queries) else "dependent"
+
+    return verdict(check, measure) == "independent"
 
 
 def cannot_be_invariant(dtype: torch.dtype, device: torch.device) -> UnsupportedError:
@@ -54,7 +64,7 @@ def cannot_be_invariant(dtype: torch.dtype, device: torch.device) -> Unsupported
 
 
 @torch.inference_mode()
-def _try(model: Model, backend: AttentionBackend, block_size: int, dtype: torch.dtype) -> bool:
+def _try(model: Model, backend: AttentionBackend, block_size: int, dtype: torch.dtype, has_single_queries: bool) -> bool:
     longest = model.config.max_position_embeddings - NUM_DECODES
     if longest < 1:
         return False  # max_position_embeddings is too small for the check
@@ -75,30 +85,44 @@ def _try(model: Model, backend: AttentionBackend, block_size: int, dtype: torch.
             layout=backend.layout,
         )
         backend = type(backend)(enforce_eager=True)  # type: ignore[call-arg]
-        alone = _hidden_rows(model, backend, cache, [sequences[COMPARED]], lengths[COMPARED:])
-        together = _hidden_rows(model, backend, cache, sequences, lengths)
-    return all(same_bits(one, other) for one, other in zip(alone, together, strict=True))
+        decodes = [1] * NUM_DECODES
+        run = partial(_hidden_rows, model, backend, cache, has_single_queries=has_single_queries)
+        alone = run([sequences[COMPARED]], [[num] for num in (lengths[COMPARED], *decodes)])
+        together = run(sequences, [lengths, *([num] * len(sequences) for num in decodes)])
+        if has_single_queries:
+            token_by_token = run([sequences[COMPARED]], [[1]] * len(alone))
+            if not same_bits(token_by_token, alone):
+                return False
+    return same_bits(together, alone)
 
 
 def _hidden_rows(
-    model: Model, backend: AttentionBackend, cache: KVCache, sequences: list[Sequence], lengths: list[int]
-) -> list[Float[Tensor, "num_tokens hidden"]]:
-    """The compared sequence's rows: of its prompt, then of each decode step."""
-    compared = COMPARED if len(sequences) > 1 else 0
+    model: Model,
+    backend: AttentionBackend,
+    cache: KVCache,
+    sequences: list[Sequence],
+    steps: list[list[int]],
+    *,
+    has_single_queries: bool,
+) -> Float[Tensor, "num_tokens hidden"]:
+    """The compared sequence's rows. steps: the number of each sequence's new tokens in each step."""
+    compared = sequences[COMPARED if len(sequences) > 1 else 0]
     for seq in sequences:
         seq.num_computed_tokens = 0
     rows = []
-    for nums in [lengths[: len(sequences)], *[[1] * len(sequences)] * NUM_DECODES]:
+    for nums in steps:
         items = [ScheduledSequence(seq, num) for seq, num in zip(sequences, nums, strict=True)]
         items.sort(key=lambda item: item.num_new_tokens > 1)  # the scheduler's order
-        batch = ForwardBatch.build(StepPlan(tuple(items)), cache.block_size, torch.device("cpu"))
+        plan, device = StepPlan(tuple(items)), torch.device("cpu")
+        batch = ForwardBatch.build(plan, cache.block_size, device, has_single_queries=has_single_queries)
         hidden = model(batch.input_ids, batch.positions, backend.begin_step(cache, batch.attention))
-        index = next(i for i, item in enumerate(items) if item.sequence is sequences[compared])
-        start, end = batch.attention.query_start_loc_cpu[index : index + 2]
-        rows.append(hidden[start:end].clone())
+        start = 0
         for item in items:
+            if item.sequence is compared:
+                rows.append(hidden[start : start + item.num_new_tokens].clone())
+            start += item.num_new_tokens
             item.sequence.num_computed_tokens += item.num_new_tokens
-    return rows
+    return torch.cat(rows)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 In: a StepPlan. Out: a ForwardBatch. AttentionMetadata's docstring has an example.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -43,6 +43,8 @@ class ForwardBatch:
         device: torch.device,
         last_drawn: "LastDrawn | None" = None,
         tracer: Tracer | None = None,
+        *,
+        has_single_queries: bool = False,
     ) -> "ForwardBatch":
         """The tensors of a plan.
 
@@ -52,6 +54,8 @@ class ForwardBatch:
             device: The device of the tensors.
             last_drawn: The previous step's tokens, if the newest tokens of some sequences are only on the device.
             tracer: Receives a BatchBuilt event.
+            has_single_queries: Let the attention compute a chunk's tokens as it computes decodes, one query each, so that a
+                token's bits do not depend on the chunk (batch_invariant).
         """
         drawn_at: list[int] = []
         drawn_rows: list[int] = []
@@ -121,4 +125,26 @@ class ForwardBatch:
             query_start_loc_cpu=query_start_loc,
             seq_lens_cpu=seq_lens,
         )
+        if has_single_queries:
+            attention = single_queries(attention)
         return cls(ids, at, wanted, attention, list(plan.block_copies))
+
+
+def single_queries(metadata: AttentionMetadata) -> AttentionMetadata:
+    """The same step with every packed token as a decoding sequence of its own, which ends with the token.
+
+    Rows of one sequence have the same blocks, and are in order.
+    """
+    starts, seq_lens = metadata.query_start_loc_cpu, metadata.seq_lens_cpu
+    query_lens = metadata.query_start_loc.diff()
+    lens_cpu = [seq_len - left for i, seq_len in enumerate(seq_lens) for left in reversed(range(starts[i + 1] - starts[i]))]
+    return replace(
+        metadata,
+        query_start_loc=torch.arange(len(lens_cpu) + 1, device=query_lens.device),
+        seq_lens=integers_on_device([lens_cpu], query_lens.device)[0],
+        block_tables=metadata.block_tables.repeat_interleave(query_lens, dim=0),
+        max_query_len=1,
+        num_decodes=len(lens_cpu),
+        query_start_loc_cpu=list(range(len(lens_cpu) + 1)),
+        seq_lens_cpu=lens_cpu,
+    )

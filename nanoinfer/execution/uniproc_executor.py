@@ -115,10 +115,11 @@ class UniProcExecutor:
             backend.warm_up(cache, model.config.num_attention_heads)
         self.runner = ModelRunner(model, cache, backend, graphs)
         self._num_threads = torch.get_num_threads()
+        self._batch_invariant = config.scheduler.batch_invariant
         self._is_batch_independent = has_independent_rows and is_batch_independent(
-            model, backend, self.info.block_size, self.dtype
+            model, backend, self.info.block_size, self.dtype, has_single_queries=self._batch_invariant
         )
-        if config.scheduler.batch_invariant and not self.batch_independent:
+        if self._batch_invariant and not self.batch_independent:
             raise cannot_be_invariant(self.dtype, self.device)
         stages = STAGES if config.stages is None else config.stages
         self.sampler = Sampler(
@@ -142,7 +143,9 @@ class UniProcExecutor:
             if previous is not None and previous.drawn is not None:
                 rows = {seq: row for row, (seq, _) in enumerate(previous.plan.rows)}
                 last_drawn = LastDrawn(previous.drawn.token_ids, rows)
-            batch = ForwardBatch.build(plan, self.info.block_size, self.device, last_drawn, self._tracer)
+            batch = ForwardBatch.build(
+                plan, self.info.block_size, self.device, last_drawn, self._tracer, has_single_queries=self._batch_invariant
+            )
             built = time.perf_counter()
             hidden = self.runner.forward(batch)
             logits = self.runner.compute_logits(hidden[batch.logits_indices])  # of the rows that need logits

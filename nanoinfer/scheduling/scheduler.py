@@ -19,14 +19,12 @@ In: sequences, as they arrive. Out: a StepPlan per step. The rules, in the order
 
 How a sequence's tokens are cut into steps changes the last bits of its numbers. Rule 3 keeps other requests from moving the
 cuts, but two things still do. A prefix hit starts behind the first cuts, and a preempted sequence computes its output as if it
-were prompt. With batch_invariant neither happens. Only whole chunks of prompts enter the prefix cache, and a sequence that
-starts again computes its prompt by chunks and its output token by token, as it did the first time.
+were prompt. With batch_invariant the cuts change no bit, because the executor attends with one query at a time.
 
 The scheduler always makes progress. The oldest running sequence can preempt all others, and alone it fits, because
 max_model_len is at most what the pool holds. If nothing runs, every block is free and the head of the queue starts.
 """
 
-import math
 import time
 from collections import deque
 
@@ -93,7 +91,8 @@ class Scheduler:
         num_reserved = sum(self._num_reserved_blocks(running) for running in self._running)
         while self._waiting and not preempted and len(self._running) < self.config.max_num_seqs:
             seq = self._waiting[0]
-            prefix = [] if seq.wants_prompt_logprobs else self.match_prefix(seq)  # these need every row of the prompt
+            needs_every_row = seq.wants_prompt_logprobs
+            prefix = [] if needs_every_row else self.block_manager.match_prefix(seq.token_ids)
             if not self.block_manager.can_start(seq.num_tokens, prefix, num_kept_free=num_reserved):
                 break
             num_cached = len(prefix) * self.block_manager.block_size
@@ -148,7 +147,8 @@ class Scheduler:
         """
         for item in plan.scheduled:
             item.sequence.num_computed_tokens += item.num_new_tokens
-            self.block_manager.cache_finished_blocks(item.sequence, self.num_cacheable(item.sequence))
+            num_known = min(item.sequence.num_computed_tokens, len(item.sequence.token_ids))  # not the ids of pending tokens
+            self.block_manager.cache_finished_blocks(item.sequence, num_known)
             if item.sequence.forks and item.sequence.num_new_tokens == 0:
                 self._fork(item.sequence)
         if not plan.num_top_logprobs:
@@ -183,27 +183,8 @@ class Scheduler:
         num_computed_tokens: where the chunk begins, by default the sequence's own count.
         """
         start = seq.num_computed_tokens if num_computed_tokens is None else num_computed_tokens
-        grid, end = self.config.chunk_grid, seq.num_tokens
-        if self.config.batch_invariant:
-            num_prompt = len(seq.prompt_token_ids)
-            end = num_prompt if start < num_prompt else start + 1
-        return min(end - start, grid - start % grid)
-
-    def match_prefix(self, seq: Sequence) -> list[tuple[int, int]]:
-        """The cached blocks that hold the sequence's start. With batch_invariant, those of whole chunks of its prompt."""
-        prefix = self.block_manager.match_prefix(seq.token_ids)
-        if self.config.batch_invariant:
-            block_size = self.block_manager.block_size
-            unit = math.lcm(self.config.chunk_grid, block_size)
-            prefix = prefix[: min(len(prefix) * block_size, len(seq.prompt_token_ids)) // unit * unit // block_size]
-        return prefix
-
-    def num_cacheable(self, seq: Sequence) -> int:
-        """How many of its computed tokens may be cached. With batch_invariant, those of whole chunks of its prompt."""
-        if not self.config.batch_invariant:
-            return min(seq.num_computed_tokens, len(seq.token_ids))  # the ids of pending tokens are not known yet
-        num_tokens = min(seq.num_computed_tokens, len(seq.prompt_token_ids))
-        return num_tokens // self.config.chunk_grid * self.config.chunk_grid
+        grid = self.config.chunk_grid
+        return min(seq.num_tokens - start, grid - start % grid)
 
     def restart(self) -> None:
         """After a failed step, requeue every running sequence in order. Pending tokens are sampled again."""

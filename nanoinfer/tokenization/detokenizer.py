@@ -8,12 +8,14 @@ from tokenizers.decoders import DecodeStream
 
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
+REPLACEMENT = "\ufffd"  # U+FFFD, which bytes that are no character decode to
+
 
 class Detokenizer:
     """The text of one sequence's ids, decoded by the tokenizers library's DecodeStream.
 
-    The returned texts of push and finish, joined, equal tokenizer.decode of all ids, for byte-level tokenizers such as GPT-2's
-    and Qwen's. Other tokenizers may change earlier text, and released text is never changed.
+    The returned texts of push and finish, joined, equal tokenizer.decode of all ids without an incomplete end, for byte-level
+    tokenizers such as GPT-2's and Qwen's. Other tokenizers may change earlier text, and released text is never changed.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -43,7 +45,30 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """The text of the held ids, when no id follows. An incomplete character becomes U+FFFD, as in tokenizer.decode."""
-        text = self._tokenizer.decode(self._held, skip_special_tokens=self._skip_special_tokens)
+        """The text of the held ids, when no id follows. An incomplete character is left out."""
+        text = self._decode_complete(self._held)
         self._held.clear()
         return text
+
+    def added_texts(self, token_ids: list[int]) -> list[str]:
+        """What each of these ids would be shown as if it came next, for log-probabilities.
+
+        It is the text of the id alone, except for a piece of a character. Such an id is shown as what it adds to the held ids:
+        nothing, or the character that it completes.
+        """
+        before = self._decode_complete(self._held)
+        texts = []
+        for token_id in token_ids:
+            text = self._tokenizer.token_text(token_id)
+            if REPLACEMENT in text:
+                text = self._decode_complete([*self._held, token_id])[len(before) :]
+            texts.append(text)
+        return texts
+
+    def _decode_complete(self, token_ids: list[int]) -> str:
+        return without_incomplete_end(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens))
+
+
+def without_incomplete_end(text: str) -> str:
+    """A decoded text without the replacement characters that an incomplete character at its end decodes to."""
+    return text.rstrip(REPLACEMENT)

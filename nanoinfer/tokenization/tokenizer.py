@@ -5,7 +5,7 @@ importing this module is fast.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,21 +95,33 @@ class Tokenizer:
             ) from error
 
     def word_forms(self, word: str) -> list[tuple[int, ...]]:
-        """The ids of a word at the beginning of a text, and after a space, for bad_words.
+        """The ids of a word at the beginning of a text, after a space and after a line break, for bad_words.
 
-        As in vLLM, the second form is used only if it has the same number of ids and a different first id. Otherwise it has
-        more than the word, or is equal.
+        These differ in their number. Byte-level tokenizers have one token for many a word with a space before it, and several
+        without. Tokenizers that write a space before every text have a form of their own after a line break.
 
         Raises:
             InvalidValueError: If the word has no tokens, or is not valid Unicode.
         """
+        word = word.lstrip()
         try:
-            bare, spaced = (tuple(self.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " "))
+            at_start, after_space, line_break, after_line_break = (
+                tuple(self.encode(text, add_special_tokens=False)) for text in (word, " " + word, "\n", "\n" + word)
+            )
         except InvalidPromptError as error:
             raise InvalidValueError(f"bad_words: {error}") from error
-        if not bare:
+        if not at_start:
             raise InvalidValueError(f"bad_words has {word!r}, for which the tokenizer has no tokens; leave it out")
-        return [bare, spaced] if len(spaced) == len(bare) and spaced[0] != bare[0] else [bare]
+        forms = [at_start, after_space]
+        num = len(line_break)
+        if len(after_line_break) > num and after_line_break[:num] == line_break:
+            forms.append(after_line_break[num:])
+        return list(dict.fromkeys(forms))
+
+    def special_tokens_among(self, texts: Iterable[str]) -> dict[int, str]:
+        """{id: text} of those of the texts that are special tokens, which decode() leaves out."""
+        special = {token.content: i for i, token in self.backend.get_added_tokens_decoder().items() if token.special}
+        return {special[text]: text for text in texts if text in special}
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """The text of some ids. Ids beyond the vocabulary decode to "", an incomplete character to U+FFFD."""

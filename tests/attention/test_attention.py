@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import FAULTS, compare
+from paged_cases import FAULTS, check_poison_free_reuse, compare
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention import base
@@ -48,6 +49,26 @@ def test_bf16_stays_within_its_rounding(backend):
 def test_the_comparison_notices_a_planted_fault(backend, fault):
     lengths = [(40, 1), (41, 1), (17, 5)]
     assert compare(backend, lengths, block_size=16, num_kv_heads=2, group=2, head_dim=8, spoil=FAULTS[fault]) > 1e-3
+
+
+POISONED = [(40, 1), (7, 1), (0, 30), (20, 9)]  # decodes, a prompt, a chunk after a cached prefix
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("poisoned", [(0, 0), (2, 0), (2, 17), (3, 4)])
+def test_a_token_that_is_not_finite_reaches_later_queries_of_its_sequence_and_no_others(backend, poisoned):
+    assert compare(backend, POISONED, block_size=16, num_kv_heads=2, group=2, head_dim=8, poisoned=poisoned) < 1e-5
+
+
+def test_that_test_notices_values_that_are_stored_as_they_are(monkeypatch):
+    monkeypatch.setattr("nanoinfer.attention.cpu.finite_values", lambda k, v: (k, v))
+    assert compare("cpu", POISONED, block_size=16, num_kv_heads=2, group=2, head_dim=8, poisoned=(2, 17)) == float("inf")
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_a_poisoned_request_stops_no_other(family, backend, tmp_path):
+    check_poison_free_reuse(tiny_models.save(family, tmp_path), backend)
 
 
 def test_dense_attention_is_transformers_formula_by_hand():

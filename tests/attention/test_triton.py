@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from paged_cases import FAULTS, compare
+from paged_cases import FAULTS, check_poison_free_reuse, compare
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.triton import TritonBackend, num_splits_for
@@ -64,6 +64,15 @@ def test_the_comparison_notices_a_planted_fault(fault, lengths):
     assert error_of(lengths, spoil=FAULTS[fault]) > 1e-3
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("poisoned", [(0, 0), (2, 17), (3, 4)])
+def test_a_token_that_is_not_finite_reaches_later_queries_of_its_sequence_and_no_others(poisoned, dtype):
+    assert (
+        error_of([(40, 1), (7, 1), (0, 30), (20, 9)], heads=(3, 2), head_dim=80, dtype=dtype, poisoned=poisoned)
+        < TOLERANCE[dtype]
+    )
+
+
 @pytest.mark.parametrize("num_splits", [1, 2, 8, 32])
 def test_any_number_of_splits_gives_the_same(num_splits, monkeypatch):
     """Also more splits than tiles: splits without keys must have weight 0."""
@@ -95,3 +104,8 @@ def test_the_engine_generates_the_same_with_it_as_with_the_reference(family, byt
         tokens.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
         tiny_models.assert_nothing_is_left(llm)
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, in the interpreter
+def test_a_poisoned_request_stops_no_other(tmp_path):
+    check_poison_free_reuse(tiny_models.save("qwen3", tmp_path), "triton", device=DEVICE)

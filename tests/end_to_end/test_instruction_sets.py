@@ -27,7 +27,7 @@ for dtype in ("float32", "bfloat16"):
     for family in random_run.tiny_models.WIDE:
         for num_threads in (1, 2):
             torch.set_num_threads(num_threads)
-            given = ["--requests", "8", "--dtype", dtype, "--family", family, "--enforce-eager"]
+            given = ["--part=bits", "--requests=8", "--seed=0", "--dtype", dtype, "--family", family, "--enforce-eager"]
             assert random_run.main(given) == 0
 test_readme.run_the_sessions()
 """
@@ -50,7 +50,8 @@ def test_requests_get_the_same_bits_alone_and_together_and_the_readme_holds(name
 
 def test_so_they_do_with_compiled_attention(tmp_path):
     """With this machine's own instruction set: each of the others would be compiled for anew."""
-    code = 'from tests import random_run; assert random_run.main(["--requests", "60", "--dtype", "bfloat16"]) == 0'
+    given = ["--part", "bits", "--requests", "60", "--seed", "0", "--dtype", "bfloat16"]
+    code = f"from tests import random_run; assert random_run.main({given}) == 0"
     settings = {"PYTHONPATH": str(ROOT), "NANOINFER_CACHE": str(tmp_path)}  # no verdict yet: the first use compares
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -51,6 +51,7 @@ def logits_of(llm, prompts, watched, params=PARAMS):
                 rows[seq.num_output_tokens] = logits[row].clone()
         return sampler(logits, batch, watch)
 
+    watching.has_user_stages = sampler.has_user_stages
     llm.engine.executor.sampler = watching
     SamplingBatch.build = Watching.build
     try:
@@ -147,7 +148,7 @@ def test_batch_invariant_gives_the_same_bits_after_a_prefix_hit_and_after_preemp
     rng = random.Random(2)
     params = SamplingParams(temperature=0, max_tokens=20, detokenize=False)
     settings = {"dtype": dtype, "chunk_size": 16, "block_size": 8, "batch_invariant": True}
-    prompt = ids(rng, 45)  # two whole chunks, and a part of one
+    prompt = ids(rng, 45)  # two whole chunks, and a part of one: five blocks, and a part of one
     alone = logits_of(LLM(path, kv_cache_memory=32 * 2**20, enable_prefix_caching=False, **settings), [prompt], 0, params)
 
     cached = LLM(path, kv_cache_memory=32 * 2**20, **settings)
@@ -155,7 +156,7 @@ def test_batch_invariant_gives_the_same_bits_after_a_prefix_hit_and_after_preemp
     request = cached.engine.add_request(prompt, params)
     while cached.engine.num_unfinished:
         cached.engine.step()
-    assert request.output.metrics.num_cached_tokens == 32  # it did hit
+    assert request.output.metrics.num_cached_tokens == 40  # every whole block, in the middle of a chunk
     assert_same_bits(logits_of(cached, [prompt], 0, params), alone)
 
     block_bytes = cached.engine.executor.info.num_cache_bytes // cached.engine.executor.info.num_blocks
@@ -184,3 +185,31 @@ def test_batch_invariant_tells_the_same_tokens_as_without(path):
         for on in (True, False)
     ]
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batch_invariant_tells_the_same_log_probabilities_of_a_text_as_answer_and_as_prompt(path, dtype, backend):
+    """Tokens that were generated one by one beside others, and the same tokens in chunks of a prompt."""
+    rng = random.Random(4)
+    settings = {"dtype": dtype, "chunk_size": 16, "block_size": 8, "batch_invariant": True, "attention_backend": backend}
+    llm = LLM(path, kv_cache_memory=32 * 2**20, **settings)
+    params = SamplingParams(temperature=1.0, seed=6, max_tokens=40, logprobs=2, prompt_logprobs=2, detokenize=False)
+    outputs = llm.generate([ids(rng, length) for length in (21, 1, 40, 7)], params, use_tqdm=False)
+    for output in outputs:
+        text = output.prompt_token_ids + output.outputs[0].token_ids
+        [again] = llm.generate([text], SamplingParams(max_tokens=1, prompt_logprobs=2, detokenize=False), use_tqdm=False)
+        assert again.prompt_logprobs[1:] == output.prompt_logprobs[1:] + output.outputs[0].logprobs
+
+
+def test_without_batch_invariant_the_log_probabilities_of_an_answer_and_of_a_prompt_differ_in_bits(tmp_path):
+    """The twin: what the test above compares can differ."""
+    llm = LLM(tiny_models.save("qwen3", tmp_path), dtype="float32", kv_cache_memory=32 * 2**20, chunk_size=16, block_size=8)
+    params = SamplingParams(temperature=0, max_tokens=40, logprobs=0, detokenize=False)
+    [output] = llm.generate([list(range(1, 22))], params, use_tqdm=False)
+    text = output.prompt_token_ids + output.outputs[0].token_ids
+    [again] = llm.generate([text], SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False), use_tqdm=False)
+    told, expected = output.outputs[0].logprobs, again.prompt_logprobs[len(output.prompt_token_ids) :]
+    assert told != expected
+    for one, same in zip(told, expected, strict=True):
+        assert [entry.logprob for entry in one.values()] == pytest.approx([entry.logprob for entry in same.values()], abs=1e-3)

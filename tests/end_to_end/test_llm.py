@@ -1,5 +1,6 @@
 """The front door: every form of a prompt, everything malformed refused before work, streams, chat, and nothing left behind."""
 
+import itertools
 import json
 import logging
 import math
@@ -8,6 +9,7 @@ import re
 import shutil
 import signal
 import threading
+import time
 import types
 from dataclasses import replace
 
@@ -899,6 +901,42 @@ def test_an_llm_used_in_a_forked_child_is_refused_instead_of_hanging(ids_llm, mo
     monkeypatch.setattr(os, "getpid", lambda: -1)  # what a child would see; a real fork with torch's threads may hang
     with pytest.raises(NanoinferError, match="made in another process"):
         generate(ids_llm, [[1, 2]], IDS)
+
+
+def test_four_threads_at_every_door_are_served_or_refused_and_leave_nothing_behind():
+    """Ten seconds: an unguarded scheduler breaks in five."""
+    llm = LLM(kv_cache_memory=2**21, block_size=4, max_model_len=128)
+    expected = answer(llm, "Once upon a time")
+    params, beams = SamplingParams(max_tokens=9), BeamSearchParams(beam_width=3, max_tokens=6)
+    doors = [
+        lambda: llm.generate(["Once upon"] * 3, SamplingParams(max_tokens=9, n=2), use_tqdm=False),
+        lambda: list(llm.stream("Once", params)),
+        lambda: next(llm.stream("Once", params)),  # leaves the loop
+        lambda: llm.beam_search("Once upon", beams),
+    ]
+    end, num_served, unexpected = time.monotonic() + 10, [0] * len(doors), []
+
+    def work(first):
+        for i in itertools.count(first):
+            if time.monotonic() > end:
+                return
+            try:
+                doors[i % len(doors)]()
+                num_served[i % len(doors)] += 1
+            except NanoinferError:
+                pass
+            except BaseException as error:  # whatever it is, the test must see it
+                unexpected.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert unexpected == []
+    assert sum(num_served) > 0
+    assert_nothing_is_left(llm)
+    assert answer(llm, "Once upon a time") == expected
 
 
 def test_several_threads_are_told_that_one_at_a_time_may_use_it(ids_llm, monkeypatch):

@@ -120,6 +120,17 @@ def test_few_blocks_chunks_and_few_sequences_at_a_time_change_nothing(path):
     assert tight.engine.block_manager.num_free_blocks == tight.engine.block_manager.num_blocks
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 4])
+def test_more_beams_than_max_num_seqs_run_in_turns(path, oracle, max_num_seqs):
+    llm = make(path, max_num_seqs=max_num_seqs)
+    launch, most = llm.engine.executor.launch, []
+    llm.engine.executor.launch = lambda plan, previous: most.append(len(plan.scheduled)) or launch(plan, previous)
+    for prompt, output in zip(PROMPTS, llm.beam_search(PROMPTS, BeamSearchParams(beam_width=7, max_tokens=6)), strict=True):
+        assert_same(output, beams_there(oracle, prompt, 7, max_tokens=6))
+    assert max(most) == max_num_seqs
+    assert llm.engine.block_manager.num_free_blocks == llm.engine.block_manager.num_blocks
+
+
 def test_beams_share_the_blocks_of_their_prompt(path):
     llm = make(path)
     prompt, width = list(range(1, 41)), 6  # 10 full blocks of 4
@@ -181,9 +192,6 @@ def test_a_prompt_that_leaves_no_room_has_an_error_beside_the_others_answers(pat
 
 
 def test_beams_that_cannot_fit_together_are_refused_before_any_work(path):
-    llm = make(path)
-    with pytest.raises(InvalidValueError, match=r"prompt 0: beam_width is 300, but max_num_seqs is 256"):
-        llm.beam_search(PROMPTS, BeamSearchParams(beam_width=300))
     small = LLM(path, dtype="float32", kv_cache_memory=40_000, block_size=4)
     blocks = small.engine.block_manager.num_blocks
     with pytest.raises(NanoinferError, match=rf"prompt 1: .* {blocks} are free; lower beam_width or max_tokens"):
@@ -206,9 +214,11 @@ def test_logits_that_are_not_finite_are_an_error_and_not_an_answer(path, monkeyp
     compute_logits, calls = runner.compute_logits, itertools.count(1)
     spoil = {1: 1.0, 2: 1.0, 3: math.nan}
     monkeypatch.setattr(runner, "compute_logits", lambda hidden: compute_logits(hidden) * spoil[next(calls)])
-    [output] = llm.beam_search([PROMPTS[0]], BeamSearchParams(beam_width=3))
+    prompt = PROMPTS[1] + PROMPTS[0]
+    [output] = llm.beam_search([prompt], BeamSearchParams(beam_width=3))
     assert output.sequences == []
     assert "not finite" in output.error
+    assert llm.engine.block_manager.match_prefix(prompt) == []
     assert llm.engine.block_manager.num_free_blocks == llm.engine.block_manager.num_blocks
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from nanoinfer import SamplingParams
 from nanoinfer.engine.request import Request
 from nanoinfer.engine.stopping import Stop
+from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.scheduling.sequence import Sequence
 
 PROMPT = [1, 2, 3]
@@ -102,7 +103,8 @@ STOP_STRINGS = [
     ([*b"a", *EMOJI, *b"b"], {"stop": "a😀b"} | SHOW_STOP, ("a😀b", 4, "stop", "a😀b")),
     ([*EMOJI, 258, 0x98, 0x81], {"stop": "😁"}, ("😀", 5, "stop", "😁")),
     ([*EMOJI, *b"b"], {"stop": "\ufffd", "room": 3}, ("😀b", 3, "length", None)),  # half of it is no text yet
-    ([*b"a", 258], {"stop": "\ufffd", "room": 2}, ("a", 2, "stop", "\ufffd")),  # and at the end it is U+FFFD
+    ([*b"a", 258], {"stop": "\ufffd", "room": 2}, ("a", 2, "length", None)),  # nor at the end
+    ([262], {"stop": "a", "room": 1}, ("", 1, "stop", "a")),  # the text beside half a character is searched at the end
     ([260, 261], {"stop": "x"}, ("佬", 2, "stop", "x")),  # in a token whose first byte ends a character
     ([262, 263], {"stop": "a"}, ("", 2, "stop", "a")),  # "a" comes with half of "€", and waits for the other half
     ([262, 263], {"stop": "a"} | SHOW_STOP, ("a", 2, "stop", "a")),
@@ -118,9 +120,27 @@ STOP_STRINGS = [
     ([0xE2, 0x82, 0xAC], {"stop": "€", "min_tokens": 2}, ("", 3, "stop", "€")),
     # beside EOS, other special tokens and stop ids
     ([*b"aE", EOS], {"stop": "END"}, ("aE", 3, "stop", None)),
-    ([*b"a", EOS], {"stop": "<eos>"} | SHOW_SPECIAL, ("a", 2, "stop", None)),  # EOS goes first, and its text is not searched
-    ([*b"a", EOS], {"stop": "<eos>"} | SHOW_STOP | SHOW_SPECIAL, ("a<eos>", 2, "stop", None)),
-    ([*b"a", 0xE2, EOS], {"stop": "\ufffd"}, ("a\ufffd", 3, "stop", None)),
+    ([*b"a", EOS], {"stop": "<eos>"} | SHOW_SPECIAL, ("a", 2, "stop", None)),  # EOS goes first, and its text is dropped
+    # where its text is kept, it is searched
+    ([*b"a", EOS], {"stop": "<eos>"} | SHOW_STOP | SHOW_SPECIAL, ("a<eos>", 2, "stop", "<eos>")),
+    ([*b"a", EOS], {"stop": "a<e"} | SHOW_STOP | SHOW_SPECIAL, ("a<e", 2, "stop", "a<e")),
+    ([*b"a", EOS], {"stop": "a<e", "min_tokens": 2} | SHOW_STOP | SHOW_SPECIAL, ("a<eos>", 2, "stop", None)),
+    ([*b"a", EOS], {"stop": "<eos>!"} | SHOW_STOP | SHOW_SPECIAL, ("a<eos>", 2, "stop", None)),
+    ([*b"x", 257], {"stop": "th", "stop_token_ids": [257]} | SHOW_STOP, ("xth", 2, "stop", "th")),
+    ([*b"x", 257], {"stop": "th", "stop_token_ids": [257]}, ("x", 2, "stop", 257)),
+    ([*b"a", 0xE2, EOS], {"stop": "\ufffd"}, ("a", 3, "stop", None)),
+    # a stop string that is a special token: its id, where its text is left out
+    ([*b"a", IM_END, *b"b"], {"stop": "<|im_end|>"}, ("a", 2, "stop", "<|im_end|>")),
+    ([*b"a", IM_END, *b"b"], {"stop": ["b", "<|im_end|>"]} | SHOW_STOP, ("a", 2, "stop", "<|im_end|>")),
+    ([*b"a", IM_END, *b"b"], {"stop": "<|im_end|>", "room": 2}, ("a", 2, "stop", "<|im_end|>")),
+    ([*b"a", IM_END, *b"b"], {"stop": "<|im_end|>", "min_tokens": 2, "room": 3}, ("ab", 3, "length", None)),
+    ([*b"a", IM_END, *b"b"], {"stop": "<|im_end|>"} | SHOW_SPECIAL, ("a", 2, "stop", "<|im_end|>")),
+    ([*b"a", IM_END], {"stop": "<|im_end|>"} | SHOW_SPECIAL | SHOW_STOP, ("a<|im_end|>", 2, "stop", "<|im_end|>")),
+    ([*b"a", IM_END], {"stop": "<|im_end|>", "stop_token_ids": [IM_END]}, ("a", 2, "stop", IM_END)),
+    ([*b"a", EOS], {"stop": "<eos>"}, ("a", 2, "stop", None)),
+    ([*b"a", EOS, *b"b"], {"stop": "<eos>", "ignore_eos": True}, ("a", 2, "stop", "<eos>")),
+    ([*b"aE", IM_END], {"stop": ["END", "<|im_end|>"]}, ("aE", 3, "stop", "<|im_end|>")),  # what was held is released
+    (b"a<|im_end|>", {"stop": "<|im_end|>"}, ("a", 11, "stop", "<|im_end|>")),  # and its text, in characters
     ([*b"a", EOS], {"stop": "eos", "ignore_eos": True} | SHOW_SPECIAL, ("a<", 2, "stop", "eos")),
     ([*b"a", EOS, *b"b"], {"stop": "ab", "ignore_eos": True}, ("", 3, "stop", "ab")),  # over a token without text
     ([*b"a", EOS, *b"b"], {"stop": "ab", "ignore_eos": True, "room": 3} | SHOW_SPECIAL, ("a<eos>b", 3, "length", None)),
@@ -128,7 +148,7 @@ STOP_STRINGS = [
     ([*b"a", IM_END, *b"b"], {"stop": "ab"}, ("", 3, "stop", "ab")),
     ([*b"a", BEYOND[0], *b"b"], {"stop": "ab"}, ("", 3, "stop", "ab")),
     (b"abc", {"stop": "bc", "stop_token_ids": [ord("c")]}, ("ab", 3, "stop", ord("c"))),  # a stop id goes first, too
-    (b"abc", {"stop": "bc", "stop_token_ids": [ord("c")]} | SHOW_STOP, ("abc", 3, "stop", ord("c"))),
+    (b"abc", {"stop": "bc", "stop_token_ids": [ord("c")]} | SHOW_STOP, ("abc", 3, "stop", "bc")),
     (b"abc", {"stop": "b", "stop_token_ids": [ord("c")]}, ("a", 2, "stop", "b")),
 ]
 IDS_AND_LENGTHS = [
@@ -150,9 +170,11 @@ IDS_AND_LENGTHS = [
     ([*b"a", BEYOND[0]], {"stop_token_ids": [BEYOND[0]]} | SHOW_STOP, ("a", 2, "stop", BEYOND[0])),
     ([*b"a", EOS], {"stop_token_ids": [EOS]}, ("a", 2, "stop", None)),  # EOS before a stop id
     ([*b"a", EOS], {"stop_token_ids": [EOS], "ignore_eos": True}, ("a", 2, "stop", EOS)),
-    # half a character at the end is U+FFFD, as in decode
-    ([*b"a", 0xE2, 0x82, 0xAC], {"room": 3}, ("a\ufffd", 3, "length", None)),
-    ([*b"a", 0xE2, 0x82, EOS], {}, ("a\ufffd", 4, "stop", None)),
+    # half a character at the end is left out, its ids are not
+    ([*b"a", 0xE2, 0x82, 0xAC], {"room": 3}, ("a", 3, "length", None)),
+    ([*b"a", *EMOJI, 0xF0, 0x9F, 0x98], {"room": 6}, ("a😀", 6, "length", None)),
+    ([262], {"room": 1}, ("a", 1, "length", None)),  # "a" comes with half of "€", and stays
+    ([*b"a", 0xE2, 0x82, EOS], {}, ("a", 4, "stop", None)),
     ([*b"a", 0xE2, 0x82, EOS], SHOW_STOP | SHOW_SPECIAL, ("a\ufffd<eos>", 4, "stop", None)),
     # no text
     (b"abc", {"detokenize": False, "room": 2}, ("", 2, "length", None)),
@@ -198,22 +220,27 @@ def expected_end(ids, *, room, stop, include, skip_special_tokens, min_tokens, i
     certain, told = "", []
     for count, token_id in enumerate(ids, start=1):
         is_eos = token_id == EOS and not ignore_eos
-        if is_eos or token_id in stop_token_ids:
-            text = decode(ids[: count if include else count - 1])
-            return (text, count, "stop", None if is_eos else token_id), told
-        before, now = certain, decode(ids[:count])
-        if count == room or not now.endswith("\ufffd"):
+        ends, reason = is_eos or token_id in stop_token_ids, None if is_eos else token_id
+        is_special_stop = skip_special_tokens and token_id == EOS and "<eos>" in stop and count > min_tokens
+        if is_special_stop and not ends:
+            ends, reason = True, "<eos>"
+        before, now = certain, decode(ids[: count if include or not ends else count - 1])
+        if ends or count == room:
+            certain = now.rstrip("\ufffd")
+        elif not now.endswith("\ufffd"):
             certain = now
         if count > min_tokens:
             for end in range(len(before) + 1, len(certain) + 1):
                 for text in stop:
                     if certain[:end].endswith(text):
                         return (certain[: end if include else end - len(text)], count, "stop", text), told
+        if ends:
+            return (certain, count, "stop", reason), told
         if count == room:
             return (certain, count, "length", None), told
         tails = [certain[start:] for start in range(len(certain))]
         told.append((certain, max((len(t) for t in tails if any(s.startswith(t) and s != t for s in stop)), default=0)))
-    return (decode(ids), len(ids), "abort", None), told
+    return (decode(ids).rstrip("\ufffd"), len(ids), "abort", None), told
 
 
 @settings(max_examples=500, deadline=None)
@@ -253,6 +280,25 @@ def test_a_request_ends_as_the_oracle_says_and_its_stream_takes_nothing_back(ids
     assert [delta.output for delta in one.deltas] == [None] * (len(one.deltas) - 1) + [one.output]
 
 
+FOX = [256, 0xF0, 0x9F, 0x98, 0x80, 257]  # th😀the
+
+
+def test_the_text_of_a_piece_of_a_character_is_what_it_adds():
+    """For the id that was drawn, and for others in its place: each position has two of them."""
+    others = [0x80, ord("x"), 0x80, 259, 261, 0xFF]
+    prompt = [0xF0, *FOX[2:]]
+    params = SamplingParams(logprobs=1, prompt_logprobs=1)
+    one = Request([Sequence("r", prompt, params, 0, len(prompt) + len(FOX))], None, byte_tokenizer(), arrival_time=0.0)
+    one.add_prompt_logprobs(1, [TokenLogprobs([i, ord("y")], [-1.0, -2.0], [1, 2]) for i in FOX[2:]])
+    for token_id, other in zip(FOX, others, strict=True):
+        advance(one, one.sequences[0], token_id, TokenLogprobs([token_id, other], [-1.0, -2.0], [1, 2]))
+    texts = [[entry.decoded_token for entry in position.values()] for position in one.output.outputs[0].logprobs]
+    assert texts == [["th", ""], ["", "x"], ["", ""], ["", "😀"], ["😀", "😬x"], ["the", ""]]
+    assert "".join(text for text, _ in texts) == one.output.outputs[0].text == "th😀the"
+    texts = [[entry.decoded_token for entry in position.values()] for position in one.output.prompt_logprobs[1:]]
+    assert texts == [["", "y"], ["", "y"], ["😀", "y"], ["the", "y"]]
+
+
 def test_the_joined_stream_notices_a_stream_that_holds_nothing_back(monkeypatch):
     monkeypatch.setattr("nanoinfer.engine.stopping.StopStrings._num_held", lambda text: 0)
     with pytest.raises(AssertionError):
@@ -262,16 +308,16 @@ def test_the_joined_stream_notices_a_stream_that_holds_nothing_back(monkeypatch)
 
 @pytest.mark.parametrize("stop", [Stop("abort"), Stop("error", error="no token is left")])
 def test_a_request_ended_from_outside_keeps_its_ids_and_the_text_it_held(stop):
-    one = request(stop=["END", "b\ufffd"], min_tokens=3)
+    one = request(stop=["END", "b€"], min_tokens=3)
     for token_id in [*b"aE", *b"b", 0xE2]:
         advance(one, one.sequences[0], token_id)
     shown = "".join(delta.text for delta in one.deltas)
     one.end(stop)
     completion = one.output.outputs[0]
-    assert (shown, completion.text) == ("aE", "aEb\ufffd")  # nothing was drawn, so no stop string completes
+    assert (shown, completion.text) == ("aE", "aEb")
     assert completion.token_ids == [*b"aEb", 0xE2]
     assert (completion.finish_reason, completion.stop_reason, completion.error) == (stop.finish_reason, None, stop.error)
-    assert (one.deltas[-1].text, one.deltas[-1].token_ids, one.deltas[-1].output) == ("b\ufffd", [], one.output)
+    assert (one.deltas[-1].text, one.deltas[-1].token_ids, one.deltas[-1].output) == ("b", [], one.output)
 
 
 def two_answers(**params):
