@@ -32,7 +32,7 @@ class Demo:
     prompts: list[str]
     kv_cache_memory: int = 2**24
     engine: dict[str, Any]
-    params: SamplingParams
+    params: SamplingParams | list[SamplingParams]
     find: Callable[[Recorder], list[Moment]]
 
 
@@ -113,7 +113,7 @@ DEMOS = {
     "sharing": Demo(
         prompts=[f"{STORY} One", f"{STORY} On a sunny day, he"],
         engine={"block_size": 8, "max_num_batched_tokens": 32},  # not both prompts in one step
-        params=SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+        params=[SamplingParams(temperature=0, max_tokens=num, ignore_eos=True) for num in (8, 16)],
         find=find_sharing,
     ),
     "stop-string": Demo(
