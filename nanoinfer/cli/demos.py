@@ -41,15 +41,10 @@ def find_preemption(recorder: Recorder) -> list[Moment]:
     full = next(step for step in steps if step.preempted)
     name = full.preempted[0]
     again = next(step for step in steps if step.step > full.step and name in step.sequence_ids)
-    return [
-        Moment(full.step, name, f"No block is free. Sequence {name} is preempted (P): its blocks are freed, and it waits."),
-        Moment(
-            again.step,
-            name,
-            f"Blocks are free again. {num_new_tokens(again, name)} tokens of sequence {name}, its prompt and its output, are "
-            "recomputed in one step.",
-        ),
-    ]
+    num = num_new_tokens(again, name)
+    freed = f"No block is free. Sequence {name} is preempted (P): its blocks are freed, and it waits."
+    recomputed = f"Blocks are free again. {num} tokens of sequence {name}, prompt and output, are recomputed in one step."
+    return [Moment(full.step, name, freed), Moment(again.step, name, recomputed)]
 
 
 def find_sharing(recorder: Recorder) -> list[Moment]:
@@ -57,15 +52,10 @@ def find_sharing(recorder: Recorder) -> list[Moment]:
     name, blocks = hit.sequence_id, f"{len(hit.blocks)} blocks"
     first = next(step for step in steps if name in step.sequence_ids)
     alone = next(step for step in steps if step.running == (name,))
-    return [
-        Moment(
-            first.step,
-            name,
-            f"Sequence {name} has a prefix cache hit: it shares {blocks} with sequence 0 (×2). Only {num_new_tokens(first, name)} "
-            "tokens of its prompt are computed.",
-        ),
-        Moment(alone.step, name, f"Sequence 0 has ended. The {blocks} stay in use, because sequence {name} holds them, too."),
-    ]
+    num = num_new_tokens(first, name)
+    shared = f"Sequence {name} has a prefix cache hit on {blocks} of sequence 0 (×2). Only {num} prompt tokens are computed."
+    kept = f"Sequence 0 has ended. The {blocks} stay in use, because sequence {name} holds them, too."
+    return [Moment(first.step, name, shared), Moment(alone.step, name, kept)]
 
 
 def find_stop_string(recorder: Recorder) -> list[Moment]:
@@ -75,7 +65,7 @@ def find_stop_string(recorder: Recorder) -> list[Moment]:
     last = len(tokens) - 1
     return [
         Moment(held, "0", f"{tokens[held].held!r} is held back, because it may be the beginning of a stop string."),
-        Moment(released, "0", f"It was not. {tokens[released].text!r} is released, and {tokens[released].held!r} is held back."),
+        Moment(released, "0", f"It was not, so {tokens[released].text!r} is released."),
         Moment(last, "0", f"The stop string {tokens[last].stop_reason!r} is complete. The answer ends without it."),
     ]
 
@@ -85,15 +75,10 @@ def find_chunks(recorder: Recorder) -> list[Moment]:
     name, num_tokens = prompt.request_id, len(prompt.prompt_token_ids)
     prefills = [step for step in recorder.of(StepScheduled) if num_new_tokens(step, name) > 1]
     first, last = prefills[0], prefills[-1]
-    return [
-        Moment(
-            first.step,
-            name,
-            f"{num_new_tokens(first, name)} of the {num_tokens} prompt tokens of sequence {name} are computed. Sequence 0 decodes "
-            "in the same steps, and need not wait for the whole prompt.",
-        ),
-        Moment(last.step, name, f"The last of {len(prefills)} chunks: the first token of sequence {name} is drawn."),
-    ]
+    chunk = f"{num_new_tokens(first, name)} of the {num_tokens} prompt tokens of sequence {name} are computed."
+    beside = "Sequence 0 decodes in the same step: it does not wait for the whole prompt."
+    drawn = f"The last of {len(prefills)} chunks. The first token of sequence {name} is drawn."
+    return [Moment(first.step, name, f"{chunk} {beside}"), Moment(last.step, name, drawn)]
 
 
 def num_new_tokens(step: StepScheduled, sequence_id: str) -> int:

@@ -52,7 +52,7 @@ def test_sharing(run):
 
 
 def test_stop_string(run):
-    recorder, (held, released, last), steps = run("stop-string")
+    recorder, (held, released, last), _ = run("stop-string")
     tokens = recorder.of(TokenAppended)
     assert tokens[held.step].held
     assert tokens[released.step].text.startswith(tokens[held.step].held)

@@ -313,7 +313,7 @@ def test_steps_without_stages_have_no_cost_of_recording_them():
 def test_a_notebook_gets_the_page_the_size_or_nothing(monkeypatch, tmp_path):
     recorder = Recorder()
     assert recorder._repr_html_() is None  # Jupyter then shows repr()
-    prompt = "It's <b>\"5 &amp; 6\"</b></iframe>"
+    prompt = 'It\'s <b>"5 &amp; 6"</b></iframe>'
     LLM(tracer=recorder).generate(prompt, SamplingParams(max_tokens=2), use_tqdm=False)
     frames = []
     parser = HTMLParser(convert_charrefs=True)

@@ -130,6 +130,7 @@ MADE = [  # a prompt longer than the table, invisible texts, an id that is still
     StepTimed(4, 0.001, 0.001, 0.01, 0.001, 0.001),  # a step in flight when the recorder was cleared
     RequestAdded("a", "<i>many", tuple(range(250)), tuple(f"<i>{i}" for i in range(250)), {"stop": "('<b>',)"}),
     RequestAdded("b", "", (1,), (), {}),
+    RequestAdded("c", "", tuple(range(1100)), tuple(f" {i}" for i in range(1100)), {}),
     BlocksAllocated("a", tuple(range(16))),
     scheduled(5, a=250),
     batch("a", range(250), ids=range(250), rows=(249,)),
@@ -717,6 +718,8 @@ def test_odd_events_are_shown_as_well_as_can_be(show_events):
     assert "no times" in page.inner_text("#step")
     assert "No token was drawn" in page.inner_text("#token")
     assert page.locator("i:has-text('<i>')").count() == 0
+    prompt = page.locator("#requests details >> nth=2").locator("p >> nth=0")
+    assert prompt.text_content() == "".join(f" {i}" for i in range(1100))  # the rest of a long prompt is there, too
 
 
 def test_beam_search_in_the_same_recording_is_passed_over(show, tmp_path):
