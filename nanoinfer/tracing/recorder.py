@@ -97,12 +97,13 @@ class Recorder:
         events = self._last_run()
         if not events:
             return None
-        page = viewer.page(_rows(events))
-        if len(page) <= MAX_FRAME_CHARS:
-            return viewer.frame(page)
+        if len(events) < MAX_FRAME_CHARS // 50:  # most events take more characters than that
+            page = viewer.page(_rows(events))
+            if len(page) <= MAX_FRAME_CHARS:
+                return viewer.frame(page)
         return (
-            f"<p>{self!r}: the page has {len(page) / 1e6:.1f} MB, more than the {MAX_FRAME_CHARS / 1e6:.0f} MB that a notebook "
-            'shows in place. <code>recorder.to_html("trace.html")</code> writes it to a file.</p>'
+            f"<p>{self!r} makes a page of more than {MAX_FRAME_CHARS / 1e6:.0f} MB, which is too large for a notebook. "
+            '<code>recorder.to_html("trace.html")</code> writes it to a file.</p>'
         )
 
     def _last_run(self) -> list[Any]:

@@ -5,7 +5,6 @@ The events are replayed with simple data structures (a list of blocks per sequen
 
 import json
 import random
-import re
 import time
 from collections import Counter
 from html.parser import HTMLParser
@@ -310,7 +309,7 @@ def test_steps_without_stages_have_no_cost_of_recording_them():
     assert [timed.trace for timed in recorder.of(StepTimed)] == [0, 0]
 
 
-def test_a_notebook_gets_the_page_the_size_or_nothing(monkeypatch, tmp_path):
+def test_a_notebook_gets_the_page_or_a_sentence_or_nothing(monkeypatch, tmp_path):
     recorder = Recorder()
     assert recorder._repr_html_() is None  # Jupyter then shows repr()
     prompt = 'It\'s <b>"5 &amp; 6"</b></iframe>'
@@ -323,8 +322,10 @@ def test_a_notebook_gets_the_page_the_size_or_nothing(monkeypatch, tmp_path):
     [(tag, attributes)] = frames
     assert (tag, attributes["sandbox"]) == ("iframe", "allow-scripts")
     assert attributes["srcdoc"] == (tmp_path / "page.html").read_text(encoding="utf-8")
-    monkeypatch.setattr("nanoinfer.tracing.recorder.MAX_FRAME_CHARS", 1000)
-    assert re.search(r"the page has 0\.\d MB.*recorder\.to_html", recorder._repr_html_())
+    for limit in (len(attributes["srcdoc"]) - 1, 50 * len(recorder.events)):
+        monkeypatch.setattr("nanoinfer.tracing.recorder.MAX_FRAME_CHARS", limit)
+        assert recorder._repr_html_().startswith(f"<p>{recorder!r} makes a page of more than")
+        assert 'recorder.to_html("trace.html")' in recorder._repr_html_()
 
 
 def test_clear_keeps_the_last_engine_started():

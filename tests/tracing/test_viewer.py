@@ -382,6 +382,10 @@ def test_a_link_opens_the_page_where_it_was_copied(recorded, show):
     again.evaluate("location.hash = '#step=20&token=3'")  # as by typing
     until(again, lambda: step_of(again) == 20)
     assert again.inner_text("#token .owner") == "3"
+    early = show(recorded.path, at="#step=0&token=2")  # before the request was added
+    assert early.inner_text("#token") == "No token of sequence 2 was drawn in this step."
+    early.click("#next")
+    assert early.inner_text("#token .owner") == "2"
 
 
 @pytest.mark.parametrize("at", ["", "#step=1000", "#token=1", "#nonsense"])
@@ -395,6 +399,13 @@ def test_it_opens_on_the_token_of_greatest_entropy(recorded, show, at):
     assert page.inner_text("#token p >> nth=0").startswith(f"{sequence_id} id ")
     assert f"position {position}," in page.inner_text("#token p >> nth=0")
     assert step_of(page) > 0
+    page.evaluate("byId('requests').style.maxHeight = '100px'")
+    for end, token in [("End", "p"), ("Home", "n")]:  # the text scrolls to the token, the page does not
+        page.keyboard.press(end)
+        page.keyboard.press(token)
+        chip, box = page.locator("#requests [aria-pressed=true]").bounding_box(), page.locator("#requests").bounding_box()
+        assert box["y"] <= chip["y"] < chip["y"] + chip["height"] <= box["y"] + box["height"]
+    assert page.evaluate("scrollY") == 0
 
 
 def test_a_click_on_a_cell_goes_there(recorded, show):
