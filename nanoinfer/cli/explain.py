@@ -1,6 +1,7 @@
 """`nanoinfer explain`: record a generation, print a line for each token, and write the HTML replay.
 
 A line goes from the model's probability of the token to the text that was shown. Recorder.to_html draws the same and more.
+With --demo the run is one of demos.py, and the moments to look at are printed, too.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nanoinfer.cli.demos import DEMOS, Demo
 from nanoinfer.cli.options import (
     EngineOptions,
     MaxTokens,
@@ -33,14 +35,18 @@ from nanoinfer.tracing import Recorder, StageApplied, TokenAppended, TokenDrawn
 @expand_options
 def explain(
     *,
+    context: typer.Context,
     prompts: Annotated[
-        list[str], typer.Argument(help="The texts to continue, together; - reads standard input.", metavar="PROMPT...")
-    ],
+        list[str] | None, typer.Argument(help="The texts to continue, together; - reads standard input.", metavar="PROMPT...")
+    ] = None,
     engine: EngineOptions,
     block_size: Annotated[int, typer.Option(help="Tokens per block of the KV cache; small ones show more.")] = 16,
     sampling: SamplingOptions,
     max_tokens: MaxTokens = 32,
     stop: Stop = None,
+    demo: Annotated[
+        str | None, typer.Option(help=f"A prepared run: {', '.join(DEMOS)}. Takes --html and --jsonl, and no other option.")
+    ] = None,
     html: Annotated[Path, typer.Option(help="Path of the HTML replay.")] = Path("trace.html"),
     jsonl: Annotated[Path | None, typer.Option(help="Path for the events, too, one line of JSON each.")] = None,
 ) -> None:
@@ -52,9 +58,18 @@ def explain(
             if path is not None and not path.absolute().parent.is_dir():
                 raise InvalidValueError(f"cannot write {path}: there is no such folder; name another place")
         recorder = Recorder(stages=True)
-        llm = load_llm(engine, block_size=block_size, tracer=recorder)
-        params = resolve_sampling_params(llm, sampling, max_tokens=max_tokens, stop=stop)
-        outputs = llm.generate([read_standard_input() if text == "-" else text for text in prompts], params, use_tqdm=False)
+        prepared = find_demo(demo, context) if demo is not None else None
+        if prepared:
+            options = EngineOptions(dtype="float32", kv_cache_memory=prepared.kv_cache_memory)
+            llm = load_llm(options, **prepared.engine, tracer=recorder)
+            texts, params = prepared.prompts, prepared.params
+        elif prompts:
+            llm = load_llm(engine, block_size=block_size, tracer=recorder)
+            texts = [read_standard_input() if text == "-" else text for text in prompts]
+            params = resolve_sampling_params(llm, sampling, max_tokens=max_tokens, stop=stop)
+        else:
+            raise InvalidValueError("there is nothing to explain; give a prompt or --demo")
+        outputs = llm.generate(texts, params, use_tqdm=False)
         errors = {index: output.outputs[0].error for index, output in enumerate(outputs) if output.outputs[0].error}
         for index, error in errors.items():
             print_error(NanoinferError(f"prompt {index}: {error}"))
@@ -63,8 +78,24 @@ def explain(
             _write(recorder.to_html, html, "replays it in a browser, from the disk")
         if jsonl:
             _write(recorder.to_jsonl, jsonl, "has the events; Recorder.from_jsonl reads them")
+        if prepared:
+            print("What to look at:")
+            for step, sequence_id, words in prepared.find(recorder):
+                print(f"- Step {step}: {words}\n  {html.absolute().as_uri()}#step={step}&token={sequence_id}")
         if errors:
             raise typer.Exit(1)
+
+
+def find_demo(name: str, context: typer.Context) -> Demo:
+    """The demo of a name. Raises: InvalidValueError if there is none, or if the command line has options that it sets."""
+    if name not in DEMOS:
+        raise InvalidValueError(f"--demo must be one of {', '.join(DEMOS)}, got {name!r}")
+    given = {one.name: one.opts[0] for one in context.command.params if one.name is not None}
+    sources = {option: context.get_parameter_source(one) for one, option in given.items()}
+    others = [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if refused := [option for option in others if option not in ("--demo", "--html", "--jsonl")]:
+        raise InvalidValueError(f"--demo is a prepared run and takes --html and --jsonl only; leave out {', '.join(refused)}")
+    return DEMOS[name]
 
 
 def _write(write: Callable[[Path], None], path: Path, what: str) -> None:

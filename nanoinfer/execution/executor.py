@@ -55,7 +55,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """sequences: in the order of the plan's rows. seconds: what the executor spent on build, forward and sample."""
+    """sequences: in the order of the plan's rows. seconds: the executor's phases of StepTimed."""
 
     sequences: list[SequenceOutput]
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)

@@ -151,14 +151,18 @@ class UniProcExecutor:
             logits = self.runner.compute_logits(hidden[batch.logits_indices])  # of the rows that need logits
             forwarded = time.perf_counter()
             sequences = [seq for seq, _ in plan.rows]
-            drawn = top_logprobs = None
+            drawn = top_logprobs = stage_tracer = None
+            if self._tracer is not None and self._tracer.wants_stages:
+                stage_tracer = StageTracer(self._tracer, sequences, self._tokenizer)
             if plan.num_top_logprobs:
                 top_logprobs = _top_logprobs(logits, sequences, plan.num_top_logprobs)
             else:
-                drawn = self._sample(logits, sequences)
+                drawn = self._sample(logits, sequences, stage_tracer)
             prompt_logprobs = [self._prompt_logprobs(part, hidden) for part in plan.prompt_rows]
             must_sync = self.sampler.has_user_stages or bool(prompt_logprobs) or any(map(_must_sync, sequences))
-            seconds = {"build": built - start, "forward": forwarded - built, "sample": time.perf_counter() - forwarded}
+            traced = stage_tracer.seconds if stage_tracer else 0.0
+            sampled = time.perf_counter() - forwarded - traced
+            seconds = {"build": built - start, "forward": forwarded - built, "sample": sampled, "trace": traced}
             return LaunchedStep(plan, drawn, prompt_logprobs, top_logprobs or [], must_sync, seconds)
 
     @torch.inference_mode()
@@ -231,12 +235,11 @@ class UniProcExecutor:
             attention_backend=backend_name,
         )
 
-    def _sample(self, logits: Float[Tensor, "num_rows vocab"], sequences: list[Sequence]) -> Drawn:
+    def _sample(
+        self, logits: Float[Tensor, "num_rows vocab"], sequences: list[Sequence], stage_tracer: StageTracer | None
+    ) -> Drawn:
         batch = SamplingBatch.build(sequences, self.info.vocab_size, self.device, self._previous_sampling_batch)
         self._previous_sampling_batch = batch
-        stage_tracer = None
-        if self._tracer is not None and self._tracer.wants_stages:
-            stage_tracer = StageTracer(self._tracer, sequences, self._tokenizer)
         return self.sampler(logits, batch, stage_tracer)
 
     def _prompt_logprobs(self, part: PromptRows, hidden: Float[Tensor, "num_tokens hidden"]) -> PromptLogprobs:

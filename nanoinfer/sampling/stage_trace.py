@@ -3,7 +3,11 @@
 In: logits [batch, vocab] after every stage, then the draw. Out: events. No logits are changed.
 """
 
+import math
+import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +30,7 @@ class _StageChange:
     stage: str
     rows: list[int]  # the changed rows
     num_left: list[int]  # ids with a finite logit, of every row
+    entropy: list[float]  # of every row after the stage, in bits
     before: Float[Tensor, "batch vocab"]
     after: Float[Tensor, "batch vocab"]
 
@@ -33,7 +38,8 @@ class _StageChange:
 class StageTracer:
     """Emits the events of one step after its draw, since every event includes the drawn token.
 
-    Until then it keeps the probabilities of all rows after every stage that changed one.
+    Until then it keeps the probabilities of all rows after every stage that changed one. `seconds` is the time that all this
+    took.
     """
 
     def __init__(self, tracer: Tracer, sequences: Rows[Sequence], tokenizer: Tokenizer | None) -> None:
@@ -42,19 +48,23 @@ class StageTracer:
         self._tokenizer = tokenizer
         # of each row: its sequence, and the position of the drawn token
         self._rows = [(seq.sequence_id, at) for seq, at in zip(sequences, drawn_positions(sequences), strict=True)]
+        self.seconds = 0.0
         self._logits: Tensor | None = None  # after the last stage
         self._changes: list[_StageChange] = []
 
     def after_stage(self, stage: str, logits: Float[Tensor, "batch vocab"]) -> None:
         """Note what a stage changed. The first call is stage "model" with the model's own logits."""
-        rows = list(range(len(logits)))
-        if self._logits is not None:
-            rows = (logits != self._logits).any(dim=-1).nonzero().flatten().tolist()
-        if rows:
-            after = logits.softmax(dim=-1).nan_to_num_(0.0)  # NaN: a row without a finite logit
-            before = self._changes[-1].after if self._changes else after
-            self._changes.append(_StageChange(stage, rows, (logits > float("-inf")).sum(dim=-1).tolist(), before, after))
-            self._logits = logits.clone()
+        with self._measure(logits):
+            rows = list(range(len(logits)))
+            if self._logits is not None:
+                rows = (logits != self._logits).any(dim=-1).nonzero().flatten().tolist()
+            if rows:
+                after = logits.softmax(dim=-1).nan_to_num_(0.0)  # NaN: a row without a finite logit
+                before = self._changes[-1].after if self._changes else after
+                num_left = (logits > float("-inf")).sum(dim=-1).tolist()
+                entropy = (torch.special.entr(after).sum(dim=-1) / math.log(2)).tolist()
+                self._changes.append(_StageChange(stage, rows, num_left, entropy, before, after))
+                self._logits = logits.clone()
 
     def after_draw(self, logits: Float[Tensor, "batch vocab"], u: list[float | None], token_ids: Int[Tensor, " batch"]) -> None:
         """Emit the events.
@@ -64,16 +74,27 @@ class StageTracer:
             u: the uniform number of each row, None for greedy rows.
             token_ids: -1 where no token could be drawn.
         """
-        drawn = token_ids.tolist()
-        for change in self._changes:
-            for row in change.rows:
-                candidates = self._candidates(change.before[row], change.after[row], drawn[row])
-                self._tracer.emit(StageApplied(*self._rows[row], change.stage, change.num_left[row], candidates))
-        weights = integer_weights(logits)
-        cumulative = weights.cumsum(dim=-1)
-        for row, token_id in enumerate(drawn):
-            if token_id >= 0:
-                self._tracer.emit(self._draw(row, token_id, u[row], weights[row], cumulative[row]))
+        with self._measure(logits):
+            drawn = token_ids.tolist()
+            for change in self._changes:
+                for row in change.rows:
+                    candidates = self._candidates(change.before[row], change.after[row], drawn[row])
+                    num_left, entropy = change.num_left[row], change.entropy[row]
+                    self._tracer.emit(StageApplied(*self._rows[row], change.stage, num_left, entropy, candidates))
+            weights = integer_weights(logits)
+            cumulative = weights.cumsum(dim=-1)
+            for row, token_id in enumerate(drawn):
+                if token_id >= 0:
+                    self._tracer.emit(self._draw(row, token_id, u[row], weights[row], cumulative[row]))
+
+    @contextmanager
+    def _measure(self, logits: Tensor) -> Iterator[None]:
+        """Add the time of the block to `seconds`, without the time of work that the GPU has still to finish."""
+        if logits.is_cuda:
+            torch.cuda.synchronize(logits.device)
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
 
     def _draw(
         self, row: int, token_id: int, u: float | None, weights: Int[Tensor, " vocab"], cumulative: Int[Tensor, " vocab"]

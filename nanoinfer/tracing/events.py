@@ -183,6 +183,7 @@ class StageApplied:
     Attributes:
         position: Position in the sequence. 0 is the prompt's first token.
         num_left: The number of tokens of the vocabulary that can be drawn after the stage.
+        entropy: Entropy of all probabilities after the stage, in bits.
         candidates: The most probable tokens before the stage, those after it, and the drawn token, sorted by falling `before`.
     """
 
@@ -190,6 +191,7 @@ class StageApplied:
     position: int
     stage: str
     num_left: int
+    entropy: float
     candidates: tuple[Candidate, ...]
 
 
@@ -249,7 +251,8 @@ class TokenAppended:
 class StepTimed:
     """The time of one step in seconds, by phase, in the order of LLMEngine.step.
 
-    A GPU continues after `forward` has returned. There, `sample` includes the wait for it.
+    A GPU continues after `forward` has returned. There, `sample` includes the wait for it. `trace` is the cost of Recorder(
+    stages=True), which no phase includes.
 
     >>> round(StepTimed(step=0, schedule=1, build=2, forward=30, sample=4, advance=3).outside_model_and_sampler)
     6
@@ -261,6 +264,7 @@ class StepTimed:
     forward: float
     sample: float
     advance: float  # stop conditions, detokenization
+    trace: float = 0.0  # copying and describing the logits after every stage
 
     @property
     def outside_model_and_sampler(self) -> float:

@@ -12,6 +12,8 @@ from nanoinfer.tracing.events import Candidate, EngineStarted, Event, Interval, 
 
 E = TypeVar("E")
 
+MAX_FRAME_CHARS = 3_000_000  # of a page inside a notebook, which saves it with the cell
+
 _EVENTS: dict[str, type] = {event.__name__: event for event in Event.__args__}
 _PARTS: dict[str, type] = {"candidates": Candidate, "intervals": Interval}  # fields that hold tuples of these
 
@@ -81,15 +83,34 @@ class Recorder:
         Raises:
             InvalidValueError: If no step was recorded.
         """
-        starts = [i for i, event in enumerate(self.events) if isinstance(event, EngineStarted)]
-        events = self.events[starts[-1] :] if starts else []
-        if not any(isinstance(event, StepScheduled) for event in events):
+        events = self._last_run()
+        if not events:
             raise InvalidValueError(
                 "there is no step of generate(), stream() or chat() to show (beam search makes steps of its own); give the "
                 "recorder to an LLM, LLM(tracer=recorder), generate something, then call to_html(path)"
             )
         with open(path, "w", encoding="utf-8") as file:
             file.write(viewer.page(_rows(events)))
+
+    def _repr_html_(self) -> str | None:
+        """The page of to_html in a frame, which Jupyter shows. Without a step it shows repr()."""
+        events = self._last_run()
+        if not events:
+            return None
+        if len(events) < MAX_FRAME_CHARS // 50:  # most events take more characters than that
+            page = viewer.page(_rows(events))
+            if len(page) <= MAX_FRAME_CHARS:
+                return viewer.frame(page)
+        return (
+            f"<p>{self!r} makes a page of more than {MAX_FRAME_CHARS / 1e6:.0f} MB, which is too large for a notebook. "
+            '<code>recorder.to_html("trace.html")</code> writes it to a file.</p>'
+        )
+
+    def _last_run(self) -> list[Any]:
+        """The events from the last EngineStarted on, or none if there is no step among them."""
+        starts = [i for i, event in enumerate(self.events) if isinstance(event, EngineStarted)]
+        events = self.events[starts[-1] :] if starts else []
+        return events if any(isinstance(event, StepScheduled) for event in events) else []
 
 
 def _rows(events: Iterable[Any]) -> Iterable[dict[str, Any]]:

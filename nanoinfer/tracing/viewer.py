@@ -1,7 +1,7 @@
 """Events -> one HTML page that replays a generation. It needs no network and no other file.
 
 In: the events as plain dicts, like the lines of Recorder.to_jsonl. Out: the page: viewer.html with the events inserted. Its
-script draws the rest: the timeline, the block pool, the bars, the intervals.
+script draws the rest: the timeline, the block pool, the bars, the intervals. A notebook shows the page in a frame.
 """
 
 import json
@@ -19,6 +19,13 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
     assert template.count(_PLACE) == 1
     events = json.dumps([_shortened(row) for row in rows], ensure_ascii=False, separators=(",", ":"))
     return template.replace(_PLACE, events.replace("<", "\\u003c"))  # a text may contain "</script>"
+
+
+def frame(page: str) -> str:
+    """An HTML element that contains the whole page. Its scripts cannot reach the notebook around it."""
+    source = page.replace("&", "&amp;").replace("'", "&#39;")  # single quotes: JSON is full of double ones
+    style = "width: 100%; height: 800px; border: 0"
+    return f"<iframe sandbox='allow-scripts' style='{style}' srcdoc='{source}'></iframe>"
 
 
 def _shortened(value: Any) -> Any:

@@ -5,7 +5,9 @@ The events are replayed with simple data structures (a list of blocks per sequen
 
 import json
 import random
+import time
 from collections import Counter
+from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
@@ -262,11 +264,11 @@ def test_stage_applied_and_token_drawn_equal_a_case_worked_out_by_hand():
     watch.after_stage("mine", (last := torch.tensor([[0.25, 0.25, 0.0, 0.0]]).log()))
     watch.after_draw(last, [0.6], torch.tensor([1]))
     model, mine, drawn = recorder.events
-    assert (model.stage, model.position, model.num_left) == ("model", 3, 3)
+    assert (model.stage, model.position, model.num_left, model.entropy) == ("model", 3, 3, 1.5)
     assert [one.token_id for one in model.candidates] == [0, 1, 2]
     assert [one.before for one in model.candidates] == [one.after for one in model.candidates]
     assert [one.after for one in model.candidates] == pytest.approx([0.5, 0.25, 0.25])
-    assert (mine.stage, mine.num_left) == ("mine", 2)
+    assert (mine.stage, mine.num_left, mine.entropy) == ("mine", 2, 1)
     assert [one.token_id for one in mine.candidates] == [0, 1, 2]
     assert [one.before for one in mine.candidates] == pytest.approx([0.5, 0.25, 0.25])
     assert [one.after for one in mine.candidates] == pytest.approx([0.5, 0.5, 0.0])
@@ -280,13 +282,50 @@ def test_a_row_with_no_tokens_left_has_stages_and_no_draw():
     output = LLM(tracer=recorder).generate(["Lily", "Lily"], [nothing, SamplingParams(seed=1, max_tokens=2)], use_tqdm=False)
     assert [one.outputs[0].finish_reason for one in output] == ["error", "length"]
     last = [event for event in recorder.of(StageApplied) if event.sequence_id == "0"][-1]
-    assert (last.stage, last.num_left) == ("apply_logits_processors", 0)
+    assert (last.stage, last.num_left, last.entropy) == ("apply_logits_processors", 0, 0)
     assert all(one.after == 0 for one in last.candidates)
     assert {event.sequence_id for event in recorder.of(TokenDrawn)} == {"1"}
     assert {event.request_id: event.finish_reasons for event in recorder.of(RequestFinished)} == {
         "0": ("error",),
         "1": ("length",),
     }
+
+
+def test_the_cost_of_recording_stages_is_in_no_phase(monkeypatch):
+    """Each description of a row's candidates now takes 20 ms."""
+    candidates = StageTracer._candidates
+    monkeypatch.setattr(StageTracer, "_candidates", lambda *args: time.sleep(0.02) or candidates(*args))
+    recorder = Recorder(stages=True)
+    LLM(tracer=recorder).generate(["Lily", "Tom"], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    stages = Counter(event.position for event in recorder.of(StageApplied))
+    for timed, num_stages in zip(recorder.of(StepTimed), stages.values(), strict=True):
+        assert timed.trace >= 0.02 * num_stages
+        assert timed.sample < 0.02
+
+
+def test_steps_without_stages_have_no_cost_of_recording_them():
+    recorder = Recorder()
+    LLM(tracer=recorder).generate("Lily", SamplingParams(max_tokens=2), use_tqdm=False)
+    assert [timed.trace for timed in recorder.of(StepTimed)] == [0, 0]
+
+
+def test_a_notebook_gets_the_page_or_a_sentence_or_nothing(monkeypatch, tmp_path):
+    recorder = Recorder()
+    assert recorder._repr_html_() is None  # Jupyter then shows repr()
+    prompt = 'It\'s <b>"5 &amp; 6"</b></iframe>'
+    LLM(tracer=recorder).generate(prompt, SamplingParams(max_tokens=2), use_tqdm=False)
+    frames = []
+    parser = HTMLParser(convert_charrefs=True)
+    parser.handle_starttag = lambda tag, attributes: frames.append((tag, dict(attributes)))
+    parser.feed(recorder._repr_html_())
+    recorder.to_html(tmp_path / "page.html")
+    [(tag, attributes)] = frames
+    assert (tag, attributes["sandbox"]) == ("iframe", "allow-scripts")
+    assert attributes["srcdoc"] == (tmp_path / "page.html").read_text(encoding="utf-8")
+    for limit in (len(attributes["srcdoc"]) - 1, 50 * len(recorder.events)):
+        monkeypatch.setattr("nanoinfer.tracing.recorder.MAX_FRAME_CHARS", limit)
+        assert recorder._repr_html_().startswith(f"<p>{recorder!r} makes a page of more than")
+        assert 'recorder.to_html("trace.html")' in recorder._repr_html_()
 
 
 def test_clear_keeps_the_last_engine_started():
