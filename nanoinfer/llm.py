@@ -18,6 +18,7 @@ from nanoinfer.engine.chat_messages import Message
 from nanoinfer.engine.factory import load_engine
 from nanoinfer.engine.guards import interrupt_deferred
 from nanoinfer.engine.inputs import PreparedRequest, PromptType, TokensPrompt, with_prompt_index
+from nanoinfer.engine.metrics import Metric
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import (
     InvalidTypeError,
@@ -27,7 +28,7 @@ from nanoinfer.errors import (
     check_flag,
     shown,
 )
-from nanoinfer.outputs import BeamSearchOutput, Delta, Metric, RequestOutput
+from nanoinfer.outputs import BeamSearchOutput, Delta, RequestOutput
 from nanoinfer.sampling.sampler import Stage
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.tracing import Tracer

@@ -202,23 +202,3 @@ class Delta(_ShortRepr):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A number that LLM.get_metrics() returns, under the name that vLLM gives it."""
-
-    name: str
-    value: float
-
-
-class Counter(Metric):
-    """A metric that only grows."""
-
-    __slots__ = ()
-
-
-class Gauge(Metric):
-    """A metric that goes up and down."""
-
-    __slots__ = ()

@@ -8,18 +8,17 @@ import secrets
 import sys
 from ast import literal_eval
 from collections.abc import Callable
-from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanoinfer.cli.conversation import Conversation
-from nanoinfer.errors import InvalidValueError, NanoinferError, suggest
+from nanoinfer.cli.generate import describe_speed, print_stream
+from nanoinfer.errors import InvalidValueError, suggest
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanoinfer.engine.inputs import TokensPrompt
     from nanoinfer.llm import LLM
 
 # What /set can change. The other fields of SamplingParams concern several answers, or outputs that a chat does not show.
@@ -76,7 +75,9 @@ class ChatSession:
             Whether there was any text. Without any, the turn is not kept.
         """
         prompt, num_dropped = self.conversation.render(question)
-        text, self.output = self._stream(prompt)
+        text, self.output = print_stream(
+            self.llm, prompt, self.params, self._dim_thinking, end=PLAIN if self._has_colors else ""
+        )
         self.params = replace(self.params, seed=((self.params.seed or 0) + 1) % 2**64)
         if text:
             if num_dropped and not self.conversation.num_dropped:
@@ -93,21 +94,6 @@ class ChatSession:
         if self._shows_stats and self.output is not None:
             self.print_stats()
         return bool(text)
-
-    def _stream(self, prompt: "TokensPrompt") -> tuple[str, RequestOutput | None]:
-        """Print the answer as it comes. Returns its text, and its output unless Ctrl-C stopped it."""
-        text, output = "", None
-        stream = self.llm.stream(prompt, self.params)
-        with suppress(KeyboardInterrupt), closing(stream):  # closing it aborts the request
-            for delta in stream:
-                text += delta.text
-                print(self._dim_thinking(delta.text), end="", flush=True)
-                output = delta.output
-        if text or output is None:  # end the line of the answer, or of the ^C that the terminal shows
-            print(PLAIN if self._has_colors else "", flush=True)
-        if output is not None and (error := output.outputs[0].error):
-            raise NanoinferError(error)
-        return text, output
 
     def _dim_thinking(self, text: str) -> str:
         if not self._has_colors:
@@ -193,12 +179,7 @@ class ChatSession:
         """Show speed and context of the last answer."""
         if self.output is None:
             raise InvalidValueError("there are no statistics without a complete answer; ask something")
-        metrics, num_prompt_tokens = self.output.metrics, len(self.output.prompt_token_ids)
-        speed = f", {1 / metrics.tpot:.1f} tokens/s" if metrics.tpot else ""
-        note(
-            f"({metrics.num_output_tokens} tokens{speed}, first token after {(metrics.ttft or 0) * 1000:.0f} ms, prompt of "
-            f"{num_prompt_tokens} tokens, {metrics.num_cached_tokens} of them cached, context of {self._context})"
-        )
+        note(f"({describe_speed(self.output)}, context of {self._context})")
 
     def exit(self, _: str = "") -> None:
         """End the chat."""

@@ -91,7 +91,7 @@ DEMOS = {
     "preemption": Demo(
         prompts=[STORY, "Lily was", "Far away, in a"],
         kv_cache_memory=9 * 8 * 2304,  # 9 blocks of the bundled model in float32
-        engine={"block_size": 8},
+        engine={"block_size": 8, "max_model_len": 72},
         params=SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
         find=find_preemption,
     ),

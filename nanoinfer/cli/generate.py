@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -108,35 +110,37 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     return read_standard_input()
 
 
-def print_stream(llm: "LLM", prompt: Any, params: SamplingParams) -> tuple[str, RequestOutput | None]:
+def print_stream(
+    llm: "LLM", prompt: Any, params: SamplingParams, decorate: Callable[[str], str] = str, end: str = ""
+) -> tuple[str, RequestOutput | None]:
     """Stream an answer to the terminal.
 
     Args:
         prompt: any prompt that LLM.stream takes.
+        decorate: what is printed of a piece of text.
+        end: what is printed after the text, before the end of the line.
 
     Returns:
-        The printed text, and the output, or None if Ctrl-C ended it.
+        The text, and the output, or None if Ctrl-C ended it.
     """
-    printed, output = "", None
-    stream: Any = llm.stream(prompt, params)  # a generator: closing it aborts the request
-    try:
+    text, output = "", None
+    stream = llm.stream(prompt, params)
+    with suppress(KeyboardInterrupt), closing(stream):  # closing it aborts the request
         for delta in stream:
-            printed += delta.text
-            print(delta.text, end="", flush=True)
+            text += delta.text
+            print(decorate(delta.text), end="", flush=True)
             output = delta.output
-            if output and (error := output.outputs[0].error):
-                raise NanoinferError(error)
-    except KeyboardInterrupt:
-        output = None
-        stream.close()
-    print()
-    return printed, output
+    if text or output is None:  # end the line of the answer, or of the ^C that the terminal shows
+        print(end, flush=True)
+    if output is not None and (error := output.outputs[0].error):
+        raise NanoinferError(error)
+    return text, output
 
 
 def describe_speed(output: RequestOutput) -> str:
     """The numbers of tokens and the speed of a finished request, in one line."""
     metrics = output.metrics
-    words = [f"prompt {len(output.prompt_token_ids)} tokens"]
+    words = [f"prompt {len(output.prompt_token_ids)} tokens ({metrics.num_cached_tokens} cached)"]
     if metrics.ttft is not None:
         words.append(f"first token after {metrics.ttft:.2f} s")
     words.append(f"output {metrics.num_output_tokens} tokens")

@@ -3,7 +3,6 @@
 In: prompts and SamplingParams. Out: Requests, whose outputs grow as step() is called. This folder imports no torch.
 """
 
-import collections
 import logging
 import secrets
 import time
@@ -13,10 +12,10 @@ from typing import Any
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.guards import EngineGuard
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
-from nanoinfer.engine.request import REQUEST_TOTALS, Request, sequences_of
+from nanoinfer.engine.metrics import EngineMetrics, Metric
+from nanoinfer.engine.request import Request, sequences_of
 from nanoinfer.engine.stopping import Stop
 from nanoinfer.execution.executor import Executor, InFlight, StepOutput
-from nanoinfer.outputs import Counter, Gauge, Metric
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -72,7 +71,7 @@ class LLMEngine:
             logger.info("seed %d was drawn: LLM(seed=%d) and the same calls give the same answers", self.seed, self.seed)
         self._num_requests = 0
         self._requests: dict[str, Request] = {}  # the unfinished ones
-        self._totals: collections.Counter[str] = collections.Counter()  # of the finished ones
+        self._metrics = EngineMetrics()
         self._in_flight: InFlight | None = None  # the step that is launched and not collected
         self.interrupted_request_ids: frozenset[str] = frozenset()  # of the step that raised last
         self._guard = EngineGuard(restart=self._restart, flush_trace=self.flush_trace, abort=self.abort)
@@ -134,15 +133,7 @@ class LLMEngine:
     def get_metrics(self) -> list[Metric]:
         """See LLM.get_metrics."""
         with self._guard.between_steps():
-            totals, manager = self._totals.copy(), self.block_manager
-            for request in self._requests.values():
-                totals.update(request.totals())
-            return [
-                Gauge("vllm:num_requests_running", self.scheduler.num_running),
-                Gauge("vllm:num_requests_waiting", self.scheduler.num_unfinished - self.scheduler.num_running),
-                Gauge("vllm:kv_cache_usage_perc", 1 - manager.num_free_blocks / manager.num_blocks),
-                *(Counter(f"vllm:{name}", totals[name]) for name in REQUEST_TOTALS),
-            ]
+            return self._metrics.read(self._requests.values(), self.scheduler, self.speculator)
 
     # ---- steps
 
@@ -233,7 +224,7 @@ class LLMEngine:
     def _retire(self, request: Request) -> None:
         """Free the blocks of a request that has its output, and remove it."""
         if self._requests.pop(request.request_id, None):
-            self._totals.update(request.totals())
+            self._metrics.add_ended(request)
             for seq in request.sequences:
                 self._finish(seq)
         if self.tracer is not None and request.output is not None:

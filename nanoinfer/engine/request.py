@@ -27,8 +27,6 @@ from nanoinfer.tokenization.detokenizer import Detokenizer
 from nanoinfer.tokenization.tokenizer import Tokenizer
 from nanoinfer.tracing import TokenAppended
 
-REQUEST_TOTALS = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions")
-
 
 class Request:
     """The answers to one prompt. Several callers may drive one engine, each reading its own requests.
@@ -91,16 +89,6 @@ class Request:
             if answer.stop is None:
                 answer.end(stop)
                 self._show([], answer, None)
-
-    def totals(self) -> dict[str, int]:
-        """What the request has added to the engine's counters, by REQUEST_TOTALS. A prompt counts from its first token on."""
-        first = self.sequences[0]
-        num_prompt = len(first.prompt_token_ids) if self.metrics.first_token_time is not None else 0
-        num_generated = sum(seq.num_output_tokens for seq in self.sequences)
-        num_queried = num_prompt if first.params.prompt_logprobs is None else 0  # these need every row of the prompt
-        num_preemptions = sum(seq.num_preemptions for seq in self.sequences)
-        counts = (num_prompt, num_generated, num_queried, first.num_cached_tokens, num_preemptions)
-        return dict(zip(REQUEST_TOTALS, counts, strict=True))
 
     def _show(self, new_token_ids: list[int], answer: "_Answer", logprobs: list[LogprobsOnePosition] | None) -> None:
         """Make the output if every answer has ended, and the stream's next Delta."""

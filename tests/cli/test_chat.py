@@ -263,8 +263,8 @@ def test_stats_follow_each_answer_if_asked_for(llm, capsys):
     session = ChatSession(llm, Conversation(llm), GREEDY, shows_stats=True)
     session.handle(LILY)
     stats = capsys.readouterr().err.splitlines()[-1]
-    assert stats.startswith("(12 tokens, ")
-    assert "tokens/s, first token after " in stats
+    assert stats.startswith("(prompt ")
+    assert "tokens/s, context of " in stats
     session.handle("/stats")
     assert capsys.readouterr().err == stats + "\n"
 

@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import nanoinfer.llm
+import nanoinfer.models.checkpoint
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli.main import app
 from nanoinfer.errors import NanoinferError
@@ -97,7 +98,9 @@ def test_log_probabilities_are_a_table(llm):
 def test_the_numbers_of_tokens_and_the_speed_go_to_standard_error(llm):
     result = run(PROMPT, "--stats", *SAMPLED)
     assert result.stdout == answers(llm).outputs[0].text + "\n"
-    assert re.fullmatch(r"prompt 4 tokens, first token after \d+\.\d\d s, output 6 tokens, \d+\.\d tokens/s\n", result.stderr)
+    assert re.fullmatch(
+        r"prompt 4 tokens \(\d+ cached\), first token after \d+\.\d\d s, output 6 tokens, \d+\.\d tokens/s\n", result.stderr
+    )
 
 
 def test_a_prompt_that_is_too_long_is_an_error_in_json_too():
@@ -123,6 +126,7 @@ def test_the_options_of_the_engine_reach_it_in_every_command(command, monkeypatc
         raise NanoinferError("enough")
 
     monkeypatch.setattr(nanoinfer.llm, "LLM", refuse)
+    monkeypatch.setattr(nanoinfer.models.checkpoint, "locate", lambda *_: None)  # chat downloads the model first
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     options = "-m some/model --quantization int8 --threads 3 --enforce-eager --kv-cache-memory 1G --dtype bfloat16 --device cpu"
     CliRunner().invoke(app, [*command, *options.split()])

@@ -47,14 +47,14 @@ def test_models_of_the_cache_are_listed_with_the_reason_why_one_cannot_be_loaded
     assert good.num_parameters == found["tiny-gpt2"].num_parameters > 1e6
     assert good.num_bytes == len(config) + len(weights)
     assert found["someone/llama"].architecture == "LlamaForCausalLM"
-    assert found["someone/llama"].unsupported_reason == "architecture LlamaForCausalLM is not supported"
+    assert found["someone/llama"].unsupported_reason == "architectures ['LlamaForCausalLM'] are not supported"
     assert found["someone/tokenizer-only"].unsupported_reason == "config.json does not exist"
     monkeypatch.setenv("COLUMNS", "80")
     result = CliRunner().invoke(app, ["models"])
     assert (result.exit_code, result.stderr) == (0, "")
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert [name for name in found if name not in result.stdout] == []
-    assert "someone/llama: architecture LlamaForCausalLM is not supported" in result.stdout
+    assert "someone/llama: architectures ['LlamaForCausalLM'] are not supported" in result.stdout
 
 
 def test_without_a_cache_the_bundled_models_are_listed(monkeypatch, tmp_path):

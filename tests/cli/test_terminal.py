@@ -172,7 +172,7 @@ def test_a_chat_from_the_banner_to_the_exit(start, tmp_path):
     text, cut, stats = shown.splitlines()[:3]
     assert "Lily" in text
     assert cut == "(the answer is cut: max_tokens is 20)"
-    assert re.fullmatch(r"\(20 tokens, [\d.]+ tokens/s, first token after \d+ ms, .*\)", stats)
+    assert re.fullmatch(r"\(prompt .*, first token after [\d.]+ s, output 20 tokens, [\d.]+ tokens/s, context of .*\)", stats)
 
     assert "did you mean /help?" in terminal.type("/hlep")
     assert "temperature must be finite and >= 0, got -1" in terminal.type("/set temperature -1")
@@ -194,7 +194,7 @@ def test_a_chat_from_the_banner_to_the_exit(start, tmp_path):
     terminal.type("/set max_tokens 40")
     shown = [terminal.type("Tell me a story about Lily") for _ in range(6)]
     assert ["the oldest turns are left out" in text for text in shown].count(True) == 1
-    assert not [text for text in shown if "error" in text or "(40 tokens" not in text]
+    assert not [text for text in shown if "error" in text or "output 40 tokens" not in text]
 
     file = tmp_path / "talk.json"
     assert "(saved 14 messages in" in terminal.type(f"/save {file}")

@@ -17,7 +17,7 @@ CORE = """
     engine/llm_engine.py engine/guards.py engine/request.py
     scheduling/sequence.py scheduling/scheduler.py scheduling/block_manager.py scheduling/step_plan.py
     execution/executor.py execution/uniproc_executor.py execution/forward_batch.py execution/model_runner.py
-    devices/transfer.py devices/openmp.py devices/row_forms.py
+    devices/transfer.py devices/openmp.py
     models/qwen.py models/layers.py models/cpu_blocks.py models/cpu_linear.py
     attention/base.py attention/kv_cache.py attention/cpu.py
     sampling/sampler.py sampling/batch.py sampling/state.py sampling/stages.py sampling/draw.py sampling/fast.py

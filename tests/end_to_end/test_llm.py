@@ -21,6 +21,7 @@ from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM, BeamSearchParams, Delta, Recorder, RequestOutput, SamplingParams
 from nanoinfer.config import NEUTRAL_VALUES, SchedulerConfig
+from nanoinfer.engine.metrics import Counter, Gauge
 from nanoinfer.errors import (
     CheckpointNotFoundError,
     InvalidPromptError,
@@ -30,7 +31,6 @@ from nanoinfer.errors import (
     UnsupportedError,
 )
 from nanoinfer.models.checkpoint import BUNDLED
-from nanoinfer.outputs import Counter, Gauge
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ MODULES = {  # vLLM's -> ours
     "vllm": "nanoinfer",
     "vllm.inputs": "nanoinfer",
     "vllm.sampling_params": "nanoinfer.sampling_params",
-    "vllm.v1.metrics.reader": "nanoinfer.outputs",
+    "vllm.v1.metrics.reader": "nanoinfer.engine.metrics",
 }
 
 # What each must print: lines that only a right run can print.
