@@ -99,8 +99,8 @@ class LLM:
             gpu_memory_utilization: Share of the GPU's memory for weights and cache, in (0, 1]. No effect on a CPU.
             enable_prefix_caching: Compute common prefixes of prompts once. None is the default.
             batch_invariant: Require that a token's logits have the same bits wherever its sequence's tokens are computed: in
-                any batch, as prompt or as answer, after a prefix hit and after a preemption. So `logprobs` told while
-                generating equal `prompt_logprobs` of the same text. The attention then computes one query at a time. A
+                any batch, as prompt or as answer, after a prefix hit and after a preemption. So `logprobs` of an
+                answer equal `prompt_logprobs` of the same text. The attention then computes one query at a time. A
                 prompt of 1,024 tokens takes 1.1 to 1.3 times as long where the attention is compiled, and 6 times and more
                 where it is not (small models, enforce_eager). Checked when the model is loaded, and refused where the machine
                 cannot guarantee it. Without batch_invariant, `batch_independent` says whether the bits are the same in any

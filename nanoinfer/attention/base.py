@@ -69,6 +69,9 @@ class AttentionBackend(Protocol):
     """An implementation of attention over the paged cache. It chooses the layout of the cache's blocks.
 
     The engine constructs it as `TheBackend(enforce_eager=...)`. With enforce_eager it must not compile or capture anything.
+
+    It stores k and v by KVCache.write, or as kv_cache.finite_values returns them, and masks a score by setting it to -inf. Then
+    a token that is not finite reaches no query of another sequence.
     """
 
     layout: Layout

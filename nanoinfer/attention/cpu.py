@@ -164,6 +164,10 @@ class CPUBackend:
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, indices: "DecodeIndices") -> Tensor:
         """paged_decode, compiled or plain, whichever is faster for the model's size."""
+        _, num_heads, head_dim = q.shape
+        if num_heads * head_dim % 64 or num_heads * k_pages.shape[2] % 64:  # see paged_decode
+            tables = indices.block_tables
+            indices = indices._replace(block_tables=F.pad(tables, (0, -tables.shape[1] % 4)))
         bytes_per_block = 2 * k_pages[0].nbytes
         if self._may_compile and bytes_per_block // k_pages.shape[2] >= SMALL_MODEL_BYTES:
             try:
@@ -331,9 +335,6 @@ class _Step:
         self._cache = cache
         self._decode = decode
         self._num_decodes = n = metadata.num_decodes
-        _, num_kv_heads, block_size, head_dim = cache.layer(0)[0].shape
-        has_full_columns = num_kv_heads * block_size % 64 == 0 and num_kv_heads * head_dim % 64 == 0
-        self._table_multiple = 1 if has_full_columns else 4  # see paged_decode
         num_blocks = [-(-seq_len // cache.block_size) for seq_len in metadata.seq_lens_cpu[:n]]
         self._groups = [self._group(metadata, rows, num_blocks[rows[-1]]) for rows in rows_of_similar_length(num_blocks)]
         self._chunks = [self._chunk(metadata, i) for i in range(n, len(metadata.seq_lens_cpu))]
@@ -342,11 +343,10 @@ class _Step:
         """The rows of a group, and their indices into the cache."""
         picked = slice(self._num_decodes) if len(rows) == self._num_decodes else torch.tensor(rows)
         slots = metadata.slot_mapping[picked]
-        tables = metadata.block_tables[picked, :max_blocks]
         indices = DecodeIndices(
             slots // self._cache.block_size,
             slots % self._cache.block_size,
-            F.pad(tables, (0, -max_blocks % self._table_multiple)).contiguous(),
+            metadata.block_tables[picked, :max_blocks].contiguous(),
             metadata.seq_lens[picked],
         )
         return picked, indices

@@ -144,6 +144,23 @@ def test_masked_blocks_at_the_end_of_a_table_change_no_bit_of_the_plain_form(num
             assert torch.equal(out, alone), (num_blocks, padding)
 
 
+def test_a_row_has_the_same_bits_beside_longer_ones_where_heads_are_few_and_small():
+    """8 slots x 4 heads are 32 columns, of which torch adds every fourth block to one of four sums."""
+    from nanoinfer.attention import cpu
+
+    generator = torch.Generator().manual_seed(0)
+    k_pages, v_pages = torch.randn(40, 4, 8, 12, generator=generator), torch.randn(40, 4, 12, 8, generator=generator)
+    q, k, v = torch.randn(3, 1, 4, 12, generator=generator)
+    backend, table = cpu.CPUBackend(), torch.randperm(40, generator=generator)[:6].unsqueeze(0)
+    alone = None
+    for padding in range(8):
+        tables = torch.nn.functional.pad(table, (0, padding))
+        where = cpu.DecodeIndices(table[:, -1], torch.tensor([4]), tables, torch.tensor([45]))
+        out = backend.decode(q, k, v, k_pages, v_pages, where)
+        alone = out if alone is None else alone
+        assert torch.equal(out, alone), padding
+
+
 def test_a_compiled_form_whose_rows_depend_on_each_other_is_not_used(monkeypatch, caplog, tmp_path):
     """A stand-in for torch.compile: correct for several sequences, another order of addition for one."""
     from nanoinfer.attention import cpu
