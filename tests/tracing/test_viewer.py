@@ -25,6 +25,7 @@ from nanoinfer.tracing import (
     StepTimed,
     TokenAppended,
     TokenDrawn,
+    TokensDrafted,
 )
 
 pytestmark = pytest.mark.slow
@@ -749,6 +750,37 @@ def test_beam_search_in_the_same_recording_is_passed_over(show, tmp_path):
 
 
 # ---- looks
+
+
+def test_drafts_are_rows_of_the_batch_and_their_tokens_can_be_visited(show, tmp_path):
+    recorder = Recorder(stages=True)
+    speculation = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
+    llm = LLM(tracer=recorder, block_size=16, speculative_config=speculation)
+    [output] = llm.generate([PREFIX + " One"], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False)
+    recorder.to_html(tmp_path / "drafts.html")
+    page = show(tmp_path / "drafts.html", at="")
+    steps = {event.step: event for event in recorder.of(TokensDrafted)}
+    assert len(steps) > 3
+    num_accepted = 0
+    for step, event in steps.items():
+        go_to(page, step)
+        [draft] = event.draft_token_ids
+        facts = dict(zip(texts(page, "#step dt"), texts(page, "#step dd"), strict=True))
+        accepted, total = re.fullmatch(r"(\d+) of (\d+) accepted", facts["drafts"]).groups()
+        assert (int(total), facts["packed tokens"]) == (len(draft), str(1 + len(draft)))
+        rows = texts(page, "#batch tbody tr")
+        assert ["accepted" in row for row in rows] == [False] + [i < int(accepted) for i in range(len(draft))]
+        assert ["rejected" in row for row in rows] == [False] + [i >= int(accepted) for i in range(len(draft))]
+        num_accepted += int(accepted)
+    assert 0 < num_accepted == 30 - len(recorder.of(StepTimed))
+    go_to(page, 0)
+    titles = [page.inner_text("#token-title")]
+    for _ in range(29):
+        page.keyboard.press("n")
+        titles.append(page.inner_text("#token-title"))
+    tokens = [event.token for event in recorder.of(TokenAppended)]
+    assert [event.token_id for event in recorder.of(TokenAppended)] == output.outputs[0].token_ids
+    assert titles == [f"Token “{as_seen(token)}”" for token in tokens]
 
 
 @pytest.mark.parametrize("width", [360, 860, 1280])
