@@ -313,7 +313,10 @@ class LLM:
         return True
 
     def get_metrics(self) -> list[Metric]:
-        """Return the engine's counters and gauges, with vLLM's names. Beam search counts only in the use of the KV cache."""
+        """Return the engine's counters, gauges and histograms of seconds, with vLLM's names (engine/metrics.py).
+
+        Beam search counts only in the use of the KV cache.
+        """
         return self.engine.get_metrics()
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":

@@ -3,76 +3,122 @@
 In: the requests, the scheduler, the block manager, the speculator. Out: Metrics.
 """
 
+from bisect import bisect_left
 from collections import Counter as Totals
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from nanoinfer.engine.request import Request
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.speculative.speculator import Speculator
 
+BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, float("inf"))  # of buckets, in seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number that LLM.get_metrics() returns, under the name that vLLM gives it."""
+    """One of what LLM.get_metrics() returns, under the name that vLLM gives it."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Counter(Metric):
+    """A number that only grows."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge(Metric):
+    """A number that goes up and down."""
+
     value: float
 
 
-class Counter(Metric):
-    """A metric that only grows."""
+@dataclass(frozen=True, slots=True)
+class Vector(Metric):
+    """A list of numbers that only grow."""
 
-    __slots__ = ()
+    values: list[int]
 
 
-class Gauge(Metric):
-    """A metric that goes up and down."""
+@dataclass(frozen=True, slots=True)
+class Histogram(Metric):
+    """How large values were. buckets[bound] counts those up to the bound, and "inf" counts all. sum: of the values."""
 
-    __slots__ = ()
+    count: int
+    sum: float
+    buckets: dict[str, int]
 
 
 class EngineMetrics:
-    """The totals of an engine's requests."""
+    """The totals of an engine's requests, and how long they took."""
 
     def __init__(self) -> None:
         self._ended: Totals[str] = Totals()  # of the requests that have ended
+        self._latencies = {"time_to_first_token_seconds": _Latencies(), "e2e_request_latency_seconds": _Latencies()}
 
     def add_ended(self, request: Request) -> None:
         """Count a request that is about to be removed from the engine."""
         self._ended.update(_totals_of(request))
+        start, first, end = (
+            request.metrics.arrival_time,
+            request.metrics.first_token_time,
+            request.metrics.finished_time,
+        )
+        for name, time in (("time_to_first_token_seconds", first), ("e2e_request_latency_seconds", end)):
+            if time is not None:
+                self._latencies[name].add(time - start)
 
     def read(self, running: Iterable[Request], scheduler: Scheduler, speculator: Speculator | None) -> list[Metric]:
         """The metrics of this moment. running: the requests that have not ended."""
         totals, manager = self._ended.copy(), scheduler.block_manager
         for request in running:
             totals.update(_totals_of(request))
-        if speculator is not None:
-            counts = speculator.metrics
-            totals["spec_decode_num_drafts"] = counts.num_drafts
-            totals["spec_decode_num_draft_tokens"] = counts.num_draft_tokens
-            totals["spec_decode_num_accepted_tokens"] = counts.num_accepted_tokens
-        return [
+        metrics: list[Metric] = [
             Gauge("vllm:num_requests_running", scheduler.num_running),
             Gauge("vllm:num_requests_waiting", scheduler.num_unfinished - scheduler.num_running),
             Gauge("vllm:kv_cache_usage_perc", 1 - manager.num_free_blocks / manager.num_blocks),
-            *(Counter(f"vllm:{name}", value) for name, value in (_NO_TOTALS | totals).items()),
+            *(Counter(f"vllm:{name}", totals[name]) for name in _TOTALS),
+            *(latencies.histogram(f"vllm:{name}") for name, latencies in self._latencies.items()),
         ]
+        if speculator is not None:
+            counts = speculator.metrics
+            metrics += [
+                Counter("vllm:spec_decode_num_drafts", counts.num_drafts),
+                Counter("vllm:spec_decode_num_draft_tokens", counts.num_draft_tokens),
+                Counter("vllm:spec_decode_num_accepted_tokens", counts.num_accepted_tokens),
+                Vector("vllm:spec_decode_num_accepted_tokens_per_pos", list(counts.num_accepted_tokens_per_pos)),
+            ]
+        return metrics
 
 
-_NO_TOTALS = dict.fromkeys(
-    ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"), 0
-)
+class _Latencies:
+    """Durations, counted by the buckets of BOUNDS."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._counts = [0] * len(BOUNDS)
+
+    def add(self, seconds: float) -> None:
+        self._sum += seconds
+        self._counts[bisect_left(BOUNDS, seconds)] += 1
+
+    def histogram(self, name: str) -> Histogram:
+        return Histogram(name, sum(self._counts), self._sum, dict(zip(map(str, BOUNDS), accumulate(self._counts), strict=True)))
+
+
+_TOTALS = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions")
 
 
 def _totals_of(request: Request) -> dict[str, int]:
     """What a request has added to the counters. A prompt counts from its first token on."""
     first = request.sequences[0]
     num_prompt = len(first.prompt_token_ids) if request.metrics.first_token_time is not None else 0
-    return {
-        "prompt_tokens": num_prompt,
-        "generation_tokens": sum(seq.num_output_tokens for seq in request.sequences),
-        "prefix_cache_queries": num_prompt if first.params.prompt_logprobs is None else 0,  # these need every row of the prompt
-        "prefix_cache_hits": first.num_cached_tokens,
-        "num_preemptions": sum(seq.num_preemptions for seq in request.sequences),
-    }
+    num_generated = sum(seq.num_output_tokens for seq in request.sequences)
+    num_queried = num_prompt if first.params.prompt_logprobs is None else 0  # these need every row of the prompt
+    num_preemptions = sum(seq.num_preemptions for seq in request.sequences)
+    counts = (num_prompt, num_generated, num_queried, first.num_cached_tokens, num_preemptions)
+    return dict(zip(_TOTALS, counts, strict=True))

@@ -21,7 +21,7 @@ from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM, BeamSearchParams, Delta, Recorder, RequestOutput, SamplingParams
 from nanoinfer.config import NEUTRAL_VALUES, SchedulerConfig
-from nanoinfer.engine.metrics import Counter, Gauge
+from nanoinfer.engine.metrics import Counter, Gauge, Histogram
 from nanoinfer.errors import (
     CheckpointNotFoundError,
     InvalidPromptError,
@@ -572,8 +572,8 @@ def test_the_counters_are_those_of_the_requests(qwen3_path):
     llm = LLM(qwen3_path, kv_cache_memory=MEMORY, block_size=4)
 
     def metrics():
-        assert {type(metric) for metric in llm.get_metrics()} == {Counter, Gauge}
-        return {metric.name.removeprefix("vllm:"): metric.value for metric in llm.get_metrics()}
+        numbers = [metric for metric in llm.get_metrics() if isinstance(metric, Counter | Gauge)]
+        return {metric.name.removeprefix("vllm:"): metric.value for metric in numbers}
 
     assert set(metrics().values()) == {0}
     generate(llm, [[5] * 10], IDS)
@@ -589,6 +589,28 @@ def test_the_counters_are_those_of_the_requests(qwen3_path):
     stream.close()
     after = metrics()
     assert after == now | {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
+
+
+def test_latencies_are_counted_in_buckets_up_to_their_bounds(qwen3_path):
+    llm = LLM(qwen3_path, kv_cache_memory=MEMORY)
+    outputs = generate(llm, [[5], [6], [7]], IDS)
+    histograms = {metric.name: metric for metric in llm.get_metrics() if isinstance(metric, Histogram)}
+    first = histograms["vllm:time_to_first_token_seconds"]
+    assert (first.count, first.sum) == (3, pytest.approx(sum(output.metrics.ttft for output in outputs)))
+    counts = list(first.buckets.values())
+    assert counts == sorted(counts)
+    assert counts == [sum(output.metrics.ttft <= float(bound) for output in outputs) for bound in first.buckets]
+    assert first.buckets["inf"] == histograms["vllm:e2e_request_latency_seconds"].count == 3
+
+
+def test_speculation_is_counted(qwen3_path):
+    llm = LLM(qwen3_path, kv_cache_memory=MEMORY, speculative_config={"method": "ngram", "adaptive": False})
+    generate(llm, [[5, 6, 7] * 9], SamplingParams(max_tokens=20, temperature=0, detokenize=False))
+    metrics = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()}
+    per_position = metrics["accepted_tokens_per_pos"].values
+    assert len(per_position) == 8
+    assert metrics["accepted_tokens"].value == sum(per_position) <= metrics["draft_tokens"].value
+    assert 0 < metrics["drafts"].value <= metrics["draft_tokens"].value
 
 
 def test_a_reset_prefix_cache_is_empty_and_harms_no_running_request(qwen3_path):
