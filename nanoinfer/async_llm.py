@@ -44,7 +44,7 @@ class AsyncLLM:
     ...     await llm.shutdown()
     ...     return text
     >>> asyncio.run(main())
-    ', in a small village'
+    ', there was a polite'
     """
 
     def __init__(self, make_llm: Callable[[], LLM], *, max_num_queued_requests: int | None = None) -> None:

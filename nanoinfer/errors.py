@@ -151,7 +151,7 @@ def shown(value: object) -> str:
         text = repr(value).replace("\n", " ")
     except Exception:
         return f"a {type(value).__name__} that cannot be shown"
-    return text if len(text) <= 500 else f"{text[:400]} ... {text[-50:]}"
+    return text if len(text) <= 200 else f"{text[:150]} ... {text[-40:]}"
 
 
 def out_of_range(name: str, value: object, allowed: str) -> InvalidValueError:
@@ -173,13 +173,13 @@ def check_number(name: str, value: object, low: float, high: float, allowed: str
 
 
 def check_integer(name: str, value: object, low: int, high: int | None, allowed: str, *, or_none: bool = False) -> None:
-    """Refuse what is not an integer in low .. high. A `high` of None is no bound. `or_none` accepts the value None."""
+    """Refuse what is not an integer in low .. high. A `high` of None is 2**63 - 1. `or_none` accepts the value None."""
     if value is None and or_none:
         return
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise InvalidTypeError(f"{name} must be an integer{' or None' if or_none else ''}, got {shown(value)}")
-    if high is None and int(value) >= 10**100:  # 5,000 digits could not be written in a later message
-        raise out_of_range(name, value, "below 10**100")
+    if high is None and int(value) >= 2**63:
+        raise out_of_range(name, value, "below 2**63")
     if int(value) < low or (high is not None and int(value) > high):
         raise out_of_range(name, value, allowed)
 

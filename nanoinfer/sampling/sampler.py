@@ -121,9 +121,12 @@ class Sampler:
                 "nanoinfer.sampling.sampler"
             )
         self.stages = stages
-        self.has_user_stages = stages != STAGES
         self.processed_logprobs = processed_logprobs
         self.graphs = graphs
+
+    @property
+    def has_user_stages(self) -> bool:
+        return self.stages != STAGES
 
     def __call__(self, logits: Logits, batch: SamplingBatch, tracer: StageTracer | None = None) -> Drawn:
         """Draw one token per row by the cheapest route that is exact.

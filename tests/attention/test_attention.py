@@ -225,7 +225,7 @@ def test_attention_is_compiled_when_a_model_is_loaded_and_not_while_it_writes(mo
     monkeypatch.setattr(cpu, "_compile_copy", compile_copy)
     monkeypatch.setattr(cpu, "SMALL_MODEL_BYTES", 0)
     monkeypatch.setattr(cpu, "verdict", lambda check, measure: "compiled")  # as at a second load
-    llm = LLM(kv_cache_memory=2**22, block_size=16)
+    llm = LLM(kv_cache_memory=2**22, block_size=64)
     assert caplog.text.count("compiling the paged decode attention") == 1
     assert (len(num_kinds), num_aliases) == (2, [0, 0])  # one sequence, of one block and of several
     caplog.clear()

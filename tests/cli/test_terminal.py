@@ -46,6 +46,8 @@ class Terminal:
         self._screen = ""
 
     def send(self, keys):
+        if keys == CTRL_C:
+            time.sleep(0.3)  # a signal between the prompt and Python's wait for input is lost until the next key
         for start in range(0, len(keys), 500):  # the terminal's buffer is small, and the echo must be read
             os.write(self._main, keys[start : start + 500].encode())
             self._read(0)

@@ -1,6 +1,7 @@
 """Every example in a docstring gives what it says."""
 
 import doctest
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -16,7 +17,7 @@ PACKAGE = Path(nanoinfer.__file__).parent
 WITH_EXAMPLES = sorted(
     path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".")
     for path in PACKAGE.rglob("*.py")
-    if ">>>" in path.read_text(encoding="utf-8")
+    if re.search(r"^ *>>> ", path.read_text(encoding="utf-8"), re.MULTILINE)
 )
 
 

@@ -9,7 +9,7 @@ import torch
 from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from nanoinfer.errors import InvalidTypeError, InvalidValueError
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.sampling_params import BeamSearchParams
 
@@ -107,12 +107,6 @@ def test_the_last_id_and_the_whole_vocabulary_are_accepted(ids_llm, params):
 def test_a_bad_word_that_is_no_unicode_is_refused_by_name_and_index_before_any_work(llm, monkeypatch, words):
     with no_work(llm, monkeypatch), pytest.raises(InvalidValueError, match=r"^prompt 1: .*bad_words"):
         generate(llm, ["a", "b"], [SamplingParams(), SamplingParams(bad_words=words)])
-
-
-def test_a_stream_of_several_answers_is_refused_with_a_way_out(llm, monkeypatch):
-    sentence = r"stream\(\) shows one answer, got n=3; use generate\(\), or a stream\(\) for each seed"
-    with no_work(llm, monkeypatch), pytest.raises(UnsupportedError, match=sentence):
-        llm.stream("a", SamplingParams(n=3))
 
 
 def test_params_of_beams_and_of_sampling_are_not_taken_for_each_other(ids_llm, monkeypatch):

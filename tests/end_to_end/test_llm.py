@@ -292,8 +292,18 @@ def test_a_stream_refuses_at_the_call_and_not_at_the_first_next(llm):
     for prompt, params in (("", GREEDY), ("a", "greedy"), (["a", "b"], GREEDY)):
         with pytest.raises(NanoinferError):
             llm.stream(prompt, params)
-    with pytest.raises(UnsupportedError, match="n=2"):
-        llm.stream("a", SamplingParams(n=2))
+
+
+def test_the_deltas_of_a_stream_with_several_answers_say_whose_they_are(llm):
+    params = SamplingParams(n=3, seed=1, temperature=1.0, max_tokens=12)
+    deltas = list(llm.stream("Once upon a time", params))
+    expected = generate(llm, "Once upon a time", params)[0].outputs
+    assert deltas[-1].output.outputs == expected
+    for answer in expected:
+        own = [delta for delta in deltas if delta.index == answer.index]
+        assert "".join(delta.text for delta in own) == answer.text
+        assert [i for delta in own for i in delta.token_ids] == answer.token_ids
+        assert [delta.finish_reason for delta in own] == [None] * (len(own) - 1) + [answer.finish_reason]
 
 
 def test_a_stream_that_nobody_reads_takes_nothing(llm):
@@ -857,9 +867,9 @@ def test_a_second_ctrl_c_waits_until_everything_is_freed(qwen3_path, monkeypatch
     llm = LLM(qwen3_path, kv_cache_memory=MEMORY)
     finish = llm.engine.scheduler.finish
 
-    def interrupted_finish(seq):
+    def interrupted_finish(seq, **more):
         signal.raise_signal(signal.SIGINT)
-        finish(seq)
+        finish(seq, **more)
 
     monkeypatch.setattr(llm.engine.scheduler, "finish", interrupted_finish)
     monkeypatch.setattr(llm.engine.executor.runner, "forward", lambda batch: signal.raise_signal(signal.SIGINT) or 1 / 0)

@@ -106,8 +106,11 @@ def test_a_tracer_changes_no_answer(stages, async_scheduling):
 
 
 def test_every_kind_of_event_is_emitted_and_survives_json(recorded, tmp_path):
-    recorder, _ = recorded
-    assert {type(event) for event in recorder.events} == set(tracing.Event.__args__)
+    recorder, answers = recorded
+    drafting = Recorder()
+    llm = llm_with(drafting, speculative_config={"method": "ngram", "adaptive": False})
+    assert answers_of(llm) == answers[0]
+    assert {type(event) for event in recorder.events + drafting.events} == set(tracing.Event.__args__)
     recorder.to_jsonl(tmp_path / "run.jsonl")
     assert Recorder.from_jsonl(tmp_path / "run.jsonl").events == recorder.events
     rows = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines()]
