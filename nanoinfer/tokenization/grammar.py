@@ -23,7 +23,7 @@ from nanoinfer.tokenization.helper_process import HelperProcess, serve
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import JsonCompileOptions, LLMatcher, LLTokenizer
 
 MAX_CHARACTERS = 2**16  # of a schema, a regular expression, all choices, or a grammar
 MAX_STRING = 2**13  # characters of a single string in a schema
@@ -139,7 +139,7 @@ class GrammarCompiler:
         return state
 
     def _convert(self) -> "tuple[LLTokenizer, int]":
-        """The tokenizer in llguidance's form, and its EOS: a token of our own, since some models have none, and some several."""
+        """The tokenizer in llguidance's form, and its EOS: a token of our own, since a model may have none, or several."""
         from llguidance import LLTokenizer
 
         if self._tokenizer is None:
@@ -155,9 +155,7 @@ class GrammarCompiler:
                 converted = LLTokenizer(backend.to_str(), n_vocab=num_ids, eos_token=end_id)
                 # Where a grammar leaves one text only, llguidance encodes it, and allows the first of its tokens.
                 if converted.decode_str(converted.tokenize_str(_SAMPLE)) != _SAMPLE:
-                    raise UnsupportedError(
-                        "structured_outputs is not supported with this tokenizer, which does not keep every text"
-                    )
+                    raise UnsupportedError("structured_outputs is not supported with this tokenizer, which changes the text")
                 self._converted = converted, end_id
             return self._converted
 
@@ -173,9 +171,8 @@ def _grammar(params: StructuredOutputsParams) -> str:
     try:
         if form in ("json", "json_object"):
             _check_schema(json.loads(text))
-            return LLMatcher.grammar_from_json_schema(
-                text, overrides={"whitespace_flexible": not params.disable_any_whitespace}
-            )
+            spaces: JsonCompileOptions = {"whitespace_flexible": not params.disable_any_whitespace}
+            return LLMatcher.grammar_from_json_schema(text, overrides=spaces)
         return grammar_from(form, params.choice if params.choice else text)
     except ValueError as error:  # a grammar in GBNF that cannot be converted
         raise InvalidValueError(f"{form} cannot be used: {first_line(error)}") from error
