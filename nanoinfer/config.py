@@ -259,7 +259,6 @@ NEUTRAL_VALUES: dict[str, dict[str, tuple[object, ...]]] = {
     },
     "beam_search()": {"lora_request": (None,), "use_tqdm": (False,), "concurrency_limit": (None,)},
     "SamplingParams": {
-        "structured_outputs": (None,),
         "guided_decoding": (None,),
         "spaces_between_special_tokens": (True,),
         "output_kind": (None,),

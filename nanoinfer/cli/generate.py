@@ -28,7 +28,7 @@ from nanoinfer.cli.options import (
 )
 from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
 from nanoinfer.outputs import CompletionOutput, RequestOutput
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM
@@ -55,6 +55,9 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(help="Print the log-probabilities of each token and of this many most likely ones.")
     ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="Answer with JSON that follows the schema in this file.", metavar="FILE")
+    ] = None,
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt, too.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print numbers of tokens and speed, to standard error.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with the fields of RequestOutput.")] = False,
@@ -72,6 +75,7 @@ def generate(
         ignore_eos=ignore_eos,
         n=n,
         logprobs=logprobs,
+        structured_outputs=None if json_schema is None else StructuredOutputsParams(json=read_file(json_schema)),
     )
     request: Any = llm.render_chat([{"role": "user", "content": text}]) if chat else text
     if echo and not as_json:

@@ -140,6 +140,10 @@ class _Answer:
         if examine and token_id in self._special_stops and (stop is None or stop.finish_reason == "length"):
             stop = Stop("stop", self._special_stops[token_id])
         ended_by_id = stop is not None and stop.finish_reason == "stop"
+        if seq.grammar is not None and not ended_by_id:
+            seq.grammar.advance(token_id)
+            if seq.grammar.is_complete and not seq.stop_ids:  # a model without EOS would have no id left to draw
+                stop = Stop("stop")
         text = ""
         if self.detokenizer and (seq.params.include_stop_str_in_output or not ended_by_id):
             text = self.detokenizer.push(token_id)
@@ -202,6 +206,7 @@ def sequences_of(
             max_num_tokens=min(len(prompt_token_ids) + (params.max_tokens or max_model_len), max_model_len),
             eos_token_ids=eos_token_ids,
             bad_words=prepared.bad_words,
+            grammar=None if prepared.grammar is None else prepared.grammar.copy(),
             index=index,
         )
         for index in range(params.n)
