@@ -103,7 +103,9 @@ def test_any_64_bit_seed_is_the_seed_of_generate(client, llm, seed):
 
 
 def test_chat_logprobs_are_those_of_generate(client, llm):
-    expected = llm.chat(MESSAGES, SamplingParams(temperature=0.7, max_tokens=6, seed=9, logprobs=3), use_tqdm=False)[0].outputs[0]
+    expected = llm.chat(MESSAGES, SamplingParams(temperature=0.7, max_tokens=6, seed=9, logprobs=3), use_tqdm=False)[0].outputs[
+        0
+    ]
     options = {"model": "tiny-qwen3", "messages": MESSAGES, "max_tokens": 6, "seed": 9, "logprobs": True, "top_logprobs": 3}
     whole = client.chat.completions.create(**options).choices[0].logprobs.content
     streamed = [
