@@ -14,6 +14,7 @@ from nanoinfer.cli.chat import chat
 from nanoinfer.cli.explain import explain
 from nanoinfer.cli.generate import generate
 from nanoinfer.cli.options import cli_errors
+from nanoinfer.cli.serve import serve
 
 
 class Commands(TyperGroup):
@@ -72,6 +73,6 @@ def models() -> None:
     print_table(local_models())
 
 
-for command in (generate, chat, explain, models, doctor):
+for command in (generate, chat, explain, serve, models, doctor):
     app.command()(command)
 app.add_typer(bench_app, name="bench")

@@ -32,6 +32,7 @@ class Request:
     """The answers to one prompt. Several callers may drive one engine, each reading its own requests.
 
     output: None until every answer has ended. deltas: what a stream has not yielded yet, collected only if `streaming`.
+    prompt_logprobs: if requested, complete when there is a first token.
     """
 
     def __init__(
@@ -51,11 +52,11 @@ class Request:
         self._streaming = streaming
         self.metrics = RequestMetrics(arrival_time)
         self._answers = [_Answer(seq, tokenizer) for seq in sequences]
-        self._prompt_logprobs: list[LogprobsOnePosition | None] | None = None
+        self.prompt_logprobs: list[LogprobsOnePosition | None] | None = None
         self._prompt_detokenizer: Detokenizer | None = None  # for the texts of prompt_logprobs
         params, prompt_token_ids = sequences[0].params, sequences[0].prompt_token_ids
         if params.prompt_logprobs is not None:
-            self._prompt_logprobs = [None]
+            self.prompt_logprobs = [None]
             if params.detokenize and tokenizer is not None:
                 self._prompt_detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
                 self._prompt_detokenizer.push(prompt_token_ids[0])
@@ -76,10 +77,10 @@ class Request:
 
     def add_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
         """Add those of the prompt tokens from `position` on. Positions that were added before a preemption are skipped."""
-        assert self._prompt_logprobs is not None
-        new = logprobs[len(self._prompt_logprobs) - position :]
+        assert self.prompt_logprobs is not None
+        new = logprobs[len(self.prompt_logprobs) - position :]
         for one in new:
-            self._prompt_logprobs.append(_with_token_texts(one, self._prompt_detokenizer))
+            self.prompt_logprobs.append(_with_token_texts(one, self._prompt_detokenizer))
             if self._prompt_detokenizer:
                 self._prompt_detokenizer.push(one.ids[0])
 
@@ -104,7 +105,7 @@ class Request:
                 [answer.output() for answer in self._answers],
                 finished=True,
                 metrics=self.metrics,
-                prompt_logprobs=self._prompt_logprobs,
+                prompt_logprobs=self.prompt_logprobs,
             )
         answer.shown = answer.text.release(everything=answer.stop is not None)
         if self._streaming:

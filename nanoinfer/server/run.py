@@ -1,0 +1,72 @@
+"""The server as a process: uvicorn, and how it ends.
+
+In: an AsyncLLM and the settings. SIGTERM or Ctrl-C ends the server: it accepts nothing more, running requests may finish until
+a time limit, and those that take longer end with an error, so no client waits for ever. A second Ctrl-C ends it at once.
+"""
+
+import asyncio
+import socket
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from nanoinfer.async_llm import AsyncLLM
+from nanoinfer.server.app import ServerSettings, create_app
+from nanoinfer.server.limits import MAX_HEADER_BYTES
+
+KEEP_ALIVE_SECONDS = 5
+FLUSH_SECONDS = 5  # for the last bytes of aborted requests. A client that does not read them is cut off
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, which by itself collects the headers of a request without a limit."""
+
+    _reads_headers = False
+    _num_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._num_bytes += len(data)
+        if self._reads_headers and self._num_bytes > MAX_HEADER_BYTES:
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        self._reads_headers, self._num_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._reads_headers = False
+        super().on_headers_complete()
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which waits for ever by itself: for its connections, which wait for the engine."""
+
+    def __init__(self, config: uvicorn.Config, async_llm: AsyncLLM, shutdown_timeout: float) -> None:
+        super().__init__(config)
+        self._async_llm = async_llm
+        self._shutdown_timeout = shutdown_timeout
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        closing = asyncio.create_task(self._async_llm.shutdown(self._shutdown_timeout))
+        await super().shutdown(sockets)
+        if self.force_exit:
+            closing.cancel()
+            await self._async_llm.shutdown(0)
+        else:
+            await closing
+
+
+def make_server(async_llm: AsyncLLM, settings: ServerSettings, *, host: str, port: int, shutdown_timeout: float) -> Server:
+    """Make the server. run() serves until a signal, and shuts the AsyncLLM down."""
+    config = uvicorn.Config(
+        create_app(async_llm, settings),
+        host=host,
+        port=port,
+        http=LimitedProtocol,
+        lifespan="off",
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(shutdown_timeout + FLUSH_SECONDS),
+    )
+    return Server(config, async_llm, shutdown_timeout)
