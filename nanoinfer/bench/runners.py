@@ -44,8 +44,8 @@ class NanoinferRunner:
             engine.step()
             now = time.perf_counter()
             for request, timing in running:
-                if request.sequences[0].num_output_tokens > len(timing.token_times):
-                    timing.token_times.append(now)
+                num_new = request.sequences[0].num_output_tokens - len(timing.token_times)
+                timing.token_times += [now] * num_new  # with accepted drafts, several at once
             running = [(request, timing) for request, timing in running if request.output is None]
         return timings
 

@@ -278,6 +278,36 @@ def sampler(
     Console().print(table)
 
 
+@app.command("speculation")
+@expand_options
+def speculation(
+    *,
+    measured: ModelOptions,
+    num_speculative_tokens: Annotated[int, typer.Option(min=1, max=64, help="The most tokens of a draft.")] = 8,
+    repeats: Repeats = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Generate with n-gram drafts and without, in turns: what they win where text repeats itself, and cost elsewhere."""
+    from nanoinfer.bench import compare
+    from nanoinfer.bench import speculation as measurement
+    from nanoinfer.llm import LLM
+
+    config = {"method": "ngram", "num_speculative_tokens": num_speculative_tokens}
+    with compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
+        llm = LLM(checkpoint, dtype=measured.dtype, device=measured.device, speculative_config=config, seed=0)
+        results = measurement.run(llm, repeats)
+    if as_json:
+        print(json.dumps([asdict(result) | {"ratio": result.ratio} for result in results], indent=1))
+        return
+    table = new_table("case", "plain", "drafts", "ratio", "bar", "accepted", "us", title="output tokens per second")
+    for result in results:
+        bar = "" if result.bar is None else f">= {result.bar} {'reached' if result.ratio >= result.bar else 'missed'}"
+        speeds = (f"{result.plain:.1f}", f"{result.drafting:.1f}", f"{result.ratio:.2f}")
+        table.add_row(result.name, *speeds, bar, f"{result.accepted} of {result.drafted}", f"{result.propose_us:.0f}")
+    Console().print(table)
+    print("accepted: draft tokens. us: microseconds of a proposal for one sequence.")
+
+
 @app.command("report")
 @expand_options
 def report(

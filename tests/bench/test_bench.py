@@ -12,7 +12,7 @@ import transformers
 from typer.testing import CliRunner
 
 from nanoinfer import LLM
-from nanoinfer.bench import compare, roofline, shapes, workloads
+from nanoinfer.bench import compare, roofline, shapes, speculation, workloads
 from nanoinfer.bench.runners import NanoinferRunner, TransformersRunner
 from nanoinfer.bench.timing import RequestTiming, figures
 from nanoinfer.bench.workloads import Workload
@@ -205,3 +205,29 @@ def test_a_report_is_a_dated_entry_in_markdown():
     (row,) = [line for line in lines if line.startswith("| A |")]
     assert re.fullmatch(r"\| A \| [\d,]+ tok/s \| [\d,]+ tok/s \| \d+\.\d\d \|  \|", row)
     assert sum(line.startswith("| decode, ") for line in lines) == 4
+
+
+def test_speculation_is_measured_with_and_without_drafts(monkeypatch):
+    monkeypatch.setattr(speculation, "PROMPT_LEN", 4)
+    monkeypatch.setattr(speculation, "OUTPUT_LEN", 40)
+    cases = (("one id", [5], 1, 2.0), ("two streams", None, 2, None))
+    monkeypatch.setattr(speculation, "CASES", cases)
+    result = CliRunner().invoke(app, ["bench", "speculation", "--repeats", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    repeating, free = json.loads(result.stdout)
+    assert (repeating["name"], repeating["bar"], free["bar"]) == ("one id", 2.0, None)
+    assert repeating["accepted"] == repeating["drafted"] > 30  # two runs of 39 tokens, nearly all of them drafted
+    assert repeating["ratio"] == repeating["drafting"] / repeating["plain"] > 0
+    assert repeating["propose_us"] > 0
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, ["bench", "speculation", "--repeats", "1"]).stdout
+    assert ">= 2.0 " in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_tokens_that_arrive_together_have_the_same_time():
+    llm = LLM(speculative_config={"method": "ngram", "adaptive": False}, seed=0)
+    workload = Workload(name="x", input_lens=(4,), output_lens=(30,), sampling={"allowed_token_ids": [5]})
+    [timing] = NanoinferRunner(llm).run(workload, 0)
+    assert len(timing.token_times) == 30
+    assert len(set(timing.token_times)) < 10
