@@ -10,7 +10,7 @@ from typing import get_type_hints
 import numpy
 import pytest
 
-from nanoinfer import NanoinferError, SamplingParams
+from nanoinfer import NanoinferError, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
 from nanoinfer.sampling_params import BeamSearchParams
 
@@ -68,6 +68,7 @@ WRONG_TYPE = [
     *[("bad_words", ["a", value], value, "a list of token ids") for value in (5, 5.0, b"a", True, {1}, None)],
     *[("bad_words", [value], value[-1], "an integer") for value in NO_IDS],
     *each("logits_processors", (print, "ab", 5, [5], [print, None], {print}, True, NAN), "a list of functions"),
+    *each("structured_outputs", ("json", {"json": {}}, 5, [], True, NAN), "StructuredOutputsParams"),
 ]
 ACCEPTED = {
     "temperature": (0, 0.0, 1e-300, 1, 2.5, 1e300, numpy.float32(0.5)),
@@ -94,6 +95,7 @@ ACCEPTED = {
     "logprobs": (None, -1, 0, 1, 20),
     "prompt_logprobs": (None, -1, 0, 1, 20),
     "logits_processors": (None, [], [print], (print, lambda output_ids, logits: logits)),
+    "structured_outputs": (None, StructuredOutputsParams(regex="a+")),
 }
 
 # The same for beams, where beam_width has no default.

@@ -56,7 +56,10 @@ def generate(
         int | None, typer.Option(help="Print the log-probabilities of each token and of this many most likely ones.")
     ] = None,
     json_schema: Annotated[
-        Path | None, typer.Option(help="Answer with JSON that follows the schema in this file.", metavar="FILE")
+        Path | None,
+        typer.Option(
+            help="Answer with JSON that follows the schema in this file.", metavar="FILE", exists=True, dir_okay=False
+        ),
     ] = None,
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt, too.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print numbers of tokens and speed, to standard error.")] = False,

@@ -23,7 +23,7 @@ from nanoinfer.tokenization.helper_process import HelperProcess, serve
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import JsonCompileOptions, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_CHARACTERS = 2**16  # of a schema, a regular expression, all choices, or a grammar
 MAX_STRING = 2**13  # characters of a single string in a schema
@@ -85,7 +85,7 @@ class GrammarState:
         if not self._matcher.is_error():
             return None
         self._origin.is_exhausted = True
-        return f"structured_outputs: {first_line(ValueError(self._matcher.get_error()))}"
+        return f"structured_outputs: {_one_line(self._matcher)}"
 
 
 class GrammarCompiler:
@@ -126,16 +126,16 @@ class GrammarCompiler:
             ) from error
         tokenizer, end_id = self._convert()
         grammar = _grammar(params)
-        error = _trial_process.ask(grammar)
-        if error is None:
-            error = f"the grammar takes more than {TRIAL_SECONDS} s, or too much memory"
-        if not error:
+        refusal = _trial_process.ask(grammar)
+        if refusal is None:
+            refusal = f"the grammar takes more than {TRIAL_SECONDS} s, or too much memory"
+        if not refusal:
             state = GrammarState(LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS)), end_id)
             forbidden = np.empty(self._vocab_size, dtype=np.uint8)
             state.write_forbidden(forbidden, ())  # the first mask takes longest, and here it delays no other request
-            error = state.error or ("only an empty answer is allowed" if forbidden.all() else "")
-        if error:
-            raise InvalidValueError(f"{params.form} cannot be used: {error}")
+            refusal = state.error or ("only an empty answer is allowed" if forbidden.all() else "")
+        if refusal:
+            raise InvalidValueError(f"{params.form} cannot be used: {refusal}")
         return state
 
     def _convert(self) -> "tuple[LLTokenizer, int]":
@@ -151,7 +151,7 @@ class GrammarCompiler:
                 backend = copy.deepcopy(self._tokenizer.backend)
                 backend.add_special_tokens([_END])
                 num_ids = max(self._vocab_size, *(1 + token_id for token_id in backend.get_vocab().values()))
-                end_id = backend.token_to_id(_END)
+                end_id = backend.get_vocab()[_END]
                 converted = LLTokenizer(backend.to_str(), n_vocab=num_ids, eos_token=end_id)
                 # Where a grammar leaves one text only, llguidance encodes it, and allows the first of its tokens.
                 if converted.decode_str(converted.tokenize_str(_SAMPLE)) != _SAMPLE:
@@ -171,9 +171,9 @@ def _grammar(params: StructuredOutputsParams) -> str:
     try:
         if form in ("json", "json_object"):
             _check_schema(json.loads(text))
-            spaces: JsonCompileOptions = {"whitespace_flexible": not params.disable_any_whitespace}
-            return LLMatcher.grammar_from_json_schema(text, overrides=spaces)
-        return grammar_from(form, params.choice if params.choice else text)
+            options = {"whitespace_flexible": not params.disable_any_whitespace}
+            return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
+        return grammar_from(form, text)  # type: ignore[arg-type]
     except ValueError as error:  # a grammar in GBNF that cannot be converted
         raise InvalidValueError(f"{form} cannot be used: {first_line(error)}") from error
 
@@ -186,6 +186,11 @@ def _check_schema(value: object, depth: int = 0) -> None:
         raise InvalidValueError(f"each string of json must have at most {MAX_STRING} characters, got {len(value)}")
     for child in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_schema(child, depth + 1)
+
+
+def _one_line(matcher: "LLMatcher") -> str:
+    """Its error, or ""."""
+    return " ".join(matcher.get_error().split())[:300]
 
 
 # ---- in the process that can be stopped
@@ -206,7 +211,7 @@ def _try_grammar(grammar: str) -> str:
             return f"a token of it takes more than {TRIAL_TOKEN_SECONDS} s"
         if allowed := [byte for byte in range(256) if bits >> byte & 1]:
             matcher.consume_token(rng.choice(allowed))
-    return first_line(ValueError(matcher.get_error())) if matcher.is_error() else ""
+    return _one_line(matcher)
 
 
 def main() -> None:
