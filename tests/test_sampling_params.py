@@ -272,7 +272,6 @@ def test_vllms_parameters_are_accepted_with_the_values_that_change_nothing(given
     ("name", "value", "acts_as"),
     [
         ("flat_logprobs", True, False),
-        ("structured_outputs", {"choice": ["a", "b"]}, None),
         ("spaces_between_special_tokens", False, True),
         ("output_kind", 1, None),
         ("extra_args", {"a": 1}, None),

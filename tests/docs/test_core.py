@@ -11,9 +11,9 @@ PACKAGE = Path(__file__).parents[2] / "nanoinfer"
 README = PACKAGE.parent / "README.md"
 SENTENCE = re.compile(r"([\d,]+) lines of code \(([\d,]+) with docstrings, comments and blank lines\)")
 
-# In the order of a token's journey through a loaded Qwen model, from LLM.generate to the RequestOutput. Without loading.
+# In the order of a token's journey through a loaded Qwen model, from LLM.generate to the RequestOutput. Without loading and errors.
 CORE = """
-    llm.py sampling_params.py errors.py engine/inputs.py tokenization/tokenizer.py
+    llm.py sampling_params.py engine/inputs.py tokenization/tokenizer.py
     engine/llm_engine.py engine/guards.py engine/request.py
     scheduling/sequence.py scheduling/scheduler.py scheduling/block_manager.py scheduling/step_plan.py
     execution/executor.py execution/uniproc_executor.py execution/forward_batch.py execution/model_runner.py
