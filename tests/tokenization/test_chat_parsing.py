@@ -79,7 +79,7 @@ CASES = {
     "no JSON": ("", "\n<tool_call>no</tool_call> a", ("", "\n<tool_call>no</tool_call> a", [])),
     "malformed JSON": ("", '<tool_call>{"name" "f"}</tool_call>', ("", '<tool_call>{"name" "f"}</tool_call>', [])),
     "JSON that is no call": ("", "<tool_call>{}</tool_call>", ("", "<tool_call>{}</tool_call>", [])),
-    "a tag that is named, then a call": ("", f"<tool_call> is a tag.\n{NIGHT}", ("", "<tool_call> is a tag.", [("night", "{}")])),
+    "a tag in content, then a call": ("", f"<tool_call> is a tag.\n{NIGHT}", ("", "<tool_call> is a tag.", [("night", "{}")])),
     "malformed arguments": ("", call("{a: [1") + NIGHT, ("", "", [("f", "{a: [1}\n"), ("night", "{}")])),
 }
 
