@@ -60,6 +60,7 @@ class AsyncLLM:
         self._num_requests = 0  # accepted, and not delivered to the end
         self._is_closing = False
         self._error: str | None = None  # why the engine is dead
+        self.on_deliver: Callable[[Updates], None] | None = None  # called in the event loop, once per step
         # used by the engine's thread alone
         self._streams: dict[str, RequestStream] = {}  # of unfinished requests, by id
         self._num_failures: dict[str, int] = {}  # failed steps that a request was in, by id
@@ -116,8 +117,11 @@ class AsyncLLM:
         params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
         return await self.submit(lambda: self.engine.inputs.prepare(prompt, params))
 
-    async def submit(self, prepare: Callable[[], PreparedRequest]) -> "RequestStream":
-        """Queue what prepare() returns, as add_request does. It runs in a thread of its own, and may raise."""
+    async def submit(self, prepare: Callable[[], PreparedRequest], has_news: asyncio.Event | None = None) -> "RequestStream":
+        """Queue what prepare() returns, as add_request does. It runs in a thread of its own, and may raise.
+
+        has_news: Set when the stream has deltas. Several streams may share one, to be read together with take().
+        """
         self._loop = self._loop or asyncio.get_running_loop()
         self.check_health()
         if self._limit is not None and self._num_requests >= self._limit:
@@ -132,7 +136,7 @@ class AsyncLLM:
         except BaseException:
             self._num_requests -= 1
             raise
-        stream = RequestStream(prepared, on_close=self._close, on_complete=self._complete)
+        stream = RequestStream(prepared, has_news or asyncio.Event(), on_close=self._close, on_complete=self._complete)
         self._commands.put(lambda: self._add(stream))
         return stream
 
@@ -178,6 +182,12 @@ class AsyncLLM:
 
     def _complete(self) -> None:
         self._num_requests -= 1
+
+    def _deliver(self, updates: "Updates") -> None:
+        for stream, deltas in updates:
+            stream.deliver(deltas)
+        if self.on_deliver is not None:
+            self.on_deliver(updates)
 
     # ---- in the engine's thread
 
@@ -229,7 +239,7 @@ class AsyncLLM:
 
     def _publish(self) -> None:
         """Pass the new deltas of all requests to the event loop, in one call."""
-        updates: list[tuple[RequestStream, list[Delta]]] = []
+        updates: Updates = []
         for request_id, stream in list(self._streams.items()):
             assert stream.request is not None
             if stream.request.deltas:
@@ -241,7 +251,7 @@ class AsyncLLM:
         if updates:
             assert self._loop is not None
             try:
-                self._loop.call_soon_threadsafe(_deliver, updates)
+                self._loop.call_soon_threadsafe(self._deliver, updates)
             except RuntimeError:  # the loop is closed, so nobody reads any more
                 self._end()
 
@@ -252,7 +262,11 @@ class RequestStream:
     """
 
     def __init__(
-        self, prepared: PreparedRequest, on_close: Callable[["RequestStream"], None], on_complete: Callable[[], None]
+        self,
+        prepared: PreparedRequest,
+        has_news: asyncio.Event,
+        on_close: Callable[["RequestStream"], None],
+        on_complete: Callable[[], None],
     ) -> None:
         self.prepared = prepared
         self.output: RequestOutput | None = None
@@ -260,7 +274,7 @@ class RequestStream:
         self.request: Request | None = None  # set by the engine's thread
         self._on_close, self._on_complete = on_close, on_complete
         self._waiting: dict[int, Delta] = {}  # by the answer's index
-        self._has_news = asyncio.Event()
+        self._has_news = has_news
         self._is_complete = False
 
     def __aiter__(self) -> "RequestStream":
@@ -273,8 +287,12 @@ class RequestStream:
         self._has_news.clear()
         if self.is_closed:
             raise StopAsyncIteration
+        return self.take()
+
+    def take(self) -> list[Delta]:
+        """Return what __anext__ would yield, or no deltas if there are none now."""
         deltas, self._waiting = [self._waiting[index] for index in sorted(self._waiting)], {}
-        self.output = next((delta.output for delta in deltas if delta.output is not None), None)
+        self.output = next((delta.output for delta in deltas if delta.output is not None), self.output)
         return deltas
 
     def close(self) -> None:
@@ -330,6 +348,4 @@ def _sum_of(token_ids: list[int], logprobs: list[LogprobsOnePosition]) -> float:
     return sum(position[token_id].logprob for position, token_id in zip(logprobs, token_ids, strict=True))
 
 
-def _deliver(updates: list[tuple[RequestStream, list[Delta]]]) -> None:
-    for stream, deltas in updates:
-        stream.deliver(deltas)
+Updates = list[tuple[RequestStream, list[Delta]]]  # what one step adds to all streams

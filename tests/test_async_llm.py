@@ -152,8 +152,12 @@ def test_beyond_the_queue_a_request_is_refused():
         streams[0].close()
         while async_llm.engine.num_unfinished == 10:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
-        streams.append(await async_llm.add_request(PROMPTS[0], params(max_tokens=1)))
+        while True:  # until the end of the first is delivered
+            try:
+                streams.append(await async_llm.add_request(PROMPTS[0], params(max_tokens=1)))
+                break
+            except QueueFullError:
+                await asyncio.sleep(0.01)
         for stream in streams:
             stream.close()
 

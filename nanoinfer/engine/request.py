@@ -30,6 +30,7 @@ class Request:
     """The answers to one prompt. Several callers may drive one engine, each reading its own requests.
 
     output: None until every answer has ended. deltas: what a stream has not yielded yet, collected only if `streaming`.
+    prompt_logprobs: if requested, complete when there is a first token.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Request:
         self.metrics = RequestMetrics(arrival_time)
         self._answers = [_Answer(seq, tokenizer) for seq in sequences]
         wants_prompt = sequences[0].params.prompt_logprobs is not None
-        self._prompt_logprobs: list[LogprobsOnePosition | None] | None = [None] if wants_prompt else None
+        self.prompt_logprobs: list[LogprobsOnePosition | None] | None = [None] if wants_prompt else None
 
     def advance(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None = None) -> Stop | None:
         """Process a sampled id that one of the sequences has just received. Returns a Stop if the sequence ends with it."""
@@ -69,9 +70,9 @@ class Request:
 
     def add_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
         """Add those of the prompt tokens from `position` on. Positions that were added before a preemption are skipped."""
-        assert self._prompt_logprobs is not None
-        new = logprobs[len(self._prompt_logprobs) - position :]
-        self._prompt_logprobs += [_with_token_texts(one, self._logprobs_tokenizer) for one in new]
+        assert self.prompt_logprobs is not None
+        new = logprobs[len(self.prompt_logprobs) - position :]
+        self.prompt_logprobs += [_with_token_texts(one, self._logprobs_tokenizer) for one in new]
 
     def end(self, stop: Stop, seq: Sequence | None = None) -> None:
         """End one aborted or failed sequence, or all of them. Held text is kept. Answers that have ended stay unchanged."""
@@ -94,7 +95,7 @@ class Request:
                 [answer.output() for answer in self._answers],
                 finished=True,
                 metrics=self.metrics,
-                prompt_logprobs=self._prompt_logprobs,
+                prompt_logprobs=self.prompt_logprobs,
             )
         answer.shown = answer.text.release(everything=answer.stop is not None)
         if self._streaming:

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
 
+# The characters that byte-level tokenizers (GPT-2's, Qwen's) write for bytes: visible ones for themselves, others from 256 on.
+_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTE_OF = {chr(byte): byte for byte in _VISIBLE}
+_BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*_VISIBLE}))}
+
 
 class Tokenizer:
     """One checkpoint's tokenizer.
@@ -93,6 +98,14 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """The text of one id alone, also of a special token."""
         return self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one id alone: of a part of a character, those that token_text shows as U+FFFD."""
+        text = self.token_text(token_id)
+        token = self.backend.id_to_token(token_id) or ""
+        if "\ufffd" in text and all(character in _BYTE_OF for character in token):
+            return bytes(_BYTE_OF[character] for character in token)
+        return text.encode()
 
     def apply_chat_template(
         self,

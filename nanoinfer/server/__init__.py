@@ -1,0 +1,14 @@
+"""The OpenAI-compatible server. In: HTTP requests. Out: JSON, or streams of server-sent events. It stands on AsyncLLM.
+
+    app.py            the endpoints, and create_app(async_llm, settings)
+    protocol.py       the bodies of requests, and their SamplingParams
+    answers.py        one HTTP request's streams, read to the end or as events
+    chat_parsing.py   an answer's text -> content, reasoning, tool calls
+    logprobs.py       log-probabilities in OpenAI's two shapes
+    errors.py         every error in OpenAI's shape
+    limits.py         keys, header sizes, JSON
+    metrics.py        Prometheus
+    run.py            uvicorn, and shutdown
+
+It needs the extra [server]: pip install "nanoinfer[server]".
+"""

@@ -1,0 +1,195 @@
+"""The answers to one HTTP request: its streams, read to the end as JSON, or as server-sent events.
+
+In: an Answers with a RequestStream for each prompt, and a Shape, which knows the endpoint's JSON. Out: a Response. However it
+ends, and also if it never starts, the streams are closed, so the engine frees their blocks.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, Protocol, TypeVar
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from nanoinfer.async_llm import AsyncLLM, RequestStream
+from nanoinfer.engine.inputs import PreparedRequest
+from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput
+from nanoinfer.server.errors import RequestError, error_body, without_paths
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+CLIENT_CLOSED_REQUEST = 499  # nginx's status, for a response that nobody reads
+
+
+class Answers:
+    """The streams of one HTTP request, one for each prompt, with n answers each."""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self.streams: list[RequestStream] = []
+        self._has_news = asyncio.Event()
+
+    async def submit(self, async_llm: AsyncLLM, prepares: list[Callable[[], PreparedRequest]]) -> None:
+        """Queue every prompt, or none. Raises: as AsyncLLM.submit does, and RequestError for a prompt that is too long."""
+        try:
+            for prepare in prepares:
+                stream = await async_llm.submit(prepare, self._has_news)
+                self.streams.append(stream)
+                if stream.prepared.error is not None:
+                    raise RequestError(400, stream.prepared.error, code="context_length_exceeded")
+        except BaseException:
+            self.close()
+            raise
+
+    async def __aiter__(self) -> AsyncIterator[list[tuple[int, RequestStream, Delta]]]:
+        """Yield (choice, stream, delta) as they arrive, several at a time."""
+        unfinished = dict(enumerate(self.streams))
+        while unfinished:
+            await self._has_news.wait()
+            self._has_news.clear()
+            updates = []
+            for number, stream in list(unfinished.items()):
+                updates += [(self.choice_index(number, delta.index), stream, delta) for delta in stream.take()]
+                if stream.output is not None:
+                    del unfinished[number]
+            yield updates
+
+    def choice_index(self, number: int, index: int) -> int:
+        """The index of an answer to the prompt with this number among all choices."""
+        return number * self._n + index
+
+    async def finished(self) -> list[RequestOutput]:
+        """Wait for the end of all. Raises: RequestError if an answer failed."""
+        async for _ in self:
+            pass
+        outputs = [stream.output for stream in self.streams if stream.output is not None]
+        for output in outputs:
+            for answer in output.outputs:
+                if failure := failure_of(answer):
+                    raise RequestError(*failure)
+        return outputs
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage, when all have ended."""
+        outputs = [stream.output for stream in self.streams if stream.output is not None]
+        prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        completion = sum(output.metrics.num_output_tokens for output in outputs)
+        cached = sum(output.metrics.num_cached_tokens for output in outputs)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def close(self) -> None:
+        """Abort what is unfinished."""
+        for stream in self.streams:
+            stream.close()
+
+
+class Shape(Protocol):
+    """The JSON of an endpoint's choices. One per HTTP request: it keeps what its streams have not sent yet."""
+
+    object_name: str
+    chunk_name: str
+    id_prefix: str
+
+    def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+        """A finished choice."""
+
+    def chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[dict[str, Any]]:
+        """The choices of a stream's next chunks."""
+
+
+def failure_of(answer: CompletionOutput | Delta) -> tuple[int, str] | None:
+    """The status and the message for an answer that has failed: OpenAI's finish_reason has neither "error" nor "abort"."""
+    if answer.finish_reason == "abort":
+        return 503, "the request was aborted"
+    return (500, without_paths(answer.error or "the engine failed")) if answer.finish_reason == "error" else None
+
+
+async def respond(
+    request: Request, answers: Answers, shape: Shape, model: str, *, is_stream: bool, includes_usage: bool
+) -> Response:
+    """Answer an HTTP request whose prompts are submitted."""
+    head = {
+        "id": f"{shape.id_prefix}-{uuid.uuid4().hex}",
+        "object": shape.chunk_name if is_stream else shape.object_name,
+        "created": int(time.time()),
+        "model": model,
+    }
+    if is_stream:
+        return EventStream(answers, _events(answers, shape, head, includes_usage))
+    try:
+        outputs = await until_disconnect(request, answers.finished())
+    finally:
+        answers.close()
+    if outputs is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    choices = [
+        shape.choice(answers.choice_index(number, answer.index), output, answer)
+        for number, output in enumerate(outputs)
+        for answer in output.outputs
+    ]
+    return json_response(head | {"choices": choices, "usage": answers.usage()})
+
+
+async def _events(answers: Answers, shape: Shape, head: dict[str, Any], includes_usage: bool) -> AsyncIterator[bytes]:
+    """The server-sent events of a stream. What is the same in all of them is rendered once."""
+    prefix = b"data: " + to_json(head)[:-1] + b',"choices":['
+    suffix = b'],"usage":null}\n\n' if includes_usage else b"]}\n\n"
+    async for updates in answers:
+        events: list[bytes] = []
+        for index, stream, delta in updates:
+            if failure := failure_of(delta):
+                yield b"".join(events) + b"data: " + to_json(error_body(*failure)) + b"\n\n" + DONE
+                return
+            for choice in shape.chunks(index, stream, delta):
+                events += (prefix, to_json(choice), suffix)
+        if events:
+            yield b"".join(events)
+    if includes_usage:
+        yield prefix + b'],"usage":' + to_json(answers.usage()) + b"}\n\n"
+    yield DONE
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. The streams are closed however it ends, and also if its generator was never started."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answers: Answers, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answers.close()
+
+
+def json_response(value: object) -> Response:
+    return Response(to_json(value), media_type="application/json")
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of work, or None if the client leaves first. Then work is cancelled."""
+    task = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        task.cancel()
+        disconnect.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,181 @@
+"""The endpoints. create_app(async_llm, settings) returns an ASGI application.
+
+In: HTTP requests. Out: responses. What a request means is in protocol.py, and what its answer looks like in shapes.py.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from nanoinfer import __version__
+from nanoinfer.async_llm import AsyncLLM
+from nanoinfer.engine.inputs import PreparedRequest
+from nanoinfer.server.answers import Answers, Shape, json_response, respond
+from nanoinfer.server.errors import RequestError, add_error_handlers
+from nanoinfer.server.limits import Guard, StrictRoute
+from nanoinfer.server.protocol import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    to_sampling_params,
+)
+from nanoinfer.server.shapes import ChatShape, CompletionShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How the server behaves towards its clients.
+
+    Args:
+        served_model_names: Names that a request's "model" may have. Answers carry the first.
+        api_keys: If there are any, requests to /v1 need one of them.
+        max_body_bytes: Larger bodies are refused.
+        cors_origins: Origins whose web pages may call the server, or "*".
+    """
+
+    served_model_names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 2**22
+    cors_origins: tuple[str, ...] = ()
+
+
+def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
+    """Make the application. The caller shuts the AsyncLLM down."""
+    app = FastAPI(title="nanoinfer", version=__version__, docs_url=None, redoc_url=None)
+    app.router.route_class = StrictRoute
+    add_error_handlers(app)
+    app.add_middleware(Guard, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
+    if settings.cors_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
+    _add_generation(app, async_llm, settings)
+    _add_models(app, async_llm, settings)
+    _add_tokenizer(app, async_llm, settings)
+    _add_operations(app, async_llm)
+    return app
+
+
+def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) -> None:
+    inputs, tokenizer = async_llm.engine.inputs, async_llm.engine.tokenizer
+    default = async_llm.llm.get_default_sampling_params()
+
+    async def generate(
+        http: Request,
+        body: CompletionRequest | ChatCompletionRequest,
+        prompts: list[Callable[[], Any]],
+        shape: Shape,
+    ) -> Response:
+        """Answer prompts, which are rendered in a thread beside the event loop."""
+        model = check_model(body.model, settings)
+        params = await asyncio.to_thread(to_sampling_params, body, default)
+
+        def preparing(prompt: Callable[[], Any]) -> Callable[[], PreparedRequest]:
+            return lambda: inputs.prepare(prompt(), params)
+
+        answers = Answers(params.n)
+        await answers.submit(async_llm, [preparing(prompt) for prompt in prompts])
+        return await respond(http, answers, shape, model, is_stream=bool(body.stream), includes_usage=body.includes_usage)
+
+    @app.post("/v1/completions")
+    async def completions(http: Request, body: CompletionRequest) -> Response:
+        prompts = [lambda prompt=prompt: prompt for prompt in body.prompts]
+        return await generate(http, body, prompts, CompletionShape(body, tokenizer))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:
+        def prompt() -> Any:
+            return inputs.render_chat(
+                messages_of(body.messages),
+                add_generation_prompt=body.add_generation_prompt is not False,
+                chat_template_kwargs=body.chat_template_kwargs,
+            )
+
+        return await generate(http, body, [prompt], ChatShape(body, tokenizer))
+
+    @app.post("/v1/embeddings", include_in_schema=False)
+    @app.post("/v1/responses", include_in_schema=False)
+    async def unsupported(http: Request) -> Response:
+        raise RequestError(
+            404, f"{http.url.path} is not supported; use /v1/chat/completions or /v1/completions", code="unsupported"
+        )
+
+
+def _add_models(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) -> None:
+    created = int(time.time())
+
+    def card(name: str) -> dict[str, Any]:
+        max_model_len = async_llm.engine.max_model_len
+        return {"id": name, "object": "model", "created": created, "owned_by": "nanoinfer", "max_model_len": max_model_len}
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [card(name) for name in settings.served_model_names]})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        return json_response(card(check_model(model, settings)))
+
+
+def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) -> None:
+    engine = async_llm.engine
+
+    def tokenizer() -> Any:
+        if engine.tokenizer is None:
+            raise RequestError(400, "this model has no tokenizer")
+        return engine.tokenizer
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        check_model(body.model, settings)
+
+        def encode() -> list[int]:
+            if body.messages is None:
+                return list(tokenizer().encode(body.prompt, add_special_tokens=body.add_special_tokens))
+            rendered = engine.inputs.render_chat(
+                messages_of(body.messages),
+                add_generation_prompt=body.add_generation_prompt,
+                chat_template_kwargs=body.chat_template_kwargs,
+            )
+            return rendered["prompt_token_ids"]
+
+        tokens = await asyncio.to_thread(encode)
+        texts = [tokenizer().token_text(token_id) for token_id in tokens] if body.return_token_strs else None
+        max_model_len = engine.max_model_len
+        return json_response({"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": texts})
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        check_model(body.model, settings)
+        return json_response({"prompt": await asyncio.to_thread(tokenizer().decode, body.tokens, skip_special_tokens=False)})
+
+
+def _add_operations(app: FastAPI, async_llm: AsyncLLM) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        async_llm.check_health()  # 503 if it raises
+        return Response()
+
+    @app.get("/version")
+    async def version() -> Response:
+        return json_response({"version": __version__})
+
+
+def check_model(name: str | None, settings: ServerSettings) -> str:
+    """The name that an answer carries. Raises: RequestError for a model that is not served."""
+    if name is not None and name not in settings.served_model_names:
+        served = ", ".join(settings.served_model_names)
+        raise RequestError(
+            404, f"the model {name[:100]!r} is not served; this server has {served}", param="model", code="model_not_found"
+        )
+    return name or settings.served_model_names[0]
+
+
+def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    return [message.model_dump(exclude_unset=True) for message in messages]

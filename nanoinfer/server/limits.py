@@ -1,0 +1,89 @@
+"""What a request must satisfy before its body is read: a key, headers of a limited size. And how the body's JSON is read.
+
+In: ASGI's scopes. Out: the request, passed on, or an error.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanoinfer.server.errors import RequestError, error_response
+
+MAX_HEADER_BYTES = 2**15
+
+
+class Guard:
+    """Refuses requests to /v1 without a key, and any request with large headers or a large body."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in api_keys]
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def receive_limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_body_bytes:
+                raise RequestError(413, f"the body has more than {self._max_body_bytes} bytes")
+            return message
+
+        try:
+            self._check(scope["path"], scope["method"], Headers(scope=scope))
+        except RequestError as error:
+            await error_response(error.status_code, error.detail, code=error.code)(scope, receive, send)
+        else:
+            await self._app(scope, receive_limited, send)
+
+    def _check(self, path: str, method: str, headers: Headers) -> None:
+        if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
+            raise RequestError(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
+        if self._digests and path.startswith("/v1") and method != "OPTIONS":
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            given = _digest(key.strip().encode())
+            is_known = [hmac.compare_digest(given, digest) for digest in self._digests]  # all, so the time tells nothing
+            if scheme.lower() != "bearer" or not any(is_known):
+                raise RequestError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()  # equal lengths: compare_digest's time depends on them
+
+
+class StrictRequest(Request):
+    """A request whose JSON has no NaN, no infinity, and at most 200 levels."""
+
+    async def json(self) -> Any:
+        try:
+            return from_json(await self.body(), allow_inf_nan=False)
+        except ValueError as error:
+            raise RequestError(400, f"the body is not valid JSON: {error}") from error
+
+
+class StrictRoute(APIRoute):
+    """A route whose requests are StrictRequests."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if request.method == "POST" and kind != "application/json":  # a page of any origin may send other types
+                raise RequestError(415, f"the body must be JSON, with Content-Type: application/json, got {kind[:100]!r}")
+            return await handler(StrictRequest(request.scope, request.receive))
+
+        return strict

@@ -1,0 +1,215 @@
+"""The bodies of requests, by OpenAI's names, with vLLM's names for what OpenAI does not have.
+
+In: JSON. Out: values that are checked, and SamplingParams. An unknown field is refused, because it might be meant to change the
+answer. Fields that matter only inside OpenAI (_Ignored) are accepted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from nanoinfer.errors import InvalidValueError
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.server.errors import RequestError
+
+MAX_ANSWERS, MAX_PROMPTS, MAX_LOGPROBS, MAX_STOPS = 128, 2048, 20, 64
+INT64, UINT64 = 2**63, 2**64
+
+TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+
+# Fields that have the same name and the same meaning in SamplingParams.
+SAME_NAMES = (
+    "temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids", "include_stop_str_in_output", "min_tokens",
+    "ignore_eos", "skip_special_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "no_repeat_ngram_size",
+    "allowed_token_ids", "bad_words",
+)  # fmt: skip
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # accepted: only OpenAI pads its events
+
+
+class _Ignored(_Body):
+    """Fields that change no answer."""
+
+    user: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class GenerationRequest(_Ignored):
+    """What both endpoints take. None is the checkpoint's default."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    seed: Annotated[int, Field(ge=-INT64, lt=UINT64)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def check_stream_options(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream=true")
+        return self
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk that has the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of /v1/completions."""
+
+    prompt: str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One prompt or several as a list."""
+        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)
+
+
+class ChatMessage(BaseModel):
+    """One message. The chat template decides which further fields it reads."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def check_logprobs(self) -> "ChatCompletionRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        return self
+
+
+class TokenizeRequest(_Body):
+    """The body of /tokenize, as in vLLM: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def check_prompt(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(_Body):
+    """The body of /detokenize, as in vLLM."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+def to_sampling_params(request: CompletionRequest | ChatCompletionRequest, default: SamplingParams) -> SamplingParams:
+    """The SamplingParams of a request: its fields over the checkpoint's default.
+
+    Raises: RequestError for what is not supported, and InvalidValueError, InvalidTypeError as SamplingParams does.
+    """
+    _check_supported(request)
+    given: dict[str, Any] = {name: getattr(request, name) for name in SAME_NAMES}
+    if request.seed is not None:
+        given["seed"] = request.seed if request.seed == -1 else request.seed % UINT64
+    if request.logit_bias is not None:
+        given["logit_bias"] = {_token_id(key): value for key, value in request.logit_bias.items()}
+    if isinstance(request, ChatCompletionRequest):
+        max_tokens = request.max_completion_tokens or request.max_tokens  # None: up to the model's length
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    else:
+        max_tokens = 16 if request.max_tokens is None else max(request.max_tokens, 1)  # 16 is OpenAI's default
+        logprobs = request.logprobs
+        given["prompt_logprobs"] = logprobs if request.echo else None
+    given = {name: value for name, value in given.items() if value is not None}
+    return replace(default, **given, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def _check_supported(request: CompletionRequest | ChatCompletionRequest) -> None:
+    """Refuse known features that are not supported, by name."""
+    unsupported: Sequence[tuple[str, object]] = [
+        ("response_format", (request.response_format or {}).get("type", "text") != "text"),
+        ("structured_outputs", request.structured_outputs),
+    ]
+    if isinstance(request, CompletionRequest):
+        unsupported = [*unsupported, ("suffix", request.suffix), ("best_of", request.best_of not in (None, request.n or 1))]
+        if request.max_tokens == 0 and not request.echo:
+            raise RequestError(400, "max_tokens must be >= 1, or 0 with echo", param="max_tokens")
+        if len(request.prompts) > MAX_PROMPTS:
+            raise RequestError(400, f"prompt holds {len(request.prompts)} prompts; at most {MAX_PROMPTS}", param="prompt")
+        if not request.prompts:
+            raise RequestError(400, "prompt holds no prompt", param="prompt")
+    else:
+        unsupported = [
+            *unsupported,
+            ("tools", request.tools),
+            ("tool_choice", request.tool_choice not in (None, "none", "auto")),
+        ]
+    for name, is_used in unsupported:
+        if is_used:
+            raise RequestError(400, f"{name} is not supported; leave it out", param=name, code="unsupported")
+
+
+def _token_id(key: str) -> int:
+    if not key.isascii() or not key.isdigit() or len(key) > 10:
+        raise InvalidValueError(f"each key of logit_bias must be a token id, got {key[:20]!r}")
+    return int(key)
