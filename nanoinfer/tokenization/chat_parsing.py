@@ -205,7 +205,7 @@ class ChatParser:
         return text
 
     def _take_until(self, tag: str) -> tuple[str, bool]:
-        """Take the text before a tag, and the tag, or else the text that no tag can change. Returns whether the tag is there."""
+        """Take the text before a tag, and the tag, or the text that no tag can change. Returns whether the tag is there."""
         text, found, rest = self._buffer.partition(tag)
         if found:
             self._buffer = rest

@@ -109,7 +109,7 @@ def test_without_parsers_an_answer_is_its_text(text):
 
 def test_text_is_held_back_only_while_a_tag_may_begin():
     parser = ChatParser()
-    pieces = ["<", "p>", "a", " <tool", "box> ", "b", "<tool_call>", '{"name": "f"', ', "arguments": {', '"a', "\": 1}", "}"]
+    pieces = ["<", "p>", "a", " <tool", "box> ", "b", "<tool_call>", '{"name": "f"', ', "arguments": {', '"a', '": 1}', "}"]
     shown = [parser.push(piece).fields() for piece in pieces]
     assert [fields.get("content", "") for fields in shown[:6]] == ["", "<p>", "a", "", " <toolbox>", " b"]
     assert shown[6:8] == [{}, {}]
