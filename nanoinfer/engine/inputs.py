@@ -8,14 +8,15 @@ queue nor cache, so any thread may call it.
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, NotRequired, TypedDict
 
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError
 from nanoinfer.execution.executor import ExecutorInfo
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoinfer.tokenization.tokenizer import Tokenizer
+from nanoinfer.tokenization.tools import Tool, ToolChoice, tool_call_grammar, tool_schemas, with_tool_arguments
 
 
 class TextPrompt(TypedDict):
@@ -73,16 +74,8 @@ class InputProcessor:
         Raises: as prepare does, with the prompt's index.
         """
         prompts = as_list(prompts)
-        if isinstance(params, SamplingParams):
-            params = [params] * len(prompts)
-        if not isinstance(params, list | tuple):
-            raise InvalidTypeError(f"sampling_params must be SamplingParams, or a list of them, got {params!r}")
-        if len(params) != len(prompts):
-            raise InvalidValueError(
-                f"sampling_params must be one, or one per prompt: got {len(params)} for {len(prompts)} prompts"
-            )
         prepared = []
-        for index, (prompt, its_params) in enumerate(zip(prompts, params, strict=True)):
+        for index, (prompt, its_params) in enumerate(zip(prompts, one_per_prompt(params, len(prompts)), strict=True)):
             with with_prompt_index(index):
                 prepared.append(self.prepare(prompt, its_params))
         return prepared
@@ -94,6 +87,7 @@ class InputProcessor:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Tool] | None = None,
     ) -> TokensPrompt:
         """Render one conversation as a prompt. See LLM.chat."""
         if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
@@ -104,16 +98,31 @@ class InputProcessor:
             raise InvalidPromptError("this checkpoint has no tokenizer, so there is no chat template; use token ids")
         if not isinstance(chat_template_kwargs, dict | None):
             raise InvalidTypeError(f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r}")
-        if clash := {"chat_template", "add_generation_prompt", "tokenize"} & (chat_template_kwargs or {}).keys():
+        if clash := {"chat_template", "add_generation_prompt", "tokenize", "tools"} & (chat_template_kwargs or {}).keys():
             raise InvalidValueError(f"chat_template_kwargs must not hold {', '.join(clash)}: that is an argument of its own")
         text = self._tokenizer.apply_chat_template(
-            messages,
+            with_tool_arguments(messages),
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
+            tools=tool_schemas(tools) if tools else None,
             **(chat_template_kwargs or {}),
         )
         # The template has written every special token: adding BOS here would duplicate it.
         return {"prompt": text, "prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
+
+    def constrain_calls(
+        self, params: SamplingParams, prompt: TokensPrompt, tools: Sequence[Tool], tool_choice: ToolChoice, **options: bool
+    ) -> SamplingParams:
+        """Return params with the grammar of the calls that are required, or strict. The options are those of tool_call_grammar.
+
+        Raises: InvalidTypeError, InvalidValueError.
+        """
+        grammar = tool_call_grammar(tool_schemas(tools), tool_choice, prompt=prompt["prompt"] or "", **options)
+        if grammar is None:
+            return params
+        if params.structured_outputs is not None:
+            raise InvalidValueError("structured_outputs cannot be used with required or strict tool calls; use one of them")
+        return replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
 
     def _parse(self, prompt: Any) -> tuple[str | None, list[int]]:
         """The text, if there is one, and the token ids. If a dict holds both, the ids are used and the text is only shown."""
@@ -196,6 +205,17 @@ def as_list(prompts: Any) -> list[Any]:
     if prompts and all(isinstance(item, Integral) for item in prompts):
         return [prompts]
     return list(prompts)
+
+
+def one_per_prompt(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> Sequence[SamplingParams]:
+    """Return SamplingParams for each prompt, given one for all, or one per prompt."""
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if not isinstance(params, list | tuple):
+        raise InvalidTypeError(f"sampling_params must be SamplingParams, or a list of them, got {params!r}")
+    if len(params) != num_prompts:
+        raise InvalidValueError(f"sampling_params must be one, or one per prompt: got {len(params)} for {num_prompts} prompts")
+    return params
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def with_tool_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str,
     """Messages in OpenAI's form as templates read them.
 
     The arguments of calls are objects instead of JSON text. Text that is no JSON object stays, so that a conversation goes on
-    after a malformed call. A null is left out, and content is never missing. "reasoning" is "reasoning_content", its older name.
+    after a malformed call. A null is left out, and content is never missing. "reasoning" becomes "reasoning_content" too.
     """
     return [_with_tool_arguments(message) for message in messages]
 
