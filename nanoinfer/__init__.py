@@ -10,6 +10,7 @@ The map. Imports point downwards, one folder to another, without a circle; tests
     llm.py                LLM: generate, stream, chat, beam_search
     async_llm.py          AsyncLLM: the same for asyncio, many requests at once
     sampling_params.py    what one request may ask for
+    structured_outputs.py the form that an answer must have: JSON schema, regex, choice, grammar
     outputs.py            RequestOutput, CompletionOutput, Delta, RequestMetrics
     config.py             CacheConfig, SchedulerConfig, EngineConfig
     errors.py             the error classes and the argument checks that raise them
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from nanoinfer.outputs import RequestOutput as RequestOutput
     from nanoinfer.sampling_params import BeamSearchParams as BeamSearchParams
     from nanoinfer.sampling_params import SamplingParams as SamplingParams
+    from nanoinfer.sampling_params import StructuredOutputsParams as StructuredOutputsParams
     from nanoinfer.tokenization.chat_parsing import ChatParser as ChatParser
     from nanoinfer.tokenization.chat_parsing import parse_chat_answer as parse_chat_answer
     from nanoinfer.tracing import Recorder as Recorder
@@ -61,6 +63,7 @@ _PUBLIC = {
     "AsyncLLM": "nanoinfer.async_llm",
     "SamplingParams": "nanoinfer.sampling_params",
     "BeamSearchParams": "nanoinfer.sampling_params",
+    "StructuredOutputsParams": "nanoinfer.sampling_params",
     "PromptType": "nanoinfer.engine.inputs",
     "TextPrompt": "nanoinfer.engine.inputs",
     "TokensPrompt": "nanoinfer.engine.inputs",

@@ -19,6 +19,7 @@ from nanoinfer.errors import (
     check_number,
     out_of_range,
 )
+from nanoinfer.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,8 +41,8 @@ def _named_arguments(cls: type[T]) -> type[T]:
 class SamplingParams:
     """How to choose each next token of one prompt, and when to stop.
 
-    The parameters that change the logits apply in this order: allowed_token_ids, bad_words, min_tokens, logit_bias,
-    repetition_penalty, frequency_penalty, presence_penalty, no_repeat_ngram_size, logits_processors, temperature, min_p, top_k,
+    The parameters that change the logits apply in this order: allowed_token_ids, structured_outputs, bad_words, min_tokens,
+    logit_bias, repetition_penalty, frequency_penalty, presence_penalty, no_repeat_ngram_size, logits_processors, temperature, min_p, top_k,
     top_p. Greedy rows skip the last four.
 
     Args:
@@ -75,6 +76,9 @@ class SamplingParams:
             -1 is all ids. None is off.
         prompt_logprobs: The same for the tokens of the prompt.
         logits_processors: Your own functions (prompt_ids, output_ids, logits [vocab]) -> logits [vocab], called in order.
+        structured_outputs: The form that the answer must have. EOS and stop_token_ids cannot be drawn before the answer has it.
+            When no token can follow, EOS comes next, also before min_tokens, or the answer ends there if there is no EOS. It
+            may still be cut by max_tokens and stop.
 
     Raises:
         InvalidValueError: A value out of its range, or two that contradict each other.
@@ -111,6 +115,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None  # kept as a tuple
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, 0.0, math.inf, "finite and >= 0; 0 is greedy")
@@ -164,6 +169,18 @@ class SamplingParams:
         object.__setattr__(self, "logits_processors", _logits_processors(self.logits_processors))
         if self.stop and not self.detokenize:
             raise InvalidValueError(f"stop={self.stop!r} needs text, but detokenize=False; use stop_token_ids instead")
+        if self.structured_outputs is not None:
+            self._check_structured_outputs()
+
+    def _check_structured_outputs(self) -> None:
+        if not isinstance(self.structured_outputs, StructuredOutputsParams):
+            raise InvalidTypeError(f"structured_outputs must be StructuredOutputsParams, got {self.structured_outputs!r}")
+        if self.ignore_eos:
+            raise InvalidValueError("ignore_eos cannot be used with structured_outputs: the answer ends when it is complete")
+        if self.allowed_token_ids is not None:
+            raise InvalidValueError(
+                "allowed_token_ids cannot be used with structured_outputs, which decides what is allowed; use one of them"
+            )
 
     @property
     def is_greedy(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, NotRequired, TypedDict
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
+from nanoinfer.tokenization.grammar import GrammarCompiler, GrammarState
 from nanoinfer.tokenization.tokenizer import Tokenizer
 from nanoinfer.tokenization.tools import Tool, ToolChoice, tool_call_grammar, tool_schemas, with_tool_arguments
 
@@ -41,6 +42,7 @@ class PreparedRequest:
     """A request that the engine accepts.
 
     prompt: None if only token ids were given. bad_words: params.bad_words as token ids.
+    grammar: params.structured_outputs, compiled, at the beginning of an answer.
     error: for a prompt that is too long. Such a request ends at once with finish_reason "error".
     """
 
@@ -49,6 +51,7 @@ class PreparedRequest:
     params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...] = ()
     error: str | None = None
+    grammar: GrammarState | None = None
 
 
 class InputProcessor:
@@ -57,16 +60,18 @@ class InputProcessor:
     def __init__(self, info: ExecutorInfo, tokenizer: Tokenizer | None) -> None:
         self._info = info
         self._tokenizer = tokenizer
+        self._grammars = GrammarCompiler(tokenizer, info.vocab_size)
 
     def prepare(self, prompt: Any, params: SamplingParams) -> PreparedRequest:
         """Parse, tokenise and check one prompt. A prompt that is too long is not refused, see PreparedRequest.error.
 
-        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError.
+        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError, UnsupportedError.
         """
         text, token_ids = self._parse(prompt)
         bad_words = self._check(token_ids, params)
         error = self._too_long(len(token_ids)) if len(token_ids) >= self._info.max_model_len else None
-        return PreparedRequest(text, token_ids, params, bad_words, error)
+        grammar = None if params.structured_outputs is None else self._grammars.compile(params.structured_outputs)
+        return PreparedRequest(text, token_ids, params, bad_words, error, grammar)
 
     def prepare_all(self, prompts: Any, params: SamplingParams | Sequence[SamplingParams]) -> list[PreparedRequest]:
         """Prepare one prompt or a list of them, with one SamplingParams for all or one per prompt.

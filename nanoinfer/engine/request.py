@@ -124,6 +124,10 @@ class _Answer:
 
         stop = check_token_ids(seq)
         ended_by_id = stop is not None and stop.finish_reason == "stop"
+        if seq.grammar is not None and not ended_by_id:
+            seq.grammar.advance(token_id)
+            if seq.grammar.is_complete and not seq.stop_ids:  # a model without EOS would have no id left to draw
+                stop = Stop("stop")
         text = ""
         if self._detokenizer and not (ended_by_id and not seq.params.include_stop_str_in_output):
             text = self._detokenizer.push(token_id)
@@ -189,6 +193,7 @@ def sequences_of(
             max_num_tokens=min(len(prompt_token_ids) + (params.max_tokens or max_model_len), max_model_len),
             eos_token_ids=eos_token_ids,
             bad_words=prepared.bad_words,
+            grammar=None if prepared.grammar is None else prepared.grammar.copy(),
             index=index,
         )
         for index in range(params.n)

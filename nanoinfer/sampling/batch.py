@@ -18,6 +18,7 @@ from torch import Tensor
 from nanoinfer.devices.transfer import on_device
 from nanoinfer.sampling.draw import uniform
 from nanoinfer.sampling.state import SamplingState
+from nanoinfer.sampling.structured import GrammarMask
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 
@@ -72,10 +73,11 @@ class RowGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEntries:
-    """The single logits that the stages before the temperature read or write."""
+    """The logits that the stages before the temperature read or write: single ones, but for the grammar's mask."""
 
     allowed: TokenEntries | None = None  # every id that rows with allowed_token_ids may draw
     allowed_rows: Int[Tensor, " some_rows"] | None = None  # the rows of allowed, once each
+    grammar: GrammarMask | None = None  # what rows with structured_outputs may draw
     bad_words: TokenEntries | None = None  # the ids that would complete a bad word
     min_tokens: TokenEntries | None = None  # EOS and stop ids of rows that are too short to end
     logit_bias: TokenEntries | None = None  # values: the bias
@@ -130,7 +132,7 @@ class SamplingBatch:
             params=params,
             columns=columns,
             groups=groups,
-            entries=_entries(sequences, positions, device),
+            entries=_entries(sequences, positions, vocab_size, device),
             processors=tuple(
                 RowProcessors(row, tuple(seq.params.logits_processors), seq.prompt_token_ids, seq.output_token_ids)
                 for row, seq in enumerate(sequences)
@@ -143,7 +145,7 @@ class SamplingBatch:
     def masks_logits(self) -> bool:
         """Whether a stage before the temperature may overwrite logits without reading them."""
         entries = self.entries
-        masks = (entries.allowed, entries.bad_words, entries.min_tokens, entries.repeated_ngrams)
+        masks = (entries.allowed, entries.grammar, entries.bad_words, entries.min_tokens, entries.repeated_ngrams)
         return bool(self.processors) or any(mask is not None for mask in masks)
 
     @property
@@ -219,12 +221,13 @@ def _columns_and_groups(
     return columns, groups
 
 
-def _entries(sequences: list[Sequence], positions: list[int], device: torch.device) -> StageEntries:
+def _entries(sequences: list[Sequence], positions: list[int], vocab_size: int, device: torch.device) -> StageEntries:
     """Gather the lists of ids: those of the parameters, and those that grow with the output."""
     entries: dict[str, list[tuple[int, Iterable[int], Iterable[float] | None]]] = {}
     for row, (seq, position) in enumerate(zip(sequences, positions, strict=True)):
         params = seq.params
-        if position - len(seq.prompt_token_ids) < params.min_tokens and seq.stop_ids:
+        must_end = seq.grammar is not None and seq.grammar.is_complete
+        if position - len(seq.prompt_token_ids) < params.min_tokens and seq.stop_ids and not must_end:
             entries.setdefault("min_tokens", []).append((row, seq.stop_ids, None))
         if completing := _completing_ids(seq):
             entries.setdefault("bad_words", []).append((row, completing, None))
@@ -240,6 +243,7 @@ def _entries(sequences: list[Sequence], positions: list[int], device: torch.devi
         if state.ngrams is not None and (banned := state.ngrams.banned(seq.token_ids)):
             entries.setdefault("repeated_ngrams", []).append((row, banned, None))
     fields: dict[str, Any] = {name: _pack(rows, device) for name, rows in entries.items()}
+    fields["grammar"] = GrammarMask.build(sequences, vocab_size, device)
     if "allowed" in entries:
         fields["allowed_rows"] = on_device(torch.tensor([row for row, _, _ in entries["allowed"]]), device)
     return StageEntries(**fields)

@@ -26,6 +26,7 @@ from nanoinfer.sampling.stages import (
     apply_repetition_penalty,
     apply_temperature,
     keep_allowed,
+    keep_grammatical,
     keep_min_p,
     keep_top_k,
     keep_top_p,
@@ -39,6 +40,7 @@ Logits = Float[Tensor, "batch vocab"]
 
 STAGES: tuple[Stage, ...] = (
     keep_allowed,
+    keep_grammatical,
     mask_bad_words,
     mask_min_tokens,
     add_logit_bias,
@@ -222,6 +224,8 @@ class Sampler:
 
         Users' functions are not run again, since they may count their calls. They are named if no other stage did it.
         """
+        if batch.entries.grammar is not None and row in batch.entries.grammar.errors:
+            return batch.entries.grammar.errors[row]
         users = [stage for stage in self.stages if stage not in STAGES]
         if any(row_processors.row == row for row_processors in batch.processors):
             users.append(apply_logits_processors)

@@ -30,6 +30,13 @@ def keep_allowed(logits: Logits, batch: SamplingBatch) -> Logits:
     return logits
 
 
+def keep_grammatical(logits: Logits, batch: SamplingBatch) -> Logits:
+    """Forbid the ids that the grammar of structured_outputs does not allow next."""
+    if (grammar := batch.entries.grammar) is not None:
+        logits[grammar.rows] = torch.where(grammar.allowed, logits[grammar.rows], float("-inf"))
+    return logits
+
+
 def mask_bad_words(logits: Logits, batch: SamplingBatch) -> Logits:
     """Forbid the last token of a bad word whose other tokens are the end of the output."""
     return _forbid(logits, batch.entries.bad_words)

@@ -36,6 +36,7 @@ class Sequence:
     max_num_tokens: int  # prompt + output: reaching it ends with "length"
     eos_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
+    grammar: Any = None  # tokenization/grammar.py, for params.structured_outputs: request.py advances it
     index: int = 0  # which of the prompt's n answers it is
 
     token_ids: list[int] = field(init=False)  # prompt + output: the scheduler (beam search writes those of its beams)
@@ -66,7 +67,8 @@ class Sequence:
     def sampling_reads_output(self) -> bool:
         """Whether sampling the next token depends on the sequence's tokens other than through the logits."""
         params = self.params
-        return bool(params.has_penalty or params.no_repeat_ngram_size or self.bad_words or params.logits_processors)
+        has_state = params.has_penalty or params.no_repeat_ngram_size or params.structured_outputs
+        return bool(has_state or self.bad_words or params.logits_processors)
 
     @property
     def num_tokens(self) -> int:

@@ -12,7 +12,7 @@ import pytest
 import nanoinfer
 
 PACKAGE = Path(nanoinfer.__file__).parent
-VOCABULARY = ("errors", "sampling_params", "inputs", "outputs", "config")
+VOCABULARY = ("errors", "sampling_params", "structured_outputs", "inputs", "outputs", "config")
 
 # folder -> the folders that its files may import. "words" are VOCABULARY, the public names that need no torch.
 ALLOWED = {

@@ -1,0 +1,218 @@
+"""StructuredOutputsParams -> a grammar over token ids: which ids may follow those that are there.
+
+In: the parameters of a request. Out: a GrammarState for each of its answers. llguidance (extra [structured]) does the work.
+
+A grammar is a program that comes with a request. It is refused before any work if it is too large, not valid, or too expensive.
+llguidance limits most of what a grammar costs, but not all: a few take minutes, or overflow the stack of the process. So each
+new grammar is first tried in a process that can be stopped (helper_process.py). `main` is that process's side.
+"""
+
+import copy
+import json
+import random
+import time
+from collections.abc import Iterable
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line
+from nanoinfer.structured_outputs import FORMS, StructuredOutputsParams
+from nanoinfer.tokenization.helper_process import HelperProcess, serve
+from nanoinfer.tokenization.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_CHARACTERS = 2**16  # of a schema, a regular expression, all choices, or a grammar
+MAX_STRING = 2**13  # characters of a single string in a schema
+MAX_NESTING = 64  # of a schema
+MAX_KEPT = 32  # grammars that are kept compiled
+TRIAL_SECONDS, TRIAL_BYTES = 1.5, 2**30
+TRIAL_TOKENS, TRIAL_TOKEN_SECONDS = 64, 0.05
+
+# What llguidance may spend: on the lexer of a grammar, and on one mask. In its own units, of which it does 14 to 50 in a us.
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 20_000,  # of 1 to 2 kB
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+
+_END = "<|end of the grammar|>"
+
+
+class GrammarState:
+    """Where one answer is in its grammar."""
+
+    def __init__(self, matcher: "LLMatcher", end_id: int, origin: "GrammarState | None" = None) -> None:
+        """end_id: llguidance's EOS."""
+        self._matcher = matcher
+        self._end_id = end_id
+        self._origin = origin or self
+        self.is_exhausted = False  # whether a copy has reached a limit of the lexer that all copies share
+
+    def copy(self) -> "GrammarState":
+        """A second state at the same place. All copies share what the grammar's lexer has computed so far."""
+        return GrammarState(self._matcher.deep_copy(), self._end_id, self._origin)
+
+    def advance(self, token_id: int) -> None:
+        """Append a token that is neither EOS nor a stop id."""
+        self._matcher.consume_token(token_id)
+
+    def write_allowed(self, allowed: np.ndarray, stop_ids: Iterable[int]) -> None:
+        """Write 1 for each id that may follow, and 0 for all others. stop_ids may follow where the answer may end.
+
+        allowed: [vocab], uint8.
+        """
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed[:] = 0 if self.error else np.unpackbits(bits, bitorder="little", count=len(allowed))
+        allowed[self._end_id : self._end_id + 1] = 0  # it may be beyond the model's ids
+        allowed[list(stop_ids)] = self._matcher.is_accepting()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer must end here, since no token can follow."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot be followed further, such as a limit that it reached."""
+        if not self._matcher.is_error():
+            return None
+        self._origin.is_exhausted = True
+        return f"structured_outputs: {first_line(ValueError(self._matcher.get_error()))}"
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer. Any thread may call it: llguidance compiles without Python's lock.
+
+    The tokenizer is converted at the first call, which takes a second for 152k ids and holds Python's lock.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        """vocab_size: the model's."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._lock = Lock()
+        self._converted: tuple[LLTokenizer, int] | None = None
+        self._kept: dict[StructuredOutputsParams, GrammarState] = {}
+
+    def compile(self, params: StructuredOutputsParams) -> GrammarState:
+        """The state at the beginning of an answer.
+
+        Raises:
+            InvalidValueError: The grammar is not valid, or too expensive. There is no tokenizer.
+            UnsupportedError: llguidance is not installed.
+        """
+        kept = self._kept.get(params)
+        if kept is None or kept.is_exhausted:
+            kept = self._compile(params)
+            if len(self._kept) >= MAX_KEPT:
+                self._kept.pop(next(iter(self._kept)), None)
+            self._kept[params] = kept
+        return kept.copy()
+
+    def _compile(self, params: StructuredOutputsParams) -> GrammarState:
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError as error:
+            raise UnsupportedError(
+                "structured_outputs requires llguidance, which is not installed; pip install 'nanoinfer[structured]'"
+            ) from error
+        tokenizer, end_id = self._convert()
+        grammar = _grammar(params)
+        error = _trial_process.ask(grammar)
+        if error is None:
+            error = f"the grammar takes more than {TRIAL_SECONDS} s, or too much memory"
+        if not error:
+            state = GrammarState(LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS)), end_id)
+            # The first mask takes longest. Here it delays no other request.
+            state.write_allowed(np.empty(self._vocab_size, dtype=np.uint8), ())
+            error = state.error or ("only an empty answer is allowed" if state.is_complete else "")
+        if error:
+            raise InvalidValueError(f"{_form(params)} cannot be used: {error}")
+        return state
+
+    def _convert(self) -> "tuple[LLTokenizer, int]":
+        """The tokenizer in llguidance's form, and its EOS: a token of our own, since some models have none, and some several."""
+        from llguidance import LLTokenizer
+
+        if self._tokenizer is None:
+            raise InvalidValueError("structured_outputs needs a tokenizer, which this checkpoint lacks; pass LLM(tokenizer=...)")
+        with self._lock:
+            if self._converted is None:
+                backend = copy.deepcopy(self._tokenizer.backend)
+                backend.add_special_tokens([_END])
+                num_ids = max(self._vocab_size, *(1 + token_id for token_id in backend.get_vocab().values()))
+                end_id = backend.token_to_id(_END)
+                self._converted = LLTokenizer(backend.to_str(), n_vocab=num_ids, eos_token=end_id), end_id
+            return self._converted
+
+
+def _form(params: StructuredOutputsParams) -> str:
+    return next(name for name in FORMS if getattr(params, name))
+
+
+def _grammar(params: StructuredOutputsParams) -> str:
+    """The parameters as a grammar in llguidance's own notation. Raises: InvalidValueError."""
+    from llguidance import LLMatcher, grammar_from
+
+    form = _form(params)
+    text = json.dumps(params.choice) if params.choice else getattr(params, form)
+    if params.json_object:
+        text = '{"type": "object"}'
+    if len(text) > MAX_CHARACTERS:
+        raise InvalidValueError(f"{form} must have at most {MAX_CHARACTERS} characters, got {len(text)}")
+    try:
+        if params.json or params.json_object:
+            _check_schema(json.loads(text))
+            return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": not params.disable_any_whitespace})
+        return grammar_from(form, params.choice if params.choice else text)
+    except ValueError as error:  # a grammar in GBNF that cannot be converted
+        raise InvalidValueError(f"{form} cannot be used: {first_line(error)}") from error
+
+
+def _check_schema(value: object, depth: int = 0) -> None:
+    """Refuse what is nested too deep, and too long strings. Descriptions are not read, but count."""
+    if depth > MAX_NESTING:
+        raise InvalidValueError(f"json must be nested at most {MAX_NESTING} deep")
+    if isinstance(value, str) and len(value) > MAX_STRING:
+        raise InvalidValueError(f"each string of json must have at most {MAX_STRING} characters, got {len(value)}")
+    for child in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_schema(child, depth + 1)
+
+
+# ---- in the process that can be stopped
+
+
+def _try_grammar(grammar: str) -> str:
+    """Compile a grammar and follow it for some random bytes. Returns why it is refused, or ""."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+    rng = random.Random(0)
+    for _ in range(TRIAL_TOKENS):
+        if matcher.is_stopped():
+            break
+        start = time.process_time()
+        bits = int.from_bytes(matcher.compute_bitmask(), "little")
+        if time.process_time() - start > TRIAL_TOKEN_SECONDS:
+            return f"a token of it takes more than {TRIAL_TOKEN_SECONDS} s"
+        if allowed := [byte for byte in range(256) if bits >> byte & 1]:
+            matcher.consume_token(rng.choice(allowed))
+    return first_line(ValueError(matcher.get_error())) if matcher.is_error() else ""
+
+
+def main() -> None:
+    """Try one grammar per line."""
+    serve(_try_grammar, max_seconds=TRIAL_SECONDS, max_bytes=TRIAL_BYTES)
+
+
+_trial_process = HelperProcess(__name__)
+
+if __name__ == "__main__":
+    main()
