@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, NotRequired, TypedDict
 
-from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError
+from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
+from nanoinfer.tokenization.chat_parsing import reads_tools
 from nanoinfer.tokenization.grammar import GrammarCompiler, GrammarState
 from nanoinfer.tokenization.tokenizer import Tokenizer
 from nanoinfer.tokenization.tools import Tool, ToolChoice, tool_call_grammar, tool_schemas, with_tool_arguments
@@ -105,6 +106,8 @@ class InputProcessor:
             raise InvalidTypeError(f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r}")
         if clash := {"chat_template", "add_generation_prompt", "tokenize", "tools"} & (chat_template_kwargs or {}).keys():
             raise InvalidValueError(f"chat_template_kwargs must not hold {', '.join(clash)}: that is an argument of its own")
+        if tools and not reads_tools(self._tokenizer.get_chat_template(chat_template, has_tools=True)):
+            raise UnsupportedError("this chat template has no place for tools; use a model that has, or pass chat_template=...")
         text = self._tokenizer.apply_chat_template(
             with_tool_arguments(messages),
             chat_template=chat_template,

@@ -10,6 +10,7 @@ new grammar is first tried in a process that can be stopped (helper_process.py).
 import copy
 import json
 import random
+import re
 import time
 from collections.abc import Iterable
 from threading import Lock
@@ -42,6 +43,7 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 
+_TAG = re.compile(r"<[!-~]*>")
 _END = "<|end of the grammar|>"
 
 
@@ -142,15 +144,31 @@ class GrammarCompiler:
         from llguidance import LLTokenizer
 
         if self._tokenizer is None:
-            raise InvalidValueError("structured_outputs needs a tokenizer, which this checkpoint lacks; pass LLM(tokenizer=...)")
+            raise InvalidValueError(
+                "structured_outputs needs a tokenizer, which this checkpoint lacks; pass LLM(tokenizer=...)"
+            )
         with self._lock:
             if self._converted is None:
                 backend = copy.deepcopy(self._tokenizer.backend)
                 backend.add_special_tokens([_END])
                 num_ids = max(self._vocab_size, *(1 + token_id for token_id in backend.get_vocab().values()))
                 end_id = backend.token_to_id(_END)
-                self._converted = LLTokenizer(backend.to_str(), n_vocab=num_ids, eos_token=end_id), end_id
+                self._converted = LLTokenizer(_with_text_tokens(backend.to_str()), n_vocab=num_ids, eos_token=end_id), end_id
             return self._converted
+
+
+def _with_text_tokens(tokenizer_json: str) -> str:
+    """Move added tokens that are text, such as Qwen3's <tool_call>, into the vocabulary.
+
+    llguidance takes an added token that looks like a tag for a special token, which no text of a grammar can contain.
+    """
+    tokenizer = json.loads(tokenizer_json)
+    text_tokens = [token for token in tokenizer["added_tokens"] if not token["special"] and _TAG.fullmatch(token["content"])]
+    if not text_tokens or not isinstance(tokenizer["model"]["vocab"], dict):
+        return tokenizer_json
+    tokenizer["model"]["vocab"] |= {token["content"]: token["id"] for token in text_tokens}
+    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token not in text_tokens]
+    return json.dumps(tokenizer)
 
 
 def _form(params: StructuredOutputsParams) -> str:
@@ -170,7 +188,9 @@ def _grammar(params: StructuredOutputsParams) -> str:
     try:
         if params.json or params.json_object:
             _check_schema(json.loads(text))
-            return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": not params.disable_any_whitespace})
+            return LLMatcher.grammar_from_json_schema(
+                text, overrides={"whitespace_flexible": not params.disable_any_whitespace}
+            )
         return grammar_from(form, params.choice if params.choice else text)
     except ValueError as error:  # a grammar in GBNF that cannot be converted
         raise InvalidValueError(f"{form} cannot be used: {first_line(error)}") from error
