@@ -12,6 +12,7 @@ from nanoinfer.cli.bench import app as bench_app
 from nanoinfer.cli.chat import chat
 from nanoinfer.cli.explain import explain
 from nanoinfer.cli.generate import generate
+from nanoinfer.cli.serve import serve
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="A small LLM inference engine.", pretty_exceptions_enable=False
@@ -42,6 +43,6 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
-for command in (generate, explain, doctor, chat):
+for command in (generate, explain, doctor, chat, serve):
     app.command()(command)
 app.add_typer(bench_app, name="bench")

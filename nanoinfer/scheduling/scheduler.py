@@ -54,6 +54,10 @@ class Scheduler:
         return len(self._waiting) + len(self._running)
 
     @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
     def running_request_ids(self) -> frozenset[str]:
         return frozenset(seq.request_id for seq in self._running)
 

@@ -5,8 +5,9 @@ In: HTTP requests. Out: responses. What a request means is in protocol.py, and w
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,9 +17,11 @@ from starlette.responses import Response
 from nanoinfer import __version__
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.answers import Answers, Shape, json_response, respond
 from nanoinfer.server.errors import RequestError, add_error_handlers
 from nanoinfer.server.limits import Guard, StrictRoute
+from nanoinfer.server.metrics import Metrics
 from nanoinfer.server.protocol import (
     ChatCompletionRequest,
     ChatMessage,
@@ -58,7 +61,7 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     _add_generation(app, async_llm, settings)
     _add_models(app, async_llm, settings)
     _add_tokenizer(app, async_llm, settings)
-    _add_operations(app, async_llm)
+    _add_operations(app, async_llm, Metrics(async_llm, settings.served_model_names[0]))
     return app
 
 
@@ -69,35 +72,32 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings)
     async def generate(
         http: Request,
         body: CompletionRequest | ChatCompletionRequest,
-        prompts: list[Callable[[], Any]],
+        prepares: Sequence[Callable[[SamplingParams], PreparedRequest]],
         shape: Shape,
     ) -> Response:
-        """Answer prompts, which are rendered in a thread beside the event loop."""
+        """Answer one prompt for each of prepares, which run in threads beside the event loop, as the checks of params do."""
         model = check_model(body.model, settings)
         params = await asyncio.to_thread(to_sampling_params, body, default)
-
-        def preparing(prompt: Callable[[], Any]) -> Callable[[], PreparedRequest]:
-            return lambda: inputs.prepare(prompt(), params)
-
         answers = Answers(params.n)
-        await answers.submit(async_llm, [preparing(prompt) for prompt in prompts])
+        await answers.submit(async_llm, [partial(prepare, params) for prepare in prepares])
         return await respond(http, answers, shape, model, is_stream=bool(body.stream), includes_usage=body.includes_usage)
 
     @app.post("/v1/completions")
     async def completions(http: Request, body: CompletionRequest) -> Response:
-        prompts = [lambda prompt=prompt: prompt for prompt in body.prompts]
-        return await generate(http, body, prompts, CompletionShape(body, tokenizer))
+        prepares = [partial(inputs.prepare, prompt) for prompt in body.prompts]
+        return await generate(http, body, prepares, CompletionShape(body, tokenizer))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:
-        def prompt() -> Any:
-            return inputs.render_chat(
+        def prepare(params: SamplingParams) -> PreparedRequest:
+            prompt = inputs.render_chat(
                 messages_of(body.messages),
                 add_generation_prompt=body.add_generation_prompt is not False,
                 chat_template_kwargs=body.chat_template_kwargs,
             )
+            return inputs.prepare(prompt, params)
 
-        return await generate(http, body, [prompt], ChatShape(body, tokenizer))
+        return await generate(http, body, [prepare], ChatShape(body, tokenizer))
 
     @app.post("/v1/embeddings", include_in_schema=False)
     @app.post("/v1/responses", include_in_schema=False)
@@ -156,11 +156,15 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) 
         return json_response({"prompt": await asyncio.to_thread(tokenizer().decode, body.tokens, skip_special_tokens=False)})
 
 
-def _add_operations(app: FastAPI, async_llm: AsyncLLM) -> None:
+def _add_operations(app: FastAPI, async_llm: AsyncLLM, metrics: Metrics) -> None:
     @app.get("/health")
     async def health() -> Response:
         async_llm.check_health()  # 503 if it raises
         return Response()
+
+    @app.get("/metrics")
+    async def metrics_text() -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/version")
     async def version() -> Response:

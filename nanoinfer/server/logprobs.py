@@ -5,6 +5,7 @@ in the chat's shape, and as the text "bytes:\\xf0\\x9f" in the older one.
 """
 
 import codecs
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,5 +65,6 @@ class LegacyLogprobs:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
+@functools.lru_cache(maxsize=2**18)  # decoding takes 5 us, and a token may be in the top of every position
 def _bytes(tokenizer: Tokenizer | None, token_id: int) -> bytes:
     return str(token_id).encode() if tokenizer is None else tokenizer.token_bytes(token_id)

@@ -6,7 +6,7 @@ answer. Fields that matter only inside OpenAI (_Ignored) are accepted.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -103,9 +103,8 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompts(self) -> list[str | list[int]]:
         """One prompt or several as a list."""
-        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)
+        is_one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
+        return cast(list[str | list[int]], [self.prompt] if is_one else self.prompt)
 
 
 class ChatMessage(BaseModel):
@@ -196,8 +195,6 @@ def _check_supported(request: CompletionRequest | ChatCompletionRequest) -> None
             raise RequestError(400, "max_tokens must be >= 1, or 0 with echo", param="max_tokens")
         if len(request.prompts) > MAX_PROMPTS:
             raise RequestError(400, f"prompt holds {len(request.prompts)} prompts; at most {MAX_PROMPTS}", param="prompt")
-        if not request.prompts:
-            raise RequestError(400, "prompt holds no prompt", param="prompt")
     else:
         unsupported = [
             *unsupported,

@@ -1,0 +1,48 @@
+"""The server as a process: uvicorn, and how it ends.
+
+In: an AsyncLLM and the settings. SIGTERM or Ctrl-C ends the server: it accepts nothing more, running requests may finish until
+a time limit, and those that take longer end with an error, so no client waits for ever. A second Ctrl-C ends it at once.
+"""
+
+import asyncio
+import socket
+
+import uvicorn
+
+from nanoinfer.async_llm import AsyncLLM
+from nanoinfer.server.app import ServerSettings, create_app
+
+KEEP_ALIVE_SECONDS = 5
+FLUSH_SECONDS = 5  # for the last bytes of aborted requests. A client that does not read them is cut off
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which waits for ever by itself: for its connections, which wait for the engine."""
+
+    def __init__(self, config: uvicorn.Config, async_llm: AsyncLLM, shutdown_timeout: float) -> None:
+        super().__init__(config)
+        self._async_llm = async_llm
+        self._shutdown_timeout = shutdown_timeout
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        closing = asyncio.create_task(self._async_llm.shutdown(self._shutdown_timeout))
+        await super().shutdown(sockets)
+        if self.force_exit:
+            closing.cancel()
+            await self._async_llm.shutdown(0)
+        else:
+            await closing
+
+
+def make_server(async_llm: AsyncLLM, settings: ServerSettings, *, host: str, port: int, shutdown_timeout: float) -> Server:
+    """Make the server. run() serves until a signal, and shuts the AsyncLLM down."""
+    config = uvicorn.Config(
+        create_app(async_llm, settings),
+        host=host,
+        port=port,
+        lifespan="off",
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(shutdown_timeout + FLUSH_SECONDS),
+    )
+    return Server(config, async_llm, shutdown_timeout)

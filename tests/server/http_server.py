@@ -1,0 +1,70 @@
+"""A server in a thread of this process, on a free port, and what tests ask it."""
+
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx2
+import tiny_models
+
+from nanoinfer import LLM, AsyncLLM
+from nanoinfer.server.app import ServerSettings
+from nanoinfer.server.run import make_server
+
+
+class HttpServer:
+    """url: of the server. async_llm: behind it."""
+
+    def __init__(self, async_llm, port):
+        self.async_llm, self.port = async_llm, port
+        self.url = f"http://127.0.0.1:{port}"
+
+    def post(self, path, body=None, **options):
+        return httpx2.post(self.url + path, timeout=60, **({"json": body} if body is not None else {}), **options)
+
+    def get(self, path, **options):
+        return httpx2.get(self.url + path, timeout=60, **options)
+
+    def num_unfinished(self):
+        return self.async_llm.engine.num_unfinished
+
+    def wait_until_idle(self, seconds=30):
+        """Wait until nothing runs. Returns how long it took."""
+        start = time.perf_counter()
+        while self.async_llm.engine.num_unfinished or self.async_llm._num_requests:
+            assert time.perf_counter() - start < seconds, "requests are left"
+            time.sleep(0.005)
+        return time.perf_counter() - start
+
+    def open_stream(self, body, path="/v1/completions"):
+        """A raw socket on which the request was sent and nothing was read."""
+        import json
+
+        data = json.dumps(body).encode()
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        connection.sendall(head.encode() + data)
+        return connection
+
+
+@contextmanager
+def serving(make_llm=lambda: LLM("tiny-qwen3", seed=0), *, max_num_queued_requests=None, shutdown_timeout=0.0, **settings):
+    """Serve. Afterwards every block is free and no task is left."""
+    async_llm = AsyncLLM(make_llm, max_num_queued_requests=max_num_queued_requests)
+    settings = ServerSettings(served_model_names=("tiny-qwen3", "alias"), **settings)
+    server = make_server(async_llm, settings, host="127.0.0.1", port=0, shutdown_timeout=shutdown_timeout)
+    server.config.log_level = "warning"
+    server.config.configure_logging()
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield HttpServer(async_llm, server.servers[0].sockets[0].getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+        tiny_models.assert_nothing_is_left(async_llm)
+        assert async_llm._num_requests == 0

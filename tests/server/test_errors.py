@@ -1,0 +1,157 @@
+"""Every refusal is short, in OpenAI's shape, and names what is wrong."""
+
+import json
+
+import http_server
+import httpx2
+import pytest
+
+from nanoinfer.server.errors import validation_message, without_paths
+
+LIMIT = 20_000
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    settings = {"api_keys": ("first key", "second"), "cors_origins": ("https://page.example",), "max_body_bytes": LIMIT}
+    with http_server.serving(**settings) as running:
+        yield running
+
+
+def assert_refused(response, status, message, param=None, code=None):
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert message in body["error"]["message"]
+    assert len(body["error"]["message"]) < 2500
+    assert "Traceback" not in response.text
+    assert body["error"]["param"] == param
+    assert body["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message", "param", "code"),
+    [
+        (COMPLETIONS, {}, 400, "prompt: Field required", "prompt", None),
+        (COMPLETIONS, [], 400, "should be", None, None),
+        (COMPLETIONS, {"prompt": "x", "best_off": 2}, 400, "best_off: unknown field", "best_off", None),
+        (COMPLETIONS, {"prompt": "x", "temperature": "0"}, 400, "temperature: Input should be a valid number", "temperature", None),
+        (COMPLETIONS, {"prompt": "x", "temperature": 1e999}, 400, "", None, None),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": True}, 400, "max_tokens: Input should be a valid integer", "max_tokens", None),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens must be >= 1, or 0 with echo", "max_tokens", None),
+        (COMPLETIONS, {"prompt": "x", "n": 129}, 400, "n: Input should be less than or equal to 128", "n", None),
+        (COMPLETIONS, {"prompt": "x", "n": 2, "temperature": 0}, 400, "n must be 1 at temperature 0", None, None),
+        (COMPLETIONS, {"prompt": "x", "logprobs": 21}, 400, "logprobs: Input should be less", "logprobs", None),
+        (COMPLETIONS, {"prompt": "x", "seed": 2**64}, 400, "seed: Input should be less", "seed", None),
+        (COMPLETIONS, {"prompt": "x", "stop": [""]}, 400, "stop", "stop", None),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias must be a token id, got 'a'", None, None),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"99999": 1}}, 400, "the token id 99999", None, None),
+        (COMPLETIONS, {"prompt": "x", "suffix": "y"}, 400, "suffix is not supported", "suffix", "unsupported"),
+        (COMPLETIONS, {"prompt": "x", "best_of": 3}, 400, "best_of is not supported", "best_of", "unsupported"),
+        (COMPLETIONS, {"prompt": []}, 400, "the prompt has no tokens", None, None),
+        (COMPLETIONS, {"prompt": ""}, 400, "the prompt has no tokens", None, None),
+        (COMPLETIONS, {"prompt": ["x"] * 2049}, 400, "2049 prompts; at most 2048", "prompt", None),
+        (COMPLETIONS, {"prompt": [-1]}, 400, "prompt", "prompt", None),
+        (COMPLETIONS, {"prompt": [99999]}, 400, "the prompt has the token id 99999", None, None),
+        (COMPLETIONS, {"prompt": [5] * 600}, 400, "the prompt has 600 tokens", None, "context_length_exceeded"),
+        (COMPLETIONS, {"prompt": ["x", [5] * 600]}, 400, "prompt", "prompt", None),
+        (COMPLETIONS, {"prompt": "x", "stream_options": {}}, 400, "stream_options needs stream=true", None, None),
+        (COMPLETIONS, {"prompt": "x", "model": "m" * 5000}, 404, "is not served", "model", "model_not_found"),
+        (CHAT, {"messages": []}, 400, "messages: List should have at least 1 item", "messages", None),
+        (CHAT, {"messages": [{"content": "x"}]}, 400, "messages.0.role: Field required", "messages", None),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content", "messages", None),
+        (CHAT, {"messages": [{"role": "user"}]}, 400, "", None, None),
+        (CHAT, {"messages": HELLO, "top_logprobs": 2}, 400, "top_logprobs needs logprobs=true", None, None),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": 1}}, 400, "chat_template_kwargs must not", None, None),
+        ("/tokenize", {}, 400, "give either prompt or messages", None, None),
+        ("/detokenize", {"tokens": ["a"]}, 400, "tokens.0: Input should be a valid integer", "tokens", None),
+        ("/v1/embeddings", {"input": "x"}, 404, "/v1/embeddings is not supported", None, "unsupported"),
+        ("/v1/nothing", {}, 404, "Not Found", None, None),
+        ("/health", {}, 405, "Method Not Allowed", None, None),
+    ],
+)  # fmt: skip
+def test_a_bad_body_is_refused(server, path, body, status, message, param, code):
+    content = json.dumps(body)
+    response = server.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert_refused(response, status, message, param, code)
+    assert server.num_unfinished() == 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"null", b'"x"', b'{"prompt": NaN}', b'{"prompt": "x", "top_p": Infinity}', b'{"prompt": "\xff"}',
+     b'{"prompt": "\\ud800"}', b'{"metadata": ' + b"[" * 10_000, b'{"prompt": ' + b"9" * 10_000 + b"}"],
+)  # fmt: skip
+def test_what_is_not_json_is_refused(server, content):
+    assert_refused(server.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"}), 400, "")
+
+
+def test_a_body_of_another_type_is_refused(server):
+    for headers in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"}):
+        response = server.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
+        assert_refused(response, 415, "Content-Type: application/json")
+
+
+def test_a_key_is_needed_on_v1_only(guarded):
+    body = {"prompt": "x", "max_tokens": 1}
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first key"}, {"Authorization": "Bearer"}):
+        assert_refused(guarded.post(COMPLETIONS, body, headers=headers), 401, "API key", code="invalid_api_key")
+        assert_refused(guarded.get("/v1/nothing", headers=headers), 401, "API key", code="invalid_api_key")
+    for key in ("first key", "second"):
+        assert guarded.post(COMPLETIONS, body, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    for path in ("/health", "/version", "/metrics"):
+        assert guarded.get(path).status_code == 200
+
+
+def test_large_bodies_and_headers_are_refused(guarded):
+    headers = {"Authorization": "Bearer second", "Content-Type": "application/json"}
+    large = b'{"prompt": "' + b"x" * LIMIT + b'"}'
+    assert_refused(guarded.post(COMPLETIONS, content=large, headers=headers), 413, f"more than {LIMIT} bytes")
+    pieces = (large[i : i + 1000] for i in range(0, len(large), 1000))  # chunked: without a Content-Length
+    assert_refused(guarded.post(COMPLETIONS, content=pieces, headers=headers), 413, f"more than {LIMIT} bytes")
+    assert_refused(guarded.get("/health", headers={"X-Large": "x" * 40_000}), 431, "headers")
+
+
+def test_pages_of_the_given_origins_may_call(guarded):
+    for origin, allowed in (("https://page.example", "https://page.example"), ("https://other.example", None)):
+        headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        answer = httpx2.options(guarded.url + COMPLETIONS, headers=headers)
+        assert answer.headers.get("Access-Control-Allow-Origin") == allowed
+
+
+def test_a_long_list_of_errors_is_cut():
+    errors = [{"loc": ("body", "x" * 500, i), "msg": "bad", "type": "t"} for i in range(30)]
+    message, param = validation_message(errors)
+    assert len(message) < 2200
+    assert message.endswith("and 20 more")
+    assert param == "x" * 500
+
+
+def test_paths_are_left_out_of_messages():
+    assert without_paths("OSError: /home/me/model.bin, see C:\\models\\a.txt") == "OSError: <path>, see <path>"
+    assert without_paths("top_p is 1/2 and a/b") == "top_p is 1/2 and a/b"
+
+
+def test_plain_endpoints(server):
+    assert server.get("/health").status_code == 200
+    assert server.get("/version").json().keys() == {"version"}
+    tokens = server.post("/tokenize", {"prompt": "Once upon", "return_token_strs": True}).json()
+    assert tokens["count"] == len(tokens["tokens"])
+    assert "".join(tokens["token_strs"]) == "Once upon"
+    assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "Once upon"}
+    chat = server.post("/tokenize", {"messages": HELLO}).json()
+    used = server.post(CHAT, {"messages": HELLO, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
+    assert chat["count"] == used
+    assert server.get("/openapi.json").json()["paths"].keys() >= {CHAT, COMPLETIONS, "/tokenize"}
+
+
+def test_a_prompt_is_never_logged(server, caplog, capfd):
+    secret = "a very secret prompt"
+    with caplog.at_level("DEBUG"):
+        server.post(COMPLETIONS, {"prompt": secret, "max_tokens": 2})
+        server.post(COMPLETIONS, {"prompt": secret, "top_p": secret})
+        server.post(COMPLETIONS, {"prompt": [secret, 5]})
+    assert secret not in caplog.text + "".join(capfd.readouterr())

@@ -1,0 +1,224 @@
+"""Clients that leave, that do not read, that are too many; stages that raise. Nothing is left, and the others are answered."""
+
+import asyncio
+import random
+import socket
+import struct
+import time
+
+import http_server
+import httpx2
+import pytest
+from starlette.requests import ClientDisconnect
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.sampling.sampler import STAGES
+
+COMPLETIONS = "/v1/completions"
+PROMPTS = ["Once upon a time", "The cat", "One day, Lily", "Tim and Anna went"]
+LONG = {"prompt": "Once upon a time", "max_tokens": 480, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def small():
+    """Two run, further ones wait."""
+    with http_server.serving(lambda: LLM("tiny-qwen3", max_num_seqs=2, seed=0), max_num_queued_requests=6) as running:
+        yield running
+
+
+def reset(connection):
+    """Close at once, with RST instead of FIN."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def leave(connection):
+    connection.close()
+
+
+def all_at_once(server, bodies, limit=1000):
+    """The responses to many requests, in order."""
+
+    async def main():
+        limits = httpx2.Limits(max_connections=limit)
+        async with httpx2.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
+            return await asyncio.gather(*(client.post(COMPLETIONS, json=body) for body in bodies))
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("end", [leave, reset])
+def test_a_client_that_leaves_frees_its_blocks(small, stream, end):
+    connections = [small.open_stream(LONG | {"stream": stream}) for _ in range(5)]  # two run, three wait
+    while small.num_unfinished() < 5:
+        time.sleep(0.005)
+    for connection in reversed(connections):
+        end(connection)
+    assert small.wait_until_idle() < 5
+    manager = small.async_llm.engine.block_manager
+    assert manager.num_free_blocks == manager.num_blocks
+
+
+def reset_at_random_points(server, num, seed=0):
+    rng = random.Random(seed)
+    for i in range(num):
+        connection = server.open_stream(LONG | {"stream": i % 2 == 0, "n": 1 + i % 3}) if i % 5 else socket.create_connection(
+            ("127.0.0.1", server.port)
+        )  # fmt: skip
+        time.sleep(rng.choice((0, 0, 0.001, 0.004)))
+        if rng.random() < 0.3:
+            connection.settimeout(0.01)
+            try:
+                connection.recv(rng.choice((1, 200)))
+            except TimeoutError:
+                pass
+        reset(connection)
+    server.wait_until_idle()
+
+
+def test_connections_that_are_reset_leave_nothing(server):
+    reset_at_random_points(server, 100)
+
+
+@pytest.mark.slow
+def test_ten_thousand_connections_that_are_reset_leave_nothing(server):
+    import psutil
+
+    process = psutil.Process()
+    reset_at_random_points(server, 500)
+    before = process.memory_info().rss
+    reset_at_random_points(server, 10_000, seed=1)
+    assert process.memory_info().rss - before < 20e6
+
+
+def test_a_response_that_is_never_started_closes_its_streams(server):
+    """A generator that is dropped before its first anext never runs its finally."""
+    from nanoinfer.server.answers import Answers, EventStream
+
+    class Stream:
+        is_closed = False
+
+        def close(self):
+            self.is_closed = True
+
+    async def events():
+        raise AssertionError("it was started")
+        yield b""
+
+    async def broken(*message):
+        raise OSError("the client has left")
+
+    answers = Answers(1)
+    answers.streams = [Stream()]
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(EventStream(answers, events())({"type": "http", "asgi": {"spec_version": "2.4"}}, broken, broken))
+    assert answers.streams[0].is_closed
+
+
+def test_slow_readers_delay_nobody_and_cost_little(server):
+    logprobs = {"logprobs": 20, "n": 8, "stream": True}  # large events fill the socket's buffers
+    slow = [server.open_stream(LONG | logprobs | {"max_tokens": 100, "seed": i}) for i in range(2)]
+    start = time.perf_counter()
+    assert server.post(COMPLETIONS, {"prompt": "The cat", "max_tokens": 5}).status_code == 200
+    assert time.perf_counter() - start < 20
+    while server.num_unfinished():  # the engine does not wait for them
+        time.sleep(0.01)
+    for connection in slow[1:]:
+        reset(connection)
+    data = b""
+    while not data.endswith(b"0\r\n\r\n"):
+        data += slow[0].recv(2**16)
+    slow[0].close()
+    assert data.count(b"data: [DONE]") == 1
+    assert data.count(b"data: ") <= 801
+    server.wait_until_idle()
+
+
+def test_overload_is_429_and_every_other_answer_is_right(small, llm):
+    bodies = [{"prompt": PROMPTS[i % 4], "max_tokens": 10, "seed": i, "stream": i % 3 == 0} for i in range(80)]
+    responses = all_at_once(small, bodies)
+    assert {response.status_code for response in responses} == {200, 429}
+    for i, (body, response) in enumerate(zip(bodies, responses, strict=True)):
+        if response.status_code == 429:
+            assert int(response.headers["Retry-After"]) <= 120
+            assert response.json()["error"]["code"] == "queue_full"
+        elif not body["stream"]:
+            params = SamplingParams(temperature=0.7, max_tokens=10, seed=i)
+            expected = llm.generate(body["prompt"], params, use_tqdm=False)[0].outputs[0].text
+            assert response.json()["choices"][0]["text"] == expected
+    small.wait_until_idle()
+
+
+@pytest.mark.slow
+def test_two_thousand_requests_at_four_times_capacity_all_get_an_answer(small):
+    bodies = [{"prompt": PROMPTS[i % 4], "max_tokens": 5, "seed": i, "stream": i % 2 == 0} for i in range(2000)]
+    responses = all_at_once(small, bodies, limit=32)
+    assert {response.status_code for response in responses} <= {200, 429, 503}
+    assert len(responses) == 2000
+    small.wait_until_idle()
+
+
+def test_the_tokens_of_a_seed_are_those_of_generate_under_a_mixed_load(server, llm):
+    rng = random.Random(5)
+    requests = [
+        {"prompt": rng.choice(PROMPTS) * rng.randint(1, 9), "max_tokens": rng.randint(1, 40), "seed": rng.randrange(2**40)}
+        | rng.choice([{}, {"temperature": 0}, {"top_k": 7}, {"top_p": 0.8, "n": 2}, {"repetition_penalty": 1.3}])
+        for _ in range(48)
+    ]
+    expected = llm.generate(
+        [one["prompt"] for one in requests],
+        [
+            SamplingParams(**{"temperature": 0.7} | {name: value for name, value in one.items() if name != "prompt"})
+            for one in requests
+        ],
+        use_tqdm=False,
+    )
+    gone = [server.open_stream(LONG | {"stream": i % 2 == 0, "n": 2}) for i in range(8)]
+    responses = all_at_once(server, [one | {"return_token_ids": True} for one in requests])
+    for connection in gone:
+        reset(connection)
+    for response, output in zip(responses, expected, strict=True):
+        assert [one["token_ids"] for one in response.json()["choices"]] == [answer.token_ids for answer in output.outputs]
+    server.wait_until_idle()
+
+
+class FailingStage:
+    """Raises for rows with this temperature."""
+
+    def __call__(self, logits, batch):
+        if any(one.temperature == 0.123 for one in batch.params):
+            raise OSError("cannot read /a/path/of/this/machine")
+        return logits
+
+
+def serving_failing():
+    return http_server.serving(lambda: LLM("tiny-qwen3", stages=[*STAGES, FailingStage()], seed=0))
+
+
+def test_a_stage_that_raises_ends_its_request_alone():
+    with serving_failing() as server:
+        whole = server.post(COMPLETIONS, {"prompt": "x", "temperature": 0.123})
+        assert whole.status_code == 500
+        assert whole.json()["error"]["message"] == "OSError: cannot read <path>"
+        assert server.post(COMPLETIONS, {"prompt": "x"}).status_code == 200
+        stream = server.post("/v1/chat/completions", {
+            "messages": [{"role": "user", "content": "x"}], "temperature": 0.123, "stream": True
+        })  # fmt: skip
+        events = stream.text.split("\n\n")
+        assert events[-3:-1] == [
+            'data: {"error":{"message":"OSError: cannot read <path>","type":"server_error","param":null,"code":null}}',
+            "data: [DONE]",
+        ]
+        assert server.get("/health").status_code == 200
+
+
+def test_a_dead_engine_answers_503():
+    with serving_failing() as server:
+        for _ in range(3):
+            server.post(COMPLETIONS, {"prompt": "x", "temperature": 0.123})
+        for response in (server.get("/health"), server.post(COMPLETIONS, {"prompt": "x"})):
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "engine_unavailable"
+            assert int(response.headers["Retry-After"]) <= 120
+        assert server.get("/metrics").status_code == 200

@@ -1,0 +1,58 @@
+"""/metrics counts what was served, under vLLM's names."""
+
+import http_server
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def read(server):
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    return {
+        (sample.name, sample.labels.get("finished_reason")): sample.value
+        for family in families
+        for sample in family.samples
+        if "le" not in sample.labels
+    }
+
+
+def test_requests_are_counted(server):
+    server.wait_until_idle()
+    before = read(server)
+    prompt = [400 + i for i in range(100)]
+    for _ in range(2):
+        server.post("/v1/completions", {"prompt": prompt, "max_tokens": 5, "n": 2, "ignore_eos": True})
+    after = read(server)
+
+    def grown(name, reason=None):
+        return after["nanoinfer:" + name, reason] - before["nanoinfer:" + name, reason]
+
+    assert grown("prompt_tokens_total") == grown("prefix_cache_queries_total") == 200
+    assert 0 < grown("prefix_cache_hits_total") < 100
+    assert grown("generation_tokens_total") == 20
+    assert grown("request_success_total", "length") == 4
+    assert grown("request_success_total", "error") == 0
+    assert grown("time_to_first_token_seconds_count") == grown("e2e_request_latency_seconds_count") == 2
+    assert grown("inter_token_latency_seconds_count") == 16
+    assert 0 < grown("time_to_first_token_seconds_sum") <= grown("e2e_request_latency_seconds_sum")
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert after["nanoinfer:" + name, None] == 0
+
+
+def test_gauges_show_what_runs_and_waits():
+    from nanoinfer import LLM
+
+    with http_server.serving(lambda: LLM("tiny-qwen3", max_num_seqs=2, seed=0)) as server:
+        body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        connections = [server.open_stream(body) for _ in range(5)]
+        for connection in connections:
+            connection.recv(10)
+        seen = read(server)
+        for connection in connections:
+            connection.close()
+        server.wait_until_idle()
+    running = seen["nanoinfer:num_requests_running", None]
+    if running < 2:
+        pytest.skip("the requests ended before they were counted")
+    assert running == 2
+    assert 1 <= seen["nanoinfer:num_requests_waiting", None] <= 3
+    assert 0 < seen["nanoinfer:kv_cache_usage_perc", None] < 1

@@ -1,0 +1,38 @@
+"""schemathesis makes requests from /openapi.json, valid ones and broken ones: no 5xx, and every 4xx in OpenAI's shape."""
+
+import http_server
+import pytest
+
+from nanoinfer import LLM
+
+schemathesis = pytest.importorskip("schemathesis", reason='schemathesis is not installed; pip install "nanoinfer[test]"')
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st
+
+
+@pytest.fixture(scope="module")
+def short():
+    """No answer is long."""
+    with http_server.serving(lambda: LLM("tiny-qwen3", max_model_len=24, seed=0)) as running:
+        yield running
+
+
+@pytest.mark.parametrize("num_examples", [8, pytest.param(300, marks=pytest.mark.slow)])
+def test_no_request_of_the_schema_gets_a_5xx_or_another_shape(short, num_examples):
+    schema = schemathesis.openapi.from_url(short.url + "/openapi.json")
+    statuses = set()
+
+    for operation in schema.get_all_operations():
+        strategy = st.one_of(*(operation.ok().as_strategy(generation_mode=mode) for mode in schemathesis.GenerationMode))
+
+        @settings(max_examples=num_examples, deadline=None, database=None, derandomize=True)
+        @given(case=strategy)
+        def check(case):
+            response = case.call(timeout=30)
+            statuses.add(response.status_code)
+            assert response.status_code < 500, response.text
+            if response.status_code >= 400:
+                assert response.json()["error"].keys() == {"message", "type", "param", "code"}
+
+        check()
+    assert {200, 400} <= statuses

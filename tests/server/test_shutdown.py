@@ -1,0 +1,87 @@
+"""SIGTERM: nothing new is accepted, running requests finish or end with an error, and the process ends."""
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import http_server
+import httpx2
+import pytest
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 450, "ignore_eos": True, "stream": True}
+
+
+def start(*options):
+    """`nanoinfer serve` and its URL."""
+    command = [
+        sys.executable,
+        "-c",
+        "from nanoinfer.cli.main import app; app()",
+        "serve",
+        "tiny-qwen3",
+        "--port",
+        "0",
+        *options,
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in process.stdout:
+        if found := re.search(r"running on (http://\S+)", line):
+            return process, found[1]
+    raise AssertionError("it did not start")
+
+
+def test_sigterm_ends_streams_with_an_error_and_the_process_with_0():
+    process, url = start("--shutdown-timeout", "0", "--api-key", "k", "--served-model-name", "m")
+    headers = {"Authorization": "Bearer k"}
+    with process:
+        with httpx2.stream("POST", url + "/v1/completions", json=LONG | {"n": 16}, headers=headers, timeout=60) as response:
+            lines = response.iter_lines()
+            assert '"model":"m"' in next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"the request was aborted"' in rest[-2]
+        with pytest.raises(httpx2.TransportError):
+            httpx2.get(url + "/health")
+        assert process.wait(timeout=30) == 0
+        output = process.stdout.read()
+        assert "Traceback" not in output, output
+
+
+def test_running_requests_may_finish():
+    with http_server.serving(shutdown_timeout=60) as server:
+        texts = []
+        reader = threading.Thread(target=lambda: texts.append(server.post("/v1/completions", LONG).text))
+        reader.start()
+        while not server.num_unfinished():
+            time.sleep(0.005)
+    reader.join()
+    assert "error" not in texts[0]
+    assert '"finish_reason":"length"' in texts[0]
+
+
+def test_during_shutdown_new_requests_on_open_connections_get_503():
+    with http_server.serving(shutdown_timeout=60) as server:
+        server.async_llm._is_closing = True
+        refused = server.post("/v1/completions", LONG)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "engine_unavailable"
+        assert server.get("/health").status_code == 503
+
+
+def test_a_second_model_or_a_missing_package_is_one_sentence(monkeypatch):
+    from typer.testing import CliRunner
+
+    from nanoinfer.cli import serve
+    from nanoinfer.cli.main import app
+
+    twice = CliRunner().invoke(app, ["serve", "tiny-qwen3", "--model", "tiny-gpt2"])
+    assert twice.exit_code == 1
+    assert "the model is given twice" in twice.output
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
+    missing = CliRunner().invoke(app, ["serve"])
+    assert missing.exit_code == 1
+    assert 'pip install "nanoinfer[server]"' in missing.output
