@@ -226,9 +226,8 @@ class LLM:
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         prompts: list[PromptType] = []
         constrained: list[SamplingParams] = []
-        for index, (conversation, one) in enumerate(
-            zip(conversations, one_per_prompt(params, len(conversations)), strict=True)
-        ):
+        pairs = zip(conversations, one_per_prompt(params, len(conversations)), strict=True)
+        for index, (conversation, one) in enumerate(pairs):
             with with_prompt_index(index):
                 prompt = self.render_chat(
                     conversation,
