@@ -42,8 +42,8 @@ class SamplingParams:
     """How to choose each next token of one prompt, and when to stop.
 
     The parameters that change the logits apply in this order: allowed_token_ids, structured_outputs, bad_words, min_tokens,
-    logit_bias, repetition_penalty, frequency_penalty, presence_penalty, no_repeat_ngram_size, logits_processors, temperature, min_p, top_k,
-    top_p. Greedy rows skip the last four.
+    logit_bias, repetition_penalty, frequency_penalty, presence_penalty, no_repeat_ngram_size, logits_processors, temperature,
+    min_p, top_k, top_p. Greedy rows skip the last four.
 
     Args:
         temperature: Divides the logits. Finite and >= 0. 0 is greedy: the largest logit, ties to the lowest id.

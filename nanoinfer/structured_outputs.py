@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, check_argument_names, check_flag
 
-FORMS = ("json", "regex", "choice", "grammar", "json_object")
+_FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 # vLLM's parameters that nanoinfer does not have, with the values that change nothing here.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -48,10 +48,10 @@ class StructuredOutputsParams:
         check_flag("disable_any_whitespace", self.disable_any_whitespace)
         if self.json_object is not None:
             check_flag("json_object", self.json_object)
-        given = [name for name in FORMS if getattr(self, name) not in (None, False)]
+        given = self._given()
         if len(given) != 1:
             raise InvalidValueError(
-                f"structured_outputs needs exactly one of {', '.join(FORMS)}, got {' and '.join(given) or 'none'}"
+                f"structured_outputs needs exactly one of {', '.join(_FORMS)}, got {' and '.join(given) or 'none'}"
             )
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
@@ -60,6 +60,14 @@ class StructuredOutputsParams:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
+
+    @property
+    def form(self) -> str:
+        """The name of the one that is given."""
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        return [name for name in _FORMS if getattr(self, name) not in (None, False)]
 
 
 StructuredOutputsParams.__init__ = check_argument_names("StructuredOutputsParams", _NEUTRAL)(  # type: ignore[method-assign]

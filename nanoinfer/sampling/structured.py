@@ -17,10 +17,10 @@ from nanoinfer.scheduling.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class GrammarMask:
-    """Row rows[i] of the logits may draw the ids in allowed[i]. errors: why a row of the logits may draw none."""
+    """Row rows[i] of the logits may not draw the ids in forbidden[i]. errors: why a row of the logits may draw none."""
 
     rows: Int[Tensor, " some_rows"]
-    allowed: Bool[Tensor, "some_rows vocab"]
+    forbidden: Bool[Tensor, "some_rows vocab"]
     errors: dict[int, str]
 
     @classmethod
@@ -29,10 +29,11 @@ class GrammarMask:
         rows = [row for row, seq in enumerate(sequences) if seq.grammar is not None]
         if not rows:
             return None
-        allowed = np.empty((len(rows), vocab_size), dtype=np.uint8)
+        forbidden = np.empty((len(rows), vocab_size), dtype=np.uint8)
         errors = {}
         for index, row in enumerate(rows):
-            sequences[row].grammar.write_allowed(allowed[index], sequences[row].stop_ids)
+            sequences[row].grammar.write_forbidden(forbidden[index], sequences[row].stop_ids)
             if error := sequences[row].grammar.error:
                 errors[row] = error
-        return cls(on_device(torch.tensor(rows), device), on_device(torch.from_numpy(allowed).view(torch.bool), device), errors)
+        packed = torch.from_numpy(forbidden).view(torch.bool)
+        return cls(on_device(torch.tensor(rows), device), on_device(packed, device), errors)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line
-from nanoinfer.structured_outputs import FORMS, StructuredOutputsParams
+from nanoinfer.structured_outputs import StructuredOutputsParams
 from nanoinfer.tokenization.helper_process import HelperProcess, serve
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
@@ -45,6 +45,7 @@ _LIMITS: dict[str, Any] = {
 
 _TAG = re.compile(r"<[!-~]*>")
 _END = "<|end of the grammar|>"
+_SAMPLE = ' {"a":\n\t[1,  "é€😀"]}\n'
 
 
 class GrammarState:
@@ -65,15 +66,15 @@ class GrammarState:
         """Append a token that is neither EOS nor a stop id."""
         self._matcher.consume_token(token_id)
 
-    def write_allowed(self, allowed: np.ndarray, stop_ids: Iterable[int]) -> None:
-        """Write 1 for each id that may follow, and 0 for all others. stop_ids may follow where the answer may end.
+    def write_forbidden(self, forbidden: np.ndarray, stop_ids: Iterable[int]) -> None:
+        """Write 0 for each id that may follow, and 1 for all others. stop_ids may follow where the answer may end.
 
-        allowed: [vocab], uint8.
+        forbidden: [vocab], uint8.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        allowed[:] = 0 if self.error else np.unpackbits(bits, bitorder="little", count=len(allowed))
-        allowed[self._end_id : self._end_id + 1] = 0  # it may be beyond the model's ids
-        allowed[list(stop_ids)] = self._matcher.is_accepting()
+        forbidden[:] = 1 if self.error else np.unpackbits(~bits, bitorder="little", count=len(forbidden))
+        forbidden[self._end_id : self._end_id + 1] = 1  # it may be beyond the model's ids
+        forbidden[list(stop_ids)] = not self._matcher.is_accepting()
 
     @property
     def is_complete(self) -> bool:
@@ -108,7 +109,7 @@ class GrammarCompiler:
 
         Raises:
             InvalidValueError: The grammar is not valid, or too expensive. There is no tokenizer.
-            UnsupportedError: llguidance is not installed.
+            UnsupportedError: llguidance is not installed, or cannot use the tokenizer.
         """
         kept = self._kept.get(params)
         if kept is None or kept.is_exhausted:
@@ -132,11 +133,11 @@ class GrammarCompiler:
             error = f"the grammar takes more than {TRIAL_SECONDS} s, or too much memory"
         if not error:
             state = GrammarState(LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS)), end_id)
-            # The first mask takes longest. Here it delays no other request.
-            state.write_allowed(np.empty(self._vocab_size, dtype=np.uint8), ())
-            error = state.error or ("only an empty answer is allowed" if state.is_complete else "")
+            forbidden = np.empty(self._vocab_size, dtype=np.uint8)
+            state.write_forbidden(forbidden, ())  # the first mask takes longest, and here it delays no other request
+            error = state.error or ("only an empty answer is allowed" if forbidden.all() else "")
         if error:
-            raise InvalidValueError(f"{_form(params)} cannot be used: {error}")
+            raise InvalidValueError(f"{params.form} cannot be used: {error}")
         return state
 
     def _convert(self) -> "tuple[LLTokenizer, int]":
@@ -153,7 +154,13 @@ class GrammarCompiler:
                 backend.add_special_tokens([_END])
                 num_ids = max(self._vocab_size, *(1 + token_id for token_id in backend.get_vocab().values()))
                 end_id = backend.token_to_id(_END)
-                self._converted = LLTokenizer(_with_text_tokens(backend.to_str()), n_vocab=num_ids, eos_token=end_id), end_id
+                converted = LLTokenizer(_with_text_tokens(backend.to_str()), n_vocab=num_ids, eos_token=end_id)
+                # Where a grammar leaves one text only, llguidance encodes it, and allows the first of its tokens.
+                if converted.decode_str(converted.tokenize_str(_SAMPLE)) != _SAMPLE:
+                    raise UnsupportedError(
+                        "structured_outputs is not supported with this tokenizer, which does not keep every text"
+                    )
+                self._converted = converted, end_id
             return self._converted
 
 
@@ -171,22 +178,16 @@ def _with_text_tokens(tokenizer_json: str) -> str:
     return json.dumps(tokenizer)
 
 
-def _form(params: StructuredOutputsParams) -> str:
-    return next(name for name in FORMS if getattr(params, name))
-
-
 def _grammar(params: StructuredOutputsParams) -> str:
     """The parameters as a grammar in llguidance's own notation. Raises: InvalidValueError."""
     from llguidance import LLMatcher, grammar_from
 
-    form = _form(params)
-    text = json.dumps(params.choice) if params.choice else getattr(params, form)
-    if params.json_object:
-        text = '{"type": "object"}'
+    form = params.form
+    text = '{"type": "object"}' if params.json_object else json.dumps(params.choice) if params.choice else getattr(params, form)
     if len(text) > MAX_CHARACTERS:
         raise InvalidValueError(f"{form} must have at most {MAX_CHARACTERS} characters, got {len(text)}")
     try:
-        if params.json or params.json_object:
+        if form in ("json", "json_object"):
             _check_schema(json.loads(text))
             return LLMatcher.grammar_from_json_schema(
                 text, overrides={"whitespace_flexible": not params.disable_any_whitespace}

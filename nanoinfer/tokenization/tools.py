@@ -136,16 +136,20 @@ def tool_call_grammar(
     else:
         thinking = "" if closes_thinking(prompt) else f'({_quoted(THINK)} thinking "\\n\\n")?'
     if is_auto:  # text up to a call, and again after it
-        answer = "(opening call)* TEXT"
+        answer = "(trigger call)* TEXT"
     elif name is None and parallel_tool_calls:
-        answer = f'{_quoted(TOOL_CALL)} call ("\\n" {_quoted(TOOL_CALL)} call)*'
+        answer = 'OPEN call ("\\n" OPEN call)*'
     else:
-        answer = f"{_quoted(TOOL_CALL)} call"
+        answer = "OPEN call"
+    # Where one text only may follow, llguidance encodes it, and it does not know the tags as tokens. Because of the newline that
+    # may precede a tag, it leaves the choice of the token to the model.
     lines = [
         f"start: {thinking} {answer}",
         f"thinking[lazy]: TEXT {_quoted(END_THINK)}",
-        f"opening[lazy]: TEXT {_quoted(TOOL_CALL)}",
-        f'call: "\\n" ({" | ".join(calls)}) "\\n" {_quoted(END_TOOL_CALL)}',
+        f"trigger[lazy]: TEXT {_quoted(TOOL_CALL)}",
+        f'call: "\\n" ({" | ".join(calls)}) CLOSE',
+        rf"OPEN: /\n?{TOOL_CALL}/",
+        rf"CLOSE: /\n{{0,2}}{END_TOOL_CALL}/".replace("</", r"<\/"),
         r"TEXT: /(.|\n)*/",
     ]
     return "\n".join(lines)

@@ -43,10 +43,13 @@ def test_random_weights_make_valid_calls_if_they_must(llm, choice, thinks):
             assert choice == "required" or call["function"]["name"] == "weather"
 
 
-def test_a_required_call_may_begin_with_the_tag_as_one_token(llm):
-    tag = llm.get_tokenizer().convert_tokens_to_ids("<tool_call>")
-    params = SamplingParams(max_tokens=2, temperature=0, logit_bias={tag: 100.0})
-    assert llm.chat(QUESTION, params, False, tools=TOOLS, tool_choice=NAMED)[0].outputs[0].token_ids[0] == tag
+def test_a_required_call_may_have_its_tags_as_tokens(llm):
+    tags = llm.get_tokenizer().convert_tokens_to_ids(["<tool_call>", "</tool_call>", "<|im_end|>"])
+    params = SamplingParams(max_tokens=150, temperature=0, logit_bias=dict.fromkeys(tags, 100.0))
+    kwargs = {"enable_thinking": False}
+    answer = llm.chat(QUESTION, params, False, tools=TOOLS, tool_choice=NAMED, chat_template_kwargs=kwargs)[0].outputs[0]
+    assert answer.token_ids[0] == tags[0]
+    assert answer.token_ids[-2:] == tags[1:]
 
 
 def test_with_tool_choice_none_the_tools_are_left_out(llm):
