@@ -112,6 +112,7 @@ def tool_call_grammar(
 
     With tool_choice "required" or a named tool, the answer is calls whose arguments satisfy the tools' schemas. With "auto" and
     a tool with strict=true, each call in the answer is one. A think block may precede them, unless the prompt has closed it.
+    Arguments that a schema does not name are left out, unless it has additionalProperties.
 
     Args:
         tools: In OpenAI's form.
@@ -126,11 +127,10 @@ def tool_call_grammar(
         return None
     calls = []
     for function in functions:
-        parameters = (
-            {"type": "object"} if is_auto and not function.get("strict") else function.get("parameters") or _NO_ARGUMENTS
-        )
+        is_free = is_auto and not function.get("strict")
+        parameters = {"type": "object"} if is_free else _closed(function.get("parameters") or _NO_ARGUMENTS)
         head = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
-        calls.append(f'{_quoted(head)} %json {json.dumps(dict(parameters) | _SPACING)} "}}"')
+        calls.append(f'{_quoted(head)} %json {json.dumps({**parameters, **_SPACING})} "}}"')
     if opens_thinking(prompt):
         thinking = 'thinking "\\n\\n"'
     else:
@@ -153,6 +153,13 @@ def tool_call_grammar(
         r"TEXT: /(.|\n)*/",
     ]
     return "\n".join(lines)
+
+
+def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema of arguments without those that it does not name. A schema may say otherwise: additionalProperties."""
+    if "properties" not in parameters or parameters.keys() & {"$ref", "allOf", "anyOf", "oneOf"}:
+        return parameters
+    return {"additionalProperties": False} | parameters
 
 
 def _quoted(text: str) -> str:

@@ -14,7 +14,6 @@ WEATHER = {
     "type": "object",
     "properties": {"city": CITY, "unit": {"enum": ["c", "f"]}},
     "required": ["city", "unit"],
-    "additionalProperties": False,
 }
 
 
@@ -32,13 +31,14 @@ def calling(name: str, arguments: str = "{}") -> str:
 
 
 OSLO = calling("weather", '{"city": "Oslo", "unit": "c"}')
+MORE = calling("weather", '{"city": "Oslo", "unit": "c", "a": 1}')
 LONG = calling("weather", '{"city": "Stavanger", "unit": "c"}')
 NIGHT = calling("night")
 THOUGHT = "<think>\nA <tool_call>?\n</think>\n\n"
 
 # (tools, tool_choice, the prompt's end, parallel_tool_calls, what the grammar accepts, what it refuses)
 GRAMMARS = {
-    "required": (TOOLS, "required", "", True, [OSLO, NIGHT, OSLO + "\n" + NIGHT, THOUGHT + OSLO], ["", "a", LONG, OSLO + "a"]),
+    "required": (TOOLS, "required", "", True, [OSLO, NIGHT, OSLO + "\n" + NIGHT, THOUGHT + OSLO], ["", LONG, MORE, OSLO + "a"]),
     "one call": (TOOLS, "required", "", False, [OSLO, NIGHT], [OSLO + "\n" + NIGHT, ""]),
     "thinking opened": (TOOLS, "required", "<think>\n", True, ["a\n</think>\n\n" + OSLO], [OSLO, "a"]),
     "thinking off": (TOOLS, "required", "<think>\n\n</think>\n\n", True, [OSLO], [THOUGHT + OSLO]),
