@@ -141,8 +141,8 @@ def tool_call_grammar(
         answer = 'OPEN call ("\\n" OPEN call)*'
     else:
         answer = "OPEN call"
-    # Where one text only may follow, llguidance encodes it, and it does not know the tags as tokens. Because of the newline that
-    # may precede a tag, it leaves the choice of the token to the model.
+    # Where one text only may follow, llguidance encodes it, and it does not know the tags as tokens. A newline may precede each
+    # tag, so that something else may follow, and the model chooses the token.
     lines = [
         f"start: {thinking} {answer}",
         f"thinking[lazy]: TEXT {_quoted(END_THINK)}",
@@ -159,7 +159,7 @@ def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """A schema of arguments without those that it does not name. A schema may say otherwise: additionalProperties."""
     if "properties" not in parameters or parameters.keys() & {"$ref", "allOf", "anyOf", "oneOf"}:
         return parameters
-    return {"additionalProperties": False} | parameters
+    return {"additionalProperties": False, **parameters}
 
 
 def _quoted(text: str) -> str:
