@@ -26,10 +26,13 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's status, for a response that nobody reads
 
 
 class Answers:
-    """The streams of one HTTP request, one for each prompt, with n answers each."""
+    """The streams of one HTTP request, one for each prompt, with n answers each.
 
-    def __init__(self, n: int) -> None:
-        self._n = n
+    is_prompt_only: whether the generated tokens are dropped, as with max_tokens=0.
+    """
+
+    def __init__(self, n: int, *, is_prompt_only: bool = False) -> None:
+        self._n, self._is_prompt_only = n, is_prompt_only
         self.streams: list[RequestStream] = []
         self._has_news = asyncio.Event()
 
@@ -77,7 +80,7 @@ class Answers:
         """OpenAI's usage, when all have ended."""
         outputs = [stream.output for stream in self.streams if stream.output is not None]
         prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        completion = sum(output.metrics.num_output_tokens for output in outputs)
+        completion = 0 if self._is_prompt_only else sum(output.metrics.num_output_tokens for output in outputs)
         cached = sum(output.metrics.num_cached_tokens for output in outputs)
         return {
             "prompt_tokens": prompt,

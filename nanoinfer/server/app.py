@@ -84,7 +84,7 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings)
         """Answer one prompt for each of prepares, which run in threads beside the event loop, as the checks of params do."""
         model = check_model(body.model, settings)
         params = await asyncio.to_thread(to_sampling_params, body, default)
-        answers = Answers(params.n)
+        answers = Answers(params.n, is_prompt_only=body.max_tokens == 0)
         await answers.submit(async_llm, [partial(prepare, params) for prepare in prepares])
         return await respond(http, answers, shape, model, is_stream=bool(body.stream), includes_usage=body.includes_usage)
 

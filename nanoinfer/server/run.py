@@ -8,12 +8,35 @@ import asyncio
 import socket
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.server.app import ServerSettings, create_app
+from nanoinfer.server.limits import MAX_HEADER_BYTES
 
 KEEP_ALIVE_SECONDS = 5
 FLUSH_SECONDS = 5  # for the last bytes of aborted requests. A client that does not read them is cut off
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, which by itself collects the headers of a request without a limit."""
+
+    _reads_headers = False
+    _num_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._num_bytes += len(data)
+        if self._reads_headers and self._num_bytes > MAX_HEADER_BYTES:
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        self._reads_headers, self._num_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._reads_headers = False
+        super().on_headers_complete()
 
 
 class Server(uvicorn.Server):
@@ -40,6 +63,7 @@ def make_server(async_llm: AsyncLLM, settings: ServerSettings, *, host: str, por
         create_app(async_llm, settings),
         host=host,
         port=port,
+        http=LimitedProtocol,
         lifespan="off",
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,

@@ -32,7 +32,8 @@ ALLOWED = {
     "server": {"words", "tokenization", "engine", "async_llm"},
     "bundled": {"words", "llm"},
     "bench": {"words", "tracing", "scheduling", "attention", "models", "sampling", "engine", "llm"},
-    "cli": {"words", "tracing", "devices", "scheduling", "attention", "models", "execution", "llm", "async_llm", "server", "bench"},
+    "cli": {"words", "tracing", "devices", "scheduling", "attention", "models", "execution", "llm", "async_llm", "server"}
+    | {"bench"},
 }
 
 

@@ -5,10 +5,10 @@ import pytest
 for name in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx2"):
     pytest.importorskip(name, reason=f'{name} is not installed; pip install "nanoinfer[test]"')
 
-import http_server
-import openai
+import http_server  # noqa: E402
+import openai  # noqa: E402
 
-from nanoinfer import LLM
+from nanoinfer import LLM  # noqa: E402
 
 
 @pytest.fixture(scope="session")

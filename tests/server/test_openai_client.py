@@ -138,7 +138,9 @@ def test_echo_has_the_log_probabilities_of_the_prompt(lenient_client, llm, as_id
     text = PROMPT + (answer.text if max_tokens else "")
     options = {"model": "tiny-qwen3", "prompt": ids if as_ids else PROMPT, "max_tokens": max_tokens, "temperature": 0}
     options |= {"echo": True, "logprobs": 1}
-    whole = lenient_client.completions.create(**options).choices[0]
+    completion = lenient_client.completions.create(**options)
+    assert completion.usage.completion_tokens == max_tokens
+    whole = completion.choices[0]
     chunks = [choice for chunk in lenient_client.completions.create(stream=True, **options) for choice in chunk.choices]
     for choices in ([whole], chunks):
         assert "".join(choice.text for choice in choices) == text

@@ -7,7 +7,7 @@ from nanoinfer import LLM
 
 schemathesis = pytest.importorskip("schemathesis", reason='schemathesis is not installed; pip install "nanoinfer[test]"')
 from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st
+from hypothesis import strategies as st  # noqa: E402
 
 
 @pytest.fixture(scope="module")
