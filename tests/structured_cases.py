@@ -191,7 +191,7 @@ HOSTILE = {
     "long array": lambda n: {"json": {"type": "array", "items": INT, "minItems": n**3}},
     "hostile pattern": lambda n: {"json": string(pattern=f"(a{{{n}}}){{{n}}}")},
     "multiples": lambda n: {"json": {"type": "integer", "multipleOf": 10 * n + 7, "maximum": 10**17}},
-    "alternatives of objects": lambda n: {"json": {"anyOf": [{"type": "object", "properties": {f"a{i}": STR}} for i in range(n)]}},
+    "alternatives of objects": lambda n: {"json": {"anyOf": [obj(**{f"a{i}": STR}) for i in range(n)]}},
 }  # fmt: skip
 
 

@@ -128,20 +128,20 @@ class GrammarCompiler:
             ) from error
         tokenizer, end_id = self._convert()
         grammar = _grammar(params)
-        error = _trial_process.ask(grammar)
-        if error is None:
-            error = f"the grammar takes more than {TRIAL_SECONDS} s, or too much memory"
-        if not error:
+        refusal = _trial_process.ask(grammar)
+        if refusal is None:
+            refusal = f"the grammar takes more than {TRIAL_SECONDS} s, or too much memory"
+        if not refusal:
             state = GrammarState(LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS)), end_id)
             forbidden = np.empty(self._vocab_size, dtype=np.uint8)
             state.write_forbidden(forbidden, ())  # the first mask takes longest, and here it delays no other request
-            error = state.error or ("only an empty answer is allowed" if forbidden.all() else "")
-        if error:
-            raise InvalidValueError(f"{params.form} cannot be used: {error}")
+            refusal = state.error or ("only an empty answer is allowed" if forbidden.all() else "")
+        if refusal:
+            raise InvalidValueError(f"{params.form} cannot be used: {refusal}")
         return state
 
     def _convert(self) -> "tuple[LLTokenizer, int]":
-        """The tokenizer in llguidance's form, and its EOS: a token of our own, since some models have none, and some several."""
+        """The tokenizer in llguidance's form, and its EOS: a token of our own, since a model may have none, or several."""
         from llguidance import LLTokenizer
 
         if self._tokenizer is None:
@@ -153,13 +153,11 @@ class GrammarCompiler:
                 backend = copy.deepcopy(self._tokenizer.backend)
                 backend.add_special_tokens([_END])
                 num_ids = max(self._vocab_size, *(1 + token_id for token_id in backend.get_vocab().values()))
-                end_id = backend.token_to_id(_END)
+                end_id = backend.get_vocab()[_END]
                 converted = LLTokenizer(_with_text_tokens(backend.to_str()), n_vocab=num_ids, eos_token=end_id)
                 # Where a grammar leaves one text only, llguidance encodes it, and allows the first of its tokens.
                 if converted.decode_str(converted.tokenize_str(_SAMPLE)) != _SAMPLE:
-                    raise UnsupportedError(
-                        "structured_outputs is not supported with this tokenizer, which does not keep every text"
-                    )
+                    raise UnsupportedError("structured_outputs is not supported with this tokenizer, which changes the text")
                 self._converted = converted, end_id
             return self._converted
 
@@ -189,10 +187,9 @@ def _grammar(params: StructuredOutputsParams) -> str:
     try:
         if form in ("json", "json_object"):
             _check_schema(json.loads(text))
-            return LLMatcher.grammar_from_json_schema(
-                text, overrides={"whitespace_flexible": not params.disable_any_whitespace}
-            )
-        return grammar_from(form, params.choice if params.choice else text)
+            options = {"whitespace_flexible": not params.disable_any_whitespace}
+            return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
+        return grammar_from(form, text)  # type: ignore[arg-type]
     except ValueError as error:  # a grammar in GBNF that cannot be converted
         raise InvalidValueError(f"{form} cannot be used: {first_line(error)}") from error
 

@@ -1,7 +1,7 @@
 """A second Python process for work that may never end, or crash: a process can be stopped, a thread cannot.
 
-In: a request. Out: the reply, or None if the process took too long or crashed. Requests and replies are JSON, one line each. The
-process is started at the first request, and again after it has ended.
+In: a request. Out: the reply, or None if the process took too long or crashed. Requests and replies are JSON, one line
+each. The process is started at the first request, and again after it has ended.
 """
 
 import atexit
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Lock
 from typing import Any
 
@@ -51,10 +52,8 @@ class HelperProcess:
             self._process.kill()
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
-                try:
+                with suppress(BrokenPipeError):
                     pipe.close()  # type: ignore[union-attr]
-                except BrokenPipeError:
-                    pass
         self._process = None
 
     def _start(self) -> subprocess.Popen[bytes]:

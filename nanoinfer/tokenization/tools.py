@@ -80,13 +80,15 @@ def with_tool_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str,
     """Messages in OpenAI's form as templates read them.
 
     The arguments of calls are objects instead of JSON text. Text that is no JSON object stays, so that a conversation goes on
-    after a malformed call. A null is left out, and content is never missing. "reasoning" becomes "reasoning_content" too.
+    after a malformed call. A null is left out, but the content of a call is "". "reasoning" becomes "reasoning_content" too.
     """
     return [_with_tool_arguments(message) for message in messages]
 
 
 def _with_tool_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    message = {"content": ""} | {name: value for name, value in message.items() if value is not None}
+    message = {name: value for name, value in message.items() if value is not None}
+    if message.get("role") == "assistant":
+        message.setdefault("content", "")
     if isinstance(message.get("tool_calls"), list | tuple):
         message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
     if "reasoning" in message:
