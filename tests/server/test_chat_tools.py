@@ -1,7 +1,10 @@
 """Tools and reasoning over HTTP: OpenAI's client accumulates the calls of a stream."""
 
+from typing import Literal
+
 import http_server
 import openai
+import pydantic
 import pytest
 from conftest import new_client
 from openai.lib.streaming.chat import ChatCompletionStreamState
@@ -65,6 +68,19 @@ def test_a_required_call_is_the_same_streamed_and_whole(tool_client, options, ch
     parts = [part for chunk in chunks for choice in chunk.choices for part in choice.delta.tool_calls or []]
     assert len(parts) > len(calls)  # the arguments came in fragments
     assert {part.type for part in parts if part.id} == {"function"}
+
+
+def test_a_pydantic_model_is_a_strict_tool_and_comes_back_parsed(tool_client, options):
+    class Weather(pydantic.BaseModel):
+        city: Literal["Oslo", "Rome"]
+        windy: bool
+
+    options = options | {"tools": [openai.pydantic_function_tool(Weather)], "tool_choice": "required", "extra_body": OFF}
+    with tool_client.chat.completions.stream(**options) as stream:
+        names = [event.name for event in stream if event.type == "tool_calls.function.arguments.done"]
+    calls = stream.get_final_completion().choices[0].message.tool_calls
+    assert names == ["Weather"] * len(calls)
+    assert all(isinstance(call.function.parsed_arguments, Weather) for call in calls)
 
 
 def test_a_cut_call_has_the_reason_length(tool_client, options):
