@@ -27,7 +27,7 @@ from nanoinfer.errors import (
 from nanoinfer.outputs import BeamSearchOutput, Delta, RequestOutput
 from nanoinfer.sampling.sampler import Stage
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
-from nanoinfer.tokenization.tools import Tool, ToolChoice
+from nanoinfer.tokenization.tools import Tool, ToolChoice, tool_schemas
 from nanoinfer.tracing import Tracer
 
 if TYPE_CHECKING:
@@ -224,6 +224,7 @@ class LLM:
         is_batch = isinstance(messages, list) and messages and isinstance(messages[0], list)
         conversations = cast(Sequence[Sequence[Message]], messages if is_batch else [messages])
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        schemas = tool_schemas(tools or [])
         prompts: list[PromptType] = []
         constrained: list[SamplingParams] = []
         pairs = zip(conversations, one_per_prompt(params, len(conversations)), strict=True)
@@ -234,10 +235,10 @@ class LLM:
                     chat_template=chat_template,
                     add_generation_prompt=add_generation_prompt,
                     chat_template_kwargs=chat_template_kwargs,
-                    tools=None if tool_choice == "none" else tools,
+                    tools=None if tool_choice == "none" else schemas,
                 )
                 prompts.append(prompt)
-                constrained.append(self.engine.inputs.constrain_calls(one, prompt, tools or (), tool_choice))
+                constrained.append(self.engine.inputs.constrain_calls(one, prompt, schemas, tool_choice))
         return self.generate(prompts, constrained, use_tqdm)
 
     def render_chat(

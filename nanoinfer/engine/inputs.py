@@ -119,13 +119,20 @@ class InputProcessor:
         return {"prompt": text, "prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
 
     def constrain_calls(
-        self, params: SamplingParams, prompt: TokensPrompt, tools: Sequence[Tool], tool_choice: ToolChoice, **options: bool
+        self,
+        params: SamplingParams,
+        prompt: TokensPrompt,
+        tools: Sequence[Mapping[str, Any]],
+        tool_choice: ToolChoice,
+        *,
+        parallel_tool_calls: bool = True,
     ) -> SamplingParams:
-        """Return params with the grammar of the calls that are required, or strict. The options are those of tool_call_grammar.
+        """Return params with the grammar of the calls that are required, or strict. The tools are those of tool_schemas.
 
         Raises: InvalidTypeError, InvalidValueError.
         """
-        grammar = tool_call_grammar(tool_schemas(tools), tool_choice, prompt=prompt["prompt"] or "", **options)
+        text = prompt["prompt"] or ""
+        grammar = tool_call_grammar(tools, tool_choice, prompt=text, parallel_tool_calls=parallel_tool_calls)
         if grammar is None:
             return params
         if params.structured_outputs is not None:

@@ -82,7 +82,7 @@ class ChatParser:
         """
         self.has_tool_calls = False
         self._parses_reasoning, self._parses_calls = reasoning, tool_calls
-        self._max_calls = None if parallel_tool_calls else 1
+        self._keeps_later_calls = parallel_tool_calls
         self._num_calls = 0
         self._buffer = ""  # text that is not parsed yet
         self._is_last = False
@@ -235,7 +235,7 @@ class ChatParser:
 
     @property
     def _is_dropped(self) -> bool:
-        return self._max_calls is not None and self._num_calls > self._max_calls
+        return self._num_calls > 1 and not self._keeps_later_calls
 
     def _begin_call(self, name: str) -> None:
         self._is_after_tag = True

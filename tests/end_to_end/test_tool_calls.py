@@ -73,7 +73,7 @@ def test_strict_tools_constrain_the_calls_alone(llm):
             UnsupportedError,
             "prompt 0: this chat template has no place for",
         ),
-        ({"tools": {"name": "f"}}, InvalidTypeError, "prompt 0: tools must be a list"),
+        ({"tools": {"name": "f"}}, InvalidTypeError, "tools must be a list"),
         ({"tool_choice": "required"}, InvalidValueError, "prompt 0: tool_choice='required' needs tools"),
         ({"tools": TOOLS, "tool_choice": "any"}, InvalidTypeError, "prompt 0: tool_choice must be"),
         ({"chat_template_kwargs": {"tools": TOOLS}}, InvalidValueError, "prompt 0: chat_template_kwargs must not hold tools"),
