@@ -39,12 +39,12 @@ class AsyncLLM:
 
     >>> async def main():
     ...     llm = AsyncLLM(lambda: LLM("tiny-qwen3"))
-    ...     async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=5, seed=1)):
+    ...     async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=3, temperature=0)):
     ...         text = output.outputs[0].text
     ...     await llm.shutdown()
     ...     return text
     >>> asyncio.run(main())
-    ', in a small village'
+    ', there was'
     """
 
     def __init__(self, make_llm: Callable[[], LLM], *, max_num_queued_requests: int | None = None) -> None:

@@ -1,8 +1,10 @@
 """`nanoinfer serve`: an OpenAI-compatible server for one model."""
 
+import gc
 import importlib.util
 import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -13,6 +15,7 @@ import typer
 from nanoinfer.cli.options import EngineOptions, MaxModelLen, cli_errors, expand_options, load_llm
 from nanoinfer.errors import InvalidValueError, NanoinferError
 
+SWITCH_INTERVAL = 0.0005  # seconds that a thread may keep the interpreter while another waits. Python's own is 0.005
 API_KEY_VARIABLE = "NANOINFER_API_KEY"
 
 
@@ -88,7 +91,16 @@ def serve(
             ),
             max_num_queued_requests=max_num_queued_requests,
         )
-        make_server(async_llm, settings, host=host, port=port, shutdown_timeout=shutdown_timeout).run()
+        server = make_server(async_llm, settings, host=host, port=port, shutdown_timeout=shutdown_timeout)
+        _share_the_process()
+        server.run()
+
+
+def _share_the_process() -> None:
+    """Let the engine's thread and the event loop's delay each other little."""
+    gc.collect()
+    gc.freeze()  # else the collector examines all of torch now and then, and every stream waits some 0.2 s for it
+    sys.setswitchinterval(SWITCH_INTERVAL)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -91,11 +91,12 @@ class CompletionShape:
                 prompt = "" if self._tokenizer is None else self._tokenizer.decode(prompt_token_ids)
             text, token_ids = prompt + text, prompt_token_ids + token_ids
             positions = [*(prompt_logprobs or ()), *positions]
-        legacy = self._logprobs.setdefault(index, LegacyLogprobs(self._tokenizer))
+        if index not in self._logprobs:
+            self._logprobs[index] = LegacyLogprobs(self._tokenizer)
         return {
             "index": index,
             "text": text,
-            "logprobs": None if self._request.logprobs is None else legacy.push(token_ids, positions),
+            "logprobs": None if self._request.logprobs is None else self._logprobs[index].push(token_ids, positions),
             "finish_reason": answer.finish_reason,
         } | _extensions(answer, self._request.return_token_ids)
 
