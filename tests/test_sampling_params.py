@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 import numpy
 import pytest
 
-from nanoinfer import NanoinferError, SamplingParams
+from nanoinfer import NanoinferError, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import InvalidTypeError, InvalidValueError
 from nanoinfer.sampling_params import BeamSearchParams
 
@@ -66,6 +66,7 @@ WRONG_TYPE = [
     *[("bad_words", ["a", value], value, "a list of token ids") for value in (5, 5.0, b"a", True, {1}, None)],
     *[("bad_words", [value], value[-1], "an integer") for value in NO_IDS],
     *each("logits_processors", (print, "ab", 5, [5], [print, None], {print}, True, NAN), "a list of functions"),
+    *each("structured_outputs", ("json", {"json": {}}, 5, [], True, NAN), "StructuredOutputsParams"),
 ]
 ACCEPTED = {
     "temperature": (0, 0.0, 1e-300, 1, 2.5, 1e300, numpy.float32(0.5)),
@@ -92,6 +93,7 @@ ACCEPTED = {
     "logprobs": (None, -1, 0, 1, 20),
     "prompt_logprobs": (None, -1, 0, 1, 20),
     "logits_processors": (None, [], [print], (print, max)),
+    "structured_outputs": (None, StructuredOutputsParams(regex="a+")),
 }
 
 # The same for beams, where beam_width has no default.

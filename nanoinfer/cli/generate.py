@@ -37,7 +37,10 @@ def generate(
     stop_token_ids: Annotated[list[int] | None, typer.Option(help="End at this token id; may be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Do not end at the end-of-text token.")] = False,
     json_schema: Annotated[
-        Path | None, typer.Option(help="Answer with JSON that follows the schema in this file.", metavar="FILE")
+        Path | None,
+        typer.Option(
+            help="Answer with JSON that follows the schema in this file.", metavar="FILE", exists=True, dir_okay=False
+        ),
     ] = None,
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt, too.")] = False,
 ) -> None:

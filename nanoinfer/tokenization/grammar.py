@@ -87,7 +87,7 @@ class GrammarState:
         if not self._matcher.is_error():
             return None
         self._origin.is_exhausted = True
-        return f"structured_outputs: {first_line(ValueError(self._matcher.get_error()))}"
+        return f"structured_outputs: {_one_line(self._matcher)}"
 
 
 class GrammarCompiler:
@@ -204,6 +204,11 @@ def _check_schema(value: object, depth: int = 0) -> None:
         _check_schema(child, depth + 1)
 
 
+def _one_line(matcher: "LLMatcher") -> str:
+    """Its error, or ""."""
+    return " ".join(matcher.get_error().split())[:300]
+
+
 # ---- in the process that can be stopped
 
 
@@ -222,7 +227,7 @@ def _try_grammar(grammar: str) -> str:
             return f"a token of it takes more than {TRIAL_TOKEN_SECONDS} s"
         if allowed := [byte for byte in range(256) if bits >> byte & 1]:
             matcher.consume_token(rng.choice(allowed))
-    return first_line(ValueError(matcher.get_error())) if matcher.is_error() else ""
+    return _one_line(matcher)
 
 
 def main() -> None:
