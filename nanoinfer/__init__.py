@@ -24,7 +24,7 @@ The map. Imports point downwards, one folder to another, without a circle; tests
     models/               checkpoints, weights, GPT-2 and Qwen; linear layers and kernels that make them fast
     attention/            the paged KV cache and the backends that read it
     devices/              CPU and GPU details: copies, CUDA graphs, OpenMP threads, measured row invariance
-    tokenization/         text -> token ids, token ids -> text
+    tokenization/         text -> token ids, token ids -> text; chat templates, tools, answers -> messages
     tracing/              events, Recorder, the HTML replay
     bench/                throughput, latency, the roofline, beside transformers
     bundled/              tiny-gpt2, tiny-qwen3, and the stories they were trained on
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from nanoinfer.sampling_params import BeamSearchParams as BeamSearchParams
     from nanoinfer.sampling_params import SamplingParams as SamplingParams
     from nanoinfer.sampling_params import StructuredOutputsParams as StructuredOutputsParams
+    from nanoinfer.tokenization.chat_parsing import ChatParser as ChatParser
+    from nanoinfer.tokenization.chat_parsing import parse_chat_answer as parse_chat_answer
     from nanoinfer.tracing import Recorder as Recorder
 
 __version__ = "0.1.0"
@@ -72,6 +74,8 @@ _PUBLIC = {
     "Delta": "nanoinfer.outputs",
     "NanoinferError": "nanoinfer.errors",
     "Recorder": "nanoinfer.tracing",
+    "ChatParser": "nanoinfer.tokenization.chat_parsing",
+    "parse_chat_answer": "nanoinfer.tokenization.chat_parsing",
     "register_model": "nanoinfer.models.registry",
     "register_backend": "nanoinfer.attention.base",
 }

@@ -254,7 +254,6 @@ NEUTRAL_VALUES: dict[str, dict[str, tuple[object, ...]]] = {
         **_GENERATE,
         "chat_template_content_format": ("auto", "string"),
         "continue_final_message": (False,),
-        "tools": (None,),
         "mm_processor_kwargs": (None,),
     },
     "beam_search()": {"lora_request": (None,), "use_tqdm": (False,), "concurrency_limit": (None,)},

@@ -17,7 +17,7 @@ from nanoinfer.engine.beam_search import BeamSearch
 from nanoinfer.engine.chat_messages import Message
 from nanoinfer.engine.factory import load_engine
 from nanoinfer.engine.guards import interrupt_deferred
-from nanoinfer.engine.inputs import PreparedRequest, PromptType, TokensPrompt, with_prompt_index
+from nanoinfer.engine.inputs import PreparedRequest, PromptType, TokensPrompt
 from nanoinfer.engine.metrics import Metric
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import (
@@ -31,6 +31,7 @@ from nanoinfer.errors import (
 from nanoinfer.outputs import BeamSearchOutput, Delta, RequestOutput
 from nanoinfer.sampling.sampler import Stage
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
+from nanoinfer.tokenization.tools import Tool, ToolChoice
 from nanoinfer.tracing import Tracer
 
 if TYPE_CHECKING:
@@ -224,6 +225,8 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Tool] | None = None,
+        tool_choice: ToolChoice = "auto",
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of them, through the checkpoint's chat template.
 
@@ -235,24 +238,29 @@ class LLM:
             chat_template: A Jinja template instead of the checkpoint's.
             add_generation_prompt: End the rendered text with the beginning of an answer.
             chat_template_kwargs: Passed to the template, such as {"enable_thinking": False} for Qwen3.
+            tools: Functions with type hints and a Google style docstring, or {"type": "function", "function": {"name": ...,
+                "parameters": JSON schema}}. The answer is text, which nanoinfer.parse_chat_answer parses.
+            tool_choice: "auto", "none" (the tools are left out), or "required" and {"type": "function", "function": {"name":
+                ...}}: the answer is a call that satisfies the schema, in the format of Qwen3 (hermes). With "auto", this is so
+                for each call if a tool has "strict": True. Both require nanoinfer[structured].
 
         Raises:
             InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does.
+            UnsupportedError: The template has no place for tools.
         """
         is_batch = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
         conversations = cast(Sequence[Sequence[Message]], messages if is_batch else [messages])
-        prompts: list[PromptType] = []
-        for index, conversation in enumerate(conversations):
-            with with_prompt_index(index):
-                prompts.append(
-                    self.render_chat(
-                        conversation,
-                        chat_template=chat_template,
-                        add_generation_prompt=add_generation_prompt,
-                        chat_template_kwargs=chat_template_kwargs,
-                    )
-                )
-        return self.generate(prompts, sampling_params, use_tqdm)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        prompts, constrained = self.engine.inputs.render_chats(
+            conversations,
+            params,
+            tools=tools,
+            tool_choice=tool_choice,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.generate(prompts, constrained, use_tqdm)
 
     def render_chat(
         self,
@@ -261,6 +269,7 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Tool] | None = None,
     ) -> TokensPrompt:
         """Render one conversation as a prompt for generate() or stream(). The arguments are those of chat()."""
         return self.engine.inputs.render_chat(
@@ -268,6 +277,7 @@ class LLM:
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             chat_template_kwargs=chat_template_kwargs,
+            tools=tools,
         )
 
     @check_argument_names("beam_search()", NEUTRAL_VALUES["beam_search()"])

@@ -31,6 +31,7 @@ if importlib.util.find_spec("beartype"):  # `make gpu` takes the Python at hand
     install_import_hook([f"nanoinfer.{name}" for name in ARITHMETIC], "beartype.beartype")
 
 import tiny_models  # noqa: E402
+import tool_cases  # noqa: E402
 
 # A busy machine is no failure.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -47,3 +48,8 @@ def gpt2_path(tmp_path_factory):
 @pytest.fixture(scope="session")
 def qwen3_path(tmp_path_factory):
     return tiny_models.save("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="session")
+def tools_path(tmp_path_factory):
+    return tool_cases.save_checkpoint(tmp_path_factory.mktemp("tools"))

@@ -47,6 +47,12 @@ def serve(
     ] = 1024,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Larger bodies get 413.")] = 2**22,
     shutdown_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests have after SIGTERM.")] = 30,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="qwen3: parse <think> blocks; none. Default: by the model's chat template.")
+    ] = None,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="hermes: parse <tool_call> blocks; none. Default: by the model's chat template.")
+    ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin whose web pages may call the server, or *; may be given several times.")
     ] = None,
@@ -70,6 +76,8 @@ def serve(
             api_keys=tuple(api_key or ()),
             max_body_bytes=max_body_bytes,
             cors_origins=tuple(cors_origin or ()),
+            reasoning_parser=reasoning_parser,
+            tool_call_parser=tool_call_parser,
         )
         async_llm = AsyncLLM(
             lambda: load_llm(

@@ -7,7 +7,7 @@ queue nor cache, so any thread may call it.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, NotRequired, TypedDict
 
@@ -18,14 +18,17 @@ from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
     NanoinferError,
+    UnsupportedError,
     check_flag,
     check_neutral,
     shown,
 )
 from nanoinfer.execution.executor import ExecutorInfo
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
+from nanoinfer.tokenization.chat_parsing import reads_tools
 from nanoinfer.tokenization.grammar import GrammarCompiler, GrammarState
 from nanoinfer.tokenization.tokenizer import Tokenizer
+from nanoinfer.tokenization.tools import Tool, ToolChoice, tool_call_grammar, tool_schemas, with_tool_arguments
 
 
 class TextPrompt(TypedDict):
@@ -89,16 +92,8 @@ class InputProcessor:
         Raises: as prepare does, with the prompt's index.
         """
         prompts = as_list(prompts)
-        if isinstance(params, SamplingParams):
-            params = [params] * len(prompts)
-        if not isinstance(params, list | tuple):
-            raise InvalidTypeError(f"sampling_params must be SamplingParams, or a list of them, got {shown(params)}")
-        if len(params) != len(prompts):
-            raise InvalidValueError(
-                f"sampling_params must be one, or one per prompt: got {len(params)} for {len(prompts)} prompts"
-            )
         prepared = []
-        for index, (prompt, its_params) in enumerate(zip(prompts, params, strict=True)):
+        for index, (prompt, its_params) in enumerate(zip(prompts, one_per_prompt(params, len(prompts)), strict=True)):
             with with_prompt_index(index):
                 prepared.append(self.prepare(prompt, its_params))
         return prepared
@@ -110,9 +105,10 @@ class InputProcessor:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Tool] | None = None,
     ) -> TokensPrompt:
         """Render one conversation as a prompt. See LLM.chat."""
-        conversation = with_text_content(messages)
+        conversation = with_tool_arguments(with_text_content(messages))
         if self._tokenizer is None:
             raise InvalidPromptError("this checkpoint has no tokenizer, so there is no chat template; use token ids")
         if not isinstance(chat_template, str | None):
@@ -120,17 +116,63 @@ class InputProcessor:
         check_flag("add_generation_prompt", add_generation_prompt)
         if not isinstance(chat_template_kwargs, dict | None):
             raise InvalidTypeError(f"chat_template_kwargs must be a dict, got {shown(chat_template_kwargs)}")
-        own = {"self", "messages", "conversation", "chat_template", "add_generation_prompt", "tokenize"}
+        own = {"self", "messages", "conversation", "chat_template", "add_generation_prompt", "tokenize", "tools"}
         if clash := own & (chat_template_kwargs or {}).keys():
             raise InvalidValueError(f"chat_template_kwargs must not hold {', '.join(clash)}: that is an argument of its own")
+        if tools and not reads_tools(self._tokenizer.get_chat_template(chat_template, has_tools=True)):
+            raise UnsupportedError("this chat template has no place for tools; use a model that has, or pass chat_template=...")
         text = self._tokenizer.apply_chat_template(
             conversation,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
+            tools=tool_schemas(tools) if tools else None,
             **(chat_template_kwargs or {}),
         )
         # The template has written every special token: adding BOS here would duplicate it.
         return {"prompt": text, "prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
+
+    def render_chats(
+        self,
+        conversations: Sequence[Any],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        tools: Sequence[Tool] | None,
+        tool_choice: ToolChoice,
+        **rendering: Any,
+    ) -> tuple[list[TokensPrompt], list[SamplingParams]]:
+        """Render conversations, and constrain the parameters of each to the tool calls that are required.
+
+        Raises: as render_chat and constrain_calls do, with the conversation's index.
+        """
+        schemas = tool_schemas(tools or [])
+        prompts, constrained = [], []
+        for index, (messages, one) in enumerate(zip(conversations, one_per_prompt(params, len(conversations)), strict=True)):
+            with with_prompt_index(index):
+                prompt = self.render_chat(messages, tools=None if tool_choice == "none" else schemas, **rendering)
+                prompts.append(prompt)
+                constrained.append(self.constrain_calls(one, prompt, schemas, tool_choice))
+        return prompts, constrained
+
+    def constrain_calls(
+        self,
+        params: SamplingParams,
+        prompt: TokensPrompt,
+        tools: Sequence[Mapping[str, Any]],
+        tool_choice: ToolChoice,
+        *,
+        parallel_tool_calls: bool = True,
+    ) -> SamplingParams:
+        """Return params with the grammar of the calls that are required, or strict. The tools are those of tool_schemas.
+
+        Raises: InvalidTypeError, InvalidValueError.
+        """
+        text = prompt["prompt"] or ""
+        grammar = tool_call_grammar(tools, tool_choice, prompt=text, parallel_tool_calls=parallel_tool_calls)
+        if grammar is None:
+            return params
+        if params.structured_outputs is not None:
+            raise InvalidValueError("structured_outputs cannot be used with required or strict tool calls; use one of them")
+        return replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
 
     def _parse(self, prompt: Any) -> tuple[str | None, list[int]]:
         """The text, if there is one, and the token ids. If a dict holds both, the ids are used and the text is only shown."""
@@ -213,6 +255,17 @@ def as_list(prompts: Any) -> list[Any]:
     if prompts and all(isinstance(item, Integral) for item in prompts):
         return [prompts]
     return list(prompts)
+
+
+def one_per_prompt(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> Sequence[SamplingParams]:
+    """Return SamplingParams for each prompt, given one for all, or one per prompt."""
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if not isinstance(params, list | tuple):
+        raise InvalidTypeError(f"sampling_params must be SamplingParams, or a list of them, got {shown(params)}")
+    if len(params) != num_prompts:
+        raise InvalidValueError(f"sampling_params must be one, or one per prompt: got {len(params)} for {num_prompts} prompts")
+    return params
 
 
 @contextmanager

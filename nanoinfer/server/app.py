@@ -19,12 +19,12 @@ from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.answers import Answers, Shape, json_response, respond
+from nanoinfer.server.chat_parsing import ChatFormat, messages_of
 from nanoinfer.server.errors import RequestError, add_error_handlers
 from nanoinfer.server.limits import Guard, StrictRoute
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.server.protocol import (
     ChatCompletionRequest,
-    ChatMessage,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
@@ -42,12 +42,16 @@ class ServerSettings:
         api_keys: If there are any, requests to /v1 need one of them.
         max_body_bytes: Larger bodies are refused.
         cors_origins: Origins whose web pages may call the server, or "*".
+        reasoning_parser: "qwen3" or "none". None is what the chat template writes.
+        tool_call_parser: "hermes" or "none". None is what the chat template writes.
     """
 
     served_model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 2**22
     cors_origins: tuple[str, ...] = ()
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
 
 
 def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
@@ -68,6 +72,8 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
 def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) -> None:
     inputs, tokenizer = async_llm.engine.inputs, async_llm.engine.tokenizer
     default = async_llm.llm.get_default_sampling_params()
+    template = "" if tokenizer is None else tokenizer.get_chat_template(has_tools=True)
+    chat_format = ChatFormat.choose(template, settings.reasoning_parser, settings.tool_call_parser)
 
     async def generate(
         http: Request,
@@ -89,15 +95,8 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:
-        def prepare(params: SamplingParams) -> PreparedRequest:
-            prompt = inputs.render_chat(
-                messages_of(body.messages),
-                add_generation_prompt=body.add_generation_prompt is not False,
-                chat_template_kwargs=body.chat_template_kwargs,
-            )
-            return inputs.prepare(prompt, params)
-
-        return await generate(http, body, [prepare], ChatShape(body, tokenizer))
+        prepare = partial(chat_format.prepare, body, inputs)
+        return await generate(http, body, [prepare], ChatShape(body, chat_format, tokenizer))
 
     @app.post("/v1/embeddings", include_in_schema=False)
     @app.post("/v1/responses", include_in_schema=False)
@@ -179,7 +178,3 @@ def check_model(name: str | None, settings: ServerSettings) -> str:
             404, f"the model {name[:100]!r} is not served; this server has {served}", param="model", code="model_not_found"
         )
     return name or settings.served_model_names[0]
-
-
-def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    return [message.model_dump(exclude_unset=True) for message in messages]

@@ -1,55 +1,86 @@
-"""An answer's text -> what a chat message consists of: content, reasoning, tool calls.
+"""What a chat request says about tools, and how its answers are parsed.
 
-In: pieces of text, as they are generated. Out: ChatDeltas. A stream and a whole answer pass through the same parser, so they
-have the same content.
+In: requests, and the model's chat template. Out: prompts and SamplingParams with the tools, and a ChatParser for each answer.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
-from nanoinfer.server.protocol import ChatCompletionRequest
-
-
-@dataclass(slots=True)
-class ChatDelta:
-    """What a piece of text adds to a message. tool_calls: in the shape of OpenAI's chunks, each with its "index"."""
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-
-    def fields(self) -> dict[str, Any]:
-        """The fields of OpenAI's "delta", without empty ones. Clients read the reasoning under one name or the other."""
-        reasoning = {"reasoning": self.reasoning, "reasoning_content": self.reasoning} if self.reasoning else {}
-        content = {"content": self.content} if self.content else {}
-        return reasoning | content | ({"tool_calls": self.tool_calls} if self.tool_calls else {})
-
-    def message(self) -> dict[str, Any]:
-        """The fields of OpenAI's "message", for the delta of a whole answer."""
-        message = {"role": "assistant", "refusal": None} | self.fields()
-        if self.tool_calls:
-            message["tool_calls"] = [{name: call[name] for name in call if name != "index"} for call in self.tool_calls]
-        return message | {"content": self.content if self.content or not self.tool_calls else None}
+from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
+from nanoinfer.errors import InvalidValueError
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.server.errors import RequestError
+from nanoinfer.server.protocol import ChatCompletionRequest, ChatMessage
+from nanoinfer.tokenization.chat_parsing import ChatParser, calls_as_hermes, thinks_as_qwen3
 
 
-class ChatParser(Protocol):
-    """Parses one answer. has_tool_calls: whether a ChatDelta had one, so the answer's finish_reason is "tool_calls"."""
+@dataclass(frozen=True)
+class ChatFormat:
+    """What is parsed in the answers of a model. The rest is content."""
 
-    has_tool_calls: bool
+    reasoning: bool
+    tool_calls: bool
 
-    def push(self, text: str, *, is_last: bool) -> ChatDelta:
-        """Parse the next piece of text. Text whose meaning is not certain is held back until it is, or until the last piece."""
+    @classmethod
+    def choose(cls, template: str, reasoning_parser: str | None, tool_call_parser: str | None) -> "ChatFormat":
+        """Choose by vLLM's names of parsers, or by what the chat template writes where the name is None.
+
+        Raises: InvalidValueError.
+        """
+        for option, name, known in (
+            ("--reasoning-parser", reasoning_parser, "qwen3"),
+            ("--tool-call-parser", tool_call_parser, "hermes"),
+        ):
+            if name not in (None, "none", known):
+                raise InvalidValueError(f"{option} must be {known} or none, got {name!r}; without it, the template decides")
+        return cls(
+            reasoning=thinks_as_qwen3(template) if reasoning_parser is None else reasoning_parser != "none",
+            tool_calls=calls_as_hermes(template) if tool_call_parser is None else tool_call_parser != "none",
+        )
+
+    def make_parser(self, request: ChatCompletionRequest, prompt: str) -> ChatParser:
+        """Make the parser of one answer to this rendered prompt."""
+        return ChatParser(
+            prompt,
+            reasoning=self.reasoning,
+            tool_calls=self.tool_calls and bool(_offered_tools(request)),
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+        )
+
+    def prepare(self, request: ChatCompletionRequest, inputs: InputProcessor, params: SamplingParams) -> PreparedRequest:
+        """Render and check the conversation. Required and strict calls are a grammar of the answer.
+
+        Raises: RequestError, and as InputProcessor's methods do.
+        """
+        tools = _offered_tools(request)
+        if tools and not self.tool_calls:
+            raise RequestError(
+                400,
+                "tools are not supported: this model's chat template has no known format of calls; "
+                "serve with --tool-call-parser hermes if it writes calls as Qwen3 does",
+                param="tools",
+                code="unsupported",
+            )
+        prompt = inputs.render_chat(
+            messages_of(request.messages),
+            add_generation_prompt=request.add_generation_prompt is not False,
+            chat_template_kwargs=request.chat_template_kwargs,
+            tools=tools,
+        )
+        params = inputs.constrain_calls(
+            params,
+            prompt,
+            tools,
+            "auto" if request.tool_choice is None else request.tool_choice,
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+        )
+        return inputs.prepare(prompt, params)
 
 
-class PlainParser:
-    """Everything is content."""
-
-    has_tool_calls = False
-
-    def push(self, text: str, *, is_last: bool) -> ChatDelta:
-        return ChatDelta(content=text)
+def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    return [message.model_dump(exclude_unset=True) for message in messages]
 
 
-def make_parser(request: ChatCompletionRequest) -> ChatParser:
-    """Make the parser of one answer."""
-    return PlainParser()
+def _offered_tools(request: ChatCompletionRequest) -> list[dict[str, Any]]:
+    """The tools that the model may call."""
+    return [] if request.tool_choice == "none" else request.tools or []

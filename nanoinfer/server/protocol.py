@@ -195,12 +195,6 @@ def _check_supported(request: CompletionRequest | ChatCompletionRequest) -> None
             raise RequestError(400, "max_tokens must be >= 1, or 0 with echo", param="max_tokens")
         if len(request.prompts) > MAX_PROMPTS:
             raise RequestError(400, f"prompt holds {len(request.prompts)} prompts; at most {MAX_PROMPTS}", param="prompt")
-    else:
-        unsupported = [
-            *unsupported,
-            ("tools", request.tools),
-            ("tool_choice", request.tool_choice not in (None, "none", "auto")),
-        ]
     for name, is_used in unsupported:
         if is_used:
             raise RequestError(400, f"{name} is not supported; leave it out", param=name, code="unsupported")

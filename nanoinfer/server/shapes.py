@@ -9,9 +9,10 @@ from typing import Any
 
 from nanoinfer.async_llm import RequestStream
 from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition, RequestOutput
-from nanoinfer.server.chat_parsing import ChatParser, make_parser
+from nanoinfer.server.chat_parsing import ChatFormat
 from nanoinfer.server.logprobs import LegacyLogprobs, chat_logprobs
 from nanoinfer.server.protocol import ChatCompletionRequest, CompletionRequest
+from nanoinfer.tokenization.chat_parsing import ChatParser
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 
@@ -20,19 +21,20 @@ class ChatShape:
 
     object_name, chunk_name, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, request: ChatCompletionRequest, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, request: ChatCompletionRequest, chat_format: ChatFormat, tokenizer: Tokenizer | None) -> None:
         self._request = request
+        self._format = chat_format
         self._tokenizer = tokenizer
         self._parsers: dict[int, ChatParser] = {}
 
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
-        parser = make_parser(self._request)
+        parser = self._format.make_parser(self._request, output.prompt or "")
         message = parser.push(answer.text, is_last=True).message()
         return {"index": index, "message": message} | self._ending(parser, answer)
 
     def chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[dict[str, Any]]:
         if index not in self._parsers:
-            self._parsers[index] = make_parser(self._request)
+            self._parsers[index] = self._format.make_parser(self._request, stream.prepared.prompt or "")
             yield {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         parser = self._parsers[index]
         fields = parser.push(delta.text, is_last=delta.finish_reason is not None).fields()
@@ -40,7 +42,9 @@ class ChatShape:
             yield {"index": index, "delta": fields} | self._ending(parser, delta)
 
     def _ending(self, parser: ChatParser, answer: CompletionOutput | Delta) -> dict[str, Any]:
-        called_tool = parser.has_tool_calls and answer.finish_reason == "stop"
+        # "length" stays, so that a client sees a cut call. After a named tool, OpenAI's reason is "stop".
+        is_named = isinstance(self._request.tool_choice, dict)
+        called_tool = parser.has_tool_calls and answer.finish_reason == "stop" and not is_named
         fields: dict[str, Any] = {"logprobs": None, "finish_reason": "tool_calls" if called_tool else answer.finish_reason}
         if answer.logprobs is not None:
             num_top = self._request.top_logprobs or 0

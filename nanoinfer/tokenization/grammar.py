@@ -10,6 +10,7 @@ new grammar is first tried in a process that can be stopped (helper_process.py).
 import copy
 import json
 import random
+import re
 import time
 from collections.abc import Iterable
 from threading import Lock
@@ -42,6 +43,7 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 
+_TAG = re.compile(r"<[!-~]*>")
 _END = "<|end of the grammar|>"
 _SAMPLE = ' {"a":\n\t[1,  "é€😀"]}\n'
 
@@ -152,12 +154,26 @@ class GrammarCompiler:
                 backend.add_special_tokens([_END])
                 num_ids = max(self._vocab_size, *(1 + token_id for token_id in backend.get_vocab().values()))
                 end_id = backend.get_vocab()[_END]
-                converted = LLTokenizer(backend.to_str(), n_vocab=num_ids, eos_token=end_id)
+                converted = LLTokenizer(_with_text_tokens(backend.to_str()), n_vocab=num_ids, eos_token=end_id)
                 # Where a grammar leaves one text only, llguidance encodes it, and allows the first of its tokens.
                 if converted.decode_str(converted.tokenize_str(_SAMPLE)) != _SAMPLE:
                     raise UnsupportedError("structured_outputs is not supported with this tokenizer, which changes the text")
                 self._converted = converted, end_id
             return self._converted
+
+
+def _with_text_tokens(tokenizer_json: str) -> str:
+    """Move added tokens that are text, such as Qwen3's <tool_call>, into the vocabulary.
+
+    llguidance takes an added token that looks like a tag for a special token, which no text of a grammar can contain.
+    """
+    tokenizer = json.loads(tokenizer_json)
+    text_tokens = [token for token in tokenizer["added_tokens"] if not token["special"] and _TAG.fullmatch(token["content"])]
+    if not text_tokens or not isinstance(tokenizer["model"]["vocab"], dict):
+        return tokenizer_json
+    tokenizer["model"]["vocab"] |= {token["content"]: token["id"] for token in text_tokens}
+    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token not in text_tokens]
+    return json.dumps(tokenizer)
 
 
 def _grammar(params: StructuredOutputsParams) -> str:

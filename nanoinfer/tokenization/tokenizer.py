@@ -144,6 +144,13 @@ class Tokenizer:
             return bytes(_BYTE_OF[character] for character in token)
         return text.encode()
 
+    def get_chat_template(self, chat_template: str | None = None, *, has_tools: bool = False) -> str:
+        """The Jinja template for a conversation, or "". Some checkpoints have one for tools beside the default one."""
+        try:
+            return str(self.hf.get_chat_template(chat_template, tools=[{}] if has_tools else None))
+        except ValueError:
+            return ""
+
     def apply_chat_template(
         self,
         messages: list[dict[str, Any]],

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "nanoinfer"
 README = PACKAGE.parent / "README.md"
 SENTENCE = re.compile(r"([\d,]+) lines of code \(([\d,]+) with docstrings, comments and blank lines\)")
 
-# In the order of a token's journey through a loaded Qwen model, from LLM.generate to the RequestOutput. Neither loading nor errors.
+# In the order of a token's journey through a loaded Qwen model, from LLM.generate to the RequestOutput. No loading, no errors.
 CORE = """
     llm.py sampling_params.py engine/inputs.py tokenization/tokenizer.py
     engine/llm_engine.py engine/guards.py engine/request.py

@@ -22,6 +22,7 @@ SAYS = {
     "custom_stage": ["13 stages", "14 stages", "!"],
     "custom_model": ["log-probability -14.9", "log-probability -71.3"],
     "tracing_to_html": ["found its beginning in blocks (0,)", "u = "],
+    "tool_loop": ['weather({"city": "', ") -> "],
     "benchmark": [" 64 sequences"],
 }
 

@@ -1,0 +1,93 @@
+"""LLM.chat with tools: what the model reads, and calls that are required."""
+
+import pytest
+from tool_cases import NAMED, QUESTION, TOOLS, check_call
+
+from nanoinfer import LLM, SamplingParams, StructuredOutputsParams, parse_chat_answer
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+
+
+@pytest.fixture(scope="module")
+def llm(tools_path) -> LLM:
+    return LLM(tools_path, kv_cache_memory=2**24)
+
+
+def test_the_prompt_has_the_tools_the_calls_and_their_results(llm):
+    function = {"name": "weather", "arguments": '{"city":"Oslo","days":1}'}
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "12"},
+    ]
+    prompt = llm.render_chat(messages, tools=TOOLS)["prompt"]
+    assert '"name": "night"' in prompt
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 1}}\n</tool_call>' in prompt
+    assert "<tool_response>\n12\n</tool_response>" in prompt
+    assert prompt == llm.chat(messages, SamplingParams(max_tokens=1), False, tools=TOOLS)[0].prompt
+
+
+@pytest.mark.parametrize(("choice", "thinks"), [("required", True), ("required", False), (NAMED, True)])
+def test_random_weights_make_valid_calls_if_they_must(llm, choice, thinks):
+    ids = llm.get_tokenizer().convert_tokens_to_ids
+    soon = {ids("<think>"): 100.0, ids("</think>"): 100.0, ids("<|im_end|>"): 100.0}  # answers end soon, where they may end
+    params = SamplingParams(max_tokens=150, temperature=1.5, n=3, seed=1, logit_bias=soon)
+    kwargs = {"enable_thinking": thinks}
+    output = llm.chat(QUESTION, params, False, tools=TOOLS, tool_choice=choice, chat_template_kwargs=kwargs)[0]
+    for answer in output.outputs:
+        assert answer.finish_reason == "stop"
+        message = parse_chat_answer(answer.text, output.prompt)
+        assert message["content"] is None
+        assert answer.text.startswith("<think>") == thinks
+        for call in message["tool_calls"]:
+            check_call(call["function"]["name"], call["function"]["arguments"])
+            assert choice == "required" or call["function"]["name"] == "weather"
+
+
+def test_a_required_call_may_have_its_tags_as_tokens(llm):
+    tags = llm.get_tokenizer().convert_tokens_to_ids(["<tool_call>", "</tool_call>", "<|im_end|>"])
+    params = SamplingParams(max_tokens=150, temperature=0, logit_bias=dict.fromkeys(tags, 100.0))
+    kwargs = {"enable_thinking": False}
+    answer = llm.chat(QUESTION, params, False, tools=TOOLS, tool_choice=NAMED, chat_template_kwargs=kwargs)[0].outputs[0]
+    assert answer.token_ids[0] == tags[0]
+    assert answer.token_ids[-2:] == tags[1:]
+
+
+def test_with_tool_choice_none_the_tools_are_left_out(llm):
+    params = SamplingParams(max_tokens=1)
+    plain = llm.chat(QUESTION, params, False)[0]
+    assert llm.chat(QUESTION, params, False, tools=TOOLS, tool_choice="none")[0].prompt == plain.prompt
+    assert "<tools>" not in plain.prompt
+
+
+def test_strict_tools_constrain_the_calls_alone(llm):
+    strict = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
+    output = llm.chat(QUESTION, SamplingParams(max_tokens=20, temperature=0), False, tools=strict)[0]
+    assert "<tool_call>\n{" in output.outputs[0].text or "<tool_call>" not in output.outputs[0].text
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        (
+            {"tools": TOOLS, "chat_template": "{{ messages }}"},
+            UnsupportedError,
+            "prompt 0: this chat template has no place for",
+        ),
+        ({"tools": {"name": "f"}}, InvalidTypeError, "tools must be a list"),
+        ({"tool_choice": "required"}, InvalidValueError, "prompt 0: tool_choice='required' needs tools"),
+        ({"tools": TOOLS, "tool_choice": "any"}, InvalidTypeError, "prompt 0: tool_choice must be"),
+        ({"chat_template_kwargs": {"tools": TOOLS}}, InvalidValueError, "prompt 0: chat_template_kwargs must not hold tools"),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": "required",
+                "sampling_params": SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")),
+            },
+            InvalidValueError,
+            "prompt 0: structured_outputs cannot be used with required",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(llm, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        llm.chat(QUESTION, use_tqdm=False, **kwargs)

@@ -1,0 +1,156 @@
+"""Tools and reasoning over HTTP: OpenAI's client accumulates the calls of a stream."""
+
+from typing import Literal
+
+import http_server
+import openai
+import pydantic
+import pytest
+from conftest import new_client
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from tool_cases import NAMED, QUESTION, TOOLS, check_call
+
+from nanoinfer import LLM
+from nanoinfer.server.chat_parsing import ChatFormat
+
+OFF = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+@pytest.fixture(scope="module")
+def tool_server(tools_path):
+    with http_server.serving(lambda: LLM(tools_path, kv_cache_memory=2**24)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def soon(tool_server):
+    """A bias with which random weights end their answers where they may."""
+    ids = tool_server.async_llm.llm.get_tokenizer().convert_tokens_to_ids
+    return {str(ids(token)): 100 for token in ("<think>", "</think>", "<|im_end|>")}
+
+
+@pytest.fixture(scope="module")
+def options(soon):
+    shared = {"model": "tiny-qwen3", "messages": QUESTION, "tools": TOOLS, "seed": 1, "temperature": 1.5, "logit_bias": soon}
+    return shared | {"max_tokens": 150}
+
+
+@pytest.fixture(scope="module")
+def tool_client(tool_server):
+    with new_client(tool_server, strict=True) as client:
+        yield client
+
+
+def final_message(client, **options):
+    """What OpenAI's client makes of a stream, and the chunks."""
+    state = ChatCompletionStreamState()
+    chunks = list(client.chat.completions.create(stream=True, **options))
+    for chunk in chunks:
+        state.handle_chunk(chunk)
+    return state.get_final_completion().choices[0], chunks
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("thinks", [True, False])
+def test_a_required_call_is_the_same_streamed_and_whole(tool_client, options, choice, thinks):
+    options = options | {"tool_choice": choice} | ({} if thinks else {"extra_body": OFF})
+    whole = tool_client.chat.completions.create(**options).choices[0]
+    streamed, chunks = final_message(tool_client, **options)
+    # As at OpenAI, where a named tool was not the model's own decision.
+    assert whole.finish_reason == streamed.finish_reason == ("tool_calls" if choice == "required" else "stop")
+    assert whole.message.content is None
+    assert not streamed.message.content
+    calls = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
+    assert calls == [(call.function.name, call.function.arguments) for call in streamed.message.tool_calls]
+    assert len({call.id for call in streamed.message.tool_calls}) == len(calls)
+    for name, arguments in calls:
+        check_call(name, arguments)
+    parts = [part for chunk in chunks for choice in chunk.choices for part in choice.delta.tool_calls or []]
+    assert len(parts) > len(calls)  # the arguments came in fragments
+    assert {part.type for part in parts if part.id} == {"function"}
+
+
+def test_a_pydantic_model_is_a_strict_tool_and_comes_back_parsed(tool_client, options):
+    class Weather(pydantic.BaseModel):
+        city: Literal["Oslo", "Rome"]
+        windy: bool
+
+    options = options | {"tools": [openai.pydantic_function_tool(Weather)], "tool_choice": "required", "extra_body": OFF}
+    with tool_client.chat.completions.stream(**options) as stream:
+        names = [event.name for event in stream if event.type == "tool_calls.function.arguments.done"]
+    calls = stream.get_final_completion().choices[0].message.tool_calls
+    assert names == ["Weather"] * len(calls)
+    assert all(isinstance(call.function.parsed_arguments, Weather) for call in calls)
+
+
+def test_a_cut_call_has_the_reason_length(tool_client, options):
+    options = options | {"tool_choice": "required", "max_tokens": 40, "extra_body": OFF}
+    assert tool_client.chat.completions.create(**options).choices[0].finish_reason == "length"
+    with pytest.raises(openai.LengthFinishReasonError):
+        final_message(tool_client, **options)
+
+
+def test_reasoning_has_two_names(tool_server, options):
+    think = tool_server.async_llm.llm.get_tokenizer().convert_tokens_to_ids("<think>")
+    body = options | {"tool_choice": "none", "max_tokens": 5, "logit_bias": {str(think): 100}}
+    message = tool_server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+    assert message["content"] == ""
+    assert message["reasoning"] == message["reasoning_content"] == "<think>" * 4
+
+
+def test_a_conversation_with_calls_is_rendered(tool_client, tool_server, options):
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome","days":2}'}}
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "31"},
+    ]
+    usage = tool_client.chat.completions.create(**options | {"messages": messages}).usage
+    rendered = tool_server.async_llm.llm.render_chat(messages, tools=TOOLS)
+    assert '"arguments": {"city": "Rome", "days": 2}}' in rendered["prompt"]
+    assert usage.prompt_tokens == len(rendered["prompt_token_ids"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tools": None, "tool_choice": "required"}, "tool_choice='required' needs tools"),
+        ({"tools": [], "tool_choice": NAMED}, "the tools are none"),
+        ({"tool_choice": "any"}, "tool_choice must be 'auto'"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0] must be a function"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice must be 'auto'"),
+        (
+            {"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 1}}}]},
+            "",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "the chat template refused the messages"),
+    ],
+)
+def test_what_cannot_be_honoured_gets_400(tool_server, options, fields, message):
+    reply = tool_server.post("/v1/chat/completions", options | fields)
+    assert reply.status_code == 400
+    assert message in reply.json()["error"]["message"]
+
+
+def test_tools_of_a_model_without_them_get_400(client):
+    with pytest.raises(openai.BadRequestError, match="no known format of calls"):
+        client.chat.completions.create(model="tiny-qwen3", messages=QUESTION, tools=TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("template", "reasoning_parser", "tool_call_parser", "expected"),
+    [
+        ("{{ messages }}", None, None, ChatFormat(False, False)),
+        (r"</think> {{ tools }} <tool_call>\n{\"name\": 1, \"arguments\": 2}", None, None, ChatFormat(True, True)),
+        ("{{ tools }} <tool_call><function=f><parameter=a>", None, None, ChatFormat(False, False)),
+        ("{{ messages }}", "qwen3", "hermes", ChatFormat(True, True)),
+        (r'</think> <tool_call> "arguments"', "none", "none", ChatFormat(False, False)),
+    ],
+)
+def test_the_template_decides_what_is_parsed_unless_a_parser_is_named(template, reasoning_parser, tool_call_parser, expected):
+    assert ChatFormat.choose(template, reasoning_parser, tool_call_parser) == expected
+
+
+def test_an_unknown_parser_is_refused():
+    with pytest.raises(ValueError, match=r"--tool-call-parser must be hermes or none, got 'llama3'"):
+        ChatFormat.choose("", None, "llama3")
