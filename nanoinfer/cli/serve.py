@@ -22,7 +22,7 @@ API_KEY_VARIABLE = "NANOINFER_API_KEY"
 @expand_options
 def serve(
     *,
-    model_argument: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")] = None,
+    model_argument: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")] = None,
     engine: EngineOptions,
     max_model_len: MaxModelLen = None,
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences that run at once.")] = 256,
