@@ -248,11 +248,9 @@ class LLM:
             InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does.
             UnsupportedError: The template has no place for tools.
         """
-        is_batch = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
-        conversations = cast(Sequence[Sequence[Message]], messages if is_batch else [messages])
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         prompts, constrained = self.engine.inputs.render_chats(
-            conversations,
+            messages,
             params,
             tools=tools,
             tool_choice=tool_choice,
@@ -323,10 +321,7 @@ class LLM:
         return True
 
     def get_metrics(self) -> list[Metric]:
-        """Return the engine's counters, gauges and histograms of seconds, with vLLM's names (engine/metrics.py).
-
-        Beam search counts only in the use of the KV cache.
-        """
+        """Return the engine's metrics under vLLM's names. Beam search counts only in the use of the KV cache."""
         return self.engine.get_metrics()
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":

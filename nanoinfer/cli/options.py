@@ -67,6 +67,9 @@ class EngineOptions:
     kv_cache_memory: Annotated[
         int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Memory for the KV cache: 1G, 512M or bytes.")
     ] = None
+    speculative_config: Annotated[
+        str | None, typer.Option(help='Speculative decoding, as JSON: {"method": "ngram"}.', metavar="JSON")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +142,8 @@ def load_llm(engine: EngineOptions, **more: Any) -> "LLM":
     arguments = asdict(engine)
     if (threads := arguments.pop("threads")) is not None:
         torch.set_num_threads(threads)
+    if engine.speculative_config is not None:
+        arguments["speculative_config"] = read_json("--speculative-config", engine.speculative_config)
     llm = LLM(**arguments, **more)
     info = llm.engine.executor.info
     if more.get("max_model_len") is None and info.max_model_len < info.max_position_embeddings:  # else LLM logs it
@@ -170,6 +175,14 @@ def resolve_chat_template_kwargs(llm: "LLM", options: ChatTemplateOptions) -> di
         if name not in str(llm.get_tokenizer().chat_template):
             raise UnsupportedError(f"this checkpoint's chat template has no variable {name!r}; leave it out")
     return given
+
+
+def read_json(name: str, text: str) -> Any:
+    """The value of an option that is JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidValueError(f"{name} must be JSON, got {text!r} ({error})") from error
 
 
 def read_standard_input() -> str:

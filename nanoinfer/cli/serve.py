@@ -5,15 +5,20 @@ import importlib.util
 import os
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nanoinfer.cli.options import EngineOptions, MaxModelLen, cli_errors, expand_options, load_llm
 from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from nanoinfer.llm import LLM
 
 SWITCH_INTERVAL = 0.0005  # seconds that a thread may keep the interpreter while another waits. Python's own is 0.005
 API_KEY_VARIABLE = "NANOINFER_API_KEY"
@@ -79,8 +84,9 @@ def serve(
             reasoning_parser=reasoning_parser,
             tool_call_parser=tool_call_parser,
         )
-        async_llm = AsyncLLM(
-            lambda: load_llm(
+
+        def load() -> "LLM":
+            llm = load_llm(
                 engine,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
@@ -88,9 +94,14 @@ def serve(
                 enable_prefix_caching=enable_prefix_caching,
                 batch_invariant=batch_invariant,
                 seed=seed,
-            ),
-            max_num_queued_requests=max_num_queued_requests,
-        )
+            )
+            with suppress(NanoinferError):  # without llguidance, or a tokenizer that it can use
+                # Converting the tokenizer takes seconds, for which every stream would wait at the first structured request.
+                first = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]), detokenize=False)
+                llm.engine.inputs.prepare([0], first)
+            return llm
+
+        async_llm = AsyncLLM(load, max_num_queued_requests=max_num_queued_requests)
         server = make_server(async_llm, settings, host=host, port=port, shutdown_timeout=shutdown_timeout)
         _share_the_process()
         server.run()

@@ -133,22 +133,26 @@ class InputProcessor:
 
     def render_chats(
         self,
-        conversations: Sequence[Any],
+        messages: Any,
         params: SamplingParams | Sequence[SamplingParams],
         *,
         tools: Sequence[Tool] | None,
         tool_choice: ToolChoice,
         **rendering: Any,
     ) -> tuple[list[TokensPrompt], list[SamplingParams]]:
-        """Render conversations, and constrain the parameters of each to the tool calls that are required.
+        """Render one conversation or a list of them, and constrain each one's parameters to the tool calls that are required.
 
         Raises: as render_chat and constrain_calls do, with the conversation's index.
         """
+        is_batch = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
+        conversations = messages if is_batch else [messages]
         schemas = tool_schemas(tools or [])
         prompts, constrained = [], []
-        for index, (messages, one) in enumerate(zip(conversations, one_per_prompt(params, len(conversations)), strict=True)):
+        for index, (conversation, one) in enumerate(
+            zip(conversations, one_per_prompt(params, len(conversations)), strict=True)
+        ):
             with with_prompt_index(index):
-                prompt = self.render_chat(messages, tools=None if tool_choice == "none" else schemas, **rendering)
+                prompt = self.render_chat(conversation, tools=None if tool_choice == "none" else schemas, **rendering)
                 prompts.append(prompt)
                 constrained.append(self.constrain_calls(one, prompt, schemas, tool_choice))
         return prompts, constrained

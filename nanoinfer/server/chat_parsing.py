@@ -3,7 +3,7 @@
 In: requests, and the model's chat template. Out: prompts and SamplingParams with the tools, and a ChatParser for each answer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
@@ -12,6 +12,7 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.errors import RequestError
 from nanoinfer.server.protocol import ChatCompletionRequest, ChatMessage
 from nanoinfer.tokenization.chat_parsing import ChatParser, calls_as_hermes, thinks_as_qwen3
+from nanoinfer.tokenization.tools import after_thinking
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class ChatFormat:
             chat_template_kwargs=request.chat_template_kwargs,
             tools=tools,
         )
+        if self.reasoning and params.structured_outputs is not None:
+            params = replace(params, structured_outputs=after_thinking(params.structured_outputs, prompt["prompt"] or ""))
         params = inputs.constrain_calls(
             params,
             prompt,

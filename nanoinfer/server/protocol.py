@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoinfer.server.errors import RequestError
 
 MAX_ANSWERS, MAX_PROMPTS, MAX_LOGPROBS, MAX_STOPS = 128, 2048, 20, 64
@@ -179,18 +179,16 @@ def to_sampling_params(request: CompletionRequest | ChatCompletionRequest, defau
         max_tokens = 16 if request.max_tokens is None else max(request.max_tokens, 1)  # 16 is OpenAI's default
         logprobs = request.logprobs
         given["prompt_logprobs"] = logprobs if request.echo else None
+    given["structured_outputs"] = _structured_outputs(request)
     given = {name: value for name, value in given.items() if value is not None}
     return replace(default, **given, max_tokens=max_tokens, logprobs=logprobs)
 
 
 def _check_supported(request: CompletionRequest | ChatCompletionRequest) -> None:
     """Refuse known features that are not supported, by name."""
-    unsupported: Sequence[tuple[str, object]] = [
-        ("response_format", (request.response_format or {}).get("type", "text") != "text"),
-        ("structured_outputs", request.structured_outputs),
-    ]
+    unsupported: Sequence[tuple[str, object]] = []
     if isinstance(request, CompletionRequest):
-        unsupported = [*unsupported, ("suffix", request.suffix), ("best_of", request.best_of not in (None, request.n or 1))]
+        unsupported = [("suffix", request.suffix), ("best_of", request.best_of not in (None, request.n or 1))]
         if request.max_tokens == 0 and not request.echo:
             raise RequestError(400, "max_tokens must be >= 1, or 0 with echo", param="max_tokens")
         if len(request.prompts) > MAX_PROMPTS:
@@ -198,6 +196,28 @@ def _check_supported(request: CompletionRequest | ChatCompletionRequest) -> None
     for name, is_used in unsupported:
         if is_used:
             raise RequestError(400, f"{name} is not supported; leave it out", param=name, code="unsupported")
+
+
+def _structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
+    """The form of the answer, by OpenAI's response_format or vLLM's structured_outputs.
+
+    Raises: RequestError, InvalidValueError, InvalidTypeError.
+    """
+    form, given = request.response_format or {"type": "text"}, request.structured_outputs
+    kind = form.get("type")
+    if kind == "text":
+        return None if given is None else StructuredOutputsParams(**given)
+    if given is not None:
+        raise RequestError(400, "give response_format or structured_outputs, not both", param="response_format")
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind != "json_schema":
+        message = f"response_format.type must be text, json_object or json_schema, got {str(kind)[:50]!r}"
+        raise RequestError(400, message, param="response_format")
+    named = form.get("json_schema")
+    if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
+        raise RequestError(400, "response_format.json_schema must be an object with a schema", param="response_format")
+    return StructuredOutputsParams(json=named["schema"])
 
 
 def _token_id(key: str) -> int:

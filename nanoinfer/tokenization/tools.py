@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import isfunction
 from typing import Any
 
-from nanoinfer.errors import InvalidTypeError, InvalidValueError, first_line
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, first_line
+from nanoinfer.structured_outputs import StructuredOutputsParams
 from nanoinfer.tokenization.chat_parsing import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, closes_thinking, opens_thinking
 
 Tool = Callable[..., object] | Mapping[str, object]
@@ -133,10 +134,7 @@ def tool_call_grammar(
         parameters = {"type": "object"} if is_free else _closed(function.get("parameters") or _NO_ARGUMENTS)
         head = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
         calls.append(f'{_quoted(head)} %json {json.dumps({**parameters, **_SPACING})} "}}"')
-    if opens_thinking(prompt):
-        thinking = 'thinking "\\n\\n"'
-    else:
-        thinking = "" if closes_thinking(prompt) else f'({_quoted(THINK)} thinking "\\n\\n")?'
+    thinking = _think_block(prompt)
     if is_auto:  # text up to a call, and again after it
         answer = "(trigger call)* TEXT"
     elif name is None and parallel_tool_calls:
@@ -147,14 +145,48 @@ def tool_call_grammar(
     # tag, so that something else may follow, and the model chooses the token.
     lines = [
         f"start: {thinking} {answer}",
-        f"thinking[lazy]: TEXT {_quoted(END_THINK)}",
+        _THINKING,
         f"trigger[lazy]: TEXT {_quoted(TOOL_CALL)}",
         f'call: "\\n" ({" | ".join(calls)}) CLOSE',
         rf"OPEN: /\n?{TOOL_CALL}/",
         rf"CLOSE: /\n{{0,2}}{END_TOOL_CALL}/".replace("</", r"<\/"),
-        r"TEXT: /(.|\n)*/",
+        _TEXT,
     ]
     return "\n".join(lines)
+
+
+def after_thinking(params: StructuredOutputsParams, prompt: str) -> StructuredOutputsParams:
+    """The same form for an answer that may begin with a think block, unless the prompt has closed it.
+
+    Raises: UnsupportedError for a grammar, which cannot be put behind the block.
+    """
+    if closes_thinking(prompt):
+        return params
+    if params.grammar is not None:
+        raise UnsupportedError(
+            "structured_outputs.grammar cannot be used while the model thinks; "
+            "pass chat_template_kwargs={'enable_thinking': False}"
+        )
+    if params.regex is not None:
+        answer = "/" + params.regex.replace("/", r"\/") + "/"
+    elif params.choice is not None:
+        answer = "(" + " | ".join(map(_quoted, params.choice)) + ")"
+    else:
+        schema = {"type": "object"} if params.json_object else json.loads(str(params.json))
+        spaces = {"x-guidance": {"whitespace_flexible": not params.disable_any_whitespace}}
+        answer = f"%json {json.dumps({**schema, **spaces})}"
+    return StructuredOutputsParams(grammar="\n".join([f"start: {_think_block(prompt)} {answer}", _THINKING, _TEXT]))
+
+
+_THINKING = f"thinking[lazy]: TEXT {json.dumps(END_THINK)}"
+_TEXT = r"TEXT: /(.|\n)*/"
+
+
+def _think_block(prompt: str) -> str:
+    """The part of a grammar that comes first: the rest of the prompt's think block, nothing, or a block that may be there."""
+    if opens_thinking(prompt):
+        return 'thinking "\\n\\n"'
+    return "" if closes_thinking(prompt) else f'({_quoted(THINK)} thinking "\\n\\n")?'
 
 
 def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,0 +1,79 @@
+"""Answers with a form over HTTP: OpenAI's response_format and vLLM's structured_outputs."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from nanoinfer import SamplingParams, StructuredOutputsParams
+from nanoinfer.tokenization.tools import after_thinking
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {"type": "object", "properties": {"name": {"enum": ["Lily", "Tom"]}, "age": {"type": "integer", "maximum": 9}}}
+SCHEMA |= {"required": ["name", "age"], "additionalProperties": False}
+MESSAGES = [{"role": "user", "content": "Tell me a story about Lily"}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def test_response_format_gives_json_that_follows_the_schema(client):
+    form = {"type": "json_schema", "json_schema": {"name": "hero", "schema": SCHEMA, "strict": True}}
+    choice = client.chat.completions.create(
+        model="tiny-qwen3", messages=MESSAGES, response_format=form, temperature=1.5, seed=1, max_tokens=60
+    ).choices[0]
+    answer = json.loads(choice.message.content)
+    assert (choice.finish_reason, set(answer)) == ("stop", {"name", "age"})
+    assert answer["name"] in ("Lily", "Tom")
+
+
+def test_any_json_object(client):
+    answer = client.chat.completions.create(
+        model="tiny-qwen3", messages=MESSAGES, response_format={"type": "json_object"}, seed=4, max_tokens=200, temperature=0.3
+    ).choices[0]
+    assert answer.finish_reason == "length" or isinstance(json.loads(answer.message.content), dict)
+    assert answer.message.content.startswith("{")
+
+
+def test_the_tokens_are_those_of_generate(server, llm):
+    body = {"prompt": "Once", "structured_outputs": {"regex": " upon [a-z ]{9,}\\."}, "seed": 3, "max_tokens": 40}
+    form = StructuredOutputsParams(regex=" upon [a-z ]{9,}\\.")
+    params = replace(llm.get_default_sampling_params(), structured_outputs=form, seed=3, max_tokens=40)
+    expected = llm.generate("Once", params, use_tqdm=False)[0].outputs[0].text
+    assert server.post(COMPLETIONS, body).json()["choices"][0]["text"] == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type must be text, json_object or json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema must be an object with a schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": 5}}}, "with a schema"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}}, "not both"),
+        ({"structured_outputs": {}}, "exactly one of"),
+        ({"structured_outputs": {"regex": "("}}, "regex cannot be used"),
+        ({"structured_outputs": {"pattern": "a"}}, "has no argument 'pattern'"),
+        ({"structured_outputs": {"choice": ["a"]}, "ignore_eos": True}, "ignore_eos cannot be used"),
+    ],
+)
+def test_a_form_that_cannot_be_used_gets_400(server, more, message):
+    response = server.post(CHAT, {"messages": MESSAGES} | more)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("form", [{"json": SCHEMA}, {"choice": ["yes", "no"]}, {"regex": "a/b+"}])
+def test_behind_a_think_block_the_form_begins(form, llm):
+    """The prompt has opened the block. The bundled model does not know how to close it, so a bias helps."""
+    tokenizer = llm.get_tokenizer()
+    params = after_thinking(StructuredOutputsParams(**form), "<|im_start|>assistant\n<think>\n")
+    state = llm.engine.inputs.prepare([5], SamplingParams(structured_outputs=params)).grammar.copy()
+    answers = {"json": '{"name":"Tom","age":7}', "choice": "no", "regex": "a/bb"}
+    for token_id in tokenizer.encode("Hm, hm.\n</think>\n\n" + answers[next(iter(form))], add_special_tokens=False):
+        state.advance(token_id)
+        assert state.error is None
+    assert state.is_complete or state._matcher.is_accepting()
+
+
+def test_a_closed_think_block_changes_nothing():
+    params = StructuredOutputsParams(choice=["a"])
+    assert after_thinking(params, "<think>\n\n</think>\n\n") is params
