@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.errors import CheckpointError, InvalidPromptError
 from nanoinfer.models.checkpoint import BUNDLED
-from nanoinfer.tokenization.tokenizer import Tokenizer
+from nanoinfer.tokenization.tokenizer import LONG_TEXT, Tokenizer
 
 BOS = 0  # <|endoftext|>
 LILY = [{"role": "user", "content": "Tell me a story about Lily"}]
@@ -60,6 +60,14 @@ def test_ids_are_those_of_transformers(tokenizer):
     text = "<|im_start|>user\nHello, Lily!<|im_end|>"
     assert tokenizer.encode(text) == tokenizer.hf(text).input_ids
     assert tokenizer.encode(text)[0] == tokenizer.hf.convert_tokens_to_ids("<|im_start|>")  # one token, not its characters
+
+
+def test_a_long_text_has_the_ids_of_transformers_and_its_errors(tokenizer, bos_path):
+    text = "Once upon a time there was a 🦊. " * (LONG_TEXT // 20)
+    assert tokenizer.encode(text) == tokenizer.hf(text)["input_ids"]
+    assert Tokenizer.load(bos_path).encode(text)[:2] == [BOS, tokenizer.encode("Once")[0]]
+    with pytest.raises(InvalidPromptError, match="not valid Unicode"):
+        tokenizer.encode(text + "\ud800")
 
 
 def test_special_tokens_are_skipped_unless_skip_special_tokens_is_false(tokenizer):
