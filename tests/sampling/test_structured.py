@@ -385,7 +385,7 @@ def test_a_hostile_grammar_is_refused_or_ends(noise):
     tiny_models.assert_nothing_is_left(noise)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_1000_hostile_grammars_are_refused_or_end(noise):
     refused = [run_hostile(noise, number) for number in range(1000)]
     assert 100 < sum(refused) < 900

@@ -81,7 +81,7 @@ def test_connections_that_are_reset_leave_nothing(server):
     reset_at_random_points(server, 100)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ten_thousand_connections_that_are_reset_leave_nothing(server):
     reset_at_random_points(server, 500)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KB on Linux
