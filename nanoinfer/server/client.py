@@ -94,14 +94,14 @@ class Client:
         connection = self._connect()
         try:
             connection.request(method, self._base + path, body, self._headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                message = _error_message(response.read(MAX_ERROR_BYTES))
-                way_out = "; give --api-key, or set OPENAI_API_KEY" if response.status == 401 else ""
-                raise NanoinferError(f"{self.url}{path} answered {response.status}: {message}{way_out}")
-            yield response
+            with connection.getresponse() as response:
+                if response.status != 200:
+                    message = _error_message(response.read(MAX_ERROR_BYTES))
+                    way_out = "; give --api-key, or set OPENAI_API_KEY" if response.status == 401 else ""
+                    raise NanoinferError(f"{self.url}{path} answered {response.status}: {message}{way_out}")
+                yield response
         except TimeoutError as error:
-            raise NanoinferError(f"{self.url} sent nothing for {self._timeout:g} s") from error
+            raise NanoinferError(f"{self.url} sent nothing for too long ({error})") from error
         except (OSError, HTTPException) as error:
             raise NanoinferError(f"the connection to {self.url} broke ({error or type(error).__name__})") from error
         finally:
