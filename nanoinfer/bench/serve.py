@@ -22,7 +22,6 @@ from nanoinfer.server.client import Client
 VOCAB_SIZE = 256
 # Words that are one token of nearly every vocabulary, for endpoints that take no ids.
 WORDS = "the of and to in is you that it he was for on are as with his they I at be this have from or one had by".split()
-THREAD_SECONDS = 5e-4  # to start one, which is done before the first request is sent
 GOODPUT_NAMES = ("ttft", "tpot", "e2el")  # vLLM's
 
 
@@ -129,16 +128,15 @@ def _send_all(target: Target, workload: Workload) -> list[RequestRecord]:
     records: list[RequestRecord] = []
     slots = threading.Semaphore(target.max_concurrency) if target.max_concurrency else nullcontext()
 
-    def send(body: dict[str, Any], arrival: float) -> None:
-        time.sleep(max(start + arrival - time.perf_counter(), 0))
+    def send(body: dict[str, Any]) -> None:
         with slots:
             records.append(_measure(target, body))
 
     bodies = target.bodies(workload, run=random.getrandbits(32))  # no prompt of an earlier run is in the server's cache
-    requests = zip(bodies, workload.arrivals or [0.0] * len(bodies), strict=True)
-    threads = [threading.Thread(target=send, args=request, daemon=True) for request in requests]  # daemon: Ctrl-C ends them
-    start = time.perf_counter() + len(threads) * THREAD_SECONDS
-    for thread in threads:
+    threads = [threading.Thread(target=send, args=(body,), daemon=True) for body in bodies]  # daemon: Ctrl-C ends the run
+    start = time.perf_counter()
+    for thread, arrival in zip(threads, workload.arrivals or [0.0] * len(threads), strict=True):
+        time.sleep(max(start + arrival - time.perf_counter(), 0))
         thread.start()
     for thread in threads:
         thread.join()
