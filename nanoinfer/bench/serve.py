@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -145,14 +146,14 @@ def _send_all(target: Target, workload: Workload) -> list[RequestRecord]:
 
 def _measure(target: Target, body: dict[str, Any]) -> RequestRecord:
     record = RequestRecord(time.perf_counter())
-    usage: dict[str, Any] | None = None
+    usage: dict[str, Any] = {}
     try:
         for chunk in target.client.stream("/chat/completions" if target.is_chat else "/completions", body):
             now = time.perf_counter()
             if any(_has_text(choice) for choice in chunk.get("choices") or ()):
                 record.chunk_times.append(now)
             usage = chunk.get("usage") or usage
-        if usage is None:
+        if "prompt_tokens" not in usage or "completion_tokens" not in usage:
             raise NanoinferError("the stream has no usage, so its tokens cannot be counted")
         record.num_prompt_tokens, record.num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         if not record.chunk_times:
@@ -182,7 +183,7 @@ def figures(workload: str, records: list[RequestRecord], goodput: dict[str, floa
     num_prompt, num_output = (sum(getattr(one, name) for one in good) for name in ("num_prompt_tokens", "num_output_tokens"))
     num_chunks = sum(len(record.chunk_times) for record in good)
     num_within = sum(all(getattr(one, name) * 1e3 <= limit for name, limit in goodput.items()) for one in good)
-    gaps = [gap for record in good for gap in np.diff(record.chunk_times)]
+    gaps = [after - before for record in good for before, after in pairwise(record.chunk_times)]
     return ServeFigures(
         workload=workload,
         num_requests=len(records),

@@ -5,7 +5,7 @@ In: messages and parameters. Out: Deltas, the last of which has the RequestOutpu
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanoinfer.cli.generate import describe_speed
@@ -38,7 +38,7 @@ class ChatModel(Protocol):
     def check(self, params: SamplingParams) -> None:
         """Refuse parameters that this model cannot have. Raises: NanoinferError."""
 
-    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[Delta]:
+    def stream(self, prompt: Any, params: SamplingParams) -> Generator[Delta, None, None]:
         """Generate an answer. Closing the generator ends it."""
 
     def describe(self) -> str:
@@ -51,7 +51,7 @@ class ChatModel(Protocol):
 class LocalModel:
     """An LLM in this process."""
 
-    given = None
+    given: set[str] | None = None
 
     def __init__(self, llm: "LLM", name: str = "", chat_template_kwargs: dict[str, Any] | None = None) -> None:
         self._llm, self._name, self._chat_template_kwargs = llm, name, chat_template_kwargs
@@ -63,7 +63,7 @@ class LocalModel:
     def check(self, params: SamplingParams) -> None:
         self._llm.engine.inputs.prepare([0], params)  # refuses token ids that this model does not have
 
-    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[Delta]:
+    def stream(self, prompt: Any, params: SamplingParams) -> Generator[Delta, None, None]:
         return self._llm.stream(prompt, params)
 
     def describe(self) -> str:
@@ -78,7 +78,7 @@ class LocalModel:
 class RemoteModel:
     """A model of an OpenAI-compatible server. Reasoning becomes text between <think> and </think>, as Qwen3 writes it."""
 
-    max_model_len = None
+    max_model_len: int | None = None
 
     def __init__(self, client: Client, name: str, given: set[str], chat_template_kwargs: dict[str, Any] | None = None) -> None:
         self._client, self._name, self._chat_template_kwargs = client, name, chat_template_kwargs
@@ -95,7 +95,7 @@ class RemoteModel:
     def check(self, params: SamplingParams) -> None:
         """Nothing is known of the model here. The server refuses the next question."""
 
-    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[Delta]:
+    def stream(self, prompt: Any, params: SamplingParams) -> Generator[Delta, None, None]:
         given = {name: getattr(params, name) for name in self.given or ()}
         body = {"model": self._name, "messages": prompt} | {name: one for name, one in given.items() if one is not None}
         if self._chat_template_kwargs:

@@ -70,6 +70,8 @@ class Client:
                         chunk = _parse(event)
                         if chunk.get("error"):
                             raise NanoinferError(f"{self.url} failed: {_error_message(event)}")
+                        if not _is_chunk(chunk):
+                            raise NanoinferError(f"the server sent {_shorten(event)!r}, which is no chunk of OpenAI's API")
                         yield chunk
         raise NanoinferError(f"the stream of {self.url} ended before its last event; the server may have been stopped")
 
@@ -116,6 +118,15 @@ def _parse(text: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise NanoinferError(f"the server sent {_shorten(text)!r} where a JSON object was expected; is it OpenAI-compatible?")
     return value
+
+
+def _is_chunk(value: dict[str, Any]) -> bool:
+    choices = value.get("choices") or []
+    return (
+        isinstance(value.get("usage") or {}, dict)
+        and isinstance(choices, list)
+        and all(isinstance(one, dict) and isinstance(one.get("delta") or {}, dict) for one in choices)
+    )
 
 
 def _error_message(body: bytes) -> str:

@@ -147,6 +147,8 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
         (reply(200, {"choices": []}), "", "ended before its last event"),
         (stream(event(b"<html>")), "", "sent '<html>' where a JSON object was expected"),
         (stream(event(b"[1]")), "", "sent '[1]' where a JSON object was expected"),
+        (stream(event({"choices": "Hi"})), "", "which is no chunk of OpenAI's API"),
+        (stream(event({"choices": [{"delta": "Hi"}]})), "", "which is no chunk of OpenAI's API"),
         (stream(ONCE[0]), "Once\n", "ended before its last event"),
         (stream(ONCE[0], event({"error": {"message": "aborted"}})), "Once\n", "failed: aborted"),
         (CHUNKED + b"5\r\nabc", "", "broke (IncompleteRead"),
