@@ -17,6 +17,7 @@ class RequestTiming:
 class Percentiles:
     """Milliseconds."""
 
+    mean: float
     p50: float
     p95: float
     p99: float
@@ -60,11 +61,12 @@ def figures(timings: list[RequestTiming], num_prompt_tokens: int) -> Figures:
         output_tokens_per_s=num_output_tokens / duration,
         total_tokens_per_s=(num_output_tokens + num_prompt_tokens) / duration,
         requests_per_s=len(timings) / duration,
-        ttft_ms=_percentiles(np.array([timing.token_times[0] - timing.arrival for timing in timings])),
-        tpot_ms=_percentiles(np.array([gap.mean() for gap in gaps])) if gaps else None,
-        itl_ms=_percentiles(np.concatenate(gaps)) if gaps else None,
+        ttft_ms=percentiles(np.array([timing.token_times[0] - timing.arrival for timing in timings])),
+        tpot_ms=percentiles(np.array([gap.mean() for gap in gaps])) if gaps else None,
+        itl_ms=percentiles(np.concatenate(gaps)) if gaps else None,
     )
 
 
-def _percentiles(seconds: np.ndarray) -> Percentiles:
-    return Percentiles(*(round(float(value) * 1e3, 3) for value in np.percentile(seconds, (50, 95, 99))))
+def percentiles(seconds: np.ndarray) -> Percentiles:
+    values = [seconds.mean(), *np.percentile(seconds, (50, 95, 99))]
+    return Percentiles(*(round(float(value) * 1e3, 3) for value in values))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from nanoinfer.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from nanoinfer.bench.compare import Comparison
+    from nanoinfer.bench.serve import ServeFigures
     from nanoinfer.bench.workloads import Workload
 
 # The functions import the modules that measure: torch and transformers take seconds to import, and --help needs neither.
@@ -33,7 +35,12 @@ Workloads: A one stream (32 tokens in, 128 out); B16, B64 batches (64 in, 64 out
 mixed lengths (16-256 in, 16-128 out); E 64 sampled streams (1 in, 128 out, top_k 40, top_p 0.9); F for a GPU, 256
 requests (100-1,024 in and out). All but E are greedy."""
 
-app = typer.Typer(help="Measure nanoinfer, also beside transformers.")
+SERVE_DEFINITIONS = """\
+Figures: TTFT, from sending a request, a new connection included, to the first chunk with text. ITL, the times between chunks: a
+chunk may have several tokens, and the table says how many. TPOT, (last chunk - first chunk) / (tokens - 1). E2EL, to the last
+chunk. Numbers of tokens are the server's usage. Goodput, requests per second that keep every limit of --goodput."""
+
+app = typer.Typer(help="Measure nanoinfer, also beside transformers, or a server.")
 
 DEFAULT_WORKLOADS = "A,B16"
 
@@ -256,6 +263,64 @@ def _show_latency(results: list["Comparison"]) -> None:
 def _show_memory(result: "Comparison") -> None:
     weights, cache, in_use = (n / 1e6 for n in (result.num_weight_bytes, result.num_cache_bytes, result.memory_in_use))
     print(f"memory: weights {weights:.0f} MB, KV cache {cache:.0f} MB; in use {in_use:.0f} MB")
+
+
+@app.command(help=f"Measure an OpenAI-compatible server from outside.\n\n{WORKLOADS_HELP}\n\n{SERVE_DEFINITIONS}")
+@expand_options
+def serve(
+    *,
+    url: Annotated[str | None, typer.Option(help="The server, such as http://127.0.0.1:8000. Required.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Default: the server's first.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's key. Default: OPENAI_API_KEY of the environment.")] = None,
+    picked: WorkloadOptions,
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Most requests in flight. Default: no limit.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send words to /chat/completions, not ids to /completions.")] = False,
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of full length. OpenAI's servers refuse the field.")] = True,
+    goodput: Annotated[
+        list[str] | None, typer.Option(help='Limits in ms: "ttft:200 tpot:50 e2el:2000", or some of them.')
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds without a byte after which a request has failed.")] = 600,
+    as_json: AsJson = False,
+) -> None:
+    if url is None:
+        raise InvalidValueError("give the --url of a server; `nanoinfer serve` starts one at http://127.0.0.1:8000")
+    from nanoinfer.bench import serve as measurement
+    from nanoinfer.server.client import Client
+
+    limits = measurement.parse_goodput(goodput or [])
+    workloads = _pick_workloads(picked)
+    client = Client(url, api_key=api_key or os.environ.get("OPENAI_API_KEY"), timeout=timeout)
+    target = measurement.Target(
+        client=client,
+        model=model or client.first_model(),
+        is_chat=chat,
+        ignore_eos=ignore_eos,
+        max_concurrency=max_concurrency,
+    )
+    results = [measurement.run(target, workload, limits) for workload in workloads]
+    if as_json:
+        print(json.dumps([asdict(result) for result in results], indent=1))
+    else:
+        for result in results:
+            _show_serve(result)
+    if any(result.num_failed for result in results):
+        raise typer.Exit(1)
+
+
+def _show_serve(result: "ServeFigures") -> None:
+    table = new_table("figure", "mean ms", "p50 ms", "p95 ms", "p99 ms", title=f"workload {result.workload}")
+    for name in ("ttft", "tpot", "itl", "e2el"):
+        if (percentiles := getattr(result, f"{name}_ms")) is not None:
+            table.add_row(name.upper(), *(f"{value:.2f}" for value in asdict(percentiles).values()))
+    Console().print(table)
+    print(f"{result.num_requests} requests in {result.duration_s:.2f} s, {result.num_failed} failed")
+    print(f"{result.requests_per_s:.2f} requests/s", end="")
+    if result.goodput_requests_per_s is not None:
+        print(f", goodput {result.goodput_requests_per_s:.2f} requests/s", end="")
+    print(f", {result.output_tokens_per_s:.1f} output tokens/s, {result.total_tokens_per_s:.1f} with the prompts'")
+    print(f"{result.num_output_tokens} output tokens, {result.tokens_per_chunk:.2f} per chunk")
+    for message, count in result.failures.items():
+        print(f"failed {count} times: {message}")
 
 
 @app.command("sampler")

@@ -10,16 +10,13 @@ from ast import literal_eval
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from nanoinfer.cli.conversation import Conversation
-from nanoinfer.cli.generate import describe_speed, print_stream
+from nanoinfer.cli.generate import print_stream
 from nanoinfer.errors import InvalidValueError, suggest
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanoinfer.llm import LLM
 
 # What /set can change. The other fields of SamplingParams concern several answers, or outputs that a chat does not show.
 PARAMETERS = (
@@ -39,9 +36,9 @@ class ChatSession:
         output: The newest answer's, for statistics. None before the first answer, and after one that Ctrl-C stopped.
     """
 
-    def __init__(self, llm: "LLM", conversation: Conversation, params: SamplingParams, *, shows_stats: bool = False) -> None:
-        self.llm = llm
+    def __init__(self, conversation: Conversation, params: SamplingParams, *, shows_stats: bool = False) -> None:
         self.conversation = conversation
+        self.model = conversation.model
         self.params = _with_seed(params)
         self.output: RequestOutput | None = None
         self._shows_stats = shows_stats
@@ -76,7 +73,7 @@ class ChatSession:
         """
         prompt, num_dropped = self.conversation.render(question)
         text, self.output = print_stream(
-            self.llm, prompt, self.params, self._dim_thinking, end=PLAIN if self._has_colors else ""
+            self.model, prompt, self.params, self._dim_thinking, end=PLAIN if self._has_colors else ""
         )
         self.params = replace(self.params, seed=((self.params.seed or 0) + 1) % 2**64)
         if text:
@@ -88,9 +85,7 @@ class ChatSession:
         elif not text:
             note("(the answer is empty; the question is not kept)")
         elif self.output.outputs[0].finish_reason == "length":
-            is_full = self.output.metrics.num_output_tokens != self.params.max_tokens
-            reason = f"the context of {self._context} is full" if is_full else f"max_tokens is {self.params.max_tokens}"
-            note(f"(the answer is cut: {reason})")
+            note(f"(the answer is cut: {self._explain_length(self.output.metrics.num_output_tokens)})")
         if self._shows_stats and self.output is not None:
             self.print_stats()
         return bool(text)
@@ -100,9 +95,11 @@ class ChatSession:
             return text
         return text.replace("<think>", f"{DIM}<think>").replace("</think>", f"</think>{PLAIN}")
 
-    @property
-    def _context(self) -> str:
-        return f"{self.llm.engine.max_model_len} tokens"
+    def _explain_length(self, num_output_tokens: int) -> str:
+        if num_output_tokens == self.params.max_tokens:
+            return f"max_tokens is {self.params.max_tokens}"
+        max_model_len = self.model.max_model_len
+        return "a limit of the server" if max_model_len is None else f"the context of {max_model_len} tokens is full"
 
     # ---- commands
 
@@ -127,7 +124,8 @@ class ChatSession:
         """
         if not assignment:
             for name in PARAMETERS:
-                note(f"  {name:28}{getattr(self.params, name)}")
+                is_known = self.model.given is None or name in self.model.given
+                note(f"  {name:28}{getattr(self.params, name) if is_known else '(as the server has it)'}")
             return
         name, _, text = assignment.partition(" ")
         if name not in PARAMETERS:
@@ -139,8 +137,10 @@ class ChatSession:
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             value = text.strip()
         params = _with_seed(replace(self.params, **{name: value}))
-        self.llm.engine.inputs.prepare([0], params)  # refuses token ids that this model does not have
+        self.model.check(params)
         self.params = params
+        if self.model.given is not None:
+            self.model.given.add(name)
         note(f"({name} is {getattr(params, name)})")
 
     def set_system(self, text: str) -> None:
@@ -179,7 +179,7 @@ class ChatSession:
         """Show speed and context of the last answer."""
         if self.output is None:
             raise InvalidValueError("there are no statistics without a complete answer; ask something")
-        note(f"({describe_speed(self.output)}, context of {self._context})")
+        note(f"({self.model.describe_speed(self.output)})")
 
     def exit(self, _: str = "") -> None:
         """End the chat."""

@@ -5,13 +5,10 @@ In: questions and answers. Out: prompts that leave room for an answer in the mod
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nanoinfer.cli.chat_model import ChatModel
 from nanoinfer.errors import InvalidValueError, NanoinferError
-
-if TYPE_CHECKING:
-    from nanoinfer.engine.inputs import TokensPrompt
-    from nanoinfer.llm import LLM
 
 
 class Conversation:
@@ -21,19 +18,19 @@ class Conversation:
     end that: turns that are left out, and templates such as Qwen3's, which remove the thinking from earlier answers.
 
     Attributes:
+        model: The model that reads it.
         system: The system message, or None.
         messages: All questions and answers, as LLM.chat takes them.
         num_dropped: How many of the oldest messages the model no longer reads.
     """
 
-    def __init__(self, llm: "LLM", system: str | None = None, chat_template_kwargs: dict[str, Any] | None = None) -> None:
-        self._llm = llm
-        self._chat_template_kwargs = chat_template_kwargs
+    def __init__(self, model: ChatModel, system: str | None = None) -> None:
+        self.model = model
         self.system = system
         self.messages: list[dict[str, str]] = []
         self.num_dropped = 0
 
-    def render(self, question: str) -> tuple["TokensPrompt", int]:
+    def render(self, question: str) -> tuple[Any, int]:
         """Return the prompt for a question, and the number of oldest messages that it leaves out.
 
         If less than a quarter of the context remains for the answer, the oldest turns are left out until the prompt takes at
@@ -42,8 +39,8 @@ class Conversation:
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         prompt, start = self._render(messages[self.num_dropped :]), self.num_dropped
-        max_model_len = self._llm.engine.max_model_len
-        if len(prompt["prompt_token_ids"]) > max_model_len * 3 // 4:
+        max_model_len = self.model.max_model_len
+        if max_model_len is not None and len(prompt["prompt_token_ids"]) > max_model_len * 3 // 4:
             for start in _turn_starts(messages, after=self.num_dropped):
                 prompt = self._render(messages[start:])
                 if len(prompt["prompt_token_ids"]) <= max_model_len // 2:
@@ -90,8 +87,8 @@ class Conversation:
         self.system = messages[0]["content"] if any(is_system) else None
         self.messages, self.num_dropped = messages[any(is_system) :], 0
 
-    def _render(self, messages: list[dict[str, str]]) -> "TokensPrompt":
-        return self._llm.render_chat(self._with_system(messages), chat_template_kwargs=self._chat_template_kwargs)
+    def _render(self, messages: list[dict[str, str]]) -> Any:
+        return self.model.render(self._with_system(messages))
 
     def _with_system(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
         return messages if self.system is None else [{"role": "system", "content": self.system}, *messages]

@@ -27,10 +27,11 @@ from nanoinfer.cli.options import (
     resolve_sampling_params,
 )
 from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
-from nanoinfer.outputs import CompletionOutput, RequestOutput
+from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
+    from nanoinfer.cli.chat_model import ChatModel
     from nanoinfer.llm import LLM
 
 
@@ -100,7 +101,7 @@ def generate(
         for answer in output.outputs:
             Console().print(logprobs_table(answer))
     if stats:
-        print(describe_speed(output), file=sys.stderr)
+        print(describe_speed(output.metrics, len(output.prompt_token_ids)), file=sys.stderr)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -118,12 +119,12 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def print_stream(
-    llm: "LLM", prompt: Any, params: SamplingParams, decorate: Callable[[str], str] = str, end: str = ""
+    llm: "LLM | ChatModel", prompt: Any, params: SamplingParams, decorate: Callable[[str], str] = str, end: str = ""
 ) -> tuple[str, RequestOutput | None]:
     """Stream an answer to the terminal.
 
     Args:
-        prompt: any prompt that LLM.stream takes.
+        prompt: any prompt that llm.stream takes.
         decorate: what is printed of a piece of text.
         end: what is printed after the text, before the end of the line.
 
@@ -144,10 +145,9 @@ def print_stream(
     return text, output
 
 
-def describe_speed(output: RequestOutput) -> str:
+def describe_speed(metrics: RequestMetrics, num_prompt_tokens: int) -> str:
     """The numbers of tokens and the speed of a finished request, in one line."""
-    metrics = output.metrics
-    words = [f"prompt {len(output.prompt_token_ids)} tokens ({metrics.num_cached_tokens} cached)"]
+    words = [f"prompt {num_prompt_tokens} tokens ({metrics.num_cached_tokens} cached)"]
     if metrics.ttft is not None:
         words.append(f"first token after {metrics.ttft:.2f} s")
     words.append(f"output {metrics.num_output_tokens} tokens")

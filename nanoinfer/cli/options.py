@@ -158,8 +158,11 @@ def resolve_sampling_params(llm: "LLM", sampling: SamplingOptions, **more: Any) 
     return replace(llm.get_default_sampling_params(), **given)
 
 
-def resolve_chat_template_kwargs(llm: "LLM", options: ChatTemplateOptions) -> dict[str, Any]:
-    """The variables for the chat template. One that the template does not contain is refused: it would have no effect."""
+def resolve_chat_template_kwargs(llm: "LLM | None", options: ChatTemplateOptions) -> dict[str, Any]:
+    """The variables for the chat template. One that the template does not contain is refused: it would have no effect.
+
+    llm: None for a server, whose template is not known.
+    """
     try:
         given = json.loads(options.chat_template_kwargs or "{}")
     except (ValueError, RecursionError):
@@ -172,7 +175,7 @@ def resolve_chat_template_kwargs(llm: "LLM", options: ChatTemplateOptions) -> di
     if options.no_thinking and given.setdefault("enable_thinking", False) is not False:
         raise InvalidValueError("--no-thinking contradicts enable_thinking in --chat-template-kwargs; leave one out")
     for name in given:
-        if name not in str(llm.get_tokenizer().chat_template):
+        if llm is not None and name not in str(llm.get_tokenizer().chat_template):
             raise UnsupportedError(f"this checkpoint's chat template has no variable {name!r}; leave it out")
     return given
 

@@ -9,6 +9,7 @@
     limits.py         keys, header sizes, JSON
     metrics.py        Prometheus
     run.py            uvicorn, and shutdown
+    client.py         a client of this and of other servers, for the command line
 
-It needs the extra [server]: pip install "nanoinfer[server]".
+All but the client need the extra [server]: pip install "nanoinfer[server]".
 """

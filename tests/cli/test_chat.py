@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.cli.chat_model import LocalModel
 from nanoinfer.cli.chat_session import ALIASES, COMMANDS, PARAMETERS, ChatSession
 from nanoinfer.cli.conversation import Conversation
 from nanoinfer.cli.main import app
@@ -29,7 +30,7 @@ def llm():
 
 @pytest.fixture
 def session(llm):
-    return ChatSession(llm, Conversation(llm), GREEDY)
+    return ChatSession(Conversation(LocalModel(llm)), GREEDY)
 
 
 def user(text):
@@ -148,7 +149,7 @@ def test_retry_draws_another_answer_and_a_seed_repeats_the_session(llm):
     params = replace(GREEDY, temperature=1.0, seed=5)
     texts = []
     for _ in range(2):
-        session = ChatSession(llm, Conversation(llm), params)
+        session = ChatSession(Conversation(LocalModel(llm)), params)
         session.handle(LILY)
         [_, first] = said(session)
         session.handle("/retry")
@@ -167,9 +168,9 @@ def test_retry_without_a_new_answer_keeps_the_old_one(session):
 
 
 def test_a_seed_is_drawn_where_none_is_given(llm):
-    seeds = {ChatSession(llm, Conversation(llm), GREEDY).params.seed for _ in range(3)}
+    seeds = {ChatSession(Conversation(LocalModel(llm)), GREEDY).params.seed for _ in range(3)}
     assert len(seeds) == 3
-    session = ChatSession(llm, Conversation(llm), replace(GREEDY, seed=7))
+    session = ChatSession(Conversation(LocalModel(llm)), replace(GREEDY, seed=7))
     session.handle("/set seed None")
     assert session.params.seed not in (None, 7)
 
@@ -251,7 +252,7 @@ def test_a_conversation_is_saved_and_continued(llm, session, tmp_path):
     session.handle("/system You tell stories.")
     session.handle(LILY)
     session.handle(f"/save {tmp_path}/my talk.json")
-    other = ChatSession(llm, Conversation(llm), GREEDY)
+    other = ChatSession(Conversation(LocalModel(llm)), GREEDY)
     other.handle(f"/load {tmp_path}/my talk.json")
     other.handle("/retry")
     assert said(other) == said(session)
@@ -260,7 +261,7 @@ def test_a_conversation_is_saved_and_continued(llm, session, tmp_path):
 
 
 def test_stats_follow_each_answer_if_asked_for(llm, capsys):
-    session = ChatSession(llm, Conversation(llm), GREEDY, shows_stats=True)
+    session = ChatSession(Conversation(LocalModel(llm)), GREEDY, shows_stats=True)
     session.handle(LILY)
     stats = capsys.readouterr().err.splitlines()[-1]
     assert stats.startswith("(prompt ")
@@ -272,7 +273,7 @@ def test_stats_follow_each_answer_if_asked_for(llm, capsys):
 def test_thinking_is_dim_on_a_terminal(llm, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    session = ChatSession(llm, Conversation(llm), GREEDY)
+    session = ChatSession(Conversation(LocalModel(llm)), GREEDY)
     monkeypatch.setattr(LLM, "stream", lambda *_: (Delta(text, [5]) for text in ("<think>", "Hm</think>", "Yes")))
     session.handle(LILY)
     assert capsys.readouterr().out == "\x1b[2m<think>Hm</think>\x1b[0mYes\x1b[0m\n"

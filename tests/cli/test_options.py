@@ -141,7 +141,7 @@ def test_a_comparison_with_transformers_fits_80_columns(capsys, monkeypatch):
     from nanoinfer.bench.timing import Figures, Percentiles
 
     monkeypatch.setenv("COLUMNS", "80")
-    times = Percentiles(1234.56, 1234.56, 1234.56)
+    times = Percentiles(1234.56, 1234.56, 1234.56, 1234.56)
     figures = Figures(64, 4096, 4096, 12.3, 1632.1, 12345.6, 5.2, times, times, times)
     results = [Comparison(name, figures, figures, 12.34, 15.0, 10**10, 10**9, 10**9) for name in ("A", "B16", "yours")]
     bench._show_throughput(results)

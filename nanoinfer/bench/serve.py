@@ -1,0 +1,227 @@
+"""Measure an OpenAI-compatible server from outside: what its clients see.
+
+In: a Client and a Workload. Out: ServeFigures. Each request has a thread of its own in this process, which does nothing else.
+"""
+
+import random
+import threading
+import time
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from nanoinfer.bench.timing import Percentiles, percentiles
+from nanoinfer.bench.workloads import Workload
+from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.server.client import Client
+
+# Ids that nearly every vocabulary has: the bytes, or the first characters.
+VOCAB_SIZE = 256
+# Words that are one token of nearly every vocabulary, for endpoints that take no ids.
+WORDS = "the of and to in is you that it he was for on are as with his they I at be this have from or one had by".split()
+GOODPUT_NAMES = ("ttft", "tpot", "e2el")  # vLLM's
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What a client sees of one request. The times are seconds of one clock.
+
+    Attributes:
+        sent: Before the connection is opened.
+        chunk_times: When each chunk with text arrived. One may have several tokens.
+        num_output_tokens: As the server counts them.
+        error: Why the request failed, or None.
+    """
+
+    sent: float
+    chunk_times: list[float] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        return self.chunk_times[0] - self.sent
+
+    @property
+    def e2el(self) -> float:
+        return self.chunk_times[-1] - self.sent
+
+    @property
+    def tpot(self) -> float:
+        """0 with a single token, as in vLLM."""
+        return (self.chunk_times[-1] - self.chunk_times[0]) / max(self.num_output_tokens - 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeFigures:
+    """The figures of one run. The latencies are those of the requests that did not fail, None where there are none."""
+
+    workload: str
+    num_requests: int
+    num_failed: int
+    failures: dict[str, int]  # how often each message occurred
+    num_prompt_tokens: int
+    num_output_tokens: int
+    duration_s: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    tokens_per_chunk: float
+    goodput_requests_per_s: float | None
+    ttft_ms: Percentiles | None
+    tpot_ms: Percentiles | None
+    itl_ms: Percentiles | None
+    e2el_ms: Percentiles | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where requests are sent, and how.
+
+    Args:
+        is_chat: Whether /chat/completions gets messages of words, or /completions token ids.
+        ignore_eos: Whether answers go on after EOS, so that they have the workload's lengths. OpenAI's servers refuse it.
+        max_concurrency: The most requests in flight, or None.
+    """
+
+    client: Client
+    model: str
+    is_chat: bool = False
+    ignore_eos: bool = True
+    max_concurrency: int | None = None
+
+    def bodies(self, workload: Workload, run: int) -> list[dict[str, Any]]:
+        sampling = dict(workload.sampling)
+        if not sampling["temperature"]:
+            sampling = {"temperature": 0.0}  # the rest changes nothing, and some servers refuse it
+        common = {"model": self.model} | sampling | ({"ignore_eos": True} if self.ignore_eos else {})
+        prompts = workload.prompts(len(WORDS) if self.is_chat else VOCAB_SIZE, run)
+        return [common | self._prompt(ids) | {"max_tokens": n} for ids, n in zip(prompts, workload.output_lens, strict=True)]
+
+    def _prompt(self, ids: list[int]) -> dict[str, Any]:
+        if not self.is_chat:
+            return {"prompt": ids}
+        return {"messages": [{"role": "user", "content": " ".join(WORDS[index] for index in ids)}]}
+
+
+def run(target: Target, workload: Workload, goodput: dict[str, float]) -> ServeFigures:
+    """Send one request to warm up, and then the workload.
+
+    Args:
+        goodput: milliseconds that a good request must not exceed, by GOODPUT_NAMES. Empty: goodput is not computed.
+
+    Raises:
+        NanoinferError: the first request fails.
+    """
+    warmup = _measure(target, target.bodies(workload, run=0)[0])
+    if warmup.error is not None:
+        raise NanoinferError(warmup.error)
+    return figures(workload.name, _send_all(target, workload), goodput)
+
+
+def _send_all(target: Target, workload: Workload) -> list[RequestRecord]:
+    """Send every request at its arrival time, or as soon as one more may be in flight, and wait for the answers."""
+    records: list[RequestRecord] = []
+    slots = threading.Semaphore(target.max_concurrency) if target.max_concurrency else nullcontext()
+
+    def send(body: dict[str, Any]) -> None:
+        with slots:
+            records.append(_measure(target, body))
+
+    bodies = target.bodies(workload, run=random.getrandbits(32))  # no prompt of an earlier run is in the server's cache
+    threads = [threading.Thread(target=send, args=(body,), daemon=True) for body in bodies]  # daemon: Ctrl-C ends the run
+    start = time.perf_counter()
+    for thread, arrival in zip(threads, workload.arrivals or [0.0] * len(threads), strict=True):
+        time.sleep(max(start + arrival - time.perf_counter(), 0))
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return records
+
+
+def _measure(target: Target, body: dict[str, Any]) -> RequestRecord:
+    record = RequestRecord(time.perf_counter())
+    usage: dict[str, Any] = {}
+    try:
+        for chunk in target.client.stream("/chat/completions" if target.is_chat else "/completions", body):
+            now = time.perf_counter()
+            if any(_has_text(choice) for choice in chunk.get("choices") or ()):
+                record.chunk_times.append(now)
+            usage = chunk.get("usage") or usage
+        if "prompt_tokens" not in usage or "completion_tokens" not in usage:
+            raise NanoinferError("the stream has no usage, so its tokens cannot be counted")
+        record.num_prompt_tokens, record.num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        if not record.chunk_times:
+            raise NanoinferError("the answer is empty")
+    except NanoinferError as error:
+        record.error = str(error)
+    return record
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta") or choice  # a chat's, or a completion's choice itself
+    return any(delta.get(name) for name in ("text", "content", "reasoning", "reasoning_content", "tool_calls"))
+
+
+def figures(workload: str, records: list[RequestRecord], goodput: dict[str, float]) -> ServeFigures:
+    """Compute the figures. goodput: as for run().
+
+    >>> record = RequestRecord(0.0, [0.5, 0.7, 1.0], num_prompt_tokens=3, num_output_tokens=6)
+    >>> found = figures("A", [record, RequestRecord(0.0, error="refused")], {"ttft": 500.0})
+    >>> found.tpot_ms.p50, found.output_tokens_per_s, found.tokens_per_chunk, found.goodput_requests_per_s, found.failures
+    (100.0, 6.0, 2.0, 1.0, {'refused': 1})
+    """
+    good = [record for record in records if record.error is None]
+    start = min(record.sent for record in records)
+    duration = max((record.chunk_times[-1] for record in good), default=start) - start
+    per_second = 1 / duration if duration else 0.0
+    num_prompt, num_output = (sum(getattr(one, name) for one in good) for name in ("num_prompt_tokens", "num_output_tokens"))
+    num_chunks = sum(len(record.chunk_times) for record in good)
+    num_within = sum(all(getattr(one, name) * 1e3 <= limit for name, limit in goodput.items()) for one in good)
+    gaps = [after - before for record in good for before, after in pairwise(record.chunk_times)]
+    return ServeFigures(
+        workload=workload,
+        num_requests=len(records),
+        num_failed=len(records) - len(good),
+        failures=dict(Counter(record.error for record in records if record.error is not None)),
+        num_prompt_tokens=num_prompt,
+        num_output_tokens=num_output,
+        duration_s=duration,
+        requests_per_s=len(good) * per_second,
+        output_tokens_per_s=num_output * per_second,
+        total_tokens_per_s=(num_prompt + num_output) * per_second,
+        tokens_per_chunk=num_output / max(num_chunks, 1),
+        goodput_requests_per_s=num_within * per_second if goodput else None,
+        ttft_ms=_percentiles([record.ttft for record in good]),
+        tpot_ms=_percentiles([record.tpot for record in good if record.num_output_tokens > 1]),
+        itl_ms=_percentiles(gaps),
+        e2el_ms=_percentiles([record.e2el for record in good]),
+    )
+
+
+def _percentiles(seconds: list[float]) -> Percentiles | None:
+    return percentiles(np.array(seconds)) if seconds else None
+
+
+def parse_goodput(texts: list[str]) -> dict[str, float]:
+    """Read vLLM's form, in which several may be in one text.
+
+    >>> parse_goodput(["ttft:200 tpot:50", "e2el:1000"])
+    {'ttft': 200.0, 'tpot': 50.0, 'e2el': 1000.0}
+    """
+    limits = {}
+    for item in " ".join(texts).split():
+        name, _, value = item.partition(":")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            limits[name] = -1.0
+        if name not in GOODPUT_NAMES or not limits[name] > 0:
+            known = ", ".join(GOODPUT_NAMES)
+            raise InvalidValueError(f"goodput must be such as ttft:200, with milliseconds > 0 and one of {known}, got {item!r}")
+    return limits

@@ -1,0 +1,148 @@
+"""A client of any OpenAI-compatible server: nanoinfer, vLLM, llama.cpp, ollama, OpenAI. `chat --url` and `bench serve` use it.
+
+In: a URL and JSON bodies. Out: JSON, and the chunks of a stream as they arrive. It requires the standard library alone.
+"""
+
+import json
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from nanoinfer.errors import InvalidValueError, NanoinferError
+
+CONNECT_SECONDS = 10
+MAX_ERROR_BYTES, MAX_ERROR_CHARACTERS = 2**16, 300
+
+
+class Client:
+    """Sends requests to one server, each on a connection of its own.
+
+    Every method raises NanoinferError, in one sentence, if the server cannot be reached, refuses the request or breaks off.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout: float | None = None) -> None:
+        """Check the URL. Nothing is sent yet.
+
+        Args:
+            url: http://host:port, to which /v1 is added, or a URL with a path such as https://host/api/v1.
+            timeout: Seconds without a byte after which an answer counts as broken. None waits for ever.
+        """
+        try:
+            parts = urlsplit(url)
+            self._host, self._port = parts.hostname or "", parts.port
+        except ValueError:  # the port is no number
+            parts, self._host = urlsplit(""), ""
+        if parts.scheme not in ("http", "https") or not self._host or not url.isascii() or not url.isprintable():
+            raise InvalidValueError(f"the URL must be such as http://127.0.0.1:8000 or https://host/v1, got {url!r}")
+        self._is_secure = parts.scheme == "https"
+        self._base = parts.path.rstrip("/") or "/v1"
+        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._base}"
+        self._timeout = timeout
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            if not api_key.isascii() or not api_key.isprintable():
+                raise InvalidValueError("the API key has characters that a header cannot have; check it for line breaks")
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def first_model(self) -> str:
+        """The name of the server's first model, often the only one."""
+        with self._send("GET", "/models") as response:
+            listed = _parse(response.read()).get("data")
+        if not isinstance(listed, list) or not listed or not isinstance(listed[0], dict):
+            raise NanoinferError(f"{self.url}/models lists no model; name one with --model")
+        return str(listed[0].get("id"))
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Post a body and yield the chunks of the answer. Closing the generator closes the connection."""
+        body = body | {"stream": True, "stream_options": {"include_usage": True}}
+        with self._send("POST", path, json.dumps(body)) as response:
+            rest = b""
+            while data := response.read1(2**16):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    event = line.removeprefix(b"data:").strip()
+                    if event == b"[DONE]":
+                        return
+                    if line.startswith(b"data:"):
+                        chunk = _parse(event)
+                        if chunk.get("error"):
+                            raise NanoinferError(f"{self.url} failed: {_error_message(event)}")
+                        if not _is_chunk(chunk):
+                            raise NanoinferError(f"the server sent {_shorten(event)!r}, which is no chunk of OpenAI's API")
+                        yield chunk
+        raise NanoinferError(f"the stream of {self.url} ended before its last event; the server may have been stopped")
+
+    def _connect(self) -> HTTPConnection:
+        connection: HTTPConnection
+        if self._is_secure:
+            connection = HTTPSConnection(self._host, self._port, timeout=CONNECT_SECONDS, context=ssl.create_default_context())
+        else:
+            connection = HTTPConnection(self._host, self._port, timeout=CONNECT_SECONDS)
+        try:
+            connection.connect()
+        except OSError as error:
+            raise NanoinferError(
+                f"no server answers at {self.url} ({error}); start one with `nanoinfer serve`, or correct the URL"
+            ) from error
+        connection.sock.settimeout(self._timeout)
+        return connection
+
+    @contextmanager
+    def _send(self, method: str, path: str, body: str | None = None) -> Iterator[HTTPResponse]:
+        """Send a request and yield its response, whose status is 200."""
+        connection = self._connect()
+        try:
+            connection.request(method, self._base + path, body, self._headers)
+            with connection.getresponse() as response:
+                if response.status != 200:
+                    message = _error_message(response.read(MAX_ERROR_BYTES))
+                    way_out = "; give --api-key, or set OPENAI_API_KEY" if response.status == 401 else ""
+                    raise NanoinferError(f"{self.url}{path} answered {response.status}: {message}{way_out}")
+                yield response
+        except TimeoutError as error:
+            raise NanoinferError(f"{self.url} sent nothing for too long ({error})") from error
+        except (OSError, HTTPException) as error:
+            raise NanoinferError(f"the connection to {self.url} broke ({error or type(error).__name__})") from error
+        finally:
+            connection.close()
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise NanoinferError(f"the server sent {_shorten(text)!r} where a JSON object was expected; is it OpenAI-compatible?")
+    return value
+
+
+def _is_chunk(value: dict[str, Any]) -> bool:
+    choices = value.get("choices") or []
+    return (
+        isinstance(value.get("usage") or {}, dict)
+        and isinstance(choices, list)
+        and all(isinstance(one, dict) and isinstance(one.get("delta") or {}, dict) for one in choices)
+    )
+
+
+def _error_message(body: bytes) -> str:
+    """The sentence in an error: OpenAI's shape, ollama's, FastAPI's, or any text.
+
+    >>> _error_message(b'{"error": {"message": "no such model"}}'), _error_message(b'{"error": "no such model"}')
+    ('no such model', 'no such model')
+    """
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return _shorten(body) or "(no text)"
+    for name in ("error", "message", "detail"):
+        value = value.get(name, value) if isinstance(value, dict) else value
+    return _shorten(str(value).encode())
+
+
+def _shorten(text: bytes) -> str:
+    return " ".join(text.decode(errors="replace").split())[:MAX_ERROR_CHARACTERS]

@@ -1,0 +1,169 @@
+"""`nanoinfer bench serve`: exact counts of our own server, known times of a scripted one, and how requests fail."""
+
+import json
+
+import fake_server
+import pytest
+from fake_server import chat_events, event, reply, stream
+from typer.testing import CliRunner
+
+from nanoinfer.bench import workloads
+from nanoinfer.bench.serve import RequestRecord, Target, figures, parse_goodput, run
+from nanoinfer.cli.main import app
+from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.server.client import Client
+
+
+def bench(server, *arguments):
+    url = [] if server is None else ["--url", server.url]
+    return CliRunner().invoke(app, ["bench", "serve", *url, *arguments])
+
+
+def workload(num_prompts, **changes):
+    arguments = {"input_len": "4", "output_len": "6", "request_rate": float("inf"), "sampling": {"temperature": 0.0}, "seed": 0}
+    return workloads.described(num_prompts=num_prompts, **arguments | changes)
+
+
+def measure(server, num_prompts, goodput=(), *, max_concurrency=None, timeout=20.0, **changes):
+    target = Target(client=Client(server.url, timeout=timeout), model="fake", is_chat=True, max_concurrency=max_concurrency)
+    return run(target, workload(num_prompts, **changes), dict(goodput))
+
+
+GOOD = stream(*chat_events("a", "b", num_tokens=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("endpoint", [[], ["--chat"]])
+def test_the_counts_of_our_server_are_exact(endpoint):
+    for name in ("fastapi", "uvicorn", "prometheus_client", "httpx2"):
+        pytest.importorskip(name)
+    import http_server
+
+    with http_server.serving() as server:
+        options = "--num-prompts 6 --input-len 3-9 --output-len 4-20 --request-rate 100 --max-concurrency 4 --seed 1"
+        result = bench(server, *options.split(), *endpoint, "--goodput", "ttft:60000 tpot:60000", "--json")
+        assert result.exit_code == 0, result.output
+        [found] = json.loads(result.stdout)
+        described = workload(6, input_len="3-9", output_len="4-20", request_rate=100.0, seed=1)
+        assert (found["num_requests"], found["num_failed"], found["failures"]) == (6, 0, {})
+        assert found["num_output_tokens"] == sum(described.output_lens)
+        if not endpoint:
+            assert found["num_prompt_tokens"] == sum(described.input_lens)
+        assert found["goodput_requests_per_s"] == pytest.approx(found["requests_per_s"])
+        assert found["output_tokens_per_s"] == pytest.approx(found["num_output_tokens"] / found["duration_s"])
+        assert 0 < found["ttft_ms"]["p50"] < found["e2el_ms"]["p50"]
+        table = bench(server, "--num-prompts", "2", "--output-len", "3", *endpoint).stdout
+        assert [name for name in ("TTFT", "TPOT", "ITL", "E2EL", "mean ms", "p99 ms") if name not in table] == []
+        assert "2 requests in " in table
+        assert "6 output tokens, " in table
+        assert max(map(len, table.splitlines())) <= 80
+
+
+def test_the_times_are_those_of_the_chunks():
+    """A role at once, then 3 chunks of 2 tokens, 0.05 s apart, and the usage 0.3 s after the last."""
+    role, *chunks, usage, done = chat_events({"role": "assistant", "content": ""}, "a", "b", "c", num_tokens=6)
+    slow = [stream(role), *(part for chunk in chunks for part in (0.05, chunk)), 0.3, usage, done]
+    with fake_server.serving(slow) as server:
+        found = measure(server, 4, {"ttft": 10_000.0, "tpot": 1.0})
+    assert (found.num_requests, found.num_failed, found.num_output_tokens, found.num_prompt_tokens) == (4, 0, 24, 12)
+    assert found.tokens_per_chunk == 2
+    assert 50 <= found.ttft_ms.p50 < 400  # a busy machine is no failure
+    assert 45 <= found.itl_ms.mean < 400
+    assert found.tpot_ms.mean == pytest.approx(found.itl_ms.mean * 2 / 5, abs=0.01)
+    assert found.e2el_ms.mean == pytest.approx(found.ttft_ms.mean + 2 * found.itl_ms.mean, abs=0.01)
+    assert found.goodput_requests_per_s == 0  # no TPOT is under 1 ms
+    assert server.bodies[1]["max_tokens"] == 6
+    assert server.bodies[1]["ignore_eos"] is True
+    assert len(server.bodies) == 5  # one to warm up
+
+
+def test_no_more_requests_are_in_flight_than_allowed_and_arrivals_are_kept():
+    waiting = [0.02, GOOD]
+    with fake_server.serving(waiting) as server:
+        measure(server, 12, max_concurrency=3)
+        assert 1 < server.peak <= 3
+    with fake_server.serving(waiting) as server:
+        measure(server, 12)
+        assert server.peak > 3
+    with fake_server.serving(waiting) as server:
+        found = measure(server, 12, request_rate=40.0)
+        assert found.duration_s >= workload(12, request_rate=40.0).arrivals[-1]
+
+
+def test_failures_are_counted_by_their_sentence():
+    whole = chat_events("a", "b", num_tokens=2)
+    bad = {
+        "answered 500: out of memory": reply(500, {"error": {"message": "out of memory"}}),
+        "ended before its last event": stream(*whole[:-1]),
+        "where a JSON object was expected": stream(event(b"<html>")),
+        "has no usage": stream(*chat_events("a")),
+        "the answer is empty": stream(*chat_events(num_tokens=0)),
+        "sent nothing for too long": [stream(whole[0]), 1.5],
+    }
+    with fake_server.serving(GOOD, *bad.values(), reply(500, {"error": "out of memory"}), GOOD) as server:
+        found = measure(server, 10, timeout=0.3)
+    assert (found.num_requests, found.num_failed, found.num_output_tokens) == (10, 7, 6)
+    counts = {words: count for message, count in found.failures.items() for words in bad if words in message}
+    assert counts == dict.fromkeys(bad, 1) | {"answered 500: out of memory": 2}
+
+
+def test_failures_are_shown_and_are_the_exit_code():
+    with fake_server.serving(GOOD, reply(500, {"error": "busy"})) as server:
+        result = bench(server, "--num-prompts", "3", "--chat")
+    assert result.exit_code == 1
+    assert "3 failed" in result.stdout
+    assert f"failed 3 times: {server.url}/v1/chat/completions answered 500: busy" in result.stdout
+
+
+def test_a_server_that_refuses_the_first_request_is_one_sentence():
+    with fake_server.serving(reply(400, {"error": {"message": "unknown field ignore_eos"}})) as server:
+        result = bench(server)
+        assert len(server.bodies) == 1
+        assert bench(server, "--no-ignore-eos").exit_code == 1
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert "answered 400: unknown field ignore_eos" in result.stderr
+    assert "ignore_eos" not in server.bodies[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "give the --url of a server; `nanoinfer serve` starts one"),
+        (["--url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1/v1"),
+        (["--url", "http://127.0.0.1:1", "--goodput", "ttft"], "goodput must be such as ttft:200"),
+        (["--url", "http://127.0.0.1:1", "--input-len", "9"], "give num_prompts, too"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments, words):
+    result = bench(None, *arguments)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["itl:5", "ttft:x", "ttft:-1", "ttft:nan", "ttft:"])
+def test_a_limit_that_is_none_is_refused(text):
+    with pytest.raises(InvalidValueError, match="with milliseconds > 0 and one of ttft, tpot, e2el, got"):
+        parse_goodput([f"tpot:5 {text}"])
+
+
+def test_figures_by_hand():
+    records = [
+        RequestRecord(1.0, [1.1, 1.2, 1.4], num_prompt_tokens=5, num_output_tokens=3),
+        RequestRecord(2.0, [2.4], num_prompt_tokens=7, num_output_tokens=1),
+        RequestRecord(0.5, [0.9], error="cut"),
+    ]
+    found = figures("w", records, {"ttft": 200.0, "e2el": 5000.0})
+    assert found.duration_s == pytest.approx(1.9)  # from the first request to the last chunk
+    assert (found.num_prompt_tokens, found.num_output_tokens, found.num_failed) == (12, 4, 1)
+    assert found.requests_per_s == pytest.approx(2 / 1.9)
+    assert found.goodput_requests_per_s == pytest.approx(1 / 1.9)
+    assert (found.ttft_ms.mean, found.ttft_ms.p50) == (250.0, 250.0)
+    assert (found.tpot_ms.mean, found.itl_ms.p50, found.e2el_ms.mean) == (150.0, 150.0, 400.0)
+    nothing = figures("w", records[2:], {})
+    assert (nothing.requests_per_s, nothing.ttft_ms, nothing.goodput_requests_per_s) == (0.0, None, None)
+
+
+def test_a_warm_up_that_fails_is_an_error():
+    with fake_server.serving(reply(500, {"error": "busy"})) as server, pytest.raises(NanoinferError, match="busy"):
+        measure(server, 1)
