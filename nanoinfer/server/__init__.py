@@ -8,6 +8,7 @@
     errors.py         every error in OpenAI's shape
     limits.py         keys, header sizes, JSON
     metrics.py        Prometheus
+    page.py           the web page at /, page.html, and the replays of answers
     run.py            uvicorn, and shutdown
 
 It needs the extra [server]: pip install "nanoinfer[server]".

@@ -22,6 +22,7 @@ from nanoinfer.server.answers import Answers, Shape, json_response, respond
 from nanoinfer.server.errors import RequestError, add_error_handlers
 from nanoinfer.server.limits import Guard, StrictRoute
 from nanoinfer.server.metrics import Metrics
+from nanoinfer.server.page import Replays, add_page
 from nanoinfer.server.protocol import (
     ChatCompletionRequest,
     ChatMessage,
@@ -31,6 +32,7 @@ from nanoinfer.server.protocol import (
     to_sampling_params,
 )
 from nanoinfer.server.shapes import ChatShape, CompletionShape
+from nanoinfer.tracing.recent import RecentRecorder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +44,14 @@ class ServerSettings:
         api_keys: If there are any, requests to /v1 need one of them.
         max_body_bytes: Larger bodies are refused.
         cors_origins: Origins whose web pages may call the server, or "*".
+        recorder: The LLM's tracer, from which answers are replayed. None: no replays.
     """
 
     served_model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 2**22
     cors_origins: tuple[str, ...] = ()
+    recorder: RecentRecorder | None = None
 
 
 def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
@@ -58,14 +62,16 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app.add_middleware(Guard, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
-    _add_generation(app, async_llm, settings)
+    replays = None if settings.recorder is None else Replays(settings.recorder)
+    add_page(app, async_llm, settings.served_model_names[0], replays)
+    _add_generation(app, async_llm, settings, replays)
     _add_models(app, async_llm, settings)
     _add_tokenizer(app, async_llm, settings)
     _add_operations(app, async_llm, Metrics(async_llm, settings.served_model_names[0]))
     return app
 
 
-def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) -> None:
+def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings, replays: Replays | None) -> None:
     inputs, tokenizer = async_llm.engine.inputs, async_llm.engine.tokenizer
     default = async_llm.llm.get_default_sampling_params()
 
@@ -80,6 +86,8 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings)
         params = await asyncio.to_thread(to_sampling_params, body, default)
         answers = Answers(params.n, is_prompt_only=body.max_tokens == 0)
         await answers.submit(async_llm, [partial(prepare, params) for prepare in prepares])
+        if replays is not None:
+            replays.add(answers)
         return await respond(http, answers, shape, model, is_stream=bool(body.stream), includes_usage=body.includes_usage)
 
     @app.post("/v1/completions")
