@@ -1,6 +1,6 @@
 """A Recorder for a process that runs for long, such as a server: it keeps the newest events, and shows one request's steps."""
 
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
 from nanoinfer.tracing import viewer
@@ -25,9 +25,10 @@ _STATE = (RequestAdded, BlocksShared, BlocksAllocated, BlockCopied, BlocksCached
 
 
 class RecentRecorder(Recorder):
-    """Keeps the newest events, whole steps. Of older ones it keeps the prompts and the blocks of unfinished requests.
+    """Keeps the events of the newest steps, and the prompts and blocks of the requests that were unfinished before.
 
-    An event has size 1, and 1 more for each element of its tuples. When the size exceeds max_size, the older half is dropped.
+    An event has size 1, and 1 more for each element of its tuples. When the size of the steps exceeds max_size, the older half
+    is dropped.
     """
 
     def __init__(self, max_size: int = MAX_SIZE) -> None:
@@ -49,7 +50,9 @@ class RecentRecorder(Recorder):
         events = list(self.events)  # the engine's thread adds further ones
         wanted = set(request_ids)
         added = [i for i, event in enumerate(events) if isinstance(event, RequestAdded) and event.request_id in wanted]
-        start = _next_step(events, added[0]) if added else len(events)
+        if not added:
+            return None
+        start = _next_step(events, added[0])
         finished = [i for i, event in enumerate(events) if isinstance(event, RequestFinished) and event.request_id in wanted]
         is_over = len(finished) == len(wanted)
         end = _end_of_step(events, finished[-1]) if is_over else len(events)
@@ -60,11 +63,11 @@ class RecentRecorder(Recorder):
         return viewer.page(rows(_with_state(events[:end], start)), at=f"step={first}&token={request_ids[0]}")
 
     def _drop_older_half(self) -> None:
-        sizes = accumulate(map(_size_of, self.events))
-        middle = next(i for i, size in enumerate(sizes) if 2 * size >= self._size)
-        self.events = _with_state(self.events, _next_step(self.events, middle))
+        sizes = accumulate(map(_size_of, reversed(self.events)))
+        num_kept = sum(1 for _ in takewhile(lambda size: size <= self._max_size // 2, sizes))
+        self.events = _with_state(self.events, _next_step(self.events, len(self.events) - num_kept))
         self._size = sum(map(_size_of, self.events))
-        self._limit = max(self._max_size, 2 * self._size)  # the prompts and blocks alone may exceed max_size
+        self._limit = self._size + self._max_size // 2
 
 
 def _size_of(event: Any) -> int:
