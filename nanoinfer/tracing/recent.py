@@ -5,6 +5,7 @@ from typing import Any
 
 from nanoinfer.tracing import viewer
 from nanoinfer.tracing.events import (
+    BatchBuilt,
     BlockCopied,
     BlocksAllocated,
     BlocksCached,
@@ -19,16 +20,17 @@ from nanoinfer.tracing.events import (
 )
 from nanoinfer.tracing.recorder import Recorder, rows
 
-MAX_SIZE = 400_000  # of the kept events: at most about 60 MB
+MAX_SIZE = 100_000  # 250 to 500 steps of 64 sequences, or 8,000 to 16,000 steps of one. 20 to 40 MB
 
+_LONG_FIELDS = {RequestAdded: "prompt_token_ids", StepScheduled: "sequence_ids", BatchBuilt: "input_ids"}
 _STATE = (RequestAdded, BlocksShared, BlocksAllocated, BlockCopied, BlocksCached, BlocksForked, BlocksFreed)
 
 
 class RecentRecorder(Recorder):
     """Keeps the events of the newest steps, and the prompts and blocks of the requests that were unfinished before.
 
-    An event has size 1, and 1 more for each element of its tuples. When the size of the steps exceeds max_size, the older half
-    is dropped.
+    An event has size 1, and 1 more for each sequence, packed token or prompt token in it. When the size of the steps exceeds
+    max_size, the older half is dropped.
     """
 
     def __init__(self, max_size: int = MAX_SIZE) -> None:
@@ -71,7 +73,8 @@ class RecentRecorder(Recorder):
 
 
 def _size_of(event: Any) -> int:
-    return 1 + sum(len(value) for name in event.__slots__ if isinstance(value := getattr(event, name), tuple))
+    name = _LONG_FIELDS.get(type(event))
+    return 1 if name is None else 1 + len(getattr(event, name))
 
 
 def _next_step(events: list[Any], index: int) -> int:

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from nanoinfer import LLM, Recorder, SamplingParams
-from nanoinfer.tracing import BlocksAllocated, EngineStarted, RequestAdded, StepScheduled, TokenAppended
+from nanoinfer.tracing import BatchBuilt, BlocksAllocated, EngineStarted, RequestAdded, StepScheduled, TokenAppended
 from nanoinfer.tracing.recent import RecentRecorder
 
 
@@ -22,10 +22,8 @@ class Both:
 
 
 def size(events):
-    return sum(
-        1 + sum(isinstance(value, tuple) and len(value) for value in map(event.__getattribute__, event.__slots__))
-        for event in events
-    )
+    fields = {RequestAdded: "prompt_token_ids", StepScheduled: "sequence_ids", BatchBuilt: "input_ids"}
+    return sum(1 + len(getattr(event, fields[type(event)])) if type(event) in fields else 1 for event in events)
 
 
 def events_of(page):
@@ -39,7 +37,7 @@ def start_of(page):
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async_scheduling"])
 def run(request):
     """Forty short requests of several lengths beside one long one, which overlap."""
-    whole, recent, sizes = Recorder(), RecentRecorder(max_size=3000), []
+    whole, recent, sizes = Recorder(), RecentRecorder(max_size=1200), []
     llm = LLM("tiny-qwen3", tracer=Both(whole, recent), seed=0, block_size=8, async_scheduling=request.param)
 
     def add(prompt, **params):
@@ -58,9 +56,9 @@ def run(request):
 
 def test_it_keeps_the_newest_events_within_its_size(run):
     whole, recent, sizes, *_ = run
-    assert max(sizes) <= 3000 + 300  # the prompts and blocks of unfinished requests come on top
-    assert min(sizes[len(sizes) // 2 :]) >= 1000
-    assert size(whole.events) > 3 * 3000
+    assert max(sizes) <= 1200 + 200  # the prompts and blocks of unfinished requests come on top
+    assert min(sizes[len(sizes) // 2 :]) >= 400
+    assert size(whole.events) > 2 * 1200
     first = next(i for i, event in enumerate(recent.events) if isinstance(event, StepScheduled))
     newest = recent.events[first:]
     assert newest == whole.events[-len(newest) :]
