@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -53,3 +54,16 @@ def qwen3_path(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tools_path(tmp_path_factory):
     return tool_cases.save_checkpoint(tmp_path_factory.mktemp("tools"))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A real browser, which runs until the file's tests have ended. Its event loop belongs to the thread that tests run in."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if executable is None:
+        pytest.skip("no chromium on this machine")
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()

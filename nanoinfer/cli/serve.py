@@ -41,7 +41,9 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(envvar=API_KEY_VARIABLE, help="Clients need one of these keys for /v1; may be given several times."),
+        typer.Option(
+            envvar=API_KEY_VARIABLE, help="Clients need one of these keys for /v1 and /trace; may be given several times."
+        ),
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
@@ -61,8 +63,19 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin whose web pages may call the server, or *; may be given several times.")
     ] = None,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace",
+            help="Record the newest steps, without the sampler's stages, and replay answers at /trace/ID. A replay shows the "
+            "prompts and answers of all requests that ran in these steps.",
+        ),
+    ] = False,
 ) -> None:
-    """Serve a model over HTTP, with OpenAI's API. Ctrl-C or SIGTERM ends it when the running requests have finished."""
+    """Serve a model over HTTP, with OpenAI's API and a web page at /.
+
+    Ctrl-C or SIGTERM ends it when the running requests have finished.
+    """
     with cli_errors():
         if model_argument is not None and engine.model is not None:
             raise InvalidValueError(f"the model is given twice, {model_argument!r} and --model {engine.model!r}; leave one out")
@@ -74,8 +87,10 @@ def serve(
         from nanoinfer.models.checkpoint import DEFAULT_MODEL
         from nanoinfer.server.app import ServerSettings
         from nanoinfer.server.run import make_server
+        from nanoinfer.tracing.recent import RecentRecorder
 
         model = engine.model or DEFAULT_MODEL
+        recorder = RecentRecorder() if trace else None
         settings = ServerSettings(
             served_model_names=tuple(served_model_name or [Path(model).name if os.path.isdir(model) else model]),
             api_keys=tuple(api_key or ()),
@@ -83,6 +98,7 @@ def serve(
             cors_origins=tuple(cors_origin or ()),
             reasoning_parser=reasoning_parser,
             tool_call_parser=tool_call_parser,
+            recorder=recorder,
         )
 
         def load() -> "LLM":
@@ -94,6 +110,7 @@ def serve(
                 enable_prefix_caching=enable_prefix_caching,
                 batch_invariant=batch_invariant,
                 seed=seed,
+                tracer=recorder,
             )
             with suppress(NanoinferError):  # without llguidance, or a tokenizer that it can use
                 # Converting the tokenizer takes seconds, for which every stream would wait at the first structured request.

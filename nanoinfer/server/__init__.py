@@ -8,6 +8,7 @@
     errors.py         every error in OpenAI's shape
     limits.py         keys, header sizes, JSON
     metrics.py        Prometheus
+    page.py           the web page at /, page.html, and the replays of answers
     run.py            uvicorn, and shutdown
     client.py         a client of this and of other servers, for the command line
 

@@ -32,6 +32,7 @@ class Answers:
     """
 
     def __init__(self, n: int, *, is_prompt_only: bool = False) -> None:
+        self.id = uuid.uuid4().hex
         self._n, self._is_prompt_only = n, is_prompt_only
         self.streams: list[RequestStream] = []
         self._has_news = asyncio.Event()
@@ -121,7 +122,7 @@ async def respond(
 ) -> Response:
     """Answer an HTTP request whose prompts are submitted."""
     head = {
-        "id": f"{shape.id_prefix}-{uuid.uuid4().hex}",
+        "id": f"{shape.id_prefix}-{answers.id}",
         "object": shape.chunk_name if is_stream else shape.object_name,
         "created": int(time.time()),
         "model": model,

@@ -23,6 +23,7 @@ from nanoinfer.server.chat_parsing import ChatFormat, messages_of
 from nanoinfer.server.errors import RequestError, add_error_handlers
 from nanoinfer.server.limits import Guard, StrictRoute
 from nanoinfer.server.metrics import Metrics
+from nanoinfer.server.page import Replays, add_page
 from nanoinfer.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -31,6 +32,7 @@ from nanoinfer.server.protocol import (
     to_sampling_params,
 )
 from nanoinfer.server.shapes import ChatShape, CompletionShape
+from nanoinfer.tracing.recent import RecentRecorder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,7 @@ class ServerSettings:
         cors_origins: Origins whose web pages may call the server, or "*".
         reasoning_parser: "qwen3" or "none". None is what the chat template writes.
         tool_call_parser: "hermes" or "none". None is what the chat template writes.
+        recorder: The LLM's tracer, from which answers are replayed. None: no replays.
     """
 
     served_model_names: tuple[str, ...]
@@ -52,6 +55,7 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
+    recorder: RecentRecorder | None = None
 
 
 def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
@@ -62,14 +66,16 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app.add_middleware(Guard, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
-    _add_generation(app, async_llm, settings)
+    replays = None if settings.recorder is None else Replays(settings.recorder)
+    add_page(app, async_llm, settings.served_model_names[0], replays)
+    _add_generation(app, async_llm, settings, replays)
     _add_models(app, async_llm, settings)
     _add_tokenizer(app, async_llm, settings)
     _add_operations(app, async_llm, Metrics(async_llm, settings.served_model_names[0]))
     return app
 
 
-def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) -> None:
+def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings, replays: Replays | None) -> None:
     inputs, tokenizer = async_llm.engine.inputs, async_llm.engine.tokenizer
     default = async_llm.llm.get_default_sampling_params()
     template = "" if tokenizer is None else tokenizer.get_chat_template(has_tools=True)
@@ -86,6 +92,8 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings)
         params = await asyncio.to_thread(to_sampling_params, body, default)
         answers = Answers(params.n, is_prompt_only=body.max_tokens == 0)
         await answers.submit(async_llm, [partial(prepare, params) for prepare in prepares])
+        if replays is not None:
+            replays.add(answers)
         return await respond(http, answers, shape, model, is_stream=bool(body.stream), includes_usage=body.includes_usage)
 
     @app.post("/v1/completions")

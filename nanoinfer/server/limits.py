@@ -21,7 +21,7 @@ MAX_HEADER_BYTES = 2**15
 
 
 class Guard:
-    """Refuses requests to /v1 without a key, and any request with large headers or a large body."""
+    """Refuses requests to /v1 and /trace without a key, and any request with large headers or a large body."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int) -> None:
         self._app = app
@@ -52,7 +52,7 @@ class Guard:
     def _check(self, path: str, method: str, headers: Headers) -> None:
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
             raise RequestError(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
-        if self._digests and path.startswith("/v1") and method != "OPTIONS":
+        if self._digests and path.startswith(("/v1", "/trace")) and method != "OPTIONS":
             scheme, _, key = headers.get("authorization", "").partition(" ")
             given = _digest(key.strip().encode())
             is_known = [hmac.compare_digest(given, digest) for digest in self._digests]  # all, so the time tells nothing

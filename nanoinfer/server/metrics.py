@@ -9,7 +9,7 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from nanoinfer.async_llm import AsyncLLM, RequestStream, Updates
+from nanoinfer.async_llm import AsyncLLM, Updates
 from nanoinfer.outputs import FinishReason, RequestOutput
 
 # vLLM's buckets
@@ -106,10 +106,6 @@ class Metrics:
             if (output := deltas[-1].output) is not None:
                 self._observe_finished(output)
         self._generation_tokens.inc(num_tokens)
-
-    def _observe_first(self, stream: RequestStream) -> None:
-        if stream.request is not None and (ttft := stream.request.metrics.ttft) is not None:
-            self._ttft.observe(ttft)
 
     def _observe_finished(self, output: RequestOutput) -> None:
         metrics, num_prompt = output.metrics, len(output.prompt_token_ids)

@@ -54,7 +54,7 @@ class Recorder:
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """One event a line, as {"event": its class, its fields ...}, in UTF-8."""
         with open(path, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in _rows(self.events))
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows(self.events))
 
     @classmethod
     def from_jsonl(cls, path: str | os.PathLike[str]) -> "Recorder":
@@ -90,7 +90,7 @@ class Recorder:
                 "recorder to an LLM, LLM(tracer=recorder), generate something, then call to_html(path)"
             )
         with open(path, "w", encoding="utf-8") as file:
-            file.write(viewer.page(_rows(events)))
+            file.write(viewer.page(rows(events)))
 
     def _repr_html_(self) -> str | None:
         """The page of to_html in a frame, which Jupyter shows. Without a step it shows repr()."""
@@ -98,7 +98,7 @@ class Recorder:
         if not events:
             return None
         if len(events) < MAX_FRAME_CHARS // 50:  # most events take more characters than that
-            page = viewer.page(_rows(events))
+            page = viewer.page(rows(events))
             if len(page) <= MAX_FRAME_CHARS:
                 return viewer.frame(page)
         return (
@@ -113,7 +113,8 @@ class Recorder:
         return events if any(isinstance(event, StepScheduled) for event in events) else []
 
 
-def _rows(events: Iterable[Any]) -> Iterable[dict[str, Any]]:
+def rows(events: Iterable[Any]) -> Iterable[dict[str, Any]]:
+    """The events as plain dicts: {"event": its class, its fields ...}."""
     return ({"event": type(event).__name__} | asdict(event) for event in events)
 
 

@@ -11,12 +11,19 @@ from typing import Any
 
 _TEMPLATE = Path(__file__).with_name("viewer.html")
 _PLACE = "/* EVENTS */ []"
+_PLACE_OF_START = "/* START */"
 
 
-def page(rows: Iterable[dict[str, Any]]) -> str:
-    """The page of some events. rows: dicts {"event": its class, its fields ...}."""
+def page(rows: Iterable[dict[str, Any]], *, at: str = "") -> str:
+    """The page of some events.
+
+    Args:
+        rows: Dicts {"event": its class, its fields ...}.
+        at: Where it opens, such as "step=17&token=4". An address with a # has precedence.
+    """
     template = _TEMPLATE.read_text(encoding="utf-8")
-    assert template.count(_PLACE) == 1
+    assert template.count(_PLACE) == template.count(_PLACE_OF_START) == 1
+    template = template.replace(_PLACE_OF_START, at)
     events = json.dumps([_shortened(row) for row in rows], ensure_ascii=False, separators=(",", ":"))
     return template.replace(_PLACE, events.replace("<", "\\u003c"))  # a text may contain "</script>"
 

@@ -29,7 +29,7 @@ ALLOWED = {
     "engine": {"words", "tracing", "tokenization", "scheduling", "models", "execution", "speculative"},
     "llm": {"words", "tracing", "tokenization", "sampling", "engine"},
     "async_llm": {"words", "engine", "llm"},
-    "server": {"words", "tokenization", "engine", "async_llm"},
+    "server": {"words", "tracing", "tokenization", "engine", "async_llm"},
     "bundled": {"words", "llm"},
     "bench": {"words", "tracing", "scheduling", "attention", "models", "sampling", "engine", "llm"} | {"server"},
     "cli": {"words", "tracing", "devices", "scheduling", "attention", "models", "execution", "llm", "async_llm", "server"}

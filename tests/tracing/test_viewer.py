@@ -5,13 +5,13 @@ Its contents are compared with the engine's own state and with the events.
 
 import json
 import re
-import shutil
 import time
 from dataclasses import asdict
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+from contrast import POOR_CONTRASTS
 
 from nanoinfer import LLM, BeamSearchParams, Recorder, SamplingParams
 from nanoinfer.errors import InvalidValueError
@@ -27,6 +27,7 @@ from nanoinfer.tracing import (
     TokenDrawn,
     TokensDrafted,
 )
+from nanoinfer.tracing.recent import RecentRecorder
 
 pytestmark = pytest.mark.slow
 
@@ -147,18 +148,6 @@ MADE = [  # a prompt longer than the table, invisible texts, an id that is still
 
 
 # ---- the browser
-
-
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if executable is None:
-        pytest.skip("no chromium on this machine")
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture
@@ -749,6 +738,31 @@ def test_beam_search_in_the_same_recording_is_passed_over(show, tmp_path):
     assert page.locator(".block.held").count() == 2
 
 
+def test_the_replay_of_one_request_opens_at_its_first_step(show, tmp_path):
+    recorder = RecentRecorder(max_size=400)
+    llm = LLM(tracer=recorder, block_size=8, seed=0)
+    add = lambda prompt, num: llm.engine.add_request(  # noqa: E731
+        llm.get_tokenizer().encode(prompt), SamplingParams(max_tokens=num, ignore_eos=True, n=2)
+    )
+    add(PREFIX, 90)
+    for _ in range(70):
+        llm.engine.step()
+    add("Lily was", 12)
+    while llm.engine.num_unfinished:
+        llm.engine.step()
+    (tmp_path / "replay.html").write_text(recorder.replay(["1"]), encoding="utf-8")
+    page = show(tmp_path / "replay.html", at="")
+    assert step_of(page) == 70
+    assert texts(page, "#timeline .owner") == ["0", "0.1", "1", "1.1"]  # what ran beside it is shown, too
+    assert page.locator(".drawn-token[aria-pressed=true]").get_attribute("title").endswith("step 70")
+    assert "begins in the middle of the run" in page.inner_text("#pool-counts")
+    assert page.locator(".block.held").count() > 10  # also those that the long request had before
+    page.keyboard.press("End")
+    assert step_of(page) == 81
+    page = show(tmp_path / "replay.html", at="#step=75")
+    assert step_of(page) == 75
+
+
 # ---- looks
 
 
@@ -793,47 +807,6 @@ def test_the_body_never_scrolls_sideways(recorded, crowded, show, width):
         assert page.evaluate("byId('timeline').scrollWidth > byId('timeline').clientWidth") or width > 360
         band, panel = page.locator("#band").bounding_box(), page.locator("#timeline").bounding_box()
         assert panel["x"] < band["x"] < panel["x"] + panel["width"]  # the panel has scrolled to the step instead
-
-
-POOR_CONTRASTS = r"""() => {
-    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-    const over = (color, [r, g, b]) => { // the color on an opaque one, whatever its notation
-        canvas.fillStyle = `rgb(${r} ${g} ${b})`;
-        canvas.fillRect(0, 0, 1, 1);
-        canvas.fillStyle = color;
-        canvas.fillRect(0, 0, 1, 1);
-        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
-    };
-    const known = new Map([[null, [[255, 255, 255]]]]);
-    const backgroundsOf = element => { // several: a gradient has each of its colors somewhere
-        if (known.has(element)) return known.get(element);
-        const { backgroundColor, backgroundImage } = getComputedStyle(element);
-        const colors = backgroundImage.match(/(rgba?|color)\([^()]*\)/g) ?? [];
-        const below = backgroundsOf(element.parentElement).map(under => over(backgroundColor, under));
-        known.set(element, [...below, ...colors.flatMap(color => below.map(under => over(color, under)))]);
-        return known.get(element);
-    };
-    const luminance = color => {
-        const [r, g, b] = color.map(part => part / 255).map(x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-    };
-    const contrast = (one, other) => { // WCAG 2
-        const [low, high] = [luminance(one), luminance(other)].sort((a, b) => a - b);
-        return (high + 0.05) / (low + 0.05);
-    };
-    const opacityOf = element => element ? getComputedStyle(element).opacity * opacityOf(element.parentElement) : 1;
-    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), poor = [];
-    let count = 0;
-    for (let node; (node = walker.nextNode());) {
-        const element = node.parentElement;
-        if (!node.data.trim() && !element.matches(".sign") || !element.checkVisibility() || element.matches("option")) continue;
-        count++;
-        const { color } = getComputedStyle(element);
-        const worst = Math.min(...backgroundsOf(element).map(background => contrast(over(color, background), background)));
-        if (worst < 4.5 || opacityOf(element) < 1) poor.push(`${element.outerHTML.slice(0, 100)} ${worst.toFixed(2)}`);
-    }
-    return [count, poor];
-}"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

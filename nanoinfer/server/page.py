@@ -1,0 +1,89 @@
+"""The web page at /, and with `nanoinfer serve --trace` the replays of recent answers.
+
+In: page.html, and a RecentRecorder, which is the LLM's tracer. Out: two HTML pages. Each may run its own script only, and may
+call no other server.
+"""
+
+import asyncio
+import secrets
+from pathlib import Path
+
+from fastapi import FastAPI
+from pydantic_core import to_json
+from starlette.responses import Response
+
+from nanoinfer.async_llm import AsyncLLM
+from nanoinfer.server.answers import Answers
+from nanoinfer.server.errors import RequestError
+from nanoinfer.tracing.recent import RecentRecorder
+
+MAX_REPLAYS = 100  # answers whose replays can be requested
+_TEMPLATE = Path(__file__).with_name("page.html")
+_SHOWN_DEFAULTS = ("temperature", "top_p", "top_k")
+
+
+class Replays:
+    """The recent answers by their ids, and the pages that replay them."""
+
+    def __init__(self, recorder: RecentRecorder) -> None:
+        self._recorder = recorder
+        self._answers: dict[str, Answers] = {}
+
+    def add(self, answers: Answers) -> None:
+        """Remember an answer, instead of the oldest one if there are too many."""
+        self._answers[answers.id] = answers
+        if len(self._answers) > MAX_REPLAYS:
+            del self._answers[next(iter(self._answers))]
+
+    async def page(self, response_id: str) -> str:
+        """The replay of the answer with this id, such as "chatcmpl-...". Raises: RequestError if it is not kept."""
+        answers = self._answers.get(response_id.partition("-")[2])
+        page = None
+        if answers is not None:
+            request_ids = [stream.request.request_id for stream in answers.streams if stream.request is not None]
+            page = await asyncio.to_thread(self._recorder.replay, request_ids)
+        if page is None:
+            raise RequestError(
+                404,
+                "this answer's steps are not recorded, or not any more: the server keeps the newest steps, and the last "
+                f"{MAX_REPLAYS} answers; generate it again with the same seed",
+            )
+        return page
+
+
+def add_page(app: FastAPI, async_llm: AsyncLLM, model: str, replays: Replays | None) -> None:
+    """Add the page, which needs no key, and the replays, which need one if /v1 does."""
+    tokenizer, default = async_llm.engine.tokenizer, async_llm.llm.get_default_sampling_params()
+    config = {
+        "model": model,
+        "is_chat": tokenizer is not None and tokenizer.hf.chat_template is not None,
+        "has_replays": replays is not None,
+        "defaults": {name: getattr(default, name) for name in _SHOWN_DEFAULTS},
+    }
+    as_script = to_json(config).decode().replace("<", "\\u003c")  # a name may contain "</script>"
+    template = _TEMPLATE.read_text(encoding="utf-8").replace("/* CONFIG */ {}", as_script)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        nonce = secrets.token_urlsafe(16)
+        return _html(template.replace('nonce="NONCE"', f'nonce="{nonce}"'), f"'nonce-{nonce}'", connect="'self'")
+
+    if replays is not None:
+
+        @app.get("/trace/{response_id}", include_in_schema=False)
+        async def replay(response_id: str) -> Response:
+            return _html(await replays.page(response_id), "'unsafe-inline'", connect="'none'")
+
+
+def _html(text: str, script: str, *, connect: str) -> Response:
+    policy = (
+        f"default-src 'none'; script-src {script}; connect-src {connect}; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {
+        "Content-Security-Policy": policy,
+        "Cache-Control": "no-store",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return Response(text, headers=headers, media_type="text/html; charset=utf-8")

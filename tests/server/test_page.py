@@ -1,0 +1,337 @@
+"""The web page at /, in a real browser: what it shows, and what reaches the engine."""
+
+import json
+import re
+import time
+
+import pytest
+from contrast import POOR_CONTRASTS
+from http_server import serving
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.tracing.recent import RecentRecorder
+
+pytestmark = pytest.mark.slow
+
+NASTY = '<img src="x" onerror="document.title = 1">\n<b>bold</b> &amp;\n```html\n<i>code</i>\n```\nafter'
+
+
+def slow_llm(name="tiny-qwen3", seconds=0.01, recorder=None):
+    """An LLM whose steps take long enough to be watched."""
+    llm = LLM(name, seed=0, tracer=recorder)
+    step = llm.engine.step
+
+    def slow_step():
+        time.sleep(seconds)
+        return step()
+
+    llm.engine.step = slow_step
+    return llm
+
+
+def base_llm():
+    llm = LLM("tiny-qwen3", seed=0)
+    llm.engine.tokenizer.hf.chat_template = None
+    return llm
+
+
+@pytest.fixture(scope="module")
+def traced():
+    recorder = RecentRecorder()
+    with serving(lambda: slow_llm(recorder=recorder), recorder=recorder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def keyed():
+    recorder = RecentRecorder()
+    with serving(lambda: LLM("tiny-qwen3", seed=0, tracer=recorder), recorder=recorder, api_keys=("right",)) as running:
+        yield running
+
+
+@pytest.fixture
+def visit(browser):
+    """visit(server) opens its page. At the end: the console has nothing but statuses, and only the server was called."""
+    contexts, complaints, urls, servers = [], [], [], []
+
+    def open_page(server, **options):
+        context = browser.new_context(**{"viewport": {"width": 900, "height": 800}} | options)
+        contexts.append(context)
+        servers.append(server.url)
+
+        def watch(page):
+            page.on("console", lambda message: complaints.append(message.text))
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.on("request", lambda request: urls.append(request.url))
+
+        context.on("page", watch)
+        page = context.new_page()
+        page.goto(server.url)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert [text for text in complaints if not text.startswith("Failed to load resource: the server responded")] == []
+    assert all(url.removeprefix("blob:").startswith(tuple(servers)) for url in urls)
+
+
+def set_parameters(page, **values):
+    if not page.locator("#panel").evaluate("panel => panel.open"):
+        page.click("#panel > summary")
+    for name, value in values.items():
+        page.fill(f"[name={name}]", str(value))
+
+
+def send(page, text):
+    page.fill("#input", text)
+    page.press("#input", "Enter")
+
+
+def finished(page):
+    """Wait until nothing runs. Returns the last answer's text, whether a text is in it or in the text box."""
+    page.locator("#send:not([hidden])").wait_for()
+    return page.locator(".assistant .content").last.text_content()
+
+
+def answer_with(page, *events, status=200):
+    """Answer the page's next requests with these server-sent events."""
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    kind = "text/event-stream"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=status, body=body, content_type=kind))
+
+
+def chunk(finish_reason=None, **delta):
+    return {"id": "chatcmpl-x", "choices": [{"delta": delta, "finish_reason": finish_reason, "token_ids": [1, 2]}]}
+
+
+def test_the_page_allows_its_own_script_only(traced, server):
+    policies = []
+    for running in (traced, traced, server):
+        response = running.get("/")
+        policies.append(response.headers["content-security-policy"])
+        [nonce] = re.findall(r"script-src 'nonce-([\w-]{22})'; ", policies[-1])
+        assert re.findall("^<script.*", response.text, re.MULTILINE) == [f'<script nonce="{nonce}">']
+        assert "default-src 'none'" in policies[-1]
+    assert len(set(policies)) == 3
+
+
+def test_messages_and_parameters_reach_the_engine(traced, visit, llm):
+    page = visit(traced)
+    set_parameters(
+        page, temperature=0.9, top_p=0.95, top_k=40, max_tokens=30, seed=3, stop="zebra\nqueen", system="Tell stories."
+    )
+    page.fill("#input", "Once")
+    page.press("#input", "Shift+Enter")
+    page.keyboard.type("more")
+    page.press("#input", "Enter")
+    messages = [{"role": "system", "content": "Tell stories."}, {"role": "user", "content": "Once\nmore"}]
+    params = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, max_tokens=30, seed=3, stop=["zebra", "queen"])
+    for question in (None, "And then?"):
+        if question is not None:
+            send(page, question)
+            messages.append({"role": "user", "content": question})
+        [expected] = llm.chat(messages, params, use_tqdm=False)[0].outputs
+        assert finished(page) == expected.text
+        messages.append({"role": "assistant", "content": expected.text})
+        note = page.locator(".assistant .note").last.inner_text()
+        assert re.match(rf"{len(expected.token_ids)} tokens · [\d.]+ tokens/s · first after [\d.]+ s · ", note)
+        assert note.endswith(f"finish reason: {expected.finish_reason}")
+    page.locator(".assistant .retry").last.click()
+    assert finished(page) == expected.text
+
+    page.reload()
+    assert page.locator(".turn .content").all_text_contents() == [message["content"] for message in messages[1:]]
+    assert page.input_value("[name=seed]") == "3"
+    send(page, "More")
+    assert (
+        finished(page) == llm.chat([*messages, {"role": "user", "content": "More"}], params, use_tqdm=False)[0].outputs[0].text
+    )
+    page.click("#new")
+    assert page.locator(".turn").count() == 0
+    assert page.input_value("[name=system]") == "Tell stories."
+
+
+def test_a_stream_grows_and_stop_frees_its_blocks(traced, visit):
+    page = visit(traced)
+    set_parameters(page, seed=1)
+    send(page, "Hello")
+    lengths = set()
+    for _ in range(500):
+        lengths.add(len(page.locator(".assistant .content").text_content()))
+        if len(lengths) > 3:
+            break
+        page.wait_for_timeout(10)
+    assert len(lengths) > 3
+    assert traced.num_unfinished() == 1
+    send(page, "Another")  # not before the answer has ended
+    page.click("#stop")
+    traced.wait_until_idle(seconds=1)
+    manager = traced.async_llm.engine.block_manager
+    assert manager.num_free_blocks == manager.num_blocks
+    assert len(finished(page)) >= max(lengths)
+    assert page.inner_text(".assistant .note").endswith("finish reason: stopped")
+    assert page.input_value("#input") == "Another"
+    send(page, "Again")
+    page.locator(".assistant >> nth=1").wait_for()
+    page.click("#new")
+    traced.wait_until_idle(seconds=1)
+    page.locator("#send:not([hidden])").wait_for()
+    assert page.locator(".turn").count() == 0
+
+
+def test_errors_are_shown_as_sentences(traced, visit):
+    page = visit(traced)
+    set_parameters(page, top_p=7, max_tokens=3)
+    send(page, "Hello")
+    finished(page)
+    expected = traced.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "top_p": 7})
+    assert page.locator(".error:visible").inner_text() == expected.json()["error"]["message"]
+    set_parameters(page, top_p="")
+    page.click(".assistant .retry")
+    assert finished(page) != ""
+    assert page.locator(".error:visible").count() == 0
+    answer_with(page, chunk(content="half"), {"error": {"message": "the engine failed"}})
+    send(page, "Hello")
+    assert finished(page) == "half"
+    assert page.locator(".error:visible").inner_text() == "the engine failed"
+    answer_with(page, chunk(content="half"))
+    page.locator(".assistant .retry").last.click()
+    finished(page)
+    assert page.locator(".error:visible").inner_text() == "The connection ended before the answer did."
+    answer_with(page, status=502)
+    page.locator(".assistant .retry").last.click()
+    finished(page)
+    assert page.locator(".error:visible").inner_text() == "The server answered with status 502."
+
+
+def test_a_key_is_asked_for_and_kept_in_this_tab(keyed, visit):
+    page = visit(keyed)
+    set_parameters(page, max_tokens=5)
+    send(page, "Hello")
+    page.get_by_text("This server requires an API key.").wait_for()
+    page.press("#key", "Escape")
+    finished(page)
+    assert "a valid API key is required" in page.locator(".error:visible").inner_text()
+    page.click(".assistant .retry")
+    for key, words in (("wrong", "requires an API key"), ("right", "did not accept this key")):
+        page.get_by_text(words).wait_for()
+        page.fill("#key", key)
+        page.press("#key", "Enter")
+    assert finished(page) != ""
+    page.reload()
+    send(page, "Hello")
+    assert finished(page) != ""
+    assert page.locator("dialog:visible").count() == 0
+
+    path = page.locator(".assistant .replay").last.get_attribute("href")
+    assert keyed.get(f"/{path}").status_code == 401
+    with page.context.expect_page() as opened:
+        page.locator(".assistant .replay").last.click()
+    opened.value.get_by_text("A generation, replayed").wait_for()
+    assert "Hello" in opened.value.inner_text("#requests")
+
+
+def test_an_answer_opens_its_replay_at_its_first_step(traced, visit):
+    page = visit(traced)
+    set_parameters(page, max_tokens=4)
+    for text in ("First", "Second"):
+        send(page, text)
+        finished(page)
+    with page.context.expect_page() as opened:
+        page.locator(".assistant .replay").last.click()
+    replay = opened.value
+    replay.get_by_text("A generation, replayed").wait_for()
+    assert re.search(r" \(1 of 4\)", replay.inner_text("#step-label"))
+    assert replay.locator("#requests details").count() == 1
+    assert "Second" in replay.inner_text("#requests")
+    assert replay.locator("#timeline .owner").count() == 1
+    drawn = replay.locator(".drawn-token").all_text_contents()
+    assert "".join(drawn) == page.locator(".assistant .content").last.text_content()
+    assert replay.locator(".drawn-token[aria-pressed=true]").text_content() == drawn[0]
+
+
+def test_replays_that_are_not_kept_are_404(traced, server, visit):
+    for running, words in ((traced, "not recorded, or not any more"), (server, "Not Found")):
+        response = running.get("/trace/chatcmpl-unknown")
+        assert response.status_code == 404
+        assert words in response.json()["error"]["message"]
+    page = visit(server)
+    set_parameters(page, max_tokens=3)
+    send(page, "Hello")
+    finished(page)
+    assert page.locator(".replay:visible").count() == 0
+
+
+def test_markup_stays_text_and_reasoning_is_folded(traced, visit):
+    page = visit(traced)
+    answer_with(page, chunk(reasoning_content="<b>hm</b>"), chunk(content=NASTY[:30]), chunk("stop", content=NASTY[30:]))
+    send(page, NASTY)
+    finished(page)
+    for role in ("user", "assistant"):
+        shown = page.locator(f".{role} .content")
+        assert page.locator(f".{role} :is(img, b, i, script)").count() == 0
+        assert shown.locator("pre").text_content() == "<i>code</i>\n"
+        assert shown.text_content() == NASTY.replace("```html\n", "").replace("```\n", "")
+    thoughts = page.locator(".assistant .reasoning")
+    assert thoughts.inner_text() == "Reasoning"
+    thoughts.locator("summary").click()
+    assert thoughts.inner_text() == "Reasoning\n<b>hm</b>"
+    assert page.locator(".user .reasoning:visible").count() == 0
+    assert page.title() == "tiny-qwen3 · nanoinfer"
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.click(".assistant .copy")
+    assert page.evaluate("navigator.clipboard.readText()") == NASTY
+
+
+def test_a_base_model_continues_the_text(visit):
+    with serving(base_llm) as running:
+        page = visit(running)
+        set_parameters(page, seed=5, max_tokens=8)
+        text = "Once upon a time"
+        params = SamplingParams(temperature=0.7, seed=5, max_tokens=8)
+        page.fill("#input", text)
+        for _ in range(2):
+            page.press("#input", "Enter")
+            page.locator(".note:has-text('finish reason')").wait_for()
+            before, text = text, text + running.async_llm.llm.generate(text, params, use_tqdm=False)[0].outputs[0].text
+            finished(page)
+            assert page.input_value("#input") == text
+        page.click(".retry")
+        finished(page)
+        assert page.input_value("#input") == text != before
+        page.reload()
+        assert page.input_value("#input") == text
+        page.click("#new")
+        assert page.input_value("#input") == ""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_readable_and_narrow_enough_for_a_telephone(keyed, visit, scheme):
+    page = visit(keyed, color_scheme=scheme, viewport={"width": 360, "height": 640})
+    set_parameters(page, seed=3)
+    page_color = {"light": "rgb(244, 244, 241)", "dark": "rgb(20, 22, 26)"}[scheme]
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == page_color
+    long = "x" * 300
+    answer_with(page, chunk(reasoning_content=long), chunk("stop", content=f"{long}\n```\n{long}\n```\n"))
+    send(page, long)
+    finished(page)
+    page.unroute_all()
+    page.click(".assistant summary")
+    send(page, "Hello")
+    count, poor = page.evaluate(POOR_CONTRASTS)  # with the dialog
+    page.press("#key", "Escape")
+    finished(page)
+    assert page.locator(".error:visible").count() == 1
+    for open_panel in (True, False):
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.evaluate("byId('log').scrollWidth <= byId('log').clientWidth")
+        box = page.locator("#send").bounding_box()
+        assert box["x"] + box["width"] <= 360
+        assert box["y"] + box["height"] <= 640
+        more, worse = page.evaluate(POOR_CONTRASTS)
+        count, poor = count + more, poor + worse
+        if open_panel:
+            page.click("#panel > summary")
+    assert count > 40
+    assert poor == []
