@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -56,7 +56,10 @@ def serving(*replies, models=("fake",)):
                 seen.peak = max(seen.peak, len(running))
                 answer = left.pop(0) if len(left) > 1 else left[0]
             try:
-                for part in [answer] if isinstance(answer, bytes) else answer:
+                parts = [answer] if isinstance(answer, bytes) else answer
+                for number, part in enumerate(parts, start=1):
+                    if number == len(parts):
+                        running.remove(self)  # before the client can know that it is answered
                     if isinstance(part, bytes):
                         self.wfile.write(part)
                     else:
@@ -64,7 +67,8 @@ def serving(*replies, models=("fake",)):
             except OSError:
                 seen.has_left.set()
             finally:
-                running.remove(self)
+                with suppress(ValueError):
+                    running.remove(self)
 
         def log_message(self, *_):
             pass

@@ -68,3 +68,12 @@ def serving(make_llm=lambda: LLM("tiny-qwen3", seed=0), *, max_num_queued_reques
         assert not thread.is_alive()
         tiny_models.assert_nothing_is_left(async_llm)
         assert async_llm._num_requests == 0
+
+
+def new_client(server, *, strict):
+    """OpenAI's client. strict: it checks the shape of every answer."""
+    import openai
+
+    return openai.OpenAI(
+        base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60, _strict_response_validation=strict
+    )

@@ -31,9 +31,20 @@ ALLOWED = {
     "async_llm": {"words", "engine", "llm"},
     "server": {"words", "tracing", "tokenization", "engine", "async_llm"},
     "bundled": {"words", "llm"},
-    "bench": {"words", "tracing", "scheduling", "attention", "models", "sampling", "engine", "llm"} | {"server"},
-    "cli": {"words", "tracing", "devices", "scheduling", "attention", "models", "execution", "llm", "async_llm", "server"}
-    | {"bench"},
+    "bench": {"words", "tracing", "scheduling", "attention", "models", "sampling", "engine", "llm", "server"},
+    "cli": {
+        "words",
+        "tracing",
+        "devices",
+        "scheduling",
+        "attention",
+        "models",
+        "execution",
+        "llm",
+        "async_llm",
+        "server",
+        "bench",
+    },
 }
 
 

@@ -6,7 +6,6 @@ for name in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx2"):
     pytest.importorskip(name, reason=f'{name} is not installed; pip install "nanoinfer[test]"')
 
 import http_server  # noqa: E402
-import openai  # noqa: E402
 
 from nanoinfer import LLM  # noqa: E402
 
@@ -25,7 +24,7 @@ def llm():
 
 @pytest.fixture(scope="session")
 def client(server):
-    with new_client(server, strict=True) as strict:
+    with http_server.new_client(server, strict=True) as strict:
         yield strict
 
 
@@ -34,11 +33,5 @@ def lenient_client(server):
     """For two shapes that OpenAI's types exclude and its API returns: a completion's chunk has finish_reason null, and the
     first token of an echoed prompt has the log-probability null.
     """
-    with new_client(server, strict=False) as lenient:
+    with http_server.new_client(server, strict=False) as lenient:
         yield lenient
-
-
-def new_client(server, *, strict):
-    return openai.OpenAI(
-        base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60, _strict_response_validation=strict
-    )

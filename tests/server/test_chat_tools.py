@@ -6,7 +6,6 @@ import http_server
 import openai
 import pydantic
 import pytest
-from conftest import new_client
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from tool_cases import NAMED, QUESTION, TOOLS, check_call
 
@@ -37,7 +36,7 @@ def options(soon):
 
 @pytest.fixture(scope="module")
 def tool_client(tool_server):
-    with new_client(tool_server, strict=True) as client:
+    with http_server.new_client(tool_server, strict=True) as client:
         yield client
 
 
