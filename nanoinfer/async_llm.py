@@ -22,7 +22,7 @@ from typing import Literal
 
 from nanoinfer.engine.inputs import PreparedRequest, PromptType
 from nanoinfer.engine.request import Request
-from nanoinfer.errors import EngineDeadError, InvalidValueError, QueueFullError, first_line
+from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError, QueueFullError, first_line
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
@@ -101,7 +101,7 @@ class AsyncLLM:
         so_far: dict[int, Delta] = {}
         try:
             async for deltas in stream:
-                for delta in deltas:
+                for delta in deltas if output_kind != "final_only" else ():
                     so_far[delta.index] = merge(so_far.get(delta.index), delta)
                 if stream.output is not None and output_kind != "delta":
                     yield stream.output
@@ -122,7 +122,10 @@ class AsyncLLM:
 
         has_news: Set when the stream has deltas. Several streams may share one, to be read together with take().
         """
-        self._loop = self._loop or asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
+            raise NanoinferError("an AsyncLLM belongs to the event loop of its first request; make one in each asyncio.run()")
+        self._loop = loop
         self.check_health()
         if self._limit is not None and self._num_requests >= self._limit:
             raise QueueFullError(
@@ -153,6 +156,8 @@ class AsyncLLM:
         """Raises: EngineDeadError if the engine is dead or shut down."""
         if self._error is not None:
             raise EngineDeadError(f"the engine is dead: {self._error}; restart it")
+        if not self._thread.is_alive() and not self._is_closing:
+            raise EngineDeadError("the engine's thread has ended; restart it")
         if self._is_closing:
             raise EngineDeadError("the engine is shutting down and accepts no requests")
 
@@ -208,7 +213,7 @@ class AsyncLLM:
                 if engine.num_unfinished:
                     engine.step()
                     num_failed = 0
-            except Exception as error:
+            except BaseException as error:  # also a panic of a library in Rust. Ctrl-C never arrives in this thread
                 num_failed += 1
                 self._step_failed(error, is_dead=num_failed == MAX_FAILED_STEPS)
             self._publish()
@@ -225,7 +230,7 @@ class AsyncLLM:
         self.engine.abort(*self._streams)
         self._has_ended = True
 
-    def _step_failed(self, error: Exception, *, is_dead: bool) -> None:
+    def _step_failed(self, error: BaseException, *, is_dead: bool) -> None:
         """Fail the requests that were in two failed steps, or all of them. The engine computes the others again."""
         logger.exception("a step failed")
         reason = f"{type(error).__name__}: {first_line(error)}"

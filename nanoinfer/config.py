@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nanoinfer.sampling.sampler import Stage
     from nanoinfer.tracing import Tracer
 
-MAX_ROWS_WITH_DRAFTS = 256  # of a step. More running sequences than this draft nothing
+MAX_ROWS_WITH_DRAFTS = 256  # of a step, unless max_num_seqs is larger
 
 DTYPES = {
     "auto": "auto",

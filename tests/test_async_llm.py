@@ -10,7 +10,7 @@ import tiny_models
 
 from nanoinfer import LLM, AsyncLLM, SamplingParams
 from nanoinfer.async_llm import merge
-from nanoinfer.errors import EngineDeadError, InvalidPromptError, InvalidValueError, QueueFullError
+from nanoinfer.errors import EngineDeadError, InvalidPromptError, InvalidValueError, NanoinferError, QueueFullError
 from nanoinfer.outputs import Delta
 
 PROMPTS = ["Once upon a time", "The cat", "One day, Lily", "Tim and Anna went"]
@@ -226,6 +226,46 @@ def test_after_three_failed_steps_in_a_row_the_engine_is_dead():
         return outputs
 
     assert [output.outputs[0].finish_reason for output in serve_failing(scenario)] == ["error", "error"]
+
+
+def test_a_panic_of_a_library_fails_the_request_and_not_the_thread():
+    class Panic(BaseException):
+        pass
+
+    def panic(output_ids, logits):
+        raise Panic("a Rust library panicked")
+
+    async def scenario(async_llm):
+        bad = await final(async_llm, PROMPTS[0], params(logits_processors=[panic]))
+        return bad, await final(async_llm, PROMPTS[0], params())
+
+    bad, good = serve(scenario)
+    assert (bad.outputs[0].finish_reason, bad.outputs[0].error) == ("error", "Panic: a Rust library panicked")
+    assert good.outputs[0].finish_reason == "length"
+
+
+def test_a_second_event_loop_is_refused():
+    async def first():
+        async_llm = AsyncLLM(lambda: LLM("tiny-qwen3", seed=0))
+        await final(async_llm, PROMPTS[0], params(max_tokens=1))
+        return async_llm
+
+    async_llm = asyncio.run(first())
+    with pytest.raises(NanoinferError, match="belongs to the event loop of its first request"):
+        asyncio.run(final(async_llm, PROMPTS[0], params()))
+    asyncio.run(async_llm.shutdown())
+
+
+def test_a_thread_that_has_ended_is_no_healthy_engine():
+    async def main():
+        async_llm = AsyncLLM(lambda: LLM("tiny-qwen3", seed=0))
+        await final(async_llm, PROMPTS[0], params(max_tokens=1))
+        async_llm._commands.put(async_llm._end)
+        async_llm._thread.join()
+        with pytest.raises(EngineDeadError, match="thread has ended"):
+            async_llm.check_health()
+
+    asyncio.run(main())
 
 
 def test_an_error_of_loading_is_raised_by_the_constructor():

@@ -46,8 +46,9 @@ class DraftModelProposer:
                 item.sequence.num_computed_tokens += item.num_new_tokens
             sampled = {one.sequence: one for one in output.sequences}
             for draft in running:
-                if (one := sampled.get(draft.twin)) is None:
-                    continue  # a chunk of its tokens, or none of them, was computed
+                if (one := sampled.get(draft.twin)) is None:  # a chunk of its tokens, or none of them, was computed
+                    draft.limit = len(draft.token_ids)  # the rest follows in later steps: a long prompt delays no others
+                    continue
                 draft.twin.token_ids += one.token_ids
                 draft.token_ids += one.token_ids
                 if one.error:

@@ -78,7 +78,8 @@ class Speculator:
     def add_drafts(self, plan: StepPlan) -> StepPlan:
         """Return the plan with drafts for the sequences for which they are expected to pay.
 
-        Drafts take blocks only if they are free, the oldest sequence first. No sequence waits or is preempted for them.
+        Drafts take blocks only if they are free, the oldest sequence first. A block whose draft was wrong stays with its
+        sequence, which comes to need it.
         """
         num_rows = len(plan.rows)
         candidates, limits = [], []
@@ -140,7 +141,7 @@ class Speculator:
         return num
 
     def _with_draft(self, item: ScheduledSequence, draft: list[int]) -> ScheduledSequence:
-        """The item with as much of the draft as free blocks hold, allocated."""
+        """The item with its draft, whose blocks are allocated. If too few are free, the sequence's own blocks limit it."""
         seq = item.sequence
         if draft and not self._block_manager.can_allocate(seq, 1 + len(draft)):
             num_free_slots = len(seq.block_table) * self._block_manager.block_size - seq.num_computed_tokens - 1

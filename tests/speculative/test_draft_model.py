@@ -93,6 +93,25 @@ def test_a_draft_model_frees_its_blocks(path):
     assert manager.num_free_blocks == manager.num_blocks
 
 
+def test_a_draft_model_computes_a_chunk_of_a_long_prompt_per_step(path):
+    speculation = {"method": "draft_model", "model": str(path), "adaptive": False}
+    llm = LLM(path, speculative_config=speculation, chunk_size=16, **SMALL)
+    proposer = llm.engine.speculator.proposer
+    launched, launch = [], proposer._executor.launch
+
+    def launch_and_count(plan, previous):
+        launched[-1].append(sum(item.num_new_tokens for item in plan.scheduled))
+        return launch(plan, previous)
+
+    proposer._executor.launch = launch_and_count
+    request = llm.engine.add_request(list(range(64)), SamplingParams(max_tokens=30, temperature=0, detokenize=False))
+    while request.output is None:
+        launched.append([])
+        llm.engine.step()
+    assert launched[:8] == [[], [], [], [], [16], [16], [16], [16]]  # its prompt, four steps. Then the draft model's own
+    assert llm.engine.speculator.metrics.num_accepted_tokens > 10
+
+
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_random_requests_have_the_same_bits_with_drafts_and_without(method, capsys):
     assert random_run.main(["--requests", "60", "--seed", "5", "--speculative", method, "--enforce-eager"]) == 0
