@@ -145,14 +145,12 @@ class InputProcessor:
         Raises: as render_chat and constrain_calls do, with the conversation's index.
         """
         is_batch = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
-        conversations = messages if is_batch else [messages]
+        chats = messages if is_batch else [messages]
         schemas = tool_schemas(tools or [])
         prompts, constrained = [], []
-        for index, (conversation, one) in enumerate(
-            zip(conversations, one_per_prompt(params, len(conversations)), strict=True)
-        ):
+        for index, (chat, one) in enumerate(zip(chats, one_per_prompt(params, len(chats)), strict=True)):
             with with_prompt_index(index):
-                prompt = self.render_chat(conversation, tools=None if tool_choice == "none" else schemas, **rendering)
+                prompt = self.render_chat(chat, tools=None if tool_choice == "none" else schemas, **rendering)
                 prompts.append(prompt)
                 constrained.append(self.constrain_calls(one, prompt, schemas, tool_choice))
         return prompts, constrained
