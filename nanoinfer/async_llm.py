@@ -7,8 +7,9 @@ In: prompts and SamplingParams. Out: RequestOutputs, or merged Deltas, as they g
                                     step, step, step ...
     stream  <-- one call per step --  the new Deltas of all requests
 
-Prompts are parsed, rendered and tokenised in further threads, so a long prompt delays nobody. Deltas that wait to be read are
-merged into one per answer, so a slow reader costs little memory.
+Prompts are parsed, rendered and tokenised in further threads, so a long prompt delays nobody. Grammars are compiled in threads
+of their own, so a request without a grammar never waits for them. Deltas that wait to be read are merged into one per answer,
+so a slow reader costs little memory.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Literal
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 OUTPUT_KINDS = ("cumulative", "delta", "final_only")
+NUM_GRAMMAR_THREADS = 8  # most of them wait for the one process that tries new grammars, and give up after MAX_WAIT_SECONDS
 MAX_FAILED_STEPS = 3  # in a row: the engine is dead
 
 
@@ -57,6 +59,7 @@ class AsyncLLM:
         """
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._grammar_threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, "nanoinfer grammar")
         self._num_requests = 0  # accepted, and not delivered to the end
         self._is_closing = False
         self._error: str | None = None  # why the engine is dead
@@ -92,7 +95,7 @@ class AsyncLLM:
 
         Raises:
             InvalidPromptError, InvalidTypeError, InvalidValueError: As LLM.generate does.
-            QueueFullError: Too many requests wait already.
+            QueueFullError: Too many requests wait already, or too many new grammars.
             EngineDeadError: The engine has failed, or shutdown() was called.
         """
         if output_kind not in OUTPUT_KINDS:
@@ -115,11 +118,12 @@ class AsyncLLM:
     async def add_request(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> "RequestStream":
         """Queue a request, and return its stream, which the caller closes whatever happens. Raises: as generate does."""
         params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
-        return await self.submit(lambda: self.engine.inputs.prepare(prompt, params))
+        return await self.submit(lambda: self.engine.inputs.prepare_prompt(prompt, params))
 
     async def submit(self, prepare: Callable[[], PreparedRequest], has_news: asyncio.Event | None = None) -> "RequestStream":
         """Queue what prepare() returns, as add_request does. It runs in a thread of its own, and may raise.
 
+        prepare: Leaves the grammar out, as InputProcessor.prepare_prompt does. It is compiled here.
         has_news: Set when the stream has deltas. Several streams may share one, to be read together with take().
         """
         loop = asyncio.get_running_loop()
@@ -136,6 +140,9 @@ class AsyncLLM:
         try:
             prepared = await asyncio.to_thread(prepare)
             self.check_health()
+            if prepared.params.structured_outputs is not None:
+                prepared = await self._loop.run_in_executor(self._grammar_threads, self.engine.inputs.compile_grammar, prepared)
+                self.check_health()
         except BaseException:
             self._num_requests -= 1
             raise
@@ -174,6 +181,7 @@ class AsyncLLM:
             await asyncio.sleep(0.02)
         self._commands.put(self._end)
         await asyncio.to_thread(self._thread.join)
+        self._grammar_threads.shutdown(wait=False)
         await asyncio.sleep(0)  # the last deltas are delivered
 
     def _close(self, stream: "RequestStream") -> None:

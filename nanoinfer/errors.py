@@ -10,7 +10,7 @@ Each message says what is wrong, what was given, what is allowed, and the way ou
     │       ├── CheckpointNotFoundError (FileNotFoundError)
     │       └── WeightsError                  missing, unexpected, misshaped or damaged tensors
     ├── InvalidTypeError (TypeError)          a value of the wrong type
-    ├── QueueFullError                        too many requests wait: AsyncLLM, the server
+    ├── QueueFullError                        too many requests wait, or too many new grammars: AsyncLLM, the server
     └── EngineDeadError                       the engine of an AsyncLLM has failed, or was shut down
 
 A prompt that is only too long for the engine raises nothing. Its result has finish_reason "error", and the other prompts of the
@@ -62,7 +62,7 @@ class InvalidTypeError(NanoinferError, TypeError):
 
 
 class QueueFullError(NanoinferError):
-    """Too many requests wait already."""
+    """Too many requests wait already, or too many new grammars."""
 
 
 class EngineDeadError(NanoinferError):

@@ -2,16 +2,18 @@
 
 import asyncio
 import random
+import threading
 import time
 from itertools import pairwise
 
 import pytest
 import tiny_models
 
-from nanoinfer import LLM, AsyncLLM, SamplingParams
+from nanoinfer import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.async_llm import merge
 from nanoinfer.errors import EngineDeadError, InvalidPromptError, InvalidValueError, NanoinferError, QueueFullError
 from nanoinfer.outputs import Delta
+from nanoinfer.tokenization import grammar
 
 PROMPTS = ["Once upon a time", "The cat", "One day, Lily", "Tim and Anna went"]
 
@@ -162,6 +164,25 @@ def test_beyond_the_queue_a_request_is_refused():
             stream.close()
 
     serve(scenario, max_num_queued_requests=2)
+
+
+def test_new_grammars_that_take_long_delay_no_request_without_one(monkeypatch):
+    pytest.importorskip("llguidance")
+    may_end = threading.Event()
+    monkeypatch.setattr(grammar._trial_process, "ask", lambda request: "too slow" if may_end.wait(30) else None)
+
+    async def scenario(async_llm):
+        forms = [StructuredOutputsParams(regex=f"a{{{i}}}b") for i in range(40)]
+        slow = [asyncio.create_task(final(async_llm, PROMPTS[0], params(structured_outputs=form))) for form in forms]
+        await asyncio.sleep(0.2)
+        free = await final(async_llm, PROMPTS[0], params())
+        assert not any(task.done() for task in slow)
+        may_end.set()
+        return free, await asyncio.gather(*slow, return_exceptions=True)
+
+    free, errors = serve(scenario)
+    assert free.finished
+    assert {str(error) for error in errors} == {"regex cannot be used: too slow"}
 
 
 def test_abort_ends_the_stream():

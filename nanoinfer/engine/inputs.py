@@ -73,9 +73,13 @@ class InputProcessor:
         self._grammars = GrammarCompiler(tokenizer, info.vocab_size)
 
     def prepare(self, prompt: Any, params: SamplingParams) -> PreparedRequest:
+        """Parse, tokenise and check one prompt, and compile its grammar. Raises: as the two methods below do."""
+        return self.compile_grammar(self.prepare_prompt(prompt, params))
+
+    def prepare_prompt(self, prompt: Any, params: SamplingParams) -> PreparedRequest:
         """Parse, tokenise and check one prompt. A prompt that is too long is not refused, see PreparedRequest.error.
 
-        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError, UnsupportedError.
+        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError.
         """
         text, token_ids = self._parse(prompt)
         if not isinstance(params, SamplingParams):
@@ -83,8 +87,15 @@ class InputProcessor:
         params = params.clone()  # the caller may change them while the request runs
         bad_words = self._check(token_ids, params)
         error = self._too_long(len(token_ids)) if len(token_ids) >= self._info.max_model_len else None
-        grammar = None if params.structured_outputs is None else self._grammars.compile(params.structured_outputs)
-        return PreparedRequest(text, token_ids, params, bad_words, error, grammar)
+        return PreparedRequest(text, token_ids, params, bad_words, error)
+
+    def compile_grammar(self, prepared: PreparedRequest) -> PreparedRequest:
+        """Add the grammar, if there is one. A new one may wait for the trials of others, for seconds.
+
+        Raises: InvalidValueError, UnsupportedError, QueueFullError.
+        """
+        form = prepared.params.structured_outputs
+        return prepared if form is None else replace(prepared, grammar=self._grammars.compile(form))
 
     def prepare_all(self, prompts: Any, params: SamplingParams | Sequence[SamplingParams]) -> list[PreparedRequest]:
         """Prepare one prompt or a list of them, with one SamplingParams for all or one per prompt.

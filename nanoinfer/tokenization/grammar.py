@@ -12,7 +12,8 @@ import json
 import random
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 MAX_CHARACTERS = 2**16  # of a schema, a regular expression, all choices, or a grammar
 MAX_STRING = 2**13  # characters of a single string in a schema
 MAX_NESTING = 64  # of a schema
-MAX_KEPT = 32  # grammars that are kept compiled
+MAX_KEPT = 128  # grammars that need no second trial
+MAX_WAIT_SECONDS = 2.0  # for the trials of other grammars
 TRIAL_SECONDS, TRIAL_BYTES = 1.5, 2**30
 TRIAL_TOKENS, TRIAL_TOKEN_SECONDS = 64, 0.05
 
@@ -43,6 +45,7 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 
+_LISTING = re.compile(r"\n *1 \| ")
 _TAG = re.compile(r"<[!-~]*>")
 _END = "<|end of the grammar|>"
 _SAMPLE = ' {"a":\n\t[1,  "é€😀"]}\n'
@@ -51,16 +54,14 @@ _SAMPLE = ' {"a":\n\t[1,  "é€😀"]}\n'
 class GrammarState:
     """Where one answer is in its grammar."""
 
-    def __init__(self, matcher: "LLMatcher", end_id: int, origin: "GrammarState | None" = None) -> None:
+    def __init__(self, matcher: "LLMatcher", end_id: int) -> None:
         """end_id: llguidance's EOS."""
         self._matcher = matcher
         self._end_id = end_id
-        self._origin = origin or self
-        self.is_exhausted = False  # whether a copy has reached a limit of the lexer that all copies share
 
     def copy(self) -> "GrammarState":
-        """A second state at the same place. All copies share what the grammar's lexer has computed so far."""
-        return GrammarState(self._matcher.deep_copy(), self._end_id, self._origin)
+        """A second state at the same place. All copies share the grammar's lexer, and max_lexer_states is for all of them."""
+        return GrammarState(self._matcher.deep_copy(), self._end_id)
 
     def advance(self, token_id: int) -> None:
         """Append a token that is neither EOS nor a stop id."""
@@ -84,10 +85,7 @@ class GrammarState:
     @property
     def error(self) -> str | None:
         """Why the grammar cannot be followed further, such as a limit that it reached."""
-        if not self._matcher.is_error():
-            return None
-        self._origin.is_exhausted = True
-        return f"structured_outputs: {_one_line(self._matcher)}"
+        return f"structured_outputs: {_reason(self._matcher)}" if self._matcher.is_error() else None
 
 
 class GrammarCompiler:
@@ -102,24 +100,15 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._lock = Lock()
         self._converted: tuple[LLTokenizer, int] | None = None
-        self._kept: dict[StructuredOutputsParams, GrammarState] = {}
 
     def compile(self, params: StructuredOutputsParams) -> GrammarState:
-        """The state at the beginning of an answer.
+        """The state at the beginning of an answer. It shares nothing with earlier ones, and takes 1 to 5 ms after the trial.
 
         Raises:
             InvalidValueError: The grammar is not valid, or too expensive. There is no tokenizer.
             UnsupportedError: llguidance is not installed, or cannot use the tokenizer.
+            QueueFullError: Too many threads wait for the trial of a new grammar.
         """
-        kept = self._kept.get(params)
-        if kept is None or kept.is_exhausted:
-            kept = self._compile(params)
-            if len(self._kept) >= MAX_KEPT:
-                self._kept.pop(next(iter(self._kept)), None)
-            self._kept[params] = kept
-        return kept.copy()
-
-    def _compile(self, params: StructuredOutputsParams) -> GrammarState:
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError as error:
@@ -127,16 +116,11 @@ class GrammarCompiler:
                 "structured_outputs requires llguidance, which is not installed; pip install 'nanoinfer[structured]'"
             ) from error
         tokenizer, end_id = self._convert()
-        grammar = _grammar(params)
-        refusal = _trial_process.ask(grammar)
-        if refusal is None:
-            refusal = f"the grammar takes more than {TRIAL_SECONDS} s, or too much memory"
-        if not refusal:
-            state = GrammarState(LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS)), end_id)
-            forbidden = np.empty(self._vocab_size, dtype=np.uint8)
-            state.write_forbidden(forbidden, ())  # the first mask takes longest, and here it delays no other request
-            refusal = state.error or ("only an empty answer is allowed" if forbidden.all() else "")
-        if refusal:
+        grammar = _tried_grammar(params)
+        state = GrammarState(LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS)), end_id)
+        forbidden = np.empty(self._vocab_size, dtype=np.uint8)
+        state.write_forbidden(forbidden, ())  # the first mask takes longest, and here it delays no other request
+        if refusal := state.error or ("only an empty answer is allowed" if forbidden.all() else ""):
             raise InvalidValueError(f"{params.form} cannot be used: {refusal}")
         return state
 
@@ -176,6 +160,18 @@ def _with_text_tokens(tokenizer_json: str) -> str:
     return json.dumps(tokenizer)
 
 
+@lru_cache(MAX_KEPT)  # errors are not kept, since a busy machine may be their cause
+def _tried_grammar(params: StructuredOutputsParams) -> str:
+    """The parameters as a grammar that the other process has tried. Raises: InvalidValueError, QueueFullError."""
+    grammar = _grammar(params)
+    refusal = _trial_process.ask(json.dumps(grammar))
+    if refusal is None:
+        refusal = f"the grammar takes more than {TRIAL_SECONDS} s, or too much memory"
+    if refusal:
+        raise InvalidValueError(f"{params.form} cannot be used: {refusal}")
+    return grammar
+
+
 def _grammar(params: StructuredOutputsParams) -> str:
     """The parameters as a grammar in llguidance's own notation. Raises: InvalidValueError."""
     from llguidance import LLMatcher, grammar_from
@@ -186,7 +182,7 @@ def _grammar(params: StructuredOutputsParams) -> str:
         raise InvalidValueError(f"{form} must have at most {MAX_CHARACTERS} characters, got {len(text)}")
     try:
         if form in ("json", "json_object"):
-            _check_schema(json.loads(text))
+            check_schema("json", json.loads(text))
             options = {"whitespace_flexible": not params.disable_any_whitespace}
             return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
         return grammar_from(form, text)  # type: ignore[arg-type]
@@ -194,48 +190,56 @@ def _grammar(params: StructuredOutputsParams) -> str:
         raise InvalidValueError(f"{form} cannot be used: {first_line(error)}") from error
 
 
-def _check_schema(value: object, depth: int = 0) -> None:
-    """Refuse what is nested too deep, and too long strings. Descriptions are not read, but count."""
+def check_schema(name: str, value: object, depth: int = 0) -> None:
+    """Refuse what is nested too deep, and too long strings. Descriptions are not read, but count.
+
+    name: What the schema is, for the error.
+    """
     if depth > MAX_NESTING:
-        raise InvalidValueError(f"json must be nested at most {MAX_NESTING} deep")
+        raise InvalidValueError(f"{name} must be nested at most {MAX_NESTING} deep")
     if isinstance(value, str) and len(value) > MAX_STRING:
-        raise InvalidValueError(f"each string of json must have at most {MAX_STRING} characters, got {len(value)}")
+        raise InvalidValueError(f"each string of {name} must have at most {MAX_STRING} characters, got {len(value)}")
     for child in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_schema(child, depth + 1)
+        check_schema(name, child, depth + 1)
 
 
-def _one_line(matcher: "LLMatcher") -> str:
-    """Its error, or ""."""
-    return " ".join(matcher.get_error().split())[:300]
+def _reason(matcher: "LLMatcher") -> str:
+    """Its error on one line, or "". It ends where llguidance lists the grammar, of which we may have written a part."""
+    return " ".join(_LISTING.split(matcher.get_error())[0].split())[:300]
 
 
 # ---- in the process that can be stopped
 
 
-def _try_grammar(grammar: str) -> str:
-    """Compile a grammar and follow it for some random bytes. Returns why it is refused, or ""."""
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
-    rng = random.Random(0)
-    for _ in range(TRIAL_TOKENS):
-        if matcher.is_stopped():
-            break
-        start = time.process_time()
-        bits = int.from_bytes(matcher.compute_bitmask(), "little")
-        if time.process_time() - start > TRIAL_TOKEN_SECONDS:
-            return f"a token of it takes more than {TRIAL_TOKEN_SECONDS} s"
-        if allowed := [byte for byte in range(256) if bits >> byte & 1]:
-            matcher.consume_token(rng.choice(allowed))
-    return _one_line(matcher)
-
-
 def main() -> None:
     """Try one grammar per line."""
-    serve(_try_grammar, max_seconds=TRIAL_SECONDS, max_bytes=TRIAL_BYTES)
+    serve(_prepare, max_seconds=TRIAL_SECONDS, max_bytes=TRIAL_BYTES)
 
 
-_trial_process = HelperProcess(__name__)
+def _prepare() -> Callable[[bytes], str]:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    tokenizer, limits = LLTokenizer("byte"), LLParserLimits(**_LIMITS)
+
+    def reply(request: bytes) -> str:
+        """Compile a grammar and follow it for some random bytes. Returns why it is refused, or ""."""
+        matcher = LLMatcher(tokenizer, json.loads(request), log_level=0, limits=limits)
+        rng = random.Random(0)
+        for _ in range(TRIAL_TOKENS):
+            if matcher.is_stopped():
+                break
+            start = time.process_time()
+            bits = int.from_bytes(matcher.compute_bitmask(), "little")
+            if time.process_time() - start > TRIAL_TOKEN_SECONDS:
+                return f"a token of it takes more than {TRIAL_TOKEN_SECONDS} s"
+            if allowed := [byte for byte in range(256) if bits >> byte & 1]:
+                matcher.consume_token(rng.choice(allowed))
+        return _reason(matcher)
+
+    return reply
+
+
+_trial_process = HelperProcess(__name__, "new grammars", max_wait=MAX_WAIT_SECONDS)
 
 if __name__ == "__main__":
     main()

@@ -11,79 +11,113 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from threading import Lock
 from typing import Any
+
+from nanoinfer.errors import NanoinferError, QueueFullError
 
 
 class HelperProcess:
     """Runs `python -m module`, which calls serve(). Any thread may use it."""
 
-    def __init__(self, module: str) -> None:
-        self._module = module
+    def __init__(self, module: str, subject: str, *, max_wait: float = -1) -> None:
+        """subject: What it works on, for messages. max_wait: Seconds that a request may wait for others. -1 is no limit."""
+        self._module, self._subject, self._max_wait = module, subject, max_wait
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0  # the process that started it. A fork starts its own.
         atexit.register(self.close)
 
-    def ask(self, request: object) -> Any:
-        """Return the reply, or None if there is none."""
-        with self._lock:
-            if self._process is None or self._owner != os.getpid():
-                self._process, self._owner = self._start(), os.getpid()
-            assert self._process.stdin is not None
-            assert self._process.stdout is not None
-            try:
-                self._process.stdin.write(json.dumps(request).encode() + b"\n")
-                self._process.stdin.flush()
-                if line := self._process.stdout.readline():
-                    return json.loads(line)
-            except BrokenPipeError:
-                pass
-            except BaseException:  # Ctrl-C: the next reply would be to this request
+    def ask(self, request: str) -> Any:
+        """Return the reply to a request in JSON, or None if there is none.
+
+        Raises:
+            QueueFullError: It has waited for max_wait.
+            NanoinferError: The process does not start.
+        """
+        if not self._lock.acquire(timeout=self._max_wait):
+            raise QueueFullError(f"too many {self._subject} are being checked; try again later")
+        try:
+            reply = self._exchange(request.encode() + b"\n")
+            if reply is None:
                 self.close()
-                raise
+            return reply
+        except BaseException:  # Ctrl-C: the next reply would be to this request
             self.close()
-            return None
+            raise
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """Stop the process."""
         if self._process is not None and self._owner == os.getpid():
             self._process.kill()
-            self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout):
-                with suppress(BrokenPipeError):
-                    pipe.close()  # type: ignore[union-attr]
+            self._process.communicate()  # closes the pipes
         self._process = None
 
+    def _exchange(self, request: bytes) -> Any:
+        if self._process is None or self._owner != os.getpid():
+            self._process, self._owner = self._start(), os.getpid()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(request)
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            return None
+        return json.loads(line) if line else None
+
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the process with the modules that this one finds."""
+        """Start the process with the modules that this one finds, and wait until it is ready."""
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        return subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", "-m", self._module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is for this process only
+        failed = NanoinferError(
+            f"the process for {self._subject} did not start; `{sys.executable} -m {self._module}` shows why"
         )
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-W", "ignore", "-m", self._module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": path},
+                start_new_session=True,  # Ctrl-C is for this process only
+            )
+        except OSError as error:
+            raise failed from error
+        assert process.stdout is not None
+        if process.stdout.readline() != b"ready\n":
+            process.communicate()
+            raise failed
+        return process
 
 
-def serve(answer: Callable[[Any], object], *, max_seconds: float, max_bytes: int) -> None:
+def serve(prepare: Callable[[], Callable[[bytes], object]], *, max_seconds: float, max_bytes: int) -> None:
     """In the second process: answer requests until the pipe is closed.
 
     Args:
-        answer: Request -> reply.
+        prepare: Imports what is needed, and returns the function that turns a request, in JSON, into the reply.
         max_seconds: A request that takes longer ends the process.
-        max_bytes: The address space of the process. It is limited on Linux only.
+        max_bytes: Memory beyond what the process takes before its first request. It is limited on Linux only.
     """
-    if sys.platform == "linux":
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    replies, sys.stdout = sys.stdout.buffer, sys.stderr  # what a library prints is no reply
+    answer = prepare()
+    _limit_memory(max_bytes)
+    replies.write(b"ready\n")
+    replies.flush()
     for line in sys.stdin.buffer:
         # A thread that needs no interpreter ends the process, also in the middle of a library's function.
         faulthandler.dump_traceback_later(max_seconds, exit=True)
-        reply = answer(json.loads(line))
+        reply = answer(line)
         faulthandler.cancel_dump_traceback_later()
-        print(json.dumps(reply), flush=True)
+        replies.write(json.dumps(reply).encode() + b"\n")
+        replies.flush()
+
+
+def _limit_memory(max_bytes: int) -> None:
+    if sys.platform == "linux":
+        import resource
+
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            taken = int(statm.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + max_bytes, resource.RLIM_INFINITY))

@@ -18,7 +18,7 @@ from nanoinfer.errors import (
     first_line,
     shown,
 )
-from nanoinfer.tokenization.chat_template import renderer
+from nanoinfer.tokenization.chat_template import render
 
 if TYPE_CHECKING:
     import tokenizers
@@ -183,4 +183,4 @@ class Tokenizer:
             )
         arguments = dict(self.hf.special_tokens_map) | template_kwargs  # in transformers too, template_kwargs take precedence
         arguments |= {"conversation": messages, "chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
-        return renderer.render(self.hf.chat_template, arguments)
+        return render(self.hf.chat_template, arguments)

@@ -5,6 +5,7 @@ a call is that of chat_parsing.py.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from inspect import isfunction
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, first_line
 from nanoinfer.structured_outputs import StructuredOutputsParams
 from nanoinfer.tokenization.chat_parsing import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, closes_thinking, opens_thinking
+from nanoinfer.tokenization.grammar import check_schema
 
 Tool = Callable[..., object] | Mapping[str, object]
 ToolChoice = str | Mapping[str, object]  # "auto", "none", "required" or {"type": "function", "function": {"name": ...}}
@@ -122,6 +124,8 @@ def tool_call_grammar(
         tool_choice: As for LLM.chat.
         prompt: The rendered prompt.
         parallel_tool_calls: If False, a required call is the only one.
+
+    Raises: InvalidTypeError, InvalidValueError, as check_tool_choice and check_schema do.
     """
     name = check_tool_choice(tool_choice, tools)
     functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
@@ -132,6 +136,7 @@ def tool_call_grammar(
     for function in functions:
         is_free = is_auto and not function.get("strict")
         parameters = {"type": "object"} if is_free else _closed(function.get("parameters") or _NO_ARGUMENTS)
+        check_schema(f"parameters of the tool {function['name']!r}", parameters)
         head = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
         calls.append(f'{_quoted(head)} %json {json.dumps({**parameters, **_SPACING})} "}}"')
     thinking = _think_block(prompt)
@@ -158,7 +163,7 @@ def tool_call_grammar(
 def after_thinking(params: StructuredOutputsParams, prompt: str) -> StructuredOutputsParams:
     """The same form for an answer that may begin with a think block, unless the prompt has closed it.
 
-    Raises: UnsupportedError for a grammar, which cannot be put behind the block.
+    Raises: UnsupportedError for a grammar, which cannot be put behind the block. InvalidValueError, as check_schema does.
     """
     if closes_thinking(prompt):
         return params
@@ -168,11 +173,12 @@ def after_thinking(params: StructuredOutputsParams, prompt: str) -> StructuredOu
             "pass chat_template_kwargs={'enable_thinking': False}"
         )
     if params.regex is not None:
-        answer = "/" + params.regex.replace("/", r"\/") + "/"
+        answer = "/" + re.sub(r"\\.|/", lambda match: _ESCAPES.get(match[0], match[0]), params.regex, flags=re.S) + "/"
     elif params.choice is not None:
         answer = "(" + " | ".join(map(_quoted, params.choice)) + ")"
     else:
         schema = {"type": "object"} if params.json_object else json.loads(str(params.json))
+        check_schema("json", schema)
         spaces = {"x-guidance": {"whitespace_flexible": not params.disable_any_whitespace}}
         answer = f"%json {json.dumps({**schema, **spaces})}"
     return StructuredOutputsParams(grammar="\n".join([f"start: {_think_block(prompt)} {answer}", _THINKING, _TEXT]))
@@ -180,6 +186,7 @@ def after_thinking(params: StructuredOutputsParams, prompt: str) -> StructuredOu
 
 _THINKING = f"thinking[lazy]: TEXT {json.dumps(END_THINK)}"
 _TEXT = r"TEXT: /(.|\n)*/"
+_ESCAPES = {"/": r"\/", "\\\n": r"\n"}  # what a regular expression between slashes writes differently
 
 
 def _think_block(prompt: str) -> str:

@@ -286,7 +286,7 @@ def test_stop_ids_stop_strings_min_tokens_and_max_tokens(noise):
     assert "mask_bad_words" in ended.error
 
 
-def test_a_grammar_that_reaches_a_limit_fails_its_request_alone_and_is_compiled_again(noise, monkeypatch):
+def test_a_grammar_that_reaches_a_limit_fails_its_request_alone(noise, monkeypatch):
     monkeypatch.setitem(grammar._LIMITS, "max_lexer_states", 60)
     hard = params(max_tokens=200, regex="[ab]*a[ab]{12}")
     outputs = noise.generate(["x", "y"], [hard, params(choice=["yes"])], use_tqdm=False)
@@ -296,6 +296,23 @@ def test_a_grammar_that_reaches_a_limit_fails_its_request_alone_and_is_compiled_
     tiny_models.assert_nothing_is_left(noise)
     monkeypatch.undo()
     assert noise.generate("x", hard, use_tqdm=False)[0].outputs[0].error is None
+
+
+def test_answers_to_other_requests_do_not_use_up_a_grammars_limit(compiler, monkeypatch):
+    monkeypatch.setitem(grammar._LIMITS, "max_lexer_states", 400)
+    form = StructuredOutputsParams(regex="(a|b)*a(a|b){14}c")
+    rng, forbidden = random.Random(0), torch.empty(VOCAB_SIZE, dtype=torch.uint8).numpy()
+
+    def error_after_60_tokens(state):
+        for _ in range(60):
+            state.write_forbidden(forbidden, ())
+            if state.error is None:
+                state.advance(ord(rng.choice("ab")))
+        return state.error
+
+    assert [error_after_60_tokens(compiler.compile(form)) for _ in range(20)] == [None] * 20
+    one = compiler.compile(form)
+    assert any(error_after_60_tokens(one.copy()) for _ in range(20))  # 20 answers to one request would reach it
 
 
 # ---- refusals

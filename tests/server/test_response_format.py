@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from nanoinfer import SamplingParams, StructuredOutputsParams
+from nanoinfer.errors import InvalidValueError
 from nanoinfer.tokenization.tools import after_thinking
 
 pytest.importorskip("llguidance")
@@ -13,6 +14,7 @@ pytest.importorskip("llguidance")
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["Lily", "Tom"]}, "age": {"type": "integer", "maximum": 9}}}
 SCHEMA |= {"required": ["name", "age"], "additionalProperties": False}
 MESSAGES = [{"role": "user", "content": "Tell me a story about Lily"}]
+OPEN = "<|im_start|>assistant\n<think>\n"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -61,17 +63,38 @@ def test_a_form_that_cannot_be_used_gets_400(server, more, message):
     assert message in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("form", [{"json": SCHEMA}, {"choice": ["yes", "no"]}, {"regex": "a/b+"}])
-def test_behind_a_think_block_the_form_begins(form, llm):
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [
+        ({"json": SCHEMA}, '{"name":"Tom","age":7}'),
+        ({"choice": ["yes", "no"]}, "no"),
+        ({"regex": "a/b+"}, "a/bb"),
+        ({"regex": r"a\/b\\/"}, "a/b\\/"),
+        ({"regex": "a\\\nb\n[/]"}, "a\nb\n/"),
+    ],
+)
+def test_behind_a_think_block_the_form_begins(form, answer, llm):
     """The prompt has opened the block. The bundled model does not know how to close it, so a bias helps."""
     tokenizer = llm.get_tokenizer()
-    params = after_thinking(StructuredOutputsParams(**form), "<|im_start|>assistant\n<think>\n")
+    params = after_thinking(StructuredOutputsParams(**form), OPEN)
     state = llm.engine.inputs.prepare([5], SamplingParams(structured_outputs=params)).grammar.copy()
-    answers = {"json": '{"name":"Tom","age":7}', "choice": "no", "regex": "a/bb"}
-    for token_id in tokenizer.encode("Hm, hm.\n</think>\n\n" + answers[next(iter(form))], add_special_tokens=False):
+    for token_id in tokenizer.encode("Hm, hm.\n</think>\n\n" + answer, add_special_tokens=False):
         state.advance(token_id)
         assert state.error is None
     assert state.is_complete or state._matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"regex": "a("}, r"unclosed group$"),  # and nothing of the grammar around it
+        ({"json": {"type": "nope"}}, r"Invalid type: nope$"),
+        ({"json": {"const": "a" * 9000}}, r"^each string of json must have at most 8192 characters, got 9000$"),
+    ],
+)
+def test_behind_a_think_block_an_error_is_about_the_form(form, message, llm):
+    with pytest.raises(InvalidValueError, match=message):
+        llm.engine.inputs.prepare([5], SamplingParams(structured_outputs=after_thinking(StructuredOutputsParams(**form), OPEN)))
 
 
 def test_a_closed_think_block_changes_nothing():

@@ -11,6 +11,7 @@ from nanoinfer.errors import InvalidPromptError
 from nanoinfer.models.checkpoint import BUNDLED
 from nanoinfer.tokenization import chat_template
 from nanoinfer.tokenization.tokenizer import Tokenizer
+from nanoinfer.tokenization.tools import tool_schemas
 
 MESSAGES = [
     {"role": "system", "content": "You are a duck."},
@@ -43,7 +44,7 @@ def get_weather(city: str, days: int = 1):
             "enable_thinking": False,
         },
         {"chat_template": "{{ eos_token }}", "eos_token": "</s>"},
-        {"chat_template": "{{ tools | tojson(indent=2) }}", "tools": [get_weather, {"type": "function"}]},
+        {"chat_template": "{{ tools | tojson(indent=2) }}", "tools": tool_schemas([get_weather])},
         {"chat_template": "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}"},
         {"chat_template": "{% generation %}{{ messages[0].content }}{% endgeneration %}"},
     ],
@@ -55,7 +56,7 @@ def test_the_text_is_that_of_transformers(tokenizer, arguments):
 
 
 def test_what_is_not_json_is_refused(tokenizer):
-    with pytest.raises(InvalidPromptError, match=r"must be JSON \(a complex is not JSON\)"):
+    with pytest.raises(InvalidPromptError, match=r"must be JSON \(Object of type complex is not"):
         tokenizer.apply_chat_template([{"role": "user", "content": 1j}])
     loop = []
     loop.append(loop)
@@ -76,7 +77,7 @@ def test_a_template_that_is_stopped_ends_alone_and_the_next_chat_is_answered(tok
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows")
 def test_a_process_that_was_killed_is_started_again(tokenizer):
     expected = tokenizer.apply_chat_template(MESSAGES)
-    os.kill(chat_template.renderer._process.pid, signal.SIGKILL)
+    os.kill(chat_template._renderer._process.pid, signal.SIGKILL)
     with pytest.raises(InvalidPromptError, match="was stopped"):
         tokenizer.apply_chat_template(MESSAGES)
     assert tokenizer.apply_chat_template(MESSAGES) == expected

@@ -92,6 +92,17 @@ def test_a_free_answer_has_no_grammar():
     assert tool_call_grammar([], "auto", prompt="") is None
 
 
+def test_parameters_have_the_limits_of_a_schema():
+    deep = {"type": "object"}
+    for _ in range(40):
+        deep = {"type": "object", "properties": {"a": deep}}
+    with pytest.raises(InvalidValueError, match="parameters of the tool 'f' must be nested at most 64 deep"):
+        tool_call_grammar([TOOLS[0], tool("f", deep)], "required", prompt="")
+    with pytest.raises(InvalidValueError, match="each string of parameters of the tool 'f' must have at most 8192"):
+        tool_call_grammar([tool("f", {"const": "a" * 9000}, strict=True)], "auto", prompt="")
+    assert tool_call_grammar([tool("f", deep)], "auto", prompt="") is None
+
+
 def test_a_function_is_described_by_its_docstring():
     def weather(city: str, unit: str = "c") -> str:
         """Say the weather.
