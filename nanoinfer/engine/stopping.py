@@ -87,8 +87,12 @@ class StopStrings:
 
     def _num_held(self) -> int:
         """The length of the longest suffix of the text that is a proper prefix of a stop string."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for length in range(min(longest, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-length:]) for stop in self._stops):
-                return length
-        return 0
+        held = 0
+        for stop in self._stops:
+            # The earliest place is the longest suffix. Only places with the stop's first character are compared.
+            start = self.text.find(stop[0], max(len(self.text) - len(stop) + 1, 0))
+            while start >= 0 and len(self.text) - start > held:
+                if stop.startswith(self.text[start:]):
+                    held = len(self.text) - start
+                start = self.text.find(stop[0], start + 1)
+        return held
