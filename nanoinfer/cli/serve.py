@@ -50,7 +50,8 @@ def serve(
         typer.Option(help="Name that clients give as model; may be given several times. Default: the model's."),
     ] = None,
     max_num_queued_requests: Annotated[
-        int, typer.Option(min=0, help="Most requests that wait beside those that run. Further ones get 429.")
+        int,
+        typer.Option(min=0, help="Most requests that wait beside those that run, each counted n times. Others get 429."),
     ] = 1024,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Larger bodies get 413.")] = 2**22,
     shutdown_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests have after SIGTERM.")] = 30,

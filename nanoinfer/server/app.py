@@ -171,7 +171,7 @@ def _add_operations(app: FastAPI, async_llm: AsyncLLM, metrics: Metrics) -> None
 
     @app.get("/metrics")
     async def metrics_text() -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(await metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/version")
     async def version() -> Response:
