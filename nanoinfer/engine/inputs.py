@@ -241,8 +241,9 @@ class InputProcessor:
         error = f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {self._info.max_model_len}, answer included; "
         error += "shorten the prompt"
         if self._info.max_model_len < self._info.max_position_embeddings:
-            limit = self._info.max_position_embeddings
-            error += f", or load the model with a larger max_model_len (up to {limit}) and kv_cache_memory"
+            error += (
+                f", or load the model with max_model_len up to {self._info.max_position_embeddings} and more kv_cache_memory"
+            )
         return error
 
 

@@ -13,16 +13,11 @@ from nanoinfer.engine.request import Request
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.speculative.speculator import Speculator
 
-INFINITY = float("inf")
 BOUNDS = {  # of the histograms' buckets in seconds, as in vLLM
-    "time_to_first_token_seconds": (
-        0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
-        640.0, 2560.0, INFINITY,
-    ),
-    "e2e_request_latency_seconds": (
-        0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
-        7680.0, INFINITY,
-    ),
+    "time_to_first_token_seconds": (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+                                    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+    "e2e_request_latency_seconds": (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
+                                    240.0, 480.0, 960.0, 1920.0, 7680.0),
 }  # fmt: skip
 
 
@@ -73,14 +68,10 @@ class EngineMetrics:
     def add_ended(self, request: Request) -> None:
         """Count a request that is about to be removed from the engine."""
         self._ended.update(_totals_of(request))
-        start, first, end = (
-            request.metrics.arrival_time,
-            request.metrics.first_token_time,
-            request.metrics.finished_time,
-        )
-        for name, time in (("time_to_first_token_seconds", first), ("e2e_request_latency_seconds", end)):
+        times = request.metrics
+        for name, time in zip(BOUNDS, (times.first_token_time, times.finished_time), strict=True):
             if time is not None:
-                self._latencies[name].add(time - start)
+                self._latencies[name].add(time - times.arrival_time)
 
     def read(self, running: Iterable[Request], scheduler: Scheduler, speculator: Speculator | None) -> list[Metric]:
         """The metrics of this moment. running: the requests that have not ended."""
@@ -109,9 +100,9 @@ class _Latencies:
     """Durations, counted by buckets up to the bounds."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
+        self._bounds = (*bounds, float("inf"))
         self._sum = 0.0
-        self._counts = [0] * len(bounds)
+        self._counts = [0] * len(self._bounds)
 
     def add(self, seconds: float) -> None:
         self._sum += seconds

@@ -91,8 +91,7 @@ class StopStrings:
         for stop in self._stops:
             # The earliest place is the longest suffix. Only places with the stop's first character are compared.
             start = self.text.find(stop[0], max(len(self.text) - len(stop) + 1, 0))
-            while start >= 0 and len(self.text) - start > held:
-                if stop.startswith(self.text[start:]):
-                    held = len(self.text) - start
+            while 0 <= start < len(self.text) - held and not stop.startswith(self.text[start:]):
                 start = self.text.find(stop[0], start + 1)
+            held = max(held, len(self.text) - start) if start >= 0 else held
         return held
