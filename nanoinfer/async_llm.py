@@ -19,9 +19,11 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from nanoinfer.engine.inputs import PreparedRequest, PromptType
+from nanoinfer.engine.metrics import Metric
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError, QueueFullError, first_line
 from nanoinfer.llm import LLM
@@ -55,12 +57,13 @@ class AsyncLLM:
         Args:
             make_llm: Returns the LLM. It is called in the engine's thread: OpenMP's threads belong to the thread that computes
                 first, and with a second team beside them they would not spin (devices/openmp.py).
-            max_num_queued_requests: How many requests may wait beside the max_num_seqs that run. None is no limit.
+            max_num_queued_requests: How many requests may wait beside the max_num_seqs that run. One with n answers counts n
+                times. None is no limit.
         """
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grammar_threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, "nanoinfer grammar")
-        self._num_requests = 0  # accepted, and not delivered to the end
+        self._num_answers = 0  # of requests that are accepted, and not delivered to the end
         self._is_closing = False
         self._error: str | None = None  # why the engine is dead
         self.on_deliver: Callable[[Updates], None] | None = None  # called in the event loop, once per step
@@ -118,25 +121,28 @@ class AsyncLLM:
     async def add_request(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> "RequestStream":
         """Queue a request, and return its stream, which the caller closes whatever happens. Raises: as generate does."""
         params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
-        return await self.submit(lambda: self.engine.inputs.prepare_prompt(prompt, params))
+        num_answers = params.n if isinstance(params, SamplingParams) else 1  # prepare refuses anything else
+        return await self.submit(lambda: self.engine.inputs.prepare_prompt(prompt, params), num_answers=num_answers)
 
-    async def submit(self, prepare: Callable[[], PreparedRequest], has_news: asyncio.Event | None = None) -> "RequestStream":
+    async def submit(
+        self, prepare: Callable[[], PreparedRequest], has_news: asyncio.Event | None = None, *, num_answers: int
+    ) -> "RequestStream":
         """Queue what prepare() returns, as add_request does. It runs in a thread of its own, and may raise.
 
-        prepare: Leaves the grammar out, as InputProcessor.prepare_prompt does. It is compiled here.
-        has_news: Set when the stream has deltas. Several streams may share one, to be read together with take().
+        Args:
+            prepare: Leaves the grammar out, as InputProcessor.prepare_prompt does. It is compiled here.
+            has_news: Set when the stream has deltas. Several streams may share one, to be read together with take().
+            num_answers: The n of the request. Each answer is a sequence, which counts towards the limit.
         """
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
             raise NanoinferError("an AsyncLLM belongs to the event loop of its first request; make one in each asyncio.run()")
         self._loop = loop
         self.check_health()
-        if self._limit is not None and self._num_requests >= self._limit:
-            raise QueueFullError(
-                f"{self._num_requests} requests run or wait, and at most {self._limit} may; try again later, or raise "
-                "max_num_queued_requests"
-            )
-        self._num_requests += 1
+        self.check_capacity(num_answers)
+        if self._limit is not None and self._num_answers + num_answers > self._limit:
+            raise QueueFullError(f"{self._num_answers} answers run or wait, and at most {self._limit} may; try again later")
+        self._num_answers += num_answers
         try:
             prepared = await asyncio.to_thread(prepare)
             self.check_health()
@@ -144,9 +150,10 @@ class AsyncLLM:
                 prepared = await self._loop.run_in_executor(self._grammar_threads, self.engine.inputs.compile_grammar, prepared)
                 self.check_health()
         except BaseException:
-            self._num_requests -= 1
+            self._num_answers -= num_answers
             raise
-        stream = RequestStream(prepared, has_news or asyncio.Event(), on_close=self._close, on_complete=self._complete)
+        complete = partial(self._complete, num_answers)
+        stream = RequestStream(prepared, has_news or asyncio.Event(), on_close=self._close, on_complete=complete)
         self._commands.put(lambda: self._add(stream))
         return stream
 
@@ -162,11 +169,32 @@ class AsyncLLM:
     def check_health(self) -> None:
         """Raises: EngineDeadError if the engine is dead or shut down."""
         if self._error is not None:
-            raise EngineDeadError(f"the engine is dead: {self._error}; restart it")
+            raise EngineDeadError(f"the engine is dead: {self._error}; it must be restarted")
         if not self._thread.is_alive() and not self._is_closing:
-            raise EngineDeadError("the engine's thread has ended; restart it")
+            raise EngineDeadError("the engine's thread has ended; it must be restarted")
         if self._is_closing:
             raise EngineDeadError("the engine is shutting down and accepts no requests")
+
+    def check_capacity(self, num_answers: int) -> None:
+        """Raises: InvalidValueError for more answers than can be accepted even while nothing runs."""
+        if self._limit is not None and num_answers > self._limit:
+            raise InvalidValueError(
+                f"{num_answers} answers are requested, and at most {self._limit} may run or wait; "
+                "use fewer prompts or a smaller n"
+            )
+
+    async def get_metrics(self) -> list[Metric]:
+        """See LLM.get_metrics. They are read by the engine's thread between two steps."""
+        if self._is_closing or not self._thread.is_alive():
+            return await asyncio.to_thread(self.engine.get_metrics)
+        metrics: Future[list[Metric]] = Future()
+
+        def read() -> None:
+            if metrics.set_running_or_notify_cancel():  # False: nobody waits for them any more
+                metrics.set_result(self.engine.get_metrics())
+
+        self._commands.put(read)
+        return await asyncio.wrap_future(metrics)
 
     async def shutdown(self, timeout: float | None = 0.0) -> None:
         """Refuse new requests, wait for the unfinished ones, abort those that take longer, and end the engine's thread.
@@ -177,7 +205,7 @@ class AsyncLLM:
         self._is_closing = True
         clock = asyncio.get_running_loop().time
         start = clock()
-        while self._num_requests and self._thread.is_alive() and (timeout is None or clock() - start < timeout):
+        while self._num_answers and self._thread.is_alive() and (timeout is None or clock() - start < timeout):
             await asyncio.sleep(0.02)
         self._commands.put(self._end)
         await asyncio.to_thread(self._thread.join)
@@ -193,8 +221,8 @@ class AsyncLLM:
 
         self._commands.put(abort)
 
-    def _complete(self) -> None:
-        self._num_requests -= 1
+    def _complete(self, num_answers: int) -> None:
+        self._num_answers -= num_answers
 
     def _deliver(self, updates: "Updates") -> None:
         for stream, deltas in updates:

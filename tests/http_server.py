@@ -32,7 +32,7 @@ class HttpServer:
     def wait_until_idle(self, seconds=30):
         """Wait until nothing runs. Returns how long it took."""
         start = time.perf_counter()
-        while self.async_llm.engine.num_unfinished or self.async_llm._num_requests:
+        while self.async_llm.engine.num_unfinished or self.async_llm._num_answers:
             assert time.perf_counter() - start < seconds, "requests are left"
             time.sleep(0.005)
         return time.perf_counter() - start
@@ -67,7 +67,7 @@ def serving(make_llm=lambda: LLM("tiny-qwen3", seed=0), *, max_num_queued_reques
         thread.join(timeout=60)
         assert not thread.is_alive()
         tiny_models.assert_nothing_is_left(async_llm)
-        assert async_llm._num_requests == 0
+        assert async_llm._num_answers == 0
 
 
 def new_client(server, *, strict):

@@ -11,6 +11,7 @@ import tiny_models
 
 from nanoinfer import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.async_llm import merge
+from nanoinfer.engine.metrics import Counter, Gauge
 from nanoinfer.errors import EngineDeadError, InvalidPromptError, InvalidValueError, NanoinferError, QueueFullError
 from nanoinfer.outputs import Delta
 from nanoinfer.tokenization import grammar
@@ -149,8 +150,10 @@ def test_a_bad_prompt_is_refused_and_a_long_one_ends_with_an_error():
 def test_beyond_the_queue_a_request_is_refused():
     async def scenario(async_llm):
         streams = [await async_llm.add_request(PROMPTS[0], params(max_tokens=300, ignore_eos=True)) for _ in range(10)]
-        with pytest.raises(QueueFullError, match="10 requests run or wait, and at most 10 may"):
+        with pytest.raises(QueueFullError, match="10 answers run or wait, and at most 10 may"):
             await async_llm.add_request(PROMPTS[0], params())
+        with pytest.raises(InvalidValueError, match="11 answers are requested, and at most 10 may run or wait"):
+            await async_llm.add_request(PROMPTS[0], params(n=11))
         streams[0].close()
         while async_llm.engine.num_unfinished == 10:
             await asyncio.sleep(0.01)
@@ -183,6 +186,40 @@ def test_new_grammars_that_take_long_delay_no_request_without_one(monkeypatch):
     free, errors = serve(scenario)
     assert free.finished
     assert {str(error) for error in errors} == {"regex cannot be used: too slow"}
+
+
+def test_each_answer_counts_towards_the_limit():
+    async def scenario(async_llm):
+        stream = await async_llm.add_request(PROMPTS[0], params(n=8, max_tokens=300, ignore_eos=True))
+        with pytest.raises(QueueFullError, match="8 answers run or wait"):
+            await async_llm.add_request(PROMPTS[0], params(n=3))
+        stream.close()
+        while async_llm._num_answers:
+            await asyncio.sleep(0.01)
+        return await final(async_llm, PROMPTS[0], params(n=10, max_tokens=2))
+
+    assert len(serve(scenario, max_num_queued_requests=2).outputs) == 10
+
+
+def test_metrics_are_read_while_it_runs_and_while_it_is_idle():
+    async def scenario(async_llm):
+        def values(metrics):
+            return {metric.name: metric.value for metric in metrics if isinstance(metric, Counter | Gauge)}
+
+        idle = values(await async_llm.get_metrics())
+        stream = await async_llm.add_request(PROMPTS[0], params(max_tokens=300, ignore_eos=True))
+        await anext(stream)
+        running = values(await async_llm.get_metrics())
+        cancelled = asyncio.create_task(async_llm.get_metrics())
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        stream.close()
+        return idle, running
+
+    idle, running = serve(scenario)
+    assert idle["vllm:num_requests_running"] == 0
+    assert running["vllm:num_requests_running"] == 1
+    assert 0 < running["vllm:generation_tokens"] < 300
 
 
 def test_abort_ends_the_stream():
@@ -242,7 +279,7 @@ def test_after_three_failed_steps_in_a_row_the_engine_is_dead():
         stage.poison = 0.123
         outputs = [await final(async_llm, PROMPTS[0], params(temperature=0.123)) for _ in range(2)]  # two failed steps, and one
         assert async_llm.errored
-        with pytest.raises(EngineDeadError, match="3 steps in a row have failed: RuntimeError: the stage failed; restart it"):
+        with pytest.raises(EngineDeadError, match="3 steps in a row have failed: RuntimeError: the stage failed; it must be"):
             await async_llm.add_request(PROMPTS[0], params())
         return outputs
 

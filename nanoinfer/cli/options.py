@@ -163,10 +163,7 @@ def resolve_chat_template_kwargs(llm: "LLM | None", options: ChatTemplateOptions
 
     llm: None for a server, whose template is not known.
     """
-    try:
-        given = json.loads(options.chat_template_kwargs or "{}")
-    except (ValueError, RecursionError):
-        given = None
+    given = read_json("--chat-template-kwargs", options.chat_template_kwargs or "{}")
     if not isinstance(given, dict):
         raise InvalidValueError(
             f'--chat-template-kwargs must be a JSON object such as {{"enable_thinking": false}}, '

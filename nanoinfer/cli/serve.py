@@ -36,7 +36,7 @@ def serve(
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Require that a seed gives the same tokens under any load.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="For requests without their own seed.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="For requests without their own seed. Default: drawn and printed.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
     api_key: Annotated[
@@ -50,7 +50,8 @@ def serve(
         typer.Option(help="Name that clients give as model; may be given several times. Default: the model's."),
     ] = None,
     max_num_queued_requests: Annotated[
-        int, typer.Option(min=0, help="Most requests that wait beside those that run. Further ones get 429.")
+        int,
+        typer.Option(min=0, help="Most requests that wait beside those that run, each counted n times. Others get 429."),
     ] = 1024,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Larger bodies get 413.")] = 2**22,
     shutdown_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests have after SIGTERM.")] = 30,
@@ -80,6 +81,7 @@ def serve(
         if model_argument is not None and engine.model is not None:
             raise InvalidValueError(f"the model is given twice, {model_argument!r} and --model {engine.model!r}; leave one out")
         engine = replace(engine, model=model_argument or engine.model)
+        _check_api_keys(api_key)
         if any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn", "prometheus_client")):
             raise NanoinferError('the server needs further packages; pip install "nanoinfer[server]"')
         signal.signal(signal.SIGTERM, _exit)  # while the model loads. Then uvicorn's handler is in its place
@@ -112,6 +114,8 @@ def serve(
                 seed=seed,
                 tracer=recorder,
             )
+            if seed is None:
+                print(f"seed {llm.engine.seed} was drawn; --seed {llm.engine.seed} gives the same answers", file=sys.stderr)
             with suppress(NanoinferError):  # without llguidance, or a tokenizer that it can use
                 # Converting the tokenizer takes seconds, for which every stream would wait at the first structured request.
                 first = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]), detokenize=False)
@@ -122,6 +126,18 @@ def serve(
         server = make_server(async_llm, settings, host=host, port=port, shutdown_timeout=shutdown_timeout)
         _share_the_process()
         server.run()
+
+
+def _check_api_keys(api_keys: list[str] | None) -> None:
+    """Refuse keys that no client can send, or that are there by mistake. Messages never contain a key."""
+    if not api_keys and API_KEY_VARIABLE in os.environ:
+        raise InvalidValueError(f"{API_KEY_VARIABLE} is empty; set it to a key, or unset it for a server without keys")
+    for number, key in enumerate(api_keys or (), start=1):
+        if not key or key != key.strip() or not (key.isascii() and key.isprintable()):
+            raise InvalidValueError(
+                f"API key {number} is empty, has spaces around it, or has characters other than printable ASCII; "
+                f"give another --api-key or {API_KEY_VARIABLE}"
+            )
 
 
 def _share_the_process() -> None:

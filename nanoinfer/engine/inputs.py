@@ -131,7 +131,7 @@ class InputProcessor:
         if clash := own & (chat_template_kwargs or {}).keys():
             raise InvalidValueError(f"chat_template_kwargs must not hold {', '.join(clash)}: that is an argument of its own")
         if tools and not reads_tools(self._tokenizer.get_chat_template(chat_template, has_tools=True)):
-            raise UnsupportedError("this chat template has no place for tools; use a model that has, or pass chat_template=...")
+            raise UnsupportedError("this chat template has no place for tools; use a model or a chat template that has")
         text = self._tokenizer.apply_chat_template(
             conversation,
             chat_template=chat_template,
@@ -201,7 +201,7 @@ class InputProcessor:
             return (text, _token_ids(token_ids)) if token_ids is not None else self._parse(text)
         if isinstance(prompt, str):
             if self._tokenizer is None:
-                raise InvalidPromptError("this checkpoint has no tokenizer; give token ids, or LLM(tokenizer=...)")
+                raise InvalidPromptError("this checkpoint has no tokenizer; give token ids, or load it with a tokenizer")
             return prompt, self._tokenizer.encode(prompt)
         return None, _token_ids(prompt)
 
@@ -230,8 +230,7 @@ class InputProcessor:
         bad_words = self._bad_word_ids(params)
         if params.detokenize and self._tokenizer is None:
             raise InvalidValueError(
-                "this checkpoint has no tokenizer, so there can be no text; pass SamplingParams(detokenize=False), "
-                "or LLM(tokenizer=...)"
+                "this checkpoint has no tokenizer, so there can be no text; set detokenize=False, or load it with a tokenizer"
             )
         return bad_words
 
@@ -251,7 +250,9 @@ class InputProcessor:
         error = f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {self._info.max_model_len}, answer included; "
         error += "shorten the prompt"
         if self._info.max_model_len < self._info.max_position_embeddings:
-            error += f", or raise max_model_len (this model: up to {self._info.max_position_embeddings}) and kv_cache_memory"
+            error += (
+                f", or load the model with max_model_len up to {self._info.max_position_embeddings} and more kv_cache_memory"
+            )
         return error
 
 

@@ -13,7 +13,12 @@ from nanoinfer.engine.request import Request
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.speculative.speculator import Speculator
 
-BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, float("inf"))  # of buckets, in seconds
+BOUNDS = {  # of the histograms' buckets in seconds, as in vLLM
+    "time_to_first_token_seconds": (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+                                    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+    "e2e_request_latency_seconds": (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
+                                    240.0, 480.0, 960.0, 1920.0, 7680.0),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +63,15 @@ class EngineMetrics:
 
     def __init__(self) -> None:
         self._ended: Totals[str] = Totals()  # of the requests that have ended
-        self._latencies = {"time_to_first_token_seconds": _Latencies(), "e2e_request_latency_seconds": _Latencies()}
+        self._latencies = {name: _Latencies(bounds) for name, bounds in BOUNDS.items()}
 
     def add_ended(self, request: Request) -> None:
         """Count a request that is about to be removed from the engine."""
         self._ended.update(_totals_of(request))
-        start, first, end = (
-            request.metrics.arrival_time,
-            request.metrics.first_token_time,
-            request.metrics.finished_time,
-        )
-        for name, time in (("time_to_first_token_seconds", first), ("e2e_request_latency_seconds", end)):
+        times = request.metrics
+        for name, time in zip(BOUNDS, (times.first_token_time, times.finished_time), strict=True):
             if time is not None:
-                self._latencies[name].add(time - start)
+                self._latencies[name].add(time - times.arrival_time)
 
     def read(self, running: Iterable[Request], scheduler: Scheduler, speculator: Speculator | None) -> list[Metric]:
         """The metrics of this moment. running: the requests that have not ended."""
@@ -96,18 +97,20 @@ class EngineMetrics:
 
 
 class _Latencies:
-    """Durations, counted by the buckets of BOUNDS."""
+    """Durations, counted by buckets up to the bounds."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = (*bounds, float("inf"))
         self._sum = 0.0
-        self._counts = [0] * len(BOUNDS)
+        self._counts = [0] * len(self._bounds)
 
     def add(self, seconds: float) -> None:
         self._sum += seconds
-        self._counts[bisect_left(BOUNDS, seconds)] += 1
+        self._counts[bisect_left(self._bounds, seconds)] += 1
 
     def histogram(self, name: str) -> Histogram:
-        return Histogram(name, sum(self._counts), self._sum, dict(zip(map(str, BOUNDS), accumulate(self._counts), strict=True)))
+        buckets = dict(zip(map(str, self._bounds), accumulate(self._counts), strict=True))
+        return Histogram(name, sum(self._counts), self._sum, buckets)
 
 
 _TOTALS = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions")

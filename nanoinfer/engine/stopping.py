@@ -87,8 +87,11 @@ class StopStrings:
 
     def _num_held(self) -> int:
         """The length of the longest suffix of the text that is a proper prefix of a stop string."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for length in range(min(longest, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-length:]) for stop in self._stops):
-                return length
-        return 0
+        held = 0
+        for stop in self._stops:
+            # The earliest place is the longest suffix. Only places with the stop's first character are compared.
+            start = self.text.find(stop[0], max(len(self.text) - len(stop) + 1, 0))
+            while 0 <= start < len(self.text) - held and not stop.startswith(self.text[start:]):
+                start = self.text.find(stop[0], start + 1)
+            held = max(held, len(self.text) - start) if start >= 0 else held
+        return held

@@ -3,7 +3,7 @@
     app.py            the endpoints, and create_app(async_llm, settings)
     protocol.py       the bodies of requests, and their SamplingParams
     answers.py        one HTTP request's streams, read to the end or as events
-    chat_parsing.py   tools in requests, and what is parsed in answers: reasoning, tool calls
+    chat_format.py    tools in requests, and what is parsed in answers: reasoning, tool calls
     logprobs.py       log-probabilities in OpenAI's two shapes
     errors.py         every error in OpenAI's shape
     limits.py         keys, header sizes, JSON

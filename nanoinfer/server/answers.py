@@ -39,9 +39,10 @@ class Answers:
 
     async def submit(self, async_llm: AsyncLLM, prepares: list[Callable[[], PreparedRequest]]) -> None:
         """Queue every prompt, or none. Raises: as AsyncLLM.submit does, and RequestError for a prompt that is too long."""
+        async_llm.check_capacity(len(prepares) * self._n)
         try:
             for prepare in prepares:
-                stream = await async_llm.submit(prepare, self._has_news)
+                stream = await async_llm.submit(prepare, self._has_news, num_answers=self._n)
                 self.streams.append(stream)
                 if stream.prepared.error is not None:
                     raise RequestError(400, stream.prepared.error, code="context_length_exceeded")

@@ -19,7 +19,7 @@ from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.answers import Answers, Shape, json_response, respond
-from nanoinfer.server.chat_parsing import ChatFormat, messages_of
+from nanoinfer.server.chat_format import ChatFormat, messages_of
 from nanoinfer.server.errors import RequestError, add_error_handlers
 from nanoinfer.server.limits import Guard, StrictRoute
 from nanoinfer.server.metrics import Metrics
@@ -171,7 +171,7 @@ def _add_operations(app: FastAPI, async_llm: AsyncLLM, metrics: Metrics) -> None
 
     @app.get("/metrics")
     async def metrics_text() -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(await metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/version")
     async def version() -> Response:

@@ -70,11 +70,12 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(NanoinferError)
     async def unusable(request: Request, error: NanoinferError) -> Response:
+        message = without_paths(str(error))
         if isinstance(error, QueueFullError):
-            return error_response(429, str(error), code="queue_full")
+            return error_response(429, message, code="queue_full")
         if isinstance(error, EngineDeadError):
-            return error_response(503, str(error), code="engine_unavailable")
-        return error_response(400, without_paths(str(error)))
+            return error_response(503, message, code="engine_unavailable")
+        return error_response(400, message)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:

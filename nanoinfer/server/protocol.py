@@ -14,12 +14,15 @@ from nanoinfer.errors import InvalidValueError
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoinfer.server.errors import RequestError
 
-MAX_ANSWERS, MAX_PROMPTS, MAX_LOGPROBS, MAX_STOPS = 128, 2048, 20, 64
+MAX_ANSWERS, MAX_PROMPTS, MAX_LOGPROBS, MAX_STOPS = 128, 2048, 20, 16
+MAX_LISTED = 1024  # ids or words in a list that is examined at every token
+MAX_ALLOWED = 2**18  # allowed_token_ids may hold a whole vocabulary, of which this is the largest size
 INT64, UINT64 = 2**63, 2**64
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+StopString = Annotated[str, Field(min_length=1, max_length=128)]
+BadWord = Annotated[str, Field(max_length=128)]
 
 # Fields that have the same name and the same meaning in SamplingParams.
 SAME_NAMES = (
@@ -60,7 +63,7 @@ class GenerationRequest(_Ignored):
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=UINT64)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_LISTED)] | None = None
     include_stop_str_in_output: bool | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
@@ -69,9 +72,9 @@ class GenerationRequest(_Ignored):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LISTED)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(max_length=MAX_ALLOWED)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     return_token_ids: bool | None = None

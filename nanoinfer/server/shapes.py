@@ -9,7 +9,7 @@ from typing import Any
 
 from nanoinfer.async_llm import RequestStream
 from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition, RequestOutput
-from nanoinfer.server.chat_parsing import ChatFormat
+from nanoinfer.server.chat_format import ChatFormat
 from nanoinfer.server.logprobs import LegacyLogprobs, chat_logprobs
 from nanoinfer.server.protocol import ChatCompletionRequest, CompletionRequest
 from nanoinfer.tokenization.chat_parsing import ChatParser

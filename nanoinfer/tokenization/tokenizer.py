@@ -179,7 +179,7 @@ class Tokenizer:
         """
         if chat_template is None and self.hf.chat_template is None:
             raise InvalidPromptError(
-                "this checkpoint's tokenizer has no chat template; pass chat_template=..., or use generate() on text"
+                "this checkpoint's tokenizer has no chat template; use plain text instead of messages, or another chat template"
             )
         arguments = dict(self.hf.special_tokens_map) | template_kwargs  # in transformers too, template_kwargs take precedence
         arguments |= {"conversation": messages, "chat_template": chat_template, "add_generation_prompt": add_generation_prompt}

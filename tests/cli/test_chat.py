@@ -345,8 +345,8 @@ def test_variables_reach_the_template(tmp_path, monkeypatch):
     ("options", "words"),
     [
         (["--no-thinking"], "this checkpoint's chat template has no variable 'enable_thinking'"),
-        (["--chat-template-kwargs", "{"], "must be a JSON object such as"),
-        (["--chat-template-kwargs", "[1]"], "got '[1]'"),
+        (["--chat-template-kwargs", "{"], "--chat-template-kwargs must be JSON, got '{'"),
+        (["--chat-template-kwargs", "[1]"], "must be a JSON object such as"),
         (["--chat-template-kwargs", '{"tone": 1}'], "no variable 'tone'"),
         (["--chat-template-kwargs", '{"messages": []}'], "messages"),
         (["--no-thinking", "--chat-template-kwargs", '{"enable_thinking": true}'], "contradicts"),

@@ -240,9 +240,9 @@ def test_a_checkpoint_without_a_tokenizer_works_with_ids(ids_llm):
 
 
 def test_a_checkpoint_without_a_tokenizer_refuses_text_with_a_way_out(ids_llm):
-    with pytest.raises(InvalidPromptError, match=r"no tokenizer; give token ids, or LLM\(tokenizer=\.\.\.\)"):
+    with pytest.raises(InvalidPromptError, match=r"no tokenizer; give token ids, or load it with a tokenizer"):
         generate(ids_llm, "text", IDS)
-    with pytest.raises(InvalidValueError, match=r"no tokenizer, .* pass SamplingParams\(detokenize=False\), or LLM\(token"):
+    with pytest.raises(InvalidValueError, match=r"no tokenizer, .* set detokenize=False, or load it with"):
         generate(ids_llm, [1, 2, 3], GREEDY)
     with pytest.raises(InvalidPromptError, match="no tokenizer, so there is no chat template"):
         ids_llm.chat(LILY, IDS)
@@ -519,7 +519,7 @@ def test_chat_takes_another_template_its_arguments_and_no_generation_prompt(llm)
 
 def test_chat_without_a_template_is_refused_with_a_way_out(tmp_path):
     llm = LLM(copy_of_tiny_qwen3(tmp_path, without=["chat_template.jinja"]), kv_cache_memory=MEMORY)
-    with pytest.raises(InvalidPromptError, match=r"no chat template; pass chat_template=\.\.\., or use generate\(\)"):
+    with pytest.raises(InvalidPromptError, match=r"no chat template; use plain text instead of messages"):
         llm.chat(LILY, GREEDY)
     [output] = llm.chat(LILY, GREEDY, False, chat_template="{{ messages[0]['content'] }}")
     assert output.prompt == "Tell me a story about Lily"

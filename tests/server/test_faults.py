@@ -62,6 +62,13 @@ def test_a_client_that_leaves_frees_its_blocks(small, stream, end):
     assert manager.num_free_blocks == manager.num_blocks
 
 
+@pytest.mark.parametrize("body", [{"prompt": ["x"] * 9}, {"prompt": "x", "n": 9}, {"prompt": ["x", "y"], "n": 5}])
+def test_more_answers_than_ever_fit_are_a_bad_request(small, body):
+    refused = small.post(COMPLETIONS, body)
+    assert refused.status_code == 400
+    assert "answers are requested, and at most 8 may run or wait" in refused.json()["error"]["message"]
+
+
 def reset_at_random_points(server, num, seed=0):
     rng = random.Random(seed)
     for i in range(num):
@@ -216,6 +223,7 @@ def test_a_dead_engine_answers_503():
             server.post(COMPLETIONS, {"prompt": "x", "temperature": 0.123})
         for response in (server.get("/health"), server.post(COMPLETIONS, {"prompt": "x"})):
             assert response.status_code == 503
+            assert "cannot read <path>" in response.json()["error"]["message"]
             assert response.json()["error"]["code"] == "engine_unavailable"
             assert int(response.headers["Retry-After"]) <= 120
         assert server.get("/metrics").status_code == 200

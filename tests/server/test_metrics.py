@@ -4,6 +4,9 @@ import http_server
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from nanoinfer import LLM
+from nanoinfer.engine.metrics import Counter, Gauge
+
 
 def read(server):
     families = text_string_to_metric_families(server.get("/metrics").text)
@@ -29,18 +32,35 @@ def test_requests_are_counted(server):
     assert grown("prompt_tokens_total") == grown("prefix_cache_queries_total") == 200
     assert 0 < grown("prefix_cache_hits_total") < 100
     assert grown("generation_tokens_total") == 20
+    of_engine = {metric.name.removeprefix("vllm:"): metric for metric in server.async_llm.engine.get_metrics()}
+    for name, metric in of_engine.items():  # the numbers of LLM.get_metrics
+        if isinstance(metric, Counter | Gauge):
+            assert after[f"nanoinfer:{name}{'_total' * isinstance(metric, Counter)}", None] == metric.value
+        else:
+            assert after[f"nanoinfer:{name}_count", None] == metric.count
+            assert after[f"nanoinfer:{name}_sum", None] == pytest.approx(metric.sum)
     assert grown("request_success_total", "length") == 4
     assert grown("request_success_total", "error") == 0
     assert grown("time_to_first_token_seconds_count") == grown("e2e_request_latency_seconds_count") == 2
-    assert grown("inter_token_latency_seconds_count") == 16
+    assert grown("inter_token_latency_seconds_count") == grown("request_generation_tokens_count") * 8 == 16
     assert 0 < grown("time_to_first_token_seconds_sum") <= grown("e2e_request_latency_seconds_sum")
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert after["nanoinfer:" + name, None] == 0
 
 
-def test_gauges_show_what_runs_and_waits():
-    from nanoinfer import LLM
+def test_speculation_is_counted():
+    def make_llm():
+        return LLM("tiny-qwen3", speculative_config={"method": "ngram", "adaptive": False}, seed=0)
 
+    with http_server.serving(make_llm) as server:
+        server.post("/v1/completions", {"prompt": [405, 406, 407] * 9, "max_tokens": 60, "temperature": 0, "ignore_eos": True})
+        text = server.get("/metrics").text
+        counted = read(server)
+    assert counted["nanoinfer:spec_decode_num_drafts_total", None] > 0
+    assert 'spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="tiny-qwen3",position="0"}' in text
+
+
+def test_gauges_show_what_runs_and_waits():
     with http_server.serving(lambda: LLM("tiny-qwen3", max_num_seqs=2, seed=0)) as server:
         body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
         connections = [server.open_stream(body) for _ in range(5)]

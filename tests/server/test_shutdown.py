@@ -72,6 +72,31 @@ def test_during_shutdown_new_requests_on_open_connections_get_503():
         assert server.get("/health").status_code == 503
 
 
+@pytest.mark.parametrize(
+    ("arguments", "variable", "message"),
+    [
+        (["--api-key", ""], None, "API key 1 is empty"),
+        (["--api-key", "good", "--api-key", " secret "], None, "API key 2 is empty, has spaces around it"),
+        (["--api-key", "s\u00e9cret"], None, "printable ASCII"),
+        ([], "", "NANOINFER_API_KEY is empty"),
+        ([], " ", "NANOINFER_API_KEY is empty"),
+        ([], "good s\u00e9cret", "API key 2"),
+    ],
+)
+def test_a_key_that_no_client_can_send_is_refused(monkeypatch, arguments, variable, message):
+    from typer.testing import CliRunner
+
+    from nanoinfer.cli.main import app
+
+    monkeypatch.delenv("NANOINFER_API_KEY", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("NANOINFER_API_KEY", variable)
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exit_code == 1
+    assert message in result.output
+    assert "cret" not in result.output
+
+
 def test_a_second_model_or_a_missing_package_is_one_sentence(monkeypatch):
     from typer.testing import CliRunner
 

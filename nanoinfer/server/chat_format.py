@@ -57,8 +57,7 @@ class ChatFormat:
         if tools and not self.tool_calls:
             raise RequestError(
                 400,
-                "tools are not supported: this model's chat template has no known format of calls; "
-                "serve with --tool-call-parser hermes if it writes calls as Qwen3 does",
+                "tools are not supported: this model's chat template has no known format of calls",
                 param="tools",
                 code="unsupported",
             )
