@@ -1,12 +1,15 @@
-"""Chat messages in the forms that users have them -> messages whose content is one string, for the chat template.
+"""What a chat adds to a prompt: messages whose content is one string, for the chat template, and tool calls that are required.
 
-In: dicts whose content may be a string, a list of text parts or None. Out: new dicts.
+In: dicts whose content may be a string, a list of text parts or None, tools, SamplingParams. Out: new ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from nanoinfer.errors import InvalidTypeError, UnsupportedError, shown
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
+from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
+from nanoinfer.tokenization.tools import ToolChoice, tool_call_grammar
 
 Message = Mapping[str, object]  # {"role": "user", "content": "Hello"}. The chat template decides which keys it reads.
 
@@ -28,6 +31,28 @@ def with_text_content(messages: Any) -> list[dict[str, Any]]:
         {key: _text(value, index) if key == "content" else value for key, value in message.items()}
         for index, message in enumerate(messages)
     ]
+
+
+def constrain_calls(
+    params: SamplingParams,
+    prompt: str,
+    tools: Sequence[Mapping[str, Any]],
+    tool_choice: ToolChoice,
+    *,
+    parallel_tool_calls: bool = True,
+) -> SamplingParams:
+    """Return params with the grammar of the calls that are required, or strict.
+
+    tools: as tool_schemas returns them. prompt: the rendered conversation.
+
+    Raises: InvalidTypeError, InvalidValueError.
+    """
+    grammar = tool_call_grammar(tools, tool_choice, prompt=prompt, parallel_tool_calls=parallel_tool_calls)
+    if grammar is None:
+        return params
+    if params.structured_outputs is not None:
+        raise InvalidValueError("structured_outputs cannot be used with required or strict tool calls; use one of them")
+    return replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
 
 
 def _text(content: Any, index: int) -> str:

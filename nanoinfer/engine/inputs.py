@@ -12,7 +12,7 @@ from numbers import Integral
 from typing import Any, NotRequired, TypedDict
 
 from nanoinfer.config import NEUTRAL_VALUES
-from nanoinfer.engine.chat_messages import with_text_content
+from nanoinfer.engine.chat_messages import constrain_calls, with_text_content
 from nanoinfer.errors import (
     InvalidPromptError,
     InvalidTypeError,
@@ -24,11 +24,11 @@ from nanoinfer.errors import (
     shown,
 )
 from nanoinfer.execution.executor import ExecutorInfo
-from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tokenization.chat_parsing import reads_tools
 from nanoinfer.tokenization.grammar import GrammarCompiler, GrammarState
 from nanoinfer.tokenization.tokenizer import Tokenizer
-from nanoinfer.tokenization.tools import Tool, ToolChoice, tool_call_grammar, tool_schemas, with_tool_arguments
+from nanoinfer.tokenization.tools import Tool, ToolChoice, tool_schemas, with_tool_arguments
 
 
 class TextPrompt(TypedDict):
@@ -163,29 +163,8 @@ class InputProcessor:
             with with_prompt_index(index):
                 prompt = self.render_chat(chat, tools=None if tool_choice == "none" else schemas, **rendering)
                 prompts.append(prompt)
-                constrained.append(self.constrain_calls(one, prompt, schemas, tool_choice))
+                constrained.append(constrain_calls(one, prompt["prompt"] or "", schemas, tool_choice))
         return prompts, constrained
-
-    def constrain_calls(
-        self,
-        params: SamplingParams,
-        prompt: TokensPrompt,
-        tools: Sequence[Mapping[str, Any]],
-        tool_choice: ToolChoice,
-        *,
-        parallel_tool_calls: bool = True,
-    ) -> SamplingParams:
-        """Return params with the grammar of the calls that are required, or strict. The tools are those of tool_schemas.
-
-        Raises: InvalidTypeError, InvalidValueError.
-        """
-        text = prompt["prompt"] or ""
-        grammar = tool_call_grammar(tools, tool_choice, prompt=text, parallel_tool_calls=parallel_tool_calls)
-        if grammar is None:
-            return params
-        if params.structured_outputs is not None:
-            raise InvalidValueError("structured_outputs cannot be used with required or strict tool calls; use one of them")
-        return replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
 
     def _parse(self, prompt: Any) -> tuple[str | None, list[int]]:
         """The text, if there is one, and the token ids. If a dict holds both, the ids are used and the text is only shown."""

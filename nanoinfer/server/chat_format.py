@@ -6,6 +6,7 @@ In: requests, and the model's chat template. Out: prompts and SamplingParams wit
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nanoinfer.engine.chat_messages import constrain_calls
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.sampling_params import SamplingParams
@@ -69,9 +70,9 @@ class ChatFormat:
         )
         if self.reasoning and params.structured_outputs is not None:
             params = replace(params, structured_outputs=after_thinking(params.structured_outputs, prompt["prompt"] or ""))
-        params = inputs.constrain_calls(
+        params = constrain_calls(
             params,
-            prompt,
+            prompt["prompt"] or "",
             tools,
             "auto" if request.tool_choice is None else request.tool_choice,
             parallel_tool_calls=request.parallel_tool_calls is not False,
