@@ -58,7 +58,7 @@ def serving(*replies, models=("fake",)):
             try:
                 parts = [answer] if isinstance(answer, bytes) else answer
                 for number, part in enumerate(parts, start=1):
-                    if number == len(parts):
+                    if isinstance(parts, list) and number == len(parts):
                         running.remove(self)  # before the client can know that it is answered
                     if isinstance(part, bytes):
                         self.wfile.write(part)
