@@ -89,7 +89,7 @@ def test_a_long_sequence_alone_is_split_and_a_full_batch_is_not():
     assert num_splits_for(16, 8, 30_000) == 4
 
 
-@pytest.mark.parametrize(("family", "bytes_per_token"), [("gpt2", 768), ("qwen3", 512)])
+@pytest.mark.parametrize(("family", "bytes_per_token"), [pytest.param("gpt2", 768, marks=pytest.mark.long), ("qwen3", 512)])
 def test_the_engine_generates_the_same_with_it_as_with_the_reference(family, bytes_per_token, tmp_path):
     """Ragged prompts in chunks, a shared prefix, a cache so small that sequences are preempted."""
     path = tiny_models.save(family, tmp_path)

@@ -42,8 +42,8 @@ def card(name):
 
 
 def sampled_stories(llm, temperature):
-    """300 stories as measure.py samples them, but by nanoinfer: half in a chat, half from the word "Once"."""
-    half = 150
+    """200 stories as measure.py samples them, but by nanoinfer: half in a chat, half from the word "Once"."""
+    half = 100
     heroes = [measure.HERO_NAMES[i % len(measure.HERO_NAMES)] for i in range(half)]
     chats = [llm.render_chat([{"role": "user", "content": f"Tell me a story about {hero}"}]) for hero in heroes]
     params = [SamplingParams(temperature=temperature, max_tokens=200, seed=seed) for seed in range(2 * half)]
@@ -129,7 +129,7 @@ def test_at_temperature_0_7_most_texts_are_stories_and_at_1_5_visibly_fewer(llm)
     usual, wild = measure.shares(samples), measure.shares(sampled_stories(llm, 1.5))
     assert usual.are_stories >= 0.95
     assert usual.hero_is_right >= 0.98
-    assert len({text for text, _ in samples}) > 270  # few are repeated
+    assert len({text for text, _ in samples}) > 180  # few are repeated
     assert wild.are_stories < usual.are_stories - 0.1
 
 

@@ -32,7 +32,9 @@ test_readme.run_the_sessions()
 """
 
 
-@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if "CORE" in name else []) for name in INSTRUCTION_SETS]
+)
 def test_requests_get_the_same_bits_alone_and_together_and_the_readme_holds(name, tmp_path):
     """The README's texts are fp32 of the bundled models; test_readme.py shows how far each draw is from another token."""
     done = subprocess.run(
