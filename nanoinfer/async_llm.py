@@ -27,7 +27,7 @@ from nanoinfer.engine.metrics import Metric
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError, QueueFullError, first_line
 from nanoinfer.llm import LLM
-from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition, RequestOutput
+from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput, sum_of_logprobs
 from nanoinfer.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -170,10 +170,10 @@ class AsyncLLM:
         """Raises: EngineDeadError if the engine is dead or shut down."""
         if self._error is not None:
             raise EngineDeadError(f"the engine is dead: {self._error}; it must be restarted")
-        if not self._thread.is_alive() and not self._is_closing:
-            raise EngineDeadError("the engine's thread has ended; it must be restarted")
         if self._is_closing:
             raise EngineDeadError("the engine is shutting down and accepts no requests")
+        if not self._thread.is_alive():
+            raise EngineDeadError("the engine's thread has ended; it must be restarted")
 
     def check_capacity(self, num_answers: int) -> None:
         """Raises: InvalidValueError for more answers than can be accepted even while nothing runs."""
@@ -359,7 +359,7 @@ class RequestStream:
                 index=delta.index,
                 text=delta.text,
                 token_ids=delta.token_ids,
-                cumulative_logprob=None if delta.logprobs is None else _sum_of(delta.token_ids, delta.logprobs),
+                cumulative_logprob=sum_of_logprobs(delta.token_ids, delta.logprobs),
                 logprobs=delta.logprobs,
                 finish_reason=delta.finish_reason,
                 stop_reason=delta.stop_reason,
@@ -383,10 +383,6 @@ def merge(first: Delta | None, second: Delta) -> Delta:
     return replace(
         second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids, logprobs=logprobs or first.logprobs
     )
-
-
-def _sum_of(token_ids: list[int], logprobs: list[LogprobsOnePosition]) -> float:
-    return sum(position[token_id].logprob for position, token_id in zip(logprobs, token_ids, strict=True))
 
 
 Updates = list[tuple[RequestStream, list[Delta]]]  # what one step adds to all streams

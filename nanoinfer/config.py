@@ -7,12 +7,13 @@ the number of blocks) is computed in execution/uniproc_executor.py and execution
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
     UnsupportedError,
+    check_argument_names,
     check_flag,
     check_integer,
     check_number,
@@ -23,6 +24,8 @@ from nanoinfer.errors import (
 if TYPE_CHECKING:
     from nanoinfer.sampling.sampler import Stage
     from nanoinfer.tracing import Tracer
+
+T = TypeVar("T")
 
 MAX_ROWS_WITH_DRAFTS = 256  # of a step, unless max_num_seqs is larger
 
@@ -266,6 +269,11 @@ NEUTRAL_VALUES: dict[str, dict[str, tuple[object, ...]]] = {
         "truncate_prompt_tokens": (None,),
         "skip_reading_prefix_cache": (None, False),
     },
+    "StructuredOutputsParams": {
+        "disable_additional_properties": (False,),
+        "whitespace_pattern": (None,),
+        "structural_tag": (None,),
+    },
     "BeamSearchParams": {"temperature": (0.0,), "include_stop_str_in_output": (False,)},
     "a prompt": {
         "multi_modal_data": (None,),
@@ -275,3 +283,9 @@ NEUTRAL_VALUES: dict[str, dict[str, tuple[object, ...]]] = {
         "cache_salt": (None,),
     },
 }
+
+
+def named_arguments(cls: type[T]) -> type[T]:
+    """Decorate a dataclass, so that an argument that does not exist is refused with the one that was probably meant."""
+    cls.__init__ = check_argument_names(cls.__name__, NEUTRAL_VALUES[cls.__name__])(cls.__init__)  # type: ignore[method-assign]
+    return cls

@@ -59,6 +59,13 @@ class Logprob:
 LogprobsOnePosition = dict[int, Logprob]  # the token itself first, then the most likely ids in descending order
 
 
+def sum_of_logprobs(token_ids: list[int], logprobs: list[LogprobsOnePosition] | None) -> float | None:
+    """The cumulative log-probability of some ids, None without logprobs."""
+    if logprobs is None:
+        return None
+    return sum(position[token_id].logprob for position, token_id in zip(logprobs, token_ids, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log-probabilities at one position as the executor returns them, before token texts are added.

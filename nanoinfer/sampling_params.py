@@ -10,13 +10,12 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Self
 
-from nanoinfer.config import NEUTRAL_VALUES
+from nanoinfer.config import named_arguments
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
-    check_argument_names,
     check_flag,
     check_integer,
     check_number,
@@ -38,14 +37,6 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 MAX_ANSWERS = 16384  # of one request, as in vLLM
 
-T = TypeVar("T")
-
-
-def _named_arguments(cls: type[T]) -> type[T]:
-    """Decorate a dataclass, so that an argument that does not exist is refused with the one that was probably meant."""
-    cls.__init__ = check_argument_names(cls.__name__, NEUTRAL_VALUES[cls.__name__])(cls.__init__)  # type: ignore[method-assign]
-    return cls
-
 
 @dataclass
 class _CheckedParams:
@@ -63,7 +54,7 @@ class _CheckedParams:
         return replace(self)
 
 
-@_named_arguments
+@named_arguments
 @dataclass(kw_only=True)
 class SamplingParams(_CheckedParams):
     """How to choose each next token of one prompt, and when to stop.
@@ -247,7 +238,7 @@ class SamplingParams(_CheckedParams):
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-@_named_arguments
+@named_arguments
 @dataclass(kw_only=True)
 class BeamSearchParams(_CheckedParams):
     """How LLM.beam_search finds the most likely answers to a prompt.

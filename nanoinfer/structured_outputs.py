@@ -8,18 +8,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nanoinfer.errors import InvalidTypeError, InvalidValueError, check_argument_names, check_flag
+from nanoinfer.config import named_arguments
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, check_flag
 
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
-# vLLM's parameters that nanoinfer does not have, with the values that change nothing here.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "disable_additional_properties": (False,),
-    "whitespace_pattern": (None,),
-    "structural_tag": (None,),
-}
 
-
+@named_arguments
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
     """What SamplingParams(structured_outputs=...) accepts. Exactly one of the first five is given.
@@ -68,11 +63,6 @@ class StructuredOutputsParams:
 
     def _given(self) -> list[str]:
         return [name for name in _FORMS if getattr(self, name) not in (None, False)]
-
-
-StructuredOutputsParams.__init__ = check_argument_names("StructuredOutputsParams", _NEUTRAL)(  # type: ignore[method-assign]
-    StructuredOutputsParams.__init__
-)
 
 
 def _schema_text(schema: object) -> str:

@@ -8,11 +8,16 @@ copied or lightly edited text gains, the last one is the price that all other te
 import statistics
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nanoinfer.bench.runners import NanoinferRunner
 from nanoinfer.bench.timing import figures
 from nanoinfer.bench.workloads import Workload
 from nanoinfer.llm import LLM
+from nanoinfer.scheduling.sequence import Sequence
+
+if TYPE_CHECKING:
+    from nanoinfer.speculative.speculator import Proposer
 
 PROMPT_LEN, OUTPUT_LEN = 64, 192
 # (name, allowed_token_ids, number of requests, the least ratio, or None)
@@ -65,18 +70,8 @@ def _case(llm: LLM, repeats: int, name: str, allowed: list[int] | None, num_requ
     )
     speeds: dict[bool, list[float]] = {False: [], True: []}
     num_prompt_tokens = PROMPT_LEN * num_requests
-    propose, seconds, num_proposals = speculator.proposer.propose, 0.0, 0
-
-    def timed(sequences, limits):  # type: ignore[no-untyped-def]
-        nonlocal seconds, num_proposals
-        start = time.perf_counter()
-        drafts = propose(sequences, limits)
-        seconds += time.perf_counter() - start
-        num_proposals += len(sequences)
-        return drafts
-
     before = (speculator.metrics.num_draft_tokens, speculator.metrics.num_accepted_tokens)
-    speculator.proposer.propose = timed  # type: ignore[method-assign]
+    speculator.proposer = timed = _TimedProposer(proposer := speculator.proposer)
     try:
         for repeat in range(repeats + 1):
             for is_drafting in (False, True):
@@ -86,7 +81,23 @@ def _case(llm: LLM, repeats: int, name: str, allowed: list[int] | None, num_requ
                     speeds[is_drafting].append(speed)
     finally:
         engine.speculator = speculator
-        speculator.proposer.propose = propose  # type: ignore[method-assign]
+        speculator.proposer = proposer
     drafted, accepted = speculator.metrics.num_draft_tokens - before[0], speculator.metrics.num_accepted_tokens - before[1]
     plain, drafting = (statistics.median(speeds[is_drafting]) for is_drafting in (False, True))
-    return Result(name, plain, drafting, bar, drafted, accepted, 1e6 * seconds / max(num_proposals, 1))
+    return Result(name, plain, drafting, bar, drafted, accepted, 1e6 * timed.seconds / max(timed.num_proposals, 1))
+
+
+class _TimedProposer:
+    """Another proposer, and how long it takes."""
+
+    def __init__(self, proposer: "Proposer") -> None:
+        self.seconds, self.num_proposals = 0.0, 0
+        self._proposer = proposer
+        self.forget = proposer.forget
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
+        start = time.perf_counter()
+        drafts = self._proposer.propose(sequences, limits)
+        self.seconds += time.perf_counter() - start
+        self.num_proposals += len(sequences)
+        return drafts

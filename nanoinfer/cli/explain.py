@@ -20,7 +20,6 @@ from nanoinfer.cli.options import (
     MaxTokens,
     SamplingOptions,
     Stop,
-    cli_errors,
     expand_options,
     load_llm,
     new_table,
@@ -51,39 +50,38 @@ def explain(
     jsonl: Annotated[Path | None, typer.Option(help="Path for the events, too, one line of JSON each.")] = None,
 ) -> None:
     """Explain each token: print a table, and write an HTML page that replays the generation."""
-    with cli_errors():
-        if html == jsonl:
-            raise InvalidValueError(f"--html and --jsonl must be two files, got {html} for both; name another")
-        for path in (html, jsonl):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise InvalidValueError(f"cannot write {path}: there is no such folder; name another place")
-        recorder = Recorder(stages=True)
-        prepared = find_demo(demo, context) if demo is not None else None
-        if prepared:
-            options = EngineOptions(dtype="float32", kv_cache_memory=prepared.kv_cache_memory)
-            llm = load_llm(options, **prepared.engine, tracer=recorder)
-            texts, params = prepared.prompts, prepared.params
-        elif prompts:
-            llm = load_llm(engine, block_size=block_size, tracer=recorder)
-            texts = [read_standard_input() if text == "-" else text for text in prompts]
-            params = resolve_sampling_params(llm, sampling, max_tokens=max_tokens, stop=stop)
-        else:
-            raise InvalidValueError("there is nothing to explain; give a prompt or --demo")
-        outputs = llm.generate(texts, params, use_tqdm=False)
-        errors = {index: output.outputs[0].error for index, output in enumerate(outputs) if output.outputs[0].error}
-        for index, error in errors.items():
-            print_error(NanoinferError(f"prompt {index}: {error}"))
-        if recorder.of(TokenAppended):
-            Console().print(token_table(recorder))
-            _write(recorder.to_html, html, "replays it in a browser, from the disk")
-        if jsonl:
-            _write(recorder.to_jsonl, jsonl, "has the events; Recorder.from_jsonl reads them")
-        if prepared:
-            print("What to look at:")
-            for step, sequence_id, words in prepared.find(recorder):
-                print(f"- Step {step}: {words}\n  {html.absolute().as_uri()}#step={step}&token={sequence_id}")
-        if errors:
-            raise typer.Exit(1)
+    if html == jsonl:
+        raise InvalidValueError(f"--html and --jsonl must be two files, got {html} for both; name another")
+    for path in (html, jsonl):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InvalidValueError(f"cannot write {path}: there is no such folder; name another place")
+    recorder = Recorder(stages=True)
+    prepared = find_demo(demo, context) if demo is not None else None
+    if prepared:
+        options = EngineOptions(dtype="float32", kv_cache_memory=prepared.kv_cache_memory)
+        llm = load_llm(options, **prepared.engine, tracer=recorder)
+        texts, params = prepared.prompts, prepared.params
+    elif prompts:
+        llm = load_llm(engine, block_size=block_size, tracer=recorder)
+        texts = [read_standard_input() if text == "-" else text for text in prompts]
+        params = resolve_sampling_params(llm, sampling, max_tokens=max_tokens, stop=stop)
+    else:
+        raise InvalidValueError("there is nothing to explain; give a prompt or --demo")
+    outputs = llm.generate(texts, params, use_tqdm=False)
+    errors = {index: output.outputs[0].error for index, output in enumerate(outputs) if output.outputs[0].error}
+    for index, error in errors.items():
+        print_error(NanoinferError(f"prompt {index}: {error}"))
+    if recorder.of(TokenAppended):
+        Console().print(token_table(recorder))
+        _write(recorder.to_html, html, "replays it in a browser, from the disk")
+    if jsonl:
+        _write(recorder.to_jsonl, jsonl, "has the events; Recorder.from_jsonl reads them")
+    if prepared:
+        print("What to look at:")
+        for step, sequence_id, words in prepared.find(recorder):
+            print(f"- Step {step}: {words}\n  {html.absolute().as_uri()}#step={step}&token={sequence_id}")
+    if errors:
+        raise typer.Exit(1)
 
 
 def find_demo(name: str, context: typer.Context) -> Demo:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanoinfer.cli.options import EngineOptions, MaxModelLen, cli_errors, expand_options, load_llm
+from nanoinfer.cli.options import EngineOptions, MaxModelLen, expand_options, load_llm
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -77,55 +77,54 @@ def serve(
 
     Ctrl-C or SIGTERM ends it when the running requests have finished.
     """
-    with cli_errors():
-        if model_argument is not None and engine.model is not None:
-            raise InvalidValueError(f"the model is given twice, {model_argument!r} and --model {engine.model!r}; leave one out")
-        engine = replace(engine, model=model_argument or engine.model)
-        _check_api_keys(api_key)
-        if any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn", "prometheus_client")):
-            raise NanoinferError('the server needs further packages; pip install "nanoinfer[server]"')
-        signal.signal(signal.SIGTERM, _exit)  # while the model loads. Then uvicorn's handler is in its place
-        from nanoinfer.async_llm import AsyncLLM
-        from nanoinfer.models.checkpoint import DEFAULT_MODEL
-        from nanoinfer.server.app import ServerSettings
-        from nanoinfer.server.run import make_server
-        from nanoinfer.tracing.recent import RecentRecorder
+    if model_argument is not None and engine.model is not None:
+        raise InvalidValueError(f"the model is given twice, {model_argument!r} and --model {engine.model!r}; leave one out")
+    engine = replace(engine, model=model_argument or engine.model)
+    _check_api_keys(api_key)
+    if any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn", "prometheus_client")):
+        raise NanoinferError('the server needs further packages; pip install "nanoinfer[server]"')
+    signal.signal(signal.SIGTERM, _exit)  # while the model loads. Then uvicorn's handler is in its place
+    from nanoinfer.async_llm import AsyncLLM
+    from nanoinfer.models.checkpoint import DEFAULT_MODEL
+    from nanoinfer.server.app import ServerSettings
+    from nanoinfer.server.run import make_server
+    from nanoinfer.tracing.recent import RecentRecorder
 
-        model = engine.model or DEFAULT_MODEL
-        recorder = RecentRecorder() if trace else None
-        settings = ServerSettings(
-            served_model_names=tuple(served_model_name or [Path(model).name if os.path.isdir(model) else model]),
-            api_keys=tuple(api_key or ()),
-            max_body_bytes=max_body_bytes,
-            cors_origins=tuple(cors_origin or ()),
-            reasoning_parser=reasoning_parser,
-            tool_call_parser=tool_call_parser,
-            recorder=recorder,
+    model = engine.model or DEFAULT_MODEL
+    recorder = RecentRecorder() if trace else None
+    settings = ServerSettings(
+        served_model_names=tuple(served_model_name or [Path(model).name if os.path.isdir(model) else model]),
+        api_keys=tuple(api_key or ()),
+        max_body_bytes=max_body_bytes,
+        cors_origins=tuple(cors_origin or ()),
+        reasoning_parser=reasoning_parser,
+        tool_call_parser=tool_call_parser,
+        recorder=recorder,
+    )
+
+    def load() -> "LLM":
+        llm = load_llm(
+            engine,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            batch_invariant=batch_invariant,
+            seed=seed,
+            tracer=recorder,
         )
+        if seed is None:
+            print(f"seed {llm.engine.seed} was drawn; --seed {llm.engine.seed} gives the same answers", file=sys.stderr)
+        with suppress(NanoinferError):  # without llguidance, or a tokenizer that it can use
+            # Converting the tokenizer takes seconds, for which every stream would wait at the first structured request.
+            first = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]), detokenize=False)
+            llm.engine.inputs.prepare([0], first)
+        return llm
 
-        def load() -> "LLM":
-            llm = load_llm(
-                engine,
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                enable_prefix_caching=enable_prefix_caching,
-                batch_invariant=batch_invariant,
-                seed=seed,
-                tracer=recorder,
-            )
-            if seed is None:
-                print(f"seed {llm.engine.seed} was drawn; --seed {llm.engine.seed} gives the same answers", file=sys.stderr)
-            with suppress(NanoinferError):  # without llguidance, or a tokenizer that it can use
-                # Converting the tokenizer takes seconds, for which every stream would wait at the first structured request.
-                first = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]), detokenize=False)
-                llm.engine.inputs.prepare([0], first)
-            return llm
-
-        async_llm = AsyncLLM(load, max_num_queued_requests=max_num_queued_requests)
-        server = make_server(async_llm, settings, host=host, port=port, shutdown_timeout=shutdown_timeout)
-        _share_the_process()
-        server.run()
+    async_llm = AsyncLLM(load, max_num_queued_requests=max_num_queued_requests)
+    server = make_server(async_llm, settings, host=host, port=port, shutdown_timeout=shutdown_timeout)
+    _share_the_process()
+    server.run()
 
 
 def _check_api_keys(api_keys: list[str] | None) -> None:

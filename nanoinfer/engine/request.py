@@ -21,6 +21,7 @@ from nanoinfer.outputs import (
     RequestMetrics,
     RequestOutput,
     TokenLogprobs,
+    sum_of_logprobs,
 )
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.tokenization.detokenizer import Detokenizer
@@ -176,12 +177,11 @@ class _Answer:
     def output(self) -> CompletionOutput:
         assert self.stop is not None
         logprobs, token_ids = self._logprobs, self.seq.output_token_ids
-        total = None if logprobs is None else sum(row[i].logprob for row, i in zip(logprobs, token_ids, strict=True))
         return CompletionOutput(
             index=self.seq.index,
             text=self.text.text,
             token_ids=token_ids,
-            cumulative_logprob=total,
+            cumulative_logprob=sum_of_logprobs(token_ids, logprobs),
             logprobs=logprobs,
             finish_reason=self.stop.finish_reason,
             stop_reason=self.stop.stop_reason,

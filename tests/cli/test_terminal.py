@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -46,11 +47,21 @@ class Terminal:
         self._screen = ""
 
     def send(self, keys):
-        if keys == CTRL_C:
-            time.sleep(0.3)  # a signal between the prompt and Python's wait for input is lost until the next key
+        before, interrupt, after = keys.partition(CTRL_C)
+        if interrupt:  # alone, and when the process waits: a signal before Python's wait for input is lost until the next key
+            self.send(before)
+            time.sleep(0.3)
+            self._wait_until_it_sleeps()
+            os.write(self._main, CTRL_C.encode())
+            keys = after
         for start in range(0, len(keys), 500):  # the terminal's buffer is small, and the echo must be read
             os.write(self._main, keys[start : start + 500].encode())
             self._read(0)
+
+    def _wait_until_it_sleeps(self):
+        stat, end = Path(f"/proc/{self._process.pid}/stat"), time.monotonic() + 2
+        while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "S" and time.monotonic() < end:
+            time.sleep(0.01)
 
     def wait_for(self, text):
         """What the screen shows before and with the text. What came before the last wait is gone."""

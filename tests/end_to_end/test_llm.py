@@ -17,6 +17,7 @@ import numpy
 import pytest
 import tiny_models
 import torch
+from threads import run_in_threads
 from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM, BeamSearchParams, Delta, Recorder, RequestOutput, SamplingParams
@@ -960,11 +961,7 @@ def test_four_threads_at_every_door_are_served_or_refused_and_leave_nothing_behi
             except BaseException as error:  # whatever it is, the test must see it
                 unexpected.append(error)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work)
     assert unexpected == []
     assert sum(num_served) > 0
     assert_nothing_is_left(llm)

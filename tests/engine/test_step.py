@@ -6,6 +6,7 @@ import time
 
 import pytest
 from fake_executor import FakeExecutor
+from threads import run_in_threads
 
 from nanoinfer import SamplingParams
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -178,11 +179,7 @@ def test_four_threads_are_served_or_refused_and_leave_nothing_behind():
             finally:
                 engine.abort(request.request_id)
 
-    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work)
     assert unexpected == []
     assert sum(num_served) > 0
     last = engine.add_request([7], params(max_tokens=2))

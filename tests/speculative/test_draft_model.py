@@ -12,17 +12,6 @@ from nanoinfer.errors import CheckpointNotFoundError, InvalidTypeError, InvalidV
 SMALL = {"kv_cache_memory": 2**20, "block_size": 8, "seed": 0}
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return tiny_models.save("qwen3", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def draft_path(tmp_path_factory):
-    """One layer, and one that differs. It is right often enough, and wrong often enough."""
-    return tiny_models.save("gpt2", tmp_path_factory.mktemp("draft"))
-
-
 def requests_of(rng, num):
     """Prompts that repeat themselves, and prompts that do not."""
     requests = []
@@ -64,13 +53,13 @@ def answer(llm, requests):
     ids=lambda speculation: speculation.get("model", "ngram"),
 )
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_the_tokens_are_those_of_plain_decoding(speculation, adaptive, path, draft_path):
+def test_the_tokens_are_those_of_plain_decoding(speculation, adaptive, qwen3_path, gpt2_path):
     """With so few blocks, sequences are preempted while others speculate."""
-    models = {"itself": str(path), "another": str(draft_path)}
+    models = {"itself": str(qwen3_path), "another": str(gpt2_path)}
     given = {name: models.get(value, value) for name, value in speculation.items()} | {"adaptive": adaptive}
     requests = requests_of(random.Random(1), 30)
-    plain = LLM(path, **SMALL)
-    llm = LLM(path, speculative_config=given, **SMALL | {"kv_cache_memory": 2**17})
+    plain = LLM(qwen3_path, **SMALL)
+    llm = LLM(qwen3_path, speculative_config=given, **SMALL | {"kv_cache_memory": 2**17})
     (tokens, num_preemptions), (expected, _) = answer(llm, requests), answer(plain, requests)
     assert tokens == expected
     assert num_preemptions > 0
@@ -82,8 +71,8 @@ def test_the_tokens_are_those_of_plain_decoding(speculation, adaptive, path, dra
         assert metrics.num_accepted_tokens > 0.8 * metrics.num_draft_tokens  # the rest is cut by stop ids
 
 
-def test_a_draft_model_frees_its_blocks(path):
-    llm = LLM(path, speculative_config={"method": "draft_model", "model": str(path)}, **SMALL)
+def test_a_draft_model_frees_its_blocks(qwen3_path):
+    llm = LLM(qwen3_path, speculative_config={"method": "draft_model", "model": str(qwen3_path)}, **SMALL)
     stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=50, detokenize=False))
     for _ in range(3):
         next(stream)
@@ -93,9 +82,9 @@ def test_a_draft_model_frees_its_blocks(path):
     assert manager.num_free_blocks == manager.num_blocks
 
 
-def test_a_draft_model_computes_a_chunk_of_a_long_prompt_per_step(path):
-    speculation = {"method": "draft_model", "model": str(path), "adaptive": False}
-    llm = LLM(path, speculative_config=speculation, chunk_size=16, **SMALL)
+def test_a_draft_model_computes_a_chunk_of_a_long_prompt_per_step(qwen3_path):
+    speculation = {"method": "draft_model", "model": str(qwen3_path), "adaptive": False}
+    llm = LLM(qwen3_path, speculative_config=speculation, chunk_size=16, **SMALL)
     proposer = llm.engine.speculator.proposer
     launched, launch = [], proposer._executor.launch
 
@@ -118,10 +107,10 @@ def test_random_requests_have_the_same_bits_with_drafts_and_without(method, caps
     assert "25 requests" in capsys.readouterr().out
 
 
-def test_a_draft_model_with_different_ids_is_refused(path, tmp_path):
+def test_a_draft_model_with_different_ids_is_refused(qwen3_path, tmp_path):
     other = tiny_models.save("qwen3", tmp_path, vocab_size=50)
     with pytest.raises(InvalidValueError, match="has 50 token ids, the model has 96; choose a draft model of the same family"):
-        LLM(path, speculative_config={"method": "draft_model", "model": str(other)})
+        LLM(qwen3_path, speculative_config={"method": "draft_model", "model": str(other)})
 
 
 @pytest.mark.parametrize(
@@ -144,15 +133,15 @@ def test_a_draft_model_with_different_ids_is_refused(path, tmp_path):
         ({"method": "draft_model", "model": "/no/such/folder"}, CheckpointNotFoundError, "/no/such/folder"),
     ],
 )
-def test_a_wrong_speculative_config_is_refused(given, error, message, path):
+def test_a_wrong_speculative_config_is_refused(given, error, message, qwen3_path):
     with pytest.raises(error, match=message):
-        LLM(path, speculative_config=given)
+        LLM(qwen3_path, speculative_config=given)
 
 
 @pytest.mark.parametrize("more", [{"async_scheduling": True}, {"stages": "mine"}])
-def test_what_speculation_cannot_be_combined_with_is_refused(more, path):
+def test_what_speculation_cannot_be_combined_with_is_refused(more, qwen3_path):
     from nanoinfer.sampling.sampler import STAGES
 
     more = {name: [*STAGES, lambda logits, batch: logits] if value == "mine" else value for name, value in more.items()}
     with pytest.raises(UnsupportedError, match="leave"):
-        LLM(path, speculative_config={"method": "ngram"}, **more)
+        LLM(qwen3_path, speculative_config={"method": "ngram"}, **more)

@@ -2,10 +2,10 @@
 
 import os
 import signal
-import threading
 import time
 
 import pytest
+from threads import run_in_threads
 
 from nanoinfer.errors import InvalidPromptError
 from nanoinfer.models.checkpoint import BUNDLED
@@ -88,13 +88,7 @@ def test_threads_get_the_text_of_their_own_messages(tokenizer):
         return [{"role": "user", "content": f"question {i}"}]
 
     texts = {}
-    threads = [
-        threading.Thread(target=lambda i=i: texts.update({i: tokenizer.apply_chat_template(messages(i))})) for i in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(lambda i: texts.update({i: tokenizer.apply_chat_template(messages(i))}), 8)
     assert texts == {i: tokenizer.apply_chat_template(messages(i)) for i in range(8)}
 
 
