@@ -18,9 +18,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its kernels then run on the CPU, in numpy
 
 from hypothesis import HealthCheck, settings
-from jaxtyping import install_import_hook
 
-# Every shape and type that the arithmetic's annotations state is checked at each call, in this process. (Compiled code cannot
+# The shapes and types that the arithmetic's annotations state are checked, in this process. (Compiled code cannot
 # run under it: those tests start a process of their own. The front doors check their arguments themselves, and are tested.)
 # Triton reads its kernels' source and must find it as it was written.
 ATTENTION = [f"attention.{name}" for name in ("base", "dense", "kv_cache", "reference", "cpu", "torch_varlen", "flash")]
@@ -29,7 +28,13 @@ MODELS += [f"models.{name}" for name in ("optimize", "cpu_linear", "cpu_blocks",
 EXECUTION = [f"execution.{name}" for name in ("forward_batch", "model_runner", "decode_graphs", "uniproc_executor")]
 ARITHMETIC = [*ATTENTION, *MODELS, *EXECUTION, "sampling", "devices.row_forms"]
 if importlib.util.find_spec("beartype"):  # `make gpu` takes the Python at hand
-    install_import_hook([f"nanoinfer.{name}" for name in ARITHMETIC], "beartype.beartype")
+    import shape_checks
+
+    shape_checks.install([f"nanoinfer.{name}" for name in ARITHMETIC])
+
+    def pytest_runtest_setup():
+        shape_checks.start_test()
+
 
 import tiny_models  # noqa: E402
 import tool_cases  # noqa: E402

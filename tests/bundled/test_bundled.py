@@ -26,7 +26,7 @@ def name(request):
 
 @pytest.fixture(scope="module")
 def llm(name):
-    return LLM(name, kv_cache_memory=2**26)
+    return LLM(name, kv_cache_memory=2**27, max_num_seqs=200)
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +110,14 @@ def test_greedy_text_is_the_same_in_transformers(llm, peer):
 
 
 def test_a_chat_is_answered_with_a_story_about_the_one_asked_for_and_ends_its_turn(llm):
-    for question in ("Tell me a story about {}", "Please tell me a story about {}.", "Can you tell me a story about {}?"):
-        for hero in ("Nora", "Hugo"):
-            [output] = llm.chat([{"role": "user", "content": question.format(hero)}], GREEDY, use_tqdm=False)
-            completion = output.outputs[0]
-            assert stories.read(completion.text, hero).is_complete, completion.text
-            assert completion.finish_reason == "stop"
-            assert completion.token_ids[-1] == llm.get_tokenizer().convert_tokens_to_ids("<|im_end|>")
+    questions = ("Tell me a story about {}", "Please tell me a story about {}.", "Can you tell me a story about {}?")
+    asked = [(question.format(hero), hero) for question in questions for hero in ("Nora", "Hugo")]
+    outputs = llm.chat([[{"role": "user", "content": question}] for question, _ in asked], GREEDY, use_tqdm=False)
+    for (_, hero), output in zip(asked, outputs, strict=True):
+        completion = output.outputs[0]
+        assert stories.read(completion.text, hero).is_complete, completion.text
+        assert completion.finish_reason == "stop"
+        assert completion.token_ids[-1] == llm.get_tokenizer().convert_tokens_to_ids("<|im_end|>")
 
 
 def test_the_loss_is_within_6_percent_of_the_entropy(peer):

@@ -67,8 +67,8 @@ def test_a_notebook_tells_more_than_it_shows_and_asks_at_the_end(path):
     assert any(line.startswith("## Exercises") for line in text[-1].splitlines())
 
 
-@notebooks
-def test_a_notebook_takes_the_package_apart_and_copies_none_of_it(path):
+def test_the_notebooks_take_the_package_apart_and_copy_none_of_it():
     of_the_package = set().union(*(classes_in(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py")))
     assert len(of_the_package) > 100
-    assert not of_the_package & set().union(*(classes_in(cell.source) for cell in code_of(read(path))))
+    for path in NOTEBOOKS:
+        assert not of_the_package & set().union(*(classes_in(cell.source) for cell in code_of(read(path)))), path.stem

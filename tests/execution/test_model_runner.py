@@ -29,9 +29,11 @@ def record(run):
 
 
 def llm_with(path, capture, **options):
+    """max_model_len: of so many tokens a recording splits the keys in two. Each further block costs the interpreter time."""
     llm = LLM(
-        str(path), attention_backend="triton", block_size=16, kv_cache_memory=MEMORY, max_num_seqs=5, device=DEVICE, **options
-    )
+        str(path), attention_backend="triton", block_size=16, kv_cache_memory=MEMORY, max_num_seqs=5, max_model_len=128,
+        device=DEVICE, **options,
+    )  # fmt: skip
     engine = llm.engine
     pages, _ = engine.executor.runner.cache.layer(0)
     num_blocks, block_size, num_kv_heads, head_dim = pages.shape
