@@ -1,5 +1,6 @@
 """What every test shares: no network, few threads, shape checks on, and tiny checkpoints to compare with transformers."""
 
+import atexit
 import importlib.util
 import os
 import shutil
@@ -8,7 +9,9 @@ import tempfile
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set
-os.environ.setdefault("NANOINFER_CACHE", tempfile.mkdtemp(prefix="nanoinfer-tests-"))  # no verdict of an earlier run
+if "NANOINFER_CACHE" not in os.environ:  # no verdict of an earlier run; xdist's processes share the first one's
+    os.environ["NANOINFER_CACHE"] = tempfile.mkdtemp(prefix="nanoinfer-tests-")
+    atexit.register(shutil.rmtree, os.environ["NANOINFER_CACHE"], ignore_errors=True)
 os.environ["OMP_WAIT_POLICY"] = "passive"  # a thread that waits leaves the core to the other test process
 
 import pytest

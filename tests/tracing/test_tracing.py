@@ -377,15 +377,14 @@ def test_tokens_that_only_the_device_knows_are_minus_one():
 @pytest.mark.slow
 def test_every_preemption_is_reported(qwen3_path):
     """Also one in a step without sequences, which emits no StepScheduled."""
-    rng, num_reported, num_counted = random.Random(0), 0, 0
+    rng, num_counted, recorder = random.Random(0), 0, Recorder()
+    llm = LLM(qwen3_path, tracer=recorder, block_size=4, kv_cache_memory=8 * 2048, async_scheduling=True)
     for seed in range(40):
-        recorder = Recorder()
-        llm = LLM(qwen3_path, tracer=recorder, block_size=4, kv_cache_memory=8 * 2048, async_scheduling=True)
         prompts = [[rng.randrange(96) for _ in range(rng.randint(1, 12))] for _ in range(5)]
         params = [SamplingParams(max_tokens=rng.randint(1, 16), seed=seed, detokenize=False) for _ in prompts]
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        num_reported += sum(len(event.preempted) for event in recorder.of(StepScheduled))
         num_counted += sum(output.metrics.num_preemptions for output in outputs)
+    num_reported = sum(len(event.preempted) for event in recorder.of(StepScheduled))
     assert num_reported == num_counted > 20
 
 
