@@ -13,11 +13,11 @@ demo: .venv/installed
 	$(BIN)/nanoinfer generate "Once upon a time" --echo --seed 1
 
 test: lint
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # The tests with the oldest dependencies that pyproject.toml allows. Triton 3.6's interpreter warns with numpy 1.25 and newer.
 test-lowest: .venv-lowest/installed-test
-	$(LOWEST)/python -m pytest -n auto -W "ignore:Conversion of an array with ndim:DeprecationWarning"
+	$(LOWEST)/python -m pytest -n auto --dist worksteal -W "ignore:Conversion of an array with ndim:DeprecationWarning"
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .

@@ -149,7 +149,8 @@ def test_every_token_can_occur_in_a_document(tokenizer):
     assert [token for token in tokenizer.get_vocab() if "None" in token or re.search("[a-z]assistant", token)] == []
 
 
-def test_both_models_are_made_and_a_finished_one_is_left_alone(tmp_path, monkeypatch, capsys):
+def test_both_models_are_made_and_a_finished_one_is_left_alone(tokenizer, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "train_tokenizer", {train.SEED: tokenizer}.__getitem__)  # 8 s of CPU at each call
     monkeypatch.setattr(measure, "NUM_STORIES", 2)
     monkeypatch.setattr(measure, "NUM_DOCUMENTS", 2)
     monkeypatch.setattr(measure, "BATCH_SIZE", 1)
