@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from nanoinfer import __version__
+from nanoinfer.cli.batch import batch
 from nanoinfer.cli.bench import app as bench_app
 from nanoinfer.cli.chat import chat
 from nanoinfer.cli.explain import explain
@@ -73,6 +74,6 @@ def models() -> None:
     print_table(local_models())
 
 
-for command in (generate, chat, explain, serve, models, doctor):
+for command in (generate, chat, explain, serve, batch, models, doctor):
     app.command()(command)
 app.add_typer(bench_app, name="bench")

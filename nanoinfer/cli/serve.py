@@ -81,8 +81,7 @@ def serve(
         raise InvalidValueError(f"the model is given twice, {model_argument!r} and --model {engine.model!r}; leave one out")
     engine = replace(engine, model=model_argument or engine.model)
     _check_api_keys(api_key)
-    if any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn", "prometheus_client")):
-        raise NanoinferError('the server needs further packages; pip install "nanoinfer[server]"')
+    check_server_packages()
     signal.signal(signal.SIGTERM, _exit)  # while the model loads. Then uvicorn's handler is in its place
     from nanoinfer.async_llm import AsyncLLM
     from nanoinfer.models.checkpoint import DEFAULT_MODEL
@@ -93,7 +92,7 @@ def serve(
     model = engine.model or DEFAULT_MODEL
     recorder = RecentRecorder() if trace else None
     settings = ServerSettings(
-        served_model_names=tuple(served_model_name or [Path(model).name if os.path.isdir(model) else model]),
+        served_model_names=served_names(served_model_name, model),
         api_keys=tuple(api_key or ()),
         max_body_bytes=max_body_bytes,
         cors_origins=tuple(cors_origin or ()),
@@ -125,6 +124,17 @@ def serve(
     server = make_server(async_llm, settings, host=host, port=port, shutdown_timeout=shutdown_timeout)
     _share_the_process()
     server.run()
+
+
+def check_server_packages() -> None:
+    """Raises: NanoinferError if the extra [server] is not installed."""
+    if any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn", "prometheus_client")):
+        raise NanoinferError('the server needs further packages; pip install "nanoinfer[server]"')
+
+
+def served_names(given: list[str] | None, model: str) -> tuple[str, ...]:
+    """The names that requests may give as model."""
+    return tuple(given or [Path(model).name if os.path.isdir(model) else model])
 
 
 def _check_api_keys(api_keys: list[str] | None) -> None:
