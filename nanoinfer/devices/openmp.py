@@ -28,7 +28,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 INTERVAL = 0.2  # seconds between two observations
-BUSY, QUIET = 0.1, 0.04  # shares of the time that a thread waited for a core
+BUSY, QUIET = 0.2, 0.1  # shares of the time that a thread waited for a core
 QUIET_OBSERVATIONS = 10  # in a row, before threads spin again
 _LOOP = 2**18  # elements of a loop that torch runs in parallel
 

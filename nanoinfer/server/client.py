@@ -64,7 +64,7 @@ class Client:
     def stream_request(self, path: str, body: dict[str, Any]) -> bytes:
         """The bytes that stream() sends, for a caller with connections of its own. The server closes it after the answer."""
         connection, sent = self._new_connection(), _Sent()
-        connection.sock = sent  # type: ignore[assignment]
+        connection.sock = sent
         connection.request("POST", self._base + path, _stream_body(body), self._headers | {"Connection": "close"})
         return sent.data
 
