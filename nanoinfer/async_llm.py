@@ -5,7 +5,7 @@ In: prompts and SamplingParams. Out: RequestOutputs, or merged Deltas, as they g
     coroutine                       the engine's thread
     add_request   -- command -->    submit
                                     step, step, step ...
-    stream  <-- one call per step --  the new Deltas of all requests
+    stream  <-- one call per step --  the new Deltas of all requests (per several steps, if delivering them costs too much)
 
 Prompts are parsed, rendered and tokenised in further threads, so a long prompt delays nobody. Grammars are compiled in threads
 of their own, so a request without a grammar never waits for them. Deltas that wait to be read are merged into one per answer,
@@ -16,22 +16,23 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 from nanoinfer.engine.inputs import PreparedRequest, PromptType
 from nanoinfer.engine.metrics import Metric
-from nanoinfer.engine.request import Request
+from nanoinfer.engine.request_stream import MAX_HOLD_SECONDS, DeliveryPacer, RequestStream, merge
 from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError, QueueFullError, first_line
 from nanoinfer.llm import LLM
-from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput, sum_of_logprobs
+from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+Updates = list[tuple[RequestStream, list[Delta]]]  # what one delivery adds to the streams
 OutputKind = Literal["cumulative", "delta", "final_only"]
 OUTPUT_KINDS = ("cumulative", "delta", "final_only")
 NUM_GRAMMAR_THREADS = 8  # most of them wait for the one process that tries new grammars, and give up after MAX_WAIT_SECONDS
@@ -65,6 +66,8 @@ class AsyncLLM:
         self._grammar_threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, "nanoinfer grammar")
         self._num_answers = 0  # of requests that are accepted, and not delivered to the end
         self._is_closing = False
+        self._pacer = DeliveryPacer()
+        self._watches_overdue = False
         self._error: str | None = None  # why the engine is dead
         self.on_deliver: Callable[[Updates], None] | None = None  # called in the event loop, once per step
         # used by the engine's thread alone
@@ -107,8 +110,8 @@ class AsyncLLM:
         so_far: dict[int, Delta] = {}
         try:
             async for deltas in stream:
-                for delta in deltas if output_kind != "final_only" else ():
-                    so_far[delta.index] = merge(so_far.get(delta.index), delta)
+                if output_kind != "final_only":
+                    so_far = merge(so_far, deltas)
                 if stream.output is not None and output_kind != "delta":
                     yield stream.output
                 elif output_kind != "final_only":
@@ -224,11 +227,32 @@ class AsyncLLM:
     def _complete(self, num_answers: int) -> None:
         self._num_answers -= num_answers
 
-    def _deliver(self, updates: "Updates") -> None:
-        for stream, deltas in updates:
-            stream.deliver(deltas)
-        if self.on_deliver is not None:
+    def _deliver(self, streams: list[RequestStream]) -> None:
+        """Give streams their new deltas."""
+        updates = [(stream, deltas) for stream in streams if (deltas := stream.deliver())]
+        if updates and self.on_deliver is not None:
             self.on_deliver(updates)
+        if not self._watches_overdue:
+            self._watches_overdue = True
+            self._deliver_overdue()
+
+    def _deliver_all(self, streams: list[RequestStream]) -> None:
+        """Give all streams their new deltas, and measure the cost, until the tasks that wait for them have run."""
+        loop, cpu_start = asyncio.get_running_loop(), time.thread_time()
+        self._pacer.begin(time.perf_counter())
+        self._deliver(streams)
+        # the tasks run in the next iteration of the loop, and their bytes are sent at its end
+        loop.call_soon(loop.call_soon, lambda: self._pacer.finish(time.thread_time() - cpu_start))
+
+    def _deliver_overdue(self) -> None:
+        """Deliver what has been held for too long, because the engine's thread is in a long step. While there are requests."""
+        self._watches_overdue = bool(self._streams)
+        if self._watches_overdue:
+            seconds = self._pacer.seconds_left(time.perf_counter())
+            if seconds <= 0:
+                self._deliver_all(list(self._streams.values()))
+                seconds = MAX_HOLD_SECONDS
+            asyncio.get_running_loop().call_later(seconds, self._deliver_overdue)
 
     # ---- in the engine's thread
 
@@ -279,110 +303,29 @@ class AsyncLLM:
         self.engine.fail(reason, *failing)
 
     def _publish(self) -> None:
-        """Pass the new deltas of all requests to the event loop, in one call."""
-        updates: Updates = []
+        """Pass the new deltas of all requests to the event loop, in one call, when the pacer says so.
+
+        A request's first and last deltas are never held.
+        """
+        urgent: list[RequestStream] = []
+        others: list[RequestStream] = []
         for request_id, stream in list(self._streams.items()):
             assert stream.request is not None
-            if stream.request.deltas:
-                updates.append((stream, list(stream.request.deltas)))
-                stream.request.deltas.clear()
             if stream.request.output is not None:
                 del self._streams[request_id]
                 self._num_failures.pop(request_id, None)
-        if updates:
-            assert self._loop is not None
-            try:
-                self._loop.call_soon_threadsafe(self._deliver, updates)
-            except RuntimeError:  # the loop is closed, so nobody reads any more
-                self._end()
-
-
-class RequestStream:
-    """The deltas of one request: an asynchronous iterator over lists of at most one Delta per answer, each a merger of all that
-    has arrived since the last list. output: the RequestOutput, as soon as its last delta was yielded.
-    """
-
-    def __init__(
-        self,
-        prepared: PreparedRequest,
-        has_news: asyncio.Event,
-        on_close: Callable[["RequestStream"], None],
-        on_complete: Callable[[], None],
-    ) -> None:
-        self.prepared = prepared
-        self.output: RequestOutput | None = None
-        self.is_closed = False
-        self.request: Request | None = None  # set by the engine's thread
-        self._on_close, self._on_complete = on_close, on_complete
-        self._waiting: dict[int, Delta] = {}  # by the answer's index
-        self._has_news = has_news
-        self._is_complete = False
-
-    def __aiter__(self) -> "RequestStream":
-        return self
-
-    async def __anext__(self) -> list[Delta]:
-        if self.output is not None or self.is_closed:
-            raise StopAsyncIteration
-        await self._has_news.wait()
-        self._has_news.clear()
-        if self.is_closed:
-            raise StopAsyncIteration
-        return self.take()
-
-    def take(self) -> list[Delta]:
-        """Return what __anext__ would yield, or no deltas if there are none now."""
-        deltas, self._waiting = [self._waiting[index] for index in sorted(self._waiting)], {}
-        self.output = next((delta.output for delta in deltas if delta.output is not None), self.output)
-        return deltas
-
-    def close(self) -> None:
-        """Abort the request if it is unfinished. A second call does nothing."""
-        if not self.is_closed and not self._is_complete:
-            self._on_close(self)
-        self.is_closed = True
-        self._has_news.set()
-
-    def deliver(self, deltas: list[Delta]) -> None:
-        """Add new deltas. Called in the event loop's thread."""
-        for delta in deltas:
-            self._waiting[delta.index] = merge(self._waiting.get(delta.index), delta)
-        self._has_news.set()
-        if deltas[-1].output is not None:
-            self._is_complete = True
-            self._on_complete()
-
-    def partial_output(self, deltas: list[Delta]) -> RequestOutput:
-        """These deltas as a RequestOutput. Log-probabilities of the prompt are in the last one."""
-        answers = [
-            CompletionOutput(
-                index=delta.index,
-                text=delta.text,
-                token_ids=delta.token_ids,
-                cumulative_logprob=sum_of_logprobs(delta.token_ids, delta.logprobs),
-                logprobs=delta.logprobs,
-                finish_reason=delta.finish_reason,
-                stop_reason=delta.stop_reason,
-                error=delta.error,
-            )
-            for delta in deltas
-        ]
-        if self.output is not None:
-            return replace(self.output, outputs=answers)
-        assert self.request is not None, "it has deltas"
-        return RequestOutput(
-            self.request.request_id, self.prepared.prompt, self.prepared.prompt_token_ids, answers, False, self.request.metrics
-        )
-
-
-def merge(first: Delta | None, second: Delta) -> Delta:
-    """Two deltas of one answer as one."""
-    if first is None:
-        return second
-    logprobs = None if second.logprobs is None else (first.logprobs or []) + second.logprobs
-    return replace(
-        second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids, logprobs=logprobs or first.logprobs
-    )
-
-
-Updates = list[tuple[RequestStream, list[Delta]]]  # what one step adds to all streams
+            if stream.request.deltas:
+                is_urgent = stream.request.output is not None or not stream.has_begun
+                (urgent if is_urgent else others).append(stream)
+                stream.has_begun = True
+        is_due = self._pacer.is_due(time.perf_counter()) if others else False
+        if not urgent and not is_due:
+            return
+        assert self._loop is not None
+        try:
+            if is_due:
+                self._loop.call_soon_threadsafe(self._deliver_all, urgent + others)
+            else:
+                self._loop.call_soon_threadsafe(self._deliver, urgent)
+        except RuntimeError:  # the loop is closed, so nobody reads any more
+            self._end()

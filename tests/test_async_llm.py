@@ -10,8 +10,8 @@ import pytest
 import tiny_models
 
 from nanoinfer import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
-from nanoinfer.async_llm import merge
 from nanoinfer.engine.metrics import Counter, Gauge
+from nanoinfer.engine.request_stream import merge
 from nanoinfer.errors import EngineDeadError, InvalidPromptError, InvalidValueError, NanoinferError, QueueFullError
 from nanoinfer.outputs import Delta
 from nanoinfer.tokenization import grammar
@@ -363,5 +363,7 @@ def test_shutdown_without_patience_aborts():
 
 def test_two_deltas_of_an_answer_merge_into_one():
     first, second = Delta("a", [1], logprobs=[{}], index=2), Delta("b", [2], logprobs=[{}], index=2, finish_reason="stop")
-    assert merge(None, first) is first
-    assert merge(first, second) == Delta("ab", [1, 2], logprobs=[{}, {}], index=2, finish_reason="stop")
+    assert merge({}, [first])[2] is first
+    both = Delta("ab", [1, 2], logprobs=[{}, {}], index=2, finish_reason="stop")
+    assert merge({2: first}, [second]) == merge({}, [first, second]) == {2: both}
+    assert merge({2: first}, [Delta("c", [3])]) == {2: first, 0: Delta("c", [3])}

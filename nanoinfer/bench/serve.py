@@ -1,12 +1,14 @@
 """Measure an OpenAI-compatible server from outside: what its clients see.
 
-In: a Client and a Workload. Out: ServeFigures. Each request has a thread of its own in this process, which does nothing else.
+In: a Client and a Workload. Out: ServeFigures. One event loop sends all requests and records the answers (recording.py). They
+are kept in memory, some 250 bytes per token, and parsed when the last one has ended.
 """
 
+import asyncio
 import random
-import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from nanoinfer.bench.recording import Recording
 from nanoinfer.bench.timing import Percentiles, percentiles
 from nanoinfer.bench.workloads import Workload
 from nanoinfer.errors import InvalidValueError, NanoinferError
@@ -59,7 +62,10 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class ServeFigures:
-    """The figures of one run. The latencies are those of the requests that did not fail, None where there are none."""
+    """The figures of one run. The latencies are those of the requests that did not fail, None where there are none.
+
+    client_cpu_s: what this process took of the cores, which the server may share.
+    """
 
     workload: str
     num_requests: int
@@ -68,6 +74,7 @@ class ServeFigures:
     num_prompt_tokens: int
     num_output_tokens: int
     duration_s: float
+    client_cpu_s: float
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
@@ -118,40 +125,45 @@ def run(target: Target, workload: Workload, goodput: dict[str, float]) -> ServeF
     Raises:
         NanoinferError: the first request fails.
     """
-    warmup = _measure(target, target.bodies(workload, run=0)[0])
+    [warmup], _ = _measure(target, target.bodies(workload, run=0)[:1])
     if warmup.error is not None:
         raise NanoinferError(warmup.error)
-    return figures(workload.name, _send_all(target, workload), goodput)
-
-
-def _send_all(target: Target, workload: Workload) -> list[RequestRecord]:
-    """Send every request at its arrival time, or as soon as one more may be in flight, and wait for the answers."""
-    records: list[RequestRecord] = []
-    slots = threading.Semaphore(target.max_concurrency) if target.max_concurrency else nullcontext()
-
-    def send(body: dict[str, Any]) -> None:
-        with slots:
-            records.append(_measure(target, body))
-
     bodies = target.bodies(workload, run=random.getrandbits(32))  # no prompt of an earlier run is in the server's cache
-    threads = [threading.Thread(target=send, args=(body,), daemon=True) for body in bodies]  # daemon: Ctrl-C ends the run
+    records, client_cpu_s = _measure(target, bodies, workload.arrivals)
+    return figures(workload.name, records, goodput, client_cpu_s=client_cpu_s)
+
+
+def _measure(target: Target, bodies: list[dict[str, Any]], arrivals: Sequence[float] = ()) -> tuple[list[RequestRecord], float]:
+    """Send every request, wait for the answers, and parse them. Returns the seconds of CPU before the parsing, too."""
+    path = "/chat/completions" if target.is_chat else "/completions"
+    start = time.process_time()
+    recordings = asyncio.run(_record_all(target, path, bodies, arrivals or [0.0] * len(bodies)))
+    cpu_s = time.process_time() - start
+    return [_parse(target, path, sent, recording) for sent, recording in recordings], cpu_s
+
+
+async def _record_all(
+    target: Target, path: str, bodies: list[dict[str, Any]], arrivals: Sequence[float]
+) -> list[tuple[float, Recording]]:
+    """Send every request at its arrival time, or when one more may be in flight. Returns (when it was sent, its answer)."""
+    slots = asyncio.Semaphore(target.max_concurrency) if target.max_concurrency else nullcontext()
     start = time.perf_counter()
-    for thread, arrival in zip(threads, workload.arrivals or [0.0] * len(threads), strict=True):
-        time.sleep(max(start + arrival - time.perf_counter(), 0))
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return records
+
+    async def record(body: dict[str, Any], arrival: float) -> tuple[float, Recording]:
+        await asyncio.sleep(start + arrival - time.perf_counter())
+        async with slots:
+            return time.perf_counter(), await Recording.of(target.client, path, body)
+
+    return await asyncio.gather(*map(record, bodies, arrivals))
 
 
-def _measure(target: Target, body: dict[str, Any]) -> RequestRecord:
-    record = RequestRecord(time.perf_counter())
+def _parse(target: Target, path: str, sent: float, recording: Recording) -> RequestRecord:
+    record = RequestRecord(sent)
     usage: dict[str, Any] = {}
     try:
-        for chunk in target.client.stream("/chat/completions" if target.is_chat else "/completions", body):
-            now = time.perf_counter()
+        for arrival, chunk in recording.chunks(target.client, path):
             if any(_has_text(choice) for choice in chunk.get("choices") or ()):
-                record.chunk_times.append(now)
+                record.chunk_times.append(arrival)
             usage = chunk.get("usage") or usage
         if "prompt_tokens" not in usage or "completion_tokens" not in usage:
             raise NanoinferError("the stream has no usage, so its tokens cannot be counted")
@@ -168,7 +180,9 @@ def _has_text(choice: dict[str, Any]) -> bool:
     return any(delta.get(name) for name in ("text", "content", "reasoning", "reasoning_content", "tool_calls"))
 
 
-def figures(workload: str, records: list[RequestRecord], goodput: dict[str, float]) -> ServeFigures:
+def figures(
+    workload: str, records: list[RequestRecord], goodput: dict[str, float], *, client_cpu_s: float = 0.0
+) -> ServeFigures:
     """Compute the figures. goodput: as for run().
 
     >>> record = RequestRecord(0.0, [0.5, 0.7, 1.0], num_prompt_tokens=3, num_output_tokens=6)
@@ -192,6 +206,7 @@ def figures(workload: str, records: list[RequestRecord], goodput: dict[str, floa
         num_prompt_tokens=num_prompt,
         num_output_tokens=num_output,
         duration_s=duration,
+        client_cpu_s=client_cpu_s,
         requests_per_s=len(good) * per_second,
         output_tokens_per_s=num_output * per_second,
         total_tokens_per_s=(num_prompt + num_output) * per_second,

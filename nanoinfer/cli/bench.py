@@ -238,6 +238,9 @@ def _show_serve(result: "ServeFigures") -> None:
         print(f", goodput {result.goodput_requests_per_s:.2f} requests/s", end="")
     print(f", {result.output_tokens_per_s:.1f} output tokens/s, {result.total_tokens_per_s:.1f} with the prompts'")
     print(f"{result.num_output_tokens} output tokens, {result.tokens_per_chunk:.2f} per chunk")
+    per_token = result.client_cpu_s / max(result.num_output_tokens, 1)
+    share = result.client_cpu_s / result.duration_s if result.duration_s else 0.0
+    print(f"this client took {share:.0%} of one core, {per_token * 1e6:.0f} us per token")
     for message, count in result.failures.items():
         print(f"failed {count} times: {message}")
 

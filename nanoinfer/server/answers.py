@@ -15,8 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from nanoinfer.async_llm import AsyncLLM, RequestStream
+from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
+from nanoinfer.engine.request_stream import RequestStream
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput
 from nanoinfer.server.errors import RequestError, error_body, without_paths
 

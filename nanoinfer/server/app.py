@@ -149,6 +149,7 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) 
                 messages_of(body.messages),
                 add_generation_prompt=body.add_generation_prompt,
                 chat_template_kwargs=body.chat_template_kwargs,
+                tools=body.tools,
             )
             return rendered["prompt_token_ids"]
 

@@ -5,8 +5,9 @@ In: a URL and JSON bodies. Out: JSON, and the chunks of a stream as they arrive.
 
 import json
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,15 +33,15 @@ class Client:
         """
         try:
             parts = urlsplit(url)
-            self._host, self._port = parts.hostname or "", parts.port
+            self.host, self.port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError:  # the port is no number
-            parts, self._host = urlsplit(""), ""
-        if parts.scheme not in ("http", "https") or not self._host or not url.isascii() or not url.isprintable():
+            parts, self.host = urlsplit(""), ""
+        if parts.scheme not in ("http", "https") or not self.host or not url.isascii() or not url.isprintable():
             raise InvalidValueError(f"the URL must be such as http://127.0.0.1:8000 or https://host/v1, got {url!r}")
         self._is_secure = parts.scheme == "https"
         self._base = parts.path.rstrip("/") or "/v1"
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._base}"
-        self._timeout = timeout
+        self.timeout = timeout
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             if not api_key.isascii() or not api_key.isprintable():
@@ -57,46 +58,63 @@ class Client:
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Post a body and yield the chunks of the answer. Closing the generator closes the connection."""
-        body = body | {"stream": True, "stream_options": {"include_usage": True}}
-        with self._send("POST", path, json.dumps(body)) as response:
-            rest = b""
-            while data := response.read1(2**16):
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    event = line.removeprefix(b"data:").strip()
-                    if event == b"[DONE]":
-                        return
-                    if line.startswith(b"data:"):
-                        chunk = _parse(event)
-                        if chunk.get("error"):
-                            raise NanoinferError(f"{self.url} failed: {_error_message(event)}")
-                        if not _is_chunk(chunk):
-                            raise NanoinferError(f"the server sent {_shorten(event)!r}, which is no chunk of OpenAI's API")
-                        yield chunk
-        raise NanoinferError(f"the stream of {self.url} ended before its last event; the server may have been stopped")
+        with self._send("POST", path, _stream_body(body)) as response:
+            yield from self._chunks(response)
 
-    def _connect(self) -> HTTPConnection:
-        connection: HTTPConnection
-        if self._is_secure:
-            connection = HTTPSConnection(self._host, self._port, timeout=CONNECT_SECONDS, context=ssl.create_default_context())
-        else:
-            connection = HTTPConnection(self._host, self._port, timeout=CONNECT_SECONDS)
-        try:
-            connection.connect()
-        except OSError as error:
-            raise NanoinferError(
-                f"no server answers at {self.url} ({error}); start one with `nanoinfer serve`, or correct the URL"
-            ) from error
-        connection.sock.settimeout(self._timeout)
-        return connection
+    def stream_request(self, path: str, body: dict[str, Any]) -> bytes:
+        """The bytes that stream() sends, for a caller with connections of its own. The server closes it after the answer."""
+        connection, sent = self._new_connection(), _Sent()
+        connection.sock = sent
+        connection.request("POST", self._base + path, _stream_body(body), self._headers | {"Connection": "close"})
+        return sent.data
+
+    def parse_stream(self, path: str, received: Any) -> Iterator[dict[str, Any]]:
+        """The chunks that stream() yields. received: what arrived, as an object whose makefile("rb") returns a file of it."""
+        with self._checked(path, lambda: _begin(HTTPResponse(received))) as response:
+            yield from self._chunks(response)
+
+    @cached_property
+    def tls(self) -> ssl.SSLContext | None:
+        """The settings of TLS, None without https."""
+        return ssl.create_default_context() if self._is_secure else None
+
+    def _new_connection(self) -> HTTPConnection:
+        if self.tls is not None:
+            return HTTPSConnection(self.host, self.port, timeout=CONNECT_SECONDS, context=self.tls)
+        return HTTPConnection(self.host, self.port, timeout=CONNECT_SECONDS)
+
+    def no_connection(self, error: OSError) -> NanoinferError:
+        """The error for a server that cannot be reached."""
+        reason = str(error) or type(error).__name__
+        return NanoinferError(
+            f"no server answers at {self.url} ({reason}); start one with `nanoinfer serve`, or correct the URL"
+        )
 
     @contextmanager
     def _send(self, method: str, path: str, body: str | None = None) -> Iterator[HTTPResponse]:
         """Send a request and yield its response, whose status is 200."""
-        connection = self._connect()
+        connection = self._new_connection()
         try:
+            connection.connect()
+        except OSError as error:
+            raise self.no_connection(error) from error
+        connection.sock.settimeout(self.timeout)
+
+        def respond() -> HTTPResponse:
             connection.request(method, self._base + path, body, self._headers)
-            with connection.getresponse() as response:
+            return connection.getresponse()
+
+        try:
+            with self._checked(path, respond) as response:
+                yield response
+        finally:
+            connection.close()
+
+    @contextmanager
+    def _checked(self, path: str, respond: Callable[[], HTTPResponse]) -> Iterator[HTTPResponse]:
+        """Yield the response that respond() returns. Its status is 200."""
+        try:
+            with respond() as response:
                 if response.status != 200:
                     message = _error_message(response.read(MAX_ERROR_BYTES))
                     way_out = "; give --api-key, or set OPENAI_API_KEY" if response.status == 401 else ""
@@ -105,9 +123,42 @@ class Client:
         except TimeoutError as error:
             raise NanoinferError(f"{self.url} sent nothing for too long ({error})") from error
         except (OSError, HTTPException) as error:
-            raise NanoinferError(f"the connection to {self.url} broke ({error or type(error).__name__})") from error
-        finally:
-            connection.close()
+            raise NanoinferError(f"the connection to {self.url} broke ({str(error) or type(error).__name__})") from error
+
+    def _chunks(self, response: HTTPResponse) -> Iterator[dict[str, Any]]:
+        rest = b""
+        while data := response.read1(2**16):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                event = line.removeprefix(b"data:").strip()
+                if event == b"[DONE]":
+                    return
+                if line.startswith(b"data:"):
+                    chunk = _parse(event)
+                    if chunk.get("error"):
+                        raise NanoinferError(f"{self.url} failed: {_error_message(event)}")
+                    if not _is_chunk(chunk):
+                        raise NanoinferError(f"the server sent {_shorten(event)!r}, which is no chunk of OpenAI's API")
+                    yield chunk
+        raise NanoinferError(f"the stream of {self.url} ended before its last event; the server may have been stopped")
+
+
+class _Sent:
+    """Takes the place of a socket, and keeps what is sent to it."""
+
+    data = b""
+
+    def sendall(self, data: bytes) -> None:
+        self.data += data
+
+
+def _stream_body(body: dict[str, Any]) -> str:
+    return json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}})
+
+
+def _begin(response: HTTPResponse) -> HTTPResponse:
+    response.begin()
+    return response
 
 
 def _parse(text: bytes) -> dict[str, Any]:

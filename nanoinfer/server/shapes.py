@@ -7,7 +7,7 @@ added.
 from collections.abc import Iterator
 from typing import Any
 
-from nanoinfer.async_llm import RequestStream
+from nanoinfer.engine.request_stream import RequestStream
 from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition, RequestOutput
 from nanoinfer.server.chat_format import ChatFormat
 from nanoinfer.server.logprobs import LegacyLogprobs, chat_logprobs

@@ -18,6 +18,7 @@ from nanoinfer.errors import InvalidPromptError, first_line
 from nanoinfer.tokenization.helper_process import HelperProcess, serve
 
 MAX_SECONDS = 1.0
+MAX_WAIT_SECONDS = 5.0  # for the chats of others
 MAX_BYTES = 2**28  # beyond what the renderer takes before its first template
 MAX_CHARACTERS = 2**23
 
@@ -27,6 +28,7 @@ def render(template: object, arguments: dict[str, Any]) -> str:
 
     Raises:
         InvalidPromptError: The template refuses the arguments, fails, or exceeds a limit. The arguments are not JSON.
+        QueueFullError: The templates of others took MAX_WAIT_SECONDS.
     """
     try:
         request = json.dumps([template, arguments])
@@ -40,7 +42,7 @@ def render(template: object, arguments: dict[str, Any]) -> str:
     return str(reply["text"])
 
 
-_renderer = HelperProcess(__name__, "chat templates")
+_renderer = HelperProcess(__name__, "chat templates", max_wait=MAX_WAIT_SECONDS)
 
 
 # ---- in the other process

@@ -130,7 +130,7 @@ class GrammarCompiler:
 
         if self._tokenizer is None:
             raise InvalidValueError(
-                "structured_outputs needs a tokenizer, which this checkpoint lacks; pass LLM(tokenizer=...)"
+                "structured_outputs needs a tokenizer, which this checkpoint lacks; load the model with one"
             )
         with self._lock:
             if self._converted is None:

@@ -20,8 +20,8 @@ from nanoinfer.errors import NanoinferError, QueueFullError
 class HelperProcess:
     """Runs `python -m module`, which calls serve(). Any thread may use it."""
 
-    def __init__(self, module: str, subject: str, *, max_wait: float = -1) -> None:
-        """subject: What it works on, for messages. max_wait: Seconds that a request may wait for others. -1 is no limit."""
+    def __init__(self, module: str, subject: str, *, max_wait: float) -> None:
+        """subject: What it works on, for messages. max_wait: Seconds that a request may wait for others."""
         self._module, self._subject, self._max_wait = module, subject, max_wait
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -36,7 +36,7 @@ class HelperProcess:
             NanoinferError: The process does not start.
         """
         if not self._lock.acquire(timeout=self._max_wait):
-            raise QueueFullError(f"too many {self._subject} are being checked; try again later")
+            raise QueueFullError(f"too many {self._subject} wait already; try again later")
         try:
             reply = self._exchange(request.encode() + b"\n")
             if reply is None:

@@ -67,7 +67,7 @@ def check_tool_choice(tool_choice: ToolChoice, tools: Sequence[Mapping[str, Any]
         return None
     names = [tool["function"]["name"] for tool in tools]
     if tool_choice == "required":
-        raise InvalidValueError("tool_choice='required' needs tools; pass tools=[...]")
+        raise InvalidValueError("tool_choice 'required' needs tools; give at least one")
     function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
     if not isinstance(function, Mapping) or tool_choice.get("type") != "function":  # type: ignore[union-attr]
         raise InvalidTypeError(
@@ -170,7 +170,7 @@ def after_thinking(params: StructuredOutputsParams, prompt: str) -> StructuredOu
     if params.grammar is not None:
         raise UnsupportedError(
             "structured_outputs.grammar cannot be used while the model thinks; "
-            "pass chat_template_kwargs={'enable_thinking': False}"
+            "set enable_thinking to false in chat_template_kwargs"
         )
     if params.regex is not None:
         answer = "/" + re.sub(r"\\.|/", lambda match: _ESCAPES.get(match[0], match[0]), params.regex, flags=re.S) + "/"

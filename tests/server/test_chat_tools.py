@@ -153,3 +153,12 @@ def test_the_template_decides_what_is_parsed_unless_a_parser_is_named(template, 
 def test_an_unknown_parser_is_refused():
     with pytest.raises(ValueError, match=r"--tool-call-parser must be hermes or none, got 'llama3'"):
         ChatFormat.choose("", None, "llama3")
+
+
+def test_tokenize_counts_the_tools(tool_server):
+    chat = {"messages": QUESTION, "tools": TOOLS}
+    used = tool_server.post("/v1/chat/completions", chat | {"max_tokens": 1}).json()["usage"]["prompt_tokens"]
+    counts = [tool_server.post("/tokenize", body).json()["count"] for body in (chat, {"messages": QUESTION})]
+    assert counts[0] == used > counts[1]
+    refused = tool_server.post("/tokenize", {"prompt": "a", "tools": TOOLS})
+    assert (refused.status_code, "tools need messages" in refused.text) == (400, True)
