@@ -231,7 +231,7 @@ def _weights(logits: Logits, batch: SamplingBatch) -> Iterator[tuple[Weights, sl
     num_at_a_time = max(SCRATCH_BYTES // (logits.shape[-1] * 4), 1) if logits.device.type == "cpu" else len(logits)
     for start in range(0, len(logits), num_at_a_time):
         rows = slice(start, start + num_at_a_time)
-        part = batch.only_rows(rows)
+        part = batch if len(logits) <= num_at_a_time else batch.only_rows(rows)
         yield integer_weights(stages.keep_min_p(stages.apply_temperature(logits[rows], part), part)), rows
 
 
