@@ -103,8 +103,9 @@ class EngineGuard:
 @contextmanager
 def interrupt_deferred() -> Iterator[None]:
     """Deliver Ctrl-C when the block ends. Process-wide: replaces the SIGINT handler meanwhile, in the main thread only."""
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(previous):
         yield  # only the main thread receives signals, and only a Python handler raises an exception
         return
     received: list[tuple[int, FrameType | None]] = []

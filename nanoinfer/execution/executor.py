@@ -29,7 +29,7 @@ class ExecutorInfo:
     attention_backend: str = "reference"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for each row of a step, in a third of the time
 class SequenceOutput:
     """What a step returns for one sequence.
 

@@ -8,7 +8,6 @@ import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from jaxtyping import Float
@@ -174,16 +173,18 @@ class UniProcExecutor:
         with self._on_device():
             sampled = step.drawn.read()
         drafting = {item.sequence: item for item in step.plan.scheduled if item.draft_token_ids}
-        sequences = [seq for seq, _ in step.plan.rows]
-        outputs = []
-        for seq, group in groupby(range(len(sequences)), key=sequences.__getitem__):
-            rows = list(group)
-            if error := sampled.errors.get(rows[0]):
+        outputs, end = [], 0  # end: of the rows of the sequence before
+        for first, (seq, _) in enumerate(step.plan.rows):
+            if first < end:
+                continue  # the row of a draft
+            item = drafting.get(seq)
+            end = first + 1 + (len(item.draft_token_ids) if item else 0)
+            if error := sampled.errors.get(first):
                 outputs.append(SequenceOutput(seq, error=error))
                 continue
-            if seq in drafting:
-                rows = rows[: 1 + drafting[seq].num_accepted([sampled.token_ids[row] for row in rows])]
-            rows = [row for row in rows if row not in sampled.errors]  # a draft's row that failed is computed again, alone
+            num_accepted = item.num_accepted(sampled.token_ids[first:end]) if item else 0
+            # A draft's row that failed is computed again, alone.
+            rows = [row for row in range(first, first + 1 + num_accepted) if row not in sampled.errors]
             logprobs = [sampled.logprobs[row] for row in rows if row in sampled.logprobs]
             outputs.append(SequenceOutput(seq, [sampled.token_ids[row] for row in rows], logprobs))
         seconds = step.seconds | {"sample": step.seconds["sample"] + time.perf_counter() - start}

@@ -32,7 +32,8 @@ TIE_MARGIN = 32  # columns beyond the k-th, for ids that tie with it
 NUM_TRIED = 256  # largest logits that top_p reads before it sorts all
 SCRATCH_BYTES = 2**20  # on a CPU: of logits at a time, so that one pass finds in the cache what the pass before it wrote
 GROUP_SIZE = 8  # ids of a group of _ids_of_largest
-NUM_PARTS = 64  # of a row, of _first_largest
+FEW_LOGITS = 2**16  # on a CPU, one operator over so many takes no longer than several over parts of them
+NUM_PARTS, LEAST_WIDTH = 64, 64  # the parts of a row, of _first_largest
 BLOCK = 512  # ids of a block of _draw_from_blocks
 
 Logits = Float[Tensor, "batch vocab"]
@@ -182,7 +183,10 @@ def _first_largest(logits: Logits) -> tuple[Ids, Largest]:
 
     A maximum alone is taken of many numbers at once. A search for its index reads them one by one, and takes 3 times as long.
     """
-    width = max(logits.shape[-1] // NUM_PARTS, 1)
+    if logits.numel() <= FEW_LOGITS and not logits.is_cuda:
+        largest, ids = logits.max(dim=-1)
+        return ids, largest
+    width = min(max(logits.shape[-1] // NUM_PARTS, LEAST_WIDTH), logits.shape[-1])
     num_whole = logits.shape[-1] // width
     maxima = logits[:, : num_whole * width].unflatten(-1, (num_whole, width)).amax(dim=-1)  # [batch, num_whole]
     if rest := logits.shape[-1] - num_whole * width:
@@ -209,7 +213,7 @@ def _ids_of_largest(logits: Logits, num_columns: int) -> Int[Tensor, "batch colu
     """
     vocab_size = logits.shape[-1]
     num_groups = vocab_size // GROUP_SIZE
-    if num_groups < 2 * num_columns:
+    if num_groups < 2 * num_columns or logits.numel() <= FEW_LOGITS:
         return logits.topk(num_columns, dim=-1, sorted=False).indices
     num_grouped = num_groups * GROUP_SIZE
     group_maxima = logits[:, :num_grouped].unflatten(-1, (GROUP_SIZE, num_groups)).amax(dim=1)  # [batch, num_groups]
@@ -227,7 +231,7 @@ def _weights(logits: Logits, batch: SamplingBatch) -> Iterator[tuple[Weights, sl
     num_at_a_time = max(SCRATCH_BYTES // (logits.shape[-1] * 4), 1) if logits.device.type == "cpu" else len(logits)
     for start in range(0, len(logits), num_at_a_time):
         rows = slice(start, start + num_at_a_time)
-        part = batch.only_rows(rows)
+        part = batch if len(logits) <= num_at_a_time else batch.only_rows(rows)
         yield integer_weights(stages.keep_min_p(stages.apply_temperature(logits[rows], part), part)), rows
 
 

@@ -162,7 +162,7 @@ class Sampler:
     def _draw_stage_by_stage(self, logits: Logits, batch: SamplingBatch, tracer: StageTracer | None) -> Drawn:
         """Run every stage on every row, then the draw: the definition that the other routes must reproduce."""
         model_logits = _rows_with_logprobs(logits, batch)
-        is_finite = logits.amax(dim=-1).isfinite()  # a mask may hide a NaN or an infinity of the model
+        is_finite = logits.amax(dim=-1).isfinite()
         if tracer is not None:
             tracer.after_stage("model", logits)
         logits = self._apply(self.stages, logits, batch, tracer)
@@ -180,14 +180,12 @@ class Sampler:
     def _draw_fast(self, logits: Logits, batch: SamplingBatch) -> Drawn:
         """Run the stages before the temperature, then fast.sample."""
         model_logits = _rows_with_logprobs(logits, batch)
-        if batch.masks_logits:
-            is_finite = logits.amax(dim=-1).isfinite()  # a mask may hide a NaN or an infinity of the model
-        else:
-            is_finite = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
-        logits = self._apply(STAGES_BEFORE_FAST, logits, batch)
+        is_finite = logits.amax(dim=-1).isfinite() if batch.masks_logits else None
+        if batch.changes_logits:
+            logits = self._apply(STAGES_BEFORE_FAST, logits, batch)
         token_ids, largest = fast.sample(logits, batch)
-        token_ids = torch.where(is_finite & largest.isfinite(), token_ids, -1)
-        return self._drawn(token_ids, logits, is_finite, model_logits, batch)
+        has_token = largest.isfinite() if is_finite is None else is_finite & largest.isfinite()
+        return self._drawn(torch.where(has_token, token_ids, -1), logits, is_finite, model_logits, batch)
 
     def _apply(
         self, stages: tuple[Stage, ...], logits: Logits, batch: SamplingBatch, tracer: StageTracer | None = None
@@ -206,15 +204,18 @@ class Sampler:
         self,
         token_ids: Int[Tensor, " batch"],
         logits: Logits,
-        is_finite: Bool[Tensor, " batch"],
+        is_finite: Bool[Tensor, " batch"] | None,
         logprob_logits: Float[Tensor, "rows vocab"],
         batch: SamplingBatch,
     ) -> Drawn:
-        """Pack the tokens, with what reading them needs. is_finite: of the model's logits, before any stage."""
+        """Pack the tokens, with what reading them needs.
+
+        is_finite: of the model's logits, before a mask may hide a NaN or an infinity. None: no stage masks.
+        """
 
         def read(sampled: list[int]) -> SamplerOutput:
             errors = {
-                row: self._explain_empty_row(logits, batch, row) if is_finite[row] else NOT_FINITE
+                row: self._explain_empty_row(logits, batch, row) if is_finite is None or is_finite[row] else NOT_FINITE
                 for row, token_id in enumerate(sampled)
                 if token_id < 0
             }

@@ -88,7 +88,7 @@ class Scheduler:
                 budget -= num_new if num_new > 1 else 0
             index += 1
 
-        num_reserved = sum(self._num_reserved_blocks(running) for running in self._running)
+        num_reserved = sum(self._num_reserved_blocks(running) for running in self._running) if self._waiting else 0
         while self._waiting and not preempted and len(self._running) < self.config.max_num_seqs:
             seq = self._waiting[0]
             needs_every_row = seq.wants_prompt_logprobs
@@ -226,7 +226,7 @@ class Scheduler:
         too_many: list[Sequence] = []
         for item in scheduled:
             seq = item.sequence
-            if item.num_new_tokens == seq.num_new_tokens:
+            if seq.forks and item.num_new_tokens == seq.num_new_tokens:
                 too_many += seq.forks[num_free_places:]
                 seq.forks = seq.forks[:num_free_places]
                 num_free_places -= len(seq.forks)
