@@ -44,8 +44,7 @@ class KVCache:
         axes = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
         shape = (num_blocks, *axes, head_dim)
         self._layers = [
-            (_zeros(shape, dtype, torch.device(device)), _zeros(shape, dtype, torch.device(device)))
-            for _ in range(num_layers)
+            (_zeros(shape, dtype, torch.device(device)), _zeros(shape, dtype, torch.device(device))) for _ in range(num_layers)
         ]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -71,4 +71,3 @@ def _run(command: list[str]) -> None:
     if done.returncode:
         lines = done.stderr.splitlines() or [f"exit status {done.returncode}"]
         raise UnsupportedError(next((line for line in lines if "error" in line or "cannot find" in line), lines[0]))
-

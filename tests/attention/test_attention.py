@@ -193,7 +193,9 @@ def test_without_a_compiler_the_plain_form_serves_and_the_log_says_why(monkeypat
     native.load.cache_clear()
     llm = LLM(kv_cache_memory=2**22)
     backend = llm.engine.executor.runner.backend
-    assert backend.decode_form == "Python, because there is no C++ compiler '/no/such/compiler'; install g++, or name one in CXX"
+    assert (
+        backend.decode_form == "Python, because there is no C++ compiler '/no/such/compiler'; install g++, or name one in CXX"
+    )
     assert caplog.text.count("decode attention without its C++ kernel, which is faster: there is no C++ compiler") == 1
     params = SamplingParams(temperature=0, max_tokens=5)
     plain = llm.generate("Once upon a", params, use_tqdm=False)[0].outputs

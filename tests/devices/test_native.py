@@ -65,7 +65,7 @@ def test_a_failure_has_the_compilers_message_and_leaves_no_file(source, tmp_path
     with pytest.raises(UnsupportedError, match=r"error: .*NUMBER"):
         native.load(source)
     source.write_text('extern "C" int missing(); extern "C" int add() { return missing(); }')
-    with pytest.raises(UnsupportedError, match="add.cpp was compiled and cannot be loaded: .*undefined symbol: missing"):
+    with pytest.raises(UnsupportedError, match=r"add\.cpp was compiled and cannot be loaded: .*undefined symbol: missing"):
         native.load(source)
     monkeypatch.setenv("CXX", "nothing-like-this")
     with pytest.raises(UnsupportedError, match="no C\\+\\+ compiler 'nothing-like-this'; install g\\+\\+, or name one in CXX"):
