@@ -5,7 +5,7 @@
 #   docker stop --time 40 ...      # longer than --shutdown-timeout, which is 30 s
 FROM python:3.11-slim
 
-# Attention is compiled for the processor when a model is loaded, which needs a C++ compiler.
+# The attention kernel is compiled for the processor when a model is loaded.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /src
@@ -15,7 +15,6 @@ RUN pip install --no-cache-dir -c constraints.txt --extra-index-url https://down
 
 RUN useradd --create-home nanoinfer && mkdir /home/nanoinfer/.cache && chown nanoinfer /home/nanoinfer/.cache
 USER nanoinfer
-ENV TORCHINDUCTOR_CACHE_DIR=/home/nanoinfer/.cache/inductor
 WORKDIR /home/nanoinfer
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s \

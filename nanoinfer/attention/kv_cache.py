@@ -5,8 +5,7 @@ In: block ids and slots, chosen by the block manager. Out: keys and values. The 
 A slot holds one token: slot = block * block_size + offset. The attention backend chooses the order of a block's axes:
 
     "NHD"  [num_blocks, block_size, num_kv_heads, head_dim]   a token's heads are contiguous (GPUs)
-    "HND"  keys   [num_blocks, num_kv_heads, block_size, head_dim]   the axis that decoding sums over is the last one, for
-           values [num_blocks, num_kv_heads, head_dim, block_size]   keys and for values (CPUs)
+    "HND"  [num_blocks, num_kv_heads, block_size, head_dim]   a head's tokens are contiguous (CPUs)
 """
 
 import math
@@ -42,17 +41,10 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layout: Layout = layout
-        k_axes, v_axes = {
-            "NHD": ((block_size, num_kv_heads, head_dim),) * 2,
-            "HND": ((num_kv_heads, block_size, head_dim), (num_kv_heads, head_dim, block_size)),
-        }[layout]
-        # Separate tensors: views of one large tensor would differ in their offset, for which torch.compile compiles again.
+        axes = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
+        shape = (num_blocks, *axes, head_dim)
         self._layers = [
-            (
-                _zeros((num_blocks, *k_axes), dtype, torch.device(device)),
-                _zeros((num_blocks, *v_axes), dtype, torch.device(device)),
-            )
-            for _ in range(num_layers)
+            (_zeros(shape, dtype, torch.device(device)), _zeros(shape, dtype, torch.device(device))) for _ in range(num_layers)
         ]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -82,7 +74,7 @@ class KVCache:
     def _by_slot(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values as views [num_blocks, block_size, num_kv_heads, head_dim], in either layout."""
         k, v = self._layers[layer]
-        return (k, v) if self.layout == "NHD" else (k.transpose(1, 2), v.permute(0, 3, 1, 2))
+        return (k, v) if self.layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, in every layer, all (from, to) pairs at once."""

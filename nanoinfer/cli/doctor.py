@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from nanoinfer.attention.base import BACKENDS, AttentionBackend, find_backend, select_backend
+from nanoinfer.attention.cpu import CPUBackend
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.reference import ReferenceBackend
 from nanoinfer.cli.options import new_table
@@ -118,6 +119,9 @@ def _engine(device: torch.device, dtype: torch.dtype) -> list[tuple[str, str]]:
         ("attention", f"{name}, blocks of {backend.default_block_size} tokens"),
         ("memory for the KV cache", f"{memory_for_cache(device, None, 0.9) / 2**30:.1f} GiB{remark}"),
     ]
+    if isinstance(backend, CPUBackend):
+        backend.warm_up(KVCache(num_layers=1, num_blocks=1, block_size=1, num_kv_heads=1, head_dim=HEAD_DIM, dtype=dtype), 1)
+        chosen.append(("decode attention", backend.decode_form))
     if device.type == "cpu":
         report = optimize_for_cpu(_gpt2_block(dtype))
         chosen += [(f"linear layer {kind}", form) for kind, form in report.forms.items()]
@@ -140,7 +144,7 @@ def _check(name: str, device: torch.device) -> Check:
         if backend_class is None:
             continue
         try:
-            backend = backend_class(enforce_eager=True)
+            backend = backend_class(enforce_eager=False)
             difference = (
                 (_attend(backend, device, dtype) - _attend(ReferenceBackend(), device, torch.float32)).abs().max().item()
             )

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import AttentionBackend
+from nanoinfer.attention.cpu import CPUBackend
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.devices.machine_checks import verdict
 from nanoinfer.devices.row_forms import same_bits
@@ -46,6 +47,8 @@ def is_batch_independent(
     digest = hashlib.sha256(f"{model.config} {model}".encode()).hexdigest()[:12]  # names the classes of its layers
     dtype_name = str(dtype).removeprefix("torch.")
     check = f"model {type(model).__name__} {digest} {dtype_name}, {type(backend).__name__}, blocks of {block_size}"
+    if isinstance(backend, CPUBackend):
+        check += f", decode in {backend.decode_form}"
     if has_single_queries:
         check += ", one query at a time"
 
@@ -84,7 +87,6 @@ def _try(model: Model, backend: AttentionBackend, block_size: int, dtype: torch.
             dtype=dtype,
             layout=backend.layout,
         )
-        backend = type(backend)(enforce_eager=True)  # type: ignore[call-arg]
         decodes = [1] * NUM_DECODES
         run = partial(_hidden_rows, model, backend, cache, has_single_queries=has_single_queries)
         alone = run([sequences[COMPARED]], [[num] for num in (lengths[COMPARED], *decodes)])

@@ -1,6 +1,5 @@
 """Every paged backend equals dense attention over each sequence alone, whatever the batch, the lengths and the blocks."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,15 +8,17 @@ import tiny_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import FAULTS, check_poison_free_reuse, compare
+from paged_cases import FAULTS, check_poison_free_reuse, compare, metadata_for
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.attention import base
+from nanoinfer.attention import base, cpu
 from nanoinfer.attention.base import register_backend, select_backend
+from nanoinfer.attention.cpu_kernel import DecodeKernel
 from nanoinfer.attention.dense import DenseAttention
-from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.attention.kv_cache import KVCache, finite_values
 from nanoinfer.attention.reference import ReferenceBackend
 from nanoinfer.cli import doctor
+from nanoinfer.devices import native
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from nanoinfer.execution.memory import available_cpu_memory, memory_for_cache
 
@@ -79,163 +80,138 @@ def test_dense_attention_is_transformers_formula_by_hand():
     torch.testing.assert_close(out, torch.stack([torch.tensor(10.0), 10 + 10 * weight]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_the_compiled_decode_equals_the_plain_one_and_enforce_eager_never_compiles(num_threads):
-    """In another process, because compiled code cannot run under the shape checks. Also compares the bits of rows."""
-    code = """
-import torch, logging, sys
-from nanoinfer.attention import cpu
-torch.manual_seed(0); torch.set_num_threads(int(sys.argv[1]))
-k_pages, v_pages = torch.randn(2, 9, 4, 16, 64).unbind(0); v_pages = v_pages.mT.contiguous()
-tables, lens = torch.randperm(9)[:6].view(3, 2), torch.tensor([5, 32, 17])
-q, k, v = torch.randn(3, 8, 64), *torch.randn(2, 3, 4, 64)
-def where(tables, lens):
-    last = lens - 1
-    return cpu.DecodeIndices(tables.gather(1, last[:, None] // 16)[:, 0], last % 16, tables, lens)
-def plain(part, where):
-    return cpu.paged_decode(q[part], k[part], v[part], k_pages, v_pages, *where)
-def of(backend, part, where):
-    return backend.decode(q[part], k[part], v[part], k_pages, v_pages, where)
-eager = cpu.CPUBackend(enforce_eager=True); of(eager, slice(3), where(tables, lens))
-assert not eager._kinds
-backend = cpu.CPUBackend(); small = torch.randn(2, 9, 1, 16, 8)
-backend.decode(*torch.randn(3, 3, 1, 8), small[0], small[1].mT.contiguous(), where(tables, lens))
-assert not backend._kinds, "a small model is not worth compiling for"
-of(backend, slice(3), where(tables, lens))
-print("compiled", backend._may_compile)
-for n in (1, 2, 3):
-    for blocks in (1, 2):
-        args = slice(n), where(tables[:n, :blocks].contiguous(), lens[:n].clamp(max=16 * blocks))
-        torch.testing.assert_close(of(backend, *args), plain(*args), atol=1e-5, rtol=0)
-lens = torch.tensor([5, 16, 17])
-together = of(backend, slice(3), where(tables, lens))
-for i in range(3):
-    for blocks in (1, 2):
-        if lens[i] <= 16 * blocks:
-            one = slice(i, i + 1)
-            alone = of(backend, one, where(tables[one, :blocks].contiguous(), lens[one]))
-            assert torch.equal(alone, together[one]), (i, blocks)
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(num_threads)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    if "compiled False" in done.stdout:
-        pytest.skip("there is no C++ compiler here; the plain form was used")
-
-
 @pytest.mark.parametrize(("num_heads", "head_dim", "block_size"), [(6, 32, 64), (12, 64, 64), (4, 64, 16), (2, 32, 64)])
 def test_masked_blocks_at_the_end_of_a_table_change_no_bit_of_the_plain_form(num_heads, head_dim, block_size):
     """A row is padded beside longer ones. Sums of few columns would be interleaved by fours: 6 blocks differ from 8."""
-    from nanoinfer.attention import cpu
-
     generator = torch.Generator().manual_seed(0)
     for num_blocks in (1, 2, 3, 5, 6, 7, 11):
         q, k, v = torch.randn(3, 1, num_heads, head_dim, generator=generator)
         k_pages = torch.randn(40, num_heads, block_size, head_dim, generator=generator)
-        v_pages = torch.randn(40, num_heads, head_dim, block_size, generator=generator)
+        v_pages = torch.randn(40, num_heads, block_size, head_dim, generator=generator)
         seq_len = num_blocks * block_size - 3
         table = torch.randperm(40, generator=generator)[:num_blocks].unsqueeze(0)
         alone = None
         for padding in (0, 1, 2, 3, 9, 20):
             tables = torch.nn.functional.pad(table, (0, padding))
-            where = table[:, -1], torch.tensor([(seq_len - 1) % block_size]), tables, torch.tensor([seq_len])
-            out = cpu.paged_decode(q, k, v, k_pages, v_pages, *where)
+            rows = cpu.DecodeRows(table[:, -1] * block_size + (seq_len - 1) % block_size, tables, torch.tensor([seq_len]))
+            out = cpu.paged_decode(q, k, v, k_pages, v_pages, rows)
             alone = out if alone is None else alone
             assert torch.equal(out, alone), (num_blocks, padding)
 
 
 def test_a_row_has_the_same_bits_beside_longer_ones_where_heads_are_few_and_small():
     """8 slots x 4 heads are 32 columns, of which torch adds every fourth block to one of four sums."""
-    from nanoinfer.attention import cpu
-
     generator = torch.Generator().manual_seed(0)
-    k_pages, v_pages = torch.randn(40, 4, 8, 12, generator=generator), torch.randn(40, 4, 12, 8, generator=generator)
+    k_pages, v_pages = torch.randn(40, 4, 8, 12, generator=generator), torch.randn(40, 4, 8, 12, generator=generator)
     q, k, v = torch.randn(3, 1, 4, 12, generator=generator)
-    backend, table = cpu.CPUBackend(), torch.randperm(40, generator=generator)[:6].unsqueeze(0)
+    table = torch.randperm(40, generator=generator)[:6].unsqueeze(0)
     alone = None
     for padding in range(8):
         tables = torch.nn.functional.pad(table, (0, padding))
-        where = cpu.DecodeIndices(table[:, -1], torch.tensor([4]), tables, torch.tensor([45]))
-        out = backend.decode(q, k, v, k_pages, v_pages, where)
+        rows = cpu.DecodeRows(table[:, -1] * 8 + 4, tables, torch.tensor([45]))
+        out = cpu.paged_decode(q, k, v, k_pages, v_pages, rows)
         alone = out if alone is None else alone
         assert torch.equal(out, alone), padding
 
 
-def test_a_compiled_form_whose_rows_depend_on_each_other_is_not_used(monkeypatch, caplog, tmp_path):
-    """A stand-in for torch.compile: correct for several sequences, another order of addition for one."""
-    from nanoinfer.attention import cpu
+def random_decode(lens, *, num_heads, num_kv_heads, head_dim, dtype, block_size=16):
+    """Arguments of paged_decode: rows of these lengths, in scattered blocks. Slots that hold no token are NaN."""
+    generator = torch.Generator().manual_seed(0)
+    metadata = metadata_for([(n - 1, 1) for n in lens], block_size, 80, generator)
+    q, k, v = (
+        torch.randn(len(lens), heads, head_dim, generator=generator).to(dtype)
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
+    pages = torch.full((2, 80, num_kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
+    for table, seq_len in zip(metadata.block_tables, lens, strict=True):
+        for token in range(seq_len):
+            page = pages[:, table[token // block_size], :, token % block_size]
+            page.copy_(torch.randn(page.shape, generator=generator))
+    rows = cpu.DecodeRows(metadata.slot_mapping, metadata.block_tables, metadata.seq_lens)
+    return q, k, v, *pages.unbind(), rows
 
+
+def of_rows(part, q, k, v, k_pages, v_pages, rows):
+    """The arguments for some rows, whose tables are no longer than they need."""
+    slots, tables, lens = (index[part] for index in rows)
+    num_blocks = -(-int(lens.max()) // k_pages.shape[2])
+    return q[part], k[part], v[part], k_pages, v_pages, cpu.DecodeRows(slots, tables[:, :num_blocks].contiguous(), lens)
+
+
+SPANS = [5, 600, 256, 257, 17, 1]  # one to three spans of the kernel, some of them full
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(2, 2, 64), (4, 2, 10)])
+def test_a_row_of_the_kernel_has_the_same_bits_alone_in_any_batch_and_with_any_threads(
+    num_heads, num_kv_heads, head_dim, dtype, tolerance
+):
+    args = random_decode(SPANS, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
+    kernel = DecodeKernel(dtype, head_dim, num_heads // num_kv_heads)
+    outputs = {}
+    for num_threads in (1, 2, 5):
+        torch.set_num_threads(num_threads)
+        try:
+            outputs[num_threads] = kernel(*args[:5], *args[5])
+            alone = []
+            for i in range(len(SPANS)):
+                *tensors, rows = of_rows(slice(i, i + 1), *args)
+                alone.append(kernel(*tensors, *rows))
+        finally:
+            torch.set_num_threads(1)
+        assert torch.equal(torch.cat(alone), outputs[num_threads])
+        assert torch.equal(outputs[num_threads], outputs[1])
+    k_pages, v_pages = (pages.nan_to_num(nan=0.0) for pages in args[3:5])  # the plain form needs finite values
+    plain = cpu.paged_decode(*args[:3], k_pages, v_pages, args[5])
+    assert (outputs[1] - plain).abs().max() < tolerance
+
+
+def test_the_kernel_stores_every_row_before_it_attends():
+    """Rows of one sequence, as drafts are: each attends to the tokens before it, which the same call stores."""
+    q, k, v, k_pages, v_pages, rows = random_decode([33], num_heads=2, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+    k_pages, v_pages = k_pages.nan_to_num(), v_pages.nan_to_num()
+    q, k, v = torch.randn(3, 5, 2, 8, generator=torch.Generator().manual_seed(1))
+    table, lens = rows.block_tables.repeat(5, 1), torch.arange(29, 34)
+    rows = cpu.DecodeRows(table[0, (lens - 1) // 16] * 16 + (lens - 1) % 16, table, lens)
+    expected = cpu.paged_decode(q, k, v, k_pages.clone(), v_pages.clone(), rows)
+    assert (DecodeKernel(torch.float32, 8, 1)(q, k, v, k_pages, v_pages, *rows) - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_the_kernel_stores_values_that_are_not_finite_as_finite_values_does(bad):
+    q, k, v, k_pages, v_pages, rows = random_decode([3, 20], num_heads=2, num_kv_heads=2, head_dim=10, dtype=torch.bfloat16)
+    v[0, 1, 9] = bad
+    DecodeKernel(torch.bfloat16, 10, 1)(q, k, v, k_pages, v_pages, *rows)
+    for pages, stored in zip((k_pages, v_pages), finite_values(k, v), strict=True):
+        found = pages[rows.slots // 16, :, rows.slots % 16]
+        assert torch.equal(found.nan_to_num(nan=7.0), stored.nan_to_num(nan=7.0))
+
+
+def test_without_a_compiler_the_plain_form_serves_and_the_log_says_why(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
-    reorders, num_compiled_calls = True, 0
-
-    def compiled(q, k, v, k_pages, v_pages, *where):
-        nonlocal num_compiled_calls
-        num_compiled_calls += 1
-        if not reorders or len(q) > 1:
-            return cpu.paged_decode(q, k, v, k_pages, v_pages, *where)
-        return cpu.paged_decode(q.flip(2), k.flip(2), v, k_pages.flip(3), v_pages, *where)  # the sum over head_dim, backwards
-
-    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: compiled)
-    args = *torch.randn(3, 2, 4, 64), torch.randn(3, 4, 16, 64), torch.randn(3, 4, 64, 16)
-    where = cpu.DecodeIndices(torch.tensor([0, 1]), torch.tensor([4, 8]), torch.tensor([[0], [1]]), torch.tensor([5, 9]))
-    for attempt in range(2):  # the second finds the verdict
-        num_compiled_calls = 0
-        assert torch.equal(cpu.CPUBackend().decode(*args, where), cpu.paged_decode(*args, *where))
-        assert caplog.text.count("compiled for one sequence it gives different bits than for several") == attempt + 1
-        assert (num_compiled_calls > 0) == (attempt == 0)
-    monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path / "another machine"))
-    reorders, num_compiled_calls = False, 0
-    backend = cpu.CPUBackend()
-    backend.decode(*args, where)
-    assert backend._may_compile
-    assert num_compiled_calls > 10
+    monkeypatch.setenv("CXX", "/no/such/compiler -O3")
+    native.load.cache_clear()
+    llm = LLM(kv_cache_memory=2**22)
+    backend = llm.engine.executor.runner.backend
+    assert (
+        backend.decode_form == "Python, because there is no C++ compiler '/no/such/compiler'; install g++, or name one in CXX"
+    )
+    assert caplog.text.count("decode attention without its C++ kernel, which is faster: there is no C++ compiler") == 1
+    params = SamplingParams(temperature=0, max_tokens=5)
+    plain = llm.generate("Once upon a", params, use_tqdm=False)[0].outputs
+    monkeypatch.delenv("CXX")
+    llm = LLM(kv_cache_memory=2**22)
+    assert llm.engine.executor.runner.backend.decode_form == "C++"
+    assert llm.generate("Once upon a", params, use_tqdm=False)[0].outputs == plain
+    eager = LLM(kv_cache_memory=2**22, enforce_eager=True)
+    assert eager.engine.executor.runner.backend.decode_form == "Python, because enforce_eager=True"
+    assert eager.generate("Once upon a", params, use_tqdm=False)[0].outputs == plain
 
 
-def test_without_a_compiler_the_plain_form_stays(monkeypatch, caplog):
-    from nanoinfer.attention import cpu
-
-    def broken(*args, **kwargs):
-        raise RuntimeError("no C++ compiler")
-
-    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: broken)
-    caplog.set_level("INFO")
-    backend = cpu.CPUBackend()
-    args = *torch.randn(3, 2, 4, 64), torch.randn(3, 4, 16, 64), torch.randn(3, 4, 64, 16)
-    where = cpu.DecodeIndices(torch.tensor([0, 1]), torch.tensor([4, 8]), torch.tensor([[0], [1]]), torch.tensor([5, 9]))
-    for _ in range(2):
-        assert torch.equal(backend.decode(*args, where), cpu.paged_decode(*args, *where))
-    assert caplog.text.count("could not be compiled (no C++ compiler)") == 1
-
-
-def test_attention_is_compiled_when_a_model_is_loaded_and_not_while_it_writes(monkeypatch, caplog):
-    """torch.compile compiles again for two arguments that are one tensor, so the arguments at loading are separate ones."""
-    from nanoinfer.attention import cpu
-
-    num_kinds, num_aliases = [], []
-
-    def compile_copy(function):
-        num_kinds.append(1)
-
-        def compiled(*args):
-            num_aliases.append(len(args) - len({id(one) for one in args}))
-            return function(*args)
-
-        return compiled
-
-    monkeypatch.setattr(cpu, "_compile_copy", compile_copy)
-    monkeypatch.setattr(cpu, "SMALL_MODEL_BYTES", 0)
-    monkeypatch.setattr(cpu, "verdict", lambda check, measure: "compiled")  # as at a second load
-    llm = LLM(kv_cache_memory=2**22, block_size=64)
-    assert caplog.text.count("compiling the paged decode attention") == 1
-    assert (len(num_kinds), num_aliases) == (2, [0, 0])  # one sequence, of one block and of several
-    caplog.clear()
-    llm.generate([1] * 10, SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
-    assert (len(num_kinds), caplog.text) == (2, "")
-    assert len(num_aliases) > 20
-    llm.generate([[1], [2]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
-    assert len(num_kinds) == 3
-    LLM(kv_cache_memory=2**22, enforce_eager=True)
-    assert (len(num_kinds), caplog.text) == (3, "")
+def test_a_dtype_that_the_kernel_does_not_support_is_left_to_the_plain_form(caplog):
+    lengths = [(40, 1), (3, 1)]
+    assert compare("cpu", lengths, block_size=16, num_kv_heads=1, group=1, head_dim=8, dtype=torch.float16) < 0.01
+    assert "it supports float32 and bfloat16, not float16" in caplog.text
 
 
 def test_an_unknown_or_unsupported_backend_is_refused_by_name(caplog):
@@ -312,18 +288,3 @@ def test_an_unused_cache_takes_no_memory():
     assert sum(pages.nbytes for layer in range(4) for pages in cache.layer(layer)) == 2**29
     assert anonymous() - before < 2**24
     assert cache.layer(3)[1][::100].count_nonzero() == 0
-
-
-@pytest.mark.parametrize("block_size", [1, 2, 3, 16, 17])
-def test_the_check_of_the_compiled_form_takes_blocks_of_any_size(block_size):
-    from nanoinfer.attention import cpu
-
-    def decode(q, k, v, k_pages, v_pages, where):
-        return cpu.paged_decode(q, k, v, k_pages, v_pages, *where)
-
-    def depending(q, *rest):
-        return decode(q, *rest) * (1.0 if len(q) > 1 else 1.5)
-
-    k_pages, v_pages = torch.zeros(3, 4, block_size, 64), torch.zeros(3, 4, 64, block_size)
-    assert cpu.rows_are_independent(decode, 8, k_pages, v_pages)
-    assert not cpu.rows_are_independent(depending, 8, k_pages, v_pages)

@@ -19,7 +19,7 @@ CORE = """
     execution/executor.py execution/uniproc_executor.py execution/forward_batch.py execution/model_runner.py
     devices/transfer.py devices/openmp.py
     models/qwen.py models/layers.py models/cpu_blocks.py models/cpu_linear.py
-    attention/base.py attention/kv_cache.py attention/cpu.py
+    attention/base.py attention/kv_cache.py attention/cpu.py attention/cpu_kernel.py
     sampling/sampler.py sampling/batch.py sampling/state.py sampling/stages.py sampling/draw.py sampling/fast.py
     sampling/logprobs.py
     engine/stopping.py tokenization/detokenizer.py outputs.py
