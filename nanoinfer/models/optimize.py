@@ -21,7 +21,8 @@ from torch import nn
 
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.models.cpu_blocks import CPU_BLOCKS
-from nanoinfer.models.cpu_linear import Int8Linear, LinearOptimizer, LinearReport
+from nanoinfer.models.cpu_linear import CLASSES, LinearOptimizer, LinearReport
+from nanoinfer.models.cpu_quantized import QUANTIZED, Int8Linear
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def optimize_for_cpu(model: nn.Module, quantization: str | None = None) -> Linea
     """
     if quantization:
         _check_int8_sizes(model)
-    linears = LinearOptimizer(quantization)
+    linears = LinearOptimizer(QUANTIZED[quantization] if quantization else CLASSES)
 
     def optimized(module: nn.Module) -> nn.Module | None:
         if type(module) is nn.Linear:

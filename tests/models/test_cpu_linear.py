@@ -6,7 +6,8 @@ from torch import nn
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.errors import InvalidValueError, UnsupportedError
-from nanoinfer.models.cpu_linear import Int8Linear, LinearOptimizer, PackedLinear
+from nanoinfer.models.cpu_linear import CLASSES, LinearOptimizer, PackedLinear
+from nanoinfer.models.cpu_quantized import QUANTIZED, Int8Linear
 from nanoinfer.models.optimize import optimize_for_cpu
 
 KINDS = {  # arguments of an optimised layer, and what it computes of the plain layer's output and a residual
@@ -28,7 +29,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch_and_nearly_the_plain_lay
     layer = nn.Linear(64, 96, bias=bias).to(dtype)
     x, residual = torch.randn(70, 64).to(dtype), torch.randn(70, 96).to(dtype)
     given = (x, residual) if kind == "residual" else (x,)
-    linears = LinearOptimizer("int8" if form is Int8Linear else None)
+    linears = LinearOptimizer(QUANTIZED["int8"] if form is Int8Linear else CLASSES)
     optimised = linears.optimize(layer, **options)
     together = optimised(*given)
     for start, stop in ((0, 1), (69, 70), (3, 5), (0, 16), (10, 43)) if linears.report().are_rows_independent else ():

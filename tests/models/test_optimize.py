@@ -9,7 +9,8 @@ from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.models import cpu_blocks, loader, optimize
 from nanoinfer.models.checkpoint import Checkpoint
 from nanoinfer.models.cpu_blocks import CPUGPT2Block, CPUQwenDecoderLayer
-from nanoinfer.models.cpu_linear import CPULinear, Int8Linear, PlainLinear
+from nanoinfer.models.cpu_linear import CPULinear, PlainLinear
+from nanoinfer.models.cpu_quantized import Int8Linear
 from nanoinfer.models.gpt2 import GPT2MLP, GPT2Block
 from nanoinfer.models.layers import RMSNorm, SwiGLU
 from nanoinfer.models.optimize import optimize_for_cpu, optimize_for_cuda
