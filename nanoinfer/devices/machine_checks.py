@@ -61,7 +61,7 @@ def machine_key() -> str:
         f"onednn={torch.backends.mkldnn.is_available()}",
         f"nanoinfer={__version__}, revision={REVISION}",
     ]
-    digest = hashlib.sha256("\n".join([_processor(), torch.__version__, *settings]).encode()).hexdigest()[:16]
+    digest = hashlib.sha256("\n".join([processor(), torch.__version__, *settings]).encode()).hexdigest()[:16]
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{_model_name()}, {capability}, {torch.get_num_threads()} threads, torch {torch.__version__} ({digest})"
 
@@ -74,7 +74,7 @@ def cache_path() -> Path:
 
 
 @cache
-def _processor() -> str:
+def processor() -> str:
     """Everything the system reports about its first processor, except values that change over time."""
     parts = [platform.platform(), platform.processor(), str(os.cpu_count())]
     try:
@@ -87,7 +87,7 @@ def _processor() -> str:
 
 
 def _model_name() -> str:
-    for line in _processor().splitlines():
+    for line in processor().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

@@ -102,7 +102,7 @@ class PlainLinear(CPULinear):
         return self.activated(out)
 
 
-CLASSES: dict[str, type[CPULinear]] = {"packed": PackedLinear, "plain": PlainLinear}
+CLASSES: dict[str, Callable[..., CPULinear]] = {"packed": PackedLinear, "plain": PlainLinear}
 _NONE = "rows depend on each other"
 
 
@@ -131,7 +131,7 @@ class LinearOptimizer:
         classes: those that a layer may become, by their names in verdicts. The preferred one is first.
     """
 
-    def __init__(self, classes: Mapping[str, type[CPULinear]] = CLASSES) -> None:
+    def __init__(self, classes: Mapping[str, Callable[..., CPULinear]] = CLASSES) -> None:
         self._classes = classes
         self._forms: dict[str, str] = {}
 
