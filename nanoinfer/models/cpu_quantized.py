@@ -14,6 +14,7 @@ https://arxiv.org/abs/2206.01861 (a scale per group, activations rounded as they
 """
 
 import ctypes
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -25,9 +26,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor, nn
 
-from nanoinfer.devices.cpp_extension import load_library
+from nanoinfer.devices import native
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.models.cpu_linear import Activation, CPULinear
+
+logger = logging.getLogger(__name__)
 
 BITS = {"int8": 8, "int4": 4}  # quantization -> bits
 # bits -> how many inputs share a scale. The first number that divides a layer's inputs is used.
@@ -142,10 +145,11 @@ def quantized_classes(quantization: str) -> dict[str, Callable[..., CPULinear]]:
 @cache
 def _kernel() -> Any:
     """The function of quantized_linear.cpp, or None if this machine cannot compile it."""
-    library = load_library(Path(__file__).with_name("quantized_linear.cpp"))
-    if library is None:
+    try:
+        function = native.load(Path(__file__).with_name("quantized_linear.cpp")).quantized_linear
+    except UnsupportedError as error:
+        logger.warning("quantised layers are widened at each call, which saves memory and is slow: %s", error)
         return None
-    function = library.quantized_linear
     function.argtypes, function.restype = [ctypes.c_void_p] * 7 + [ctypes.c_int] * 6, None
     return function
 

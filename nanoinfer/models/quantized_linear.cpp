@@ -5,7 +5,6 @@
 // depend on the number of rows, whichever instructions add the integers.
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -78,6 +77,13 @@ struct Rows {
   std::vector<int32_t> sums;     // [rows, K / group], of the integers
 };
 
+int32_t nearest(float value) {  // integer, of a value below 2^22: added to 1.5 * 2^23, it is in the low bits
+  const float shifted = value + 12582912.0f;
+  int32_t bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  return bits - 0x4b400000;
+}
+
 void quantize(const uint16_t* x, int group, int8_t* integers, float* scale, int32_t* sum) {
   uint32_t largest = 0;  // as bits, so that NaN is larger than any number
   for (int k = 0; k < group; ++k) largest = std::max(largest, uint32_t(x[k] & 0x7fff));
@@ -85,7 +91,7 @@ void quantize(const uint16_t* x, int group, int8_t* integers, float* scale, int3
   *scale = limit / 127;
   int32_t total = 0;
   for (int k = 0; k < group; ++k) {
-    integers[k] = int8_t(int32_t(std::nearbyint(widened(x[k]) * factor)));
+    integers[k] = int8_t(nearest(widened(x[k]) * factor));
     total += integers[k];
   }
   *sum = total;

@@ -134,16 +134,21 @@ def test_the_bytes_per_weight(bits, limit):
 @torch.inference_mode()
 @BITS
 def test_without_a_compiler_the_weights_are_widened_to_the_same_numbers(bits, monkeypatch):
-    monkeypatch.setattr(cpu_quantized, "load_library", lambda source: None)
-    cpu_quantized._kernel.cache_clear()
-    try:
-        layer, x, residual = example((256, 50))
-        widened = LinearOptimizer(quantized_classes(f"int{bits}")).optimize(layer.bfloat16(), adds_residual=True)
-    finally:
-        cpu_quantized._kernel.cache_clear()
+    monkeypatch.setattr(cpu_quantized, "_kernel", lambda: None)
+    layer, x, residual = example((256, 50))
+    widened = LinearOptimizer(quantized_classes(f"int{bits}")).optimize(layer.bfloat16(), adds_residual=True)
     assert isinstance(widened, WidenedLinear)
     expected = x.double() @ quantize(layer.weight, bits).widened().double().T + layer.bias.double() + residual.double()
     assert error(widened(x, residual), expected) < 2**-6
+
+
+def test_a_compiler_that_is_missing_is_one_warning(monkeypatch, caplog):
+    def fail(source):
+        raise UnsupportedError("there is no C++ compiler 'g++'; install g++, or name one in CXX")
+
+    monkeypatch.setattr(cpu_quantized.native, "load", fail)
+    assert cpu_quantized._kernel.__wrapped__() is None
+    assert "quantised layers are widened at each call, which saves memory and is slow: there is no C++" in caplog.text
 
 
 def test_what_few_bits_cannot_do_is_refused():
