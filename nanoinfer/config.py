@@ -150,7 +150,7 @@ class EngineConfig:
     tokenizer: str | None = None  # a folder or hub name. None: the model's own
     revision: str | None = None
     dtype: str = "auto"
-    quantization: str | None = None  # or "int8": linear layers in 8 bits
+    quantization: str | None = None  # or "int8" or "int4": linear layers in 8 or 4 bits
     device: str = "auto"
     max_model_len: int | None = None  # tokens of prompt + output. None: the model's own
     attention_backend: str = "auto"
@@ -174,10 +174,12 @@ class EngineConfig:
                 raise InvalidTypeError(f"{name} must be a string, got {shown(getattr(self, name))}")
         if self.dtype not in DTYPES:
             raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(self.dtype)}")
-        if not is_one_of(self.quantization, (None, "int8")):
-            raise InvalidValueError(f"quantization must be None or 'int8', got {shown(self.quantization)}")
+        if not is_one_of(self.quantization, (None, "int8", "int4")):
+            raise InvalidValueError(f"quantization must be None, 'int8' or 'int4', got {shown(self.quantization)}")
         if self.quantization is not None and DTYPES[self.dtype] not in ("auto", "bfloat16"):
-            raise InvalidValueError(f"quantization='int8' computes in bfloat16, got dtype={shown(self.dtype)}; leave dtype out")
+            raise InvalidValueError(
+                f"quantization={self.quantization!r} computes in bfloat16, got dtype={shown(self.dtype)}; leave dtype out"
+            )
         check_integer("max_model_len", self.max_model_len, 1, None, ">= 1", or_none=True)
         check_flag("enforce_eager", self.enforce_eager)
         if self.async_scheduling is not None:

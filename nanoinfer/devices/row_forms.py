@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 # The numbers of rows that are compared: those near which libraries change kernels (vector widths, tiles of 16, 32 and 64).
-COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 128, 320, 512)
+COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 128, 320, 512, 1024)
 MOST_ROWS = COUNTS[-1]  # more rows are computed in several calls, because nothing above it has been compared
 # Layers of more weights than this (LM heads) take many milliseconds per call, and get few rows.
 LARGE_WEIGHT = 16 * 2**20

@@ -1,4 +1,4 @@
-"""Linear layers on a CPU: weights packed once for oneDNN, or kept in 8 bits, in calls that keep rows independent.
+"""Linear layers on a CPU: weights packed once for oneDNN, in calls that keep rows independent.
 
 In: an nn.Linear, the activation that follows it, whether a residual is added. Out: one module that computes all of it, and a
 report of how every layer is computed. optimize.py decides which layers of a model become such modules.
@@ -9,7 +9,7 @@ sizes and not on its weights, so devices/machine_checks.py keeps it for the mach
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -59,13 +59,13 @@ class CPULinear(nn.Module):
     def product(self, x: Tensor, residual: Tensor | None) -> Tensor:
         raise NotImplementedError
 
-    def _activated(self, x: Tensor) -> Tensor:
+    def activated(self, x: Tensor) -> Tensor:
         return x if self._activation is None else _ACTIVATIONS[self._activation](x)
 
     def find_form(self, linear: nn.Linear) -> row_forms.RowForm | None:
         """Find the form in which this machine gives a row the same bits among any number of rows. None if there is none."""
         probes = row_forms.cancelling_rows(linear.weight, self._bias, has_residual=self._adds_residual)
-        return row_forms.find_row_form(self.product, probes, _counts(linear))
+        return row_forms.find_row_form(self.product, probes, counts_of(linear))
 
 
 class PackedLinear(CPULinear):
@@ -99,45 +99,10 @@ class PlainLinear(CPULinear):
         out = F.linear(x, self._weight, self._bias)
         if residual is not None:
             out = residual + out
-        return self._activated(out)
+        return self.activated(out)
 
 
-class Int8Linear(CPULinear):
-    """The weight in 8 bits and a scale per output channel: weight = scale * integer in -127 .. 127.
-
-    x stays in bfloat16 (weight-only). Half the bytes are read, so it is nearly twice as fast where reading the weights takes
-    the time. From some 16 rows on it is slower than PackedLinear.
-    Source: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339, section 2, without the outliers' part.
-    """
-
-    MULTIPLE = 32  # of inputs. The operator reads 16 weights at a time, also beyond the end of a row, and 32 activations.
-
-    def __init__(self, linear: nn.Linear, activation: Activation | None = None, *, adds_residual: bool = False) -> None:
-        super().__init__(linear, activation, adds_residual=adds_residual)
-        weight = linear.weight.detach().float()
-        # Rounded before the division, so that the integers make up for it. A row of zeros has any scale.
-        self._scale = (weight.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny).bfloat16()
-        integers = (weight / self._scale.float().unsqueeze(1)).round().clamp(-127, 127)
-        self._weight = integers.to(torch.int8)
-        self._sum(torch.zeros(1, linear.in_features, dtype=torch.bfloat16))  # some machines fail only here
-
-    def find_form(self, linear: nn.Linear) -> row_forms.RowForm | None:
-        """Examine the sum alone. It is rounded before bias and residual are added, and they would hide a different order."""
-        probes = row_forms.cancelling_rows(self._weight.bfloat16(), None, has_residual=False)
-        return row_forms.find_row_form(lambda x, _: self._activated(self._sum(x)), probes, _counts(linear))
-
-    def _sum(self, x: Tensor) -> Tensor:
-        return torch.ops.aten._weight_int8pack_mm(x, self._weight, self._scale)
-
-    def product(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        out = self._sum(x)
-        if self._bias is not None:
-            out += self._bias
-        if residual is not None:
-            out += residual
-        return self._activated(out)
-
-
+CLASSES: dict[str, Callable[..., CPULinear]] = {"packed": PackedLinear, "plain": PlainLinear}
 _NONE = "rows depend on each other"
 
 
@@ -163,14 +128,11 @@ class LinearOptimizer:
     form holds, it is a packed one without a form.
 
     Args:
-        quantization: None, or "int8" for Int8Linear in place of both.
+        classes: those that a layer may become, by their names in verdicts. The preferred one is first.
     """
 
-    def __init__(self, quantization: str | None = None) -> None:
-        # The classes that a layer may become, by their names in verdicts. The preferred one is first.
-        self._classes: dict[str, type[CPULinear]] = {"packed": PackedLinear, "plain": PlainLinear}
-        if quantization:
-            self._classes = {"in 8 bits": Int8Linear}
+    def __init__(self, classes: Mapping[str, Callable[..., CPULinear]] = CLASSES) -> None:
+        self._classes = classes
         self._forms: dict[str, str] = {}
 
     def optimize(self, linear: nn.Linear, activation: Activation | None = None, *, adds_residual: bool = False) -> CPULinear:
@@ -196,7 +158,7 @@ class LinearOptimizer:
         if name not in layers:  # no form holds, or this layer cannot be what others of its kind are
             name, form, self._forms[kind] = next(iter(layers)), _NONE, _NONE
         layer = layers[name]
-        layer.form = row_forms.form_called(form, _counts(linear)[-1])
+        layer.form = row_forms.form_called(form, counts_of(linear)[-1])
         return layer
 
     def take(
@@ -235,7 +197,8 @@ def _is_measurable(weight: Tensor) -> bool:
     return bool(low < high) and bool(low.isfinite()) and bool(high.isfinite())
 
 
-def _counts(linear: nn.Linear) -> tuple[int, ...]:
+def counts_of(linear: nn.Linear) -> tuple[int, ...]:
+    """The numbers of rows to compare."""
     is_large = linear.weight.numel() > row_forms.LARGE_WEIGHT
     return row_forms.COUNTS_OF_LARGE if is_large else row_forms.COUNTS
 

@@ -61,7 +61,9 @@ def load(config: EngineConfig) -> Loaded:
     """
     device = resolve_device(config.device)
     if config.quantization and device.type != "cpu":
-        raise UnsupportedError(f"quantization='int8' runs on a CPU only, got device {str(device)!r}; leave it out")
+        raise UnsupportedError(
+            f"quantization={config.quantization!r} runs on a CPU only, got device {str(device)!r}; leave it out"
+        )
     if device.type == "cuda":
         set_cuda_device(device)
     checkpoint = Checkpoint.open(config.model, config.revision)

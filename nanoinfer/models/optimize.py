@@ -21,7 +21,8 @@ from torch import nn
 
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.models.cpu_blocks import CPU_BLOCKS
-from nanoinfer.models.cpu_linear import Int8Linear, LinearOptimizer, LinearReport
+from nanoinfer.models.cpu_linear import CLASSES, LinearOptimizer, LinearReport
+from nanoinfer.models.cpu_quantized import MULTIPLE, quantized_classes
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def optimize_for_cpu(model: nn.Module, quantization: str | None = None) -> Linea
 
     Args:
         model: a model on a CPU. Its modules are replaced in place.
-        quantization: None, or "int8" for weights in 8 bits. The head is one of them. An embedding keeps its table.
+        quantization: None, or "int8" or "int4" for weights in 8 or 4 bits, also the head's. An embedding keeps its table.
 
     Returns:
         How its linear layers are computed, and whether their rows are independent of each other.
@@ -43,8 +44,8 @@ def optimize_for_cpu(model: nn.Module, quantization: str | None = None) -> Linea
         UnsupportedError: a layer that cannot be computed in this dtype or in 8 bits.
     """
     if quantization:
-        _check_int8_sizes(model)
-    linears = LinearOptimizer(quantization)
+        _check_sizes(model, quantization)
+    linears = LinearOptimizer(quantized_classes(quantization) if quantization else CLASSES)
 
     def optimized(module: nn.Module) -> nn.Module | None:
         if type(module) is nn.Linear:
@@ -98,10 +99,10 @@ def _replace_modules(parent: nn.Module, optimized: Callable[[nn.Module], nn.Modu
         _replace_modules(getattr(parent, name), optimized)
 
 
-def _check_int8_sizes(model: nn.Module) -> None:
+def _check_sizes(model: nn.Module, quantization: str) -> None:
     for name, layer in model.named_modules():
-        if type(layer) is nn.Linear and layer.in_features % Int8Linear.MULTIPLE:
+        if type(layer) is nn.Linear and layer.in_features % MULTIPLE:
             raise UnsupportedError(
-                f"quantization='int8' needs layers with inputs in multiples of {Int8Linear.MULTIPLE}, and {name} has "
+                f"quantization={quantization!r} needs layers with inputs in multiples of {MULTIPLE}, and {name} has "
                 f"{layer.in_features}; leave quantization out"
             )

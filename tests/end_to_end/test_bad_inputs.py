@@ -43,7 +43,7 @@ BAD_LLM = {
     "tokenizer": [5, "no/such/tokenizer", NoRepr()],
     "revision": [5, ["main"]],
     "dtype": ["fp8", None, 16, ["auto"], torch.int8, "auto "],
-    "quantization": ["int4", "awq", 8, True, ["int8"], ARRAY],
+    "quantization": ["int2", "awq", 8, True, ["int8"], ARRAY],
     "device": ["tpu", None, 0, "cuda:x", "cuda:-1", "CPU"],
     "block_size": [0, -16, 1.5, "16", HUGE, UNPRINTABLE, ARRAY],
     "max_num_seqs": [0, -1, 2.0, "8", True, -UNPRINTABLE, ARRAY],

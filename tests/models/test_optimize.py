@@ -9,7 +9,8 @@ from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.models import cpu_blocks, loader, optimize
 from nanoinfer.models.checkpoint import Checkpoint
 from nanoinfer.models.cpu_blocks import CPUGPT2Block, CPUQwenDecoderLayer
-from nanoinfer.models.cpu_linear import CPULinear, Int8Linear, PlainLinear
+from nanoinfer.models.cpu_linear import CPULinear, PlainLinear
+from nanoinfer.models.cpu_quantized import QuantizedLinear
 from nanoinfer.models.gpt2 import GPT2MLP, GPT2Block
 from nanoinfer.models.layers import RMSNorm, SwiGLU
 from nanoinfer.models.optimize import optimize_for_cpu, optimize_for_cuda
@@ -19,10 +20,10 @@ IDS = torch.arange(1, 14) * 31 % tiny_models.VOCAB_SIZE
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where there is none, Triton interprets its kernels
 GPU_FACTOR = 1.25 if GPU == "cuda" else 1.6  # the interpreter cuts bits off where it should round to bf16
 DTYPES = ("float32", "bfloat16")
-# Sizes that 8 bits need: inputs in multiples of 32.
-INT8_SIZES = {"gpt2": {"n_embd": 64}, "qwen2": {"hidden_size": 64, "intermediate_size": 96}}
-INT8_SIZES |= {"gpt2_untied": INT8_SIZES["gpt2"], "qwen2_tied": INT8_SIZES["qwen2"]}
-INT8_SIZES |= {"qwen3": INT8_SIZES["qwen2"], "qwen3_tied": INT8_SIZES["qwen2"]}
+# Sizes that 8 and 4 bits need: inputs in multiples of 32.
+QUANTIZABLE = {"gpt2": {"n_embd": 64}, "qwen2": {"hidden_size": 64, "intermediate_size": 96}}
+QUANTIZABLE |= {"gpt2_untied": QUANTIZABLE["gpt2"], "qwen2_tied": QUANTIZABLE["qwen2"]}
+QUANTIZABLE |= {"qwen3": QUANTIZABLE["qwen2"], "qwen3_tied": QUANTIZABLE["qwen2"]}
 
 families = pytest.mark.parametrize("family", tiny_models.FAMILIES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -78,15 +79,16 @@ def test_the_form_for_a_gpu_gives_the_textbooks_logits(family, dtype, tmp_path):
     assert_same_logits(path, dtype, model, GPU, GPU_FACTOR)
 
 
-@pytest.mark.parametrize("family", INT8_SIZES)
-def test_eight_bits_stay_near_the_textbooks_logits(family, tmp_path):
-    """The error of rounding to 8 bits, beside that of bf16, which the activations are in."""
-    path = tiny_models.save(family, tmp_path, **INT8_SIZES[family])
+@pytest.mark.parametrize(("quantization", "limit"), [("int8", 0.1), ("int4", 0.4)])
+@pytest.mark.parametrize("family", QUANTIZABLE)
+def test_few_bits_stay_near_the_textbooks_logits(family, quantization, limit, tmp_path):
+    """The error of rounding to 8 or 4 bits, beside that of bf16, which the activations are in."""
+    path = tiny_models.save(family, tmp_path, **QUANTIZABLE[family])
     model = load(path, "bfloat16")
-    optimize_for_cpu(model, quantization="int8")
-    assert {type(module) for module in model.modules() if isinstance(module, CPULinear)} == {Int8Linear}
+    optimize_for_cpu(model, quantization=quantization)
+    assert {type(module) for module in model.modules() if isinstance(module, CPULinear)} == {QuantizedLinear}
     truth = logits_of(load(path))
-    assert (logits_of(model) - truth).abs().mean() < 0.1 * truth.abs().mean()
+    assert (logits_of(model) - truth).abs().mean() < limit * truth.abs().mean()
 
 
 # ---- the comparison can fail
