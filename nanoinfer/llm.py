@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from tqdm import tqdm
 
-from nanoinfer.config import NEUTRAL_VALUES, CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
+from nanoinfer.config import NEUTRAL_VALUES, CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig, lora_adapters
 from nanoinfer.engine.beam_search import BeamSearch
 from nanoinfer.engine.chat_messages import Message
 from nanoinfer.engine.factory import load_engine
@@ -57,6 +57,7 @@ class LLM:
         revision: str | None = None,
         dtype: str | torch.dtype = "auto",
         quantization: str | None = None,
+        lora: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float] | None = None,
         device: str = "auto",
         block_size: int | None = None,
         max_num_seqs: int | None = SchedulerConfig.max_num_seqs,
@@ -79,14 +80,16 @@ class LLM:
         """Load a model.
 
         Args:
-            model: A folder with config.json and safetensors, a hub name, or a bundled model ("tiny-qwen3", "tiny-gpt2"). None
-                is tiny-qwen3. GPT-2, Qwen2, Qwen2.5 and Qwen3 are supported.
+            model: A folder with config.json and safetensors, a .gguf file, a hub name, or a bundled model ("tiny-qwen3",
+                "tiny-gpt2"). None is tiny-qwen3. GPT-2, Qwen2, Qwen2.5 and Qwen3 are supported.
             tokenizer: Folder or hub name of a different tokenizer. A model without one takes token ids and detokenize=False.
             revision: Branch, tag or commit of a hub model.
             dtype: "auto" (the checkpoint's own, or float32 on a CPU that is slow at it), "float32"/"float", "bfloat16",
                 "float16"/"half", or torch's own.
             quantization: "int8" keeps the linear layers in 8 bits and computes in bfloat16, on a CPU, for few sequences at a
                 time.
+            lora: LoRA adapters in peft's format, merged into the weights for all requests: a folder or hub name, a list of
+                them, or a dict of their strengths, such as {"adapter": 0.5}. docs/checkpoints.md says what is supported.
             device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
             block_size: Tokens per cache block. None is the attention backend's own.
             max_num_seqs: Maximum number of running sequences. None is the default.
@@ -134,6 +137,7 @@ class LLM:
             revision=revision,
             dtype=str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype,
             quantization=quantization,
+            lora=lora_adapters(lora),
             device=device,
             max_model_len=max_model_len,
             attention_backend=attention_backend,

@@ -74,15 +74,12 @@ def find_model(config: dict[str, Any]) -> type[Any]:
     """Return the class for a config.json.
 
     Raises:
-        UnsupportedError: an architecture that is not supported, or a quantised checkpoint.
+        UnsupportedError: an architecture that is not supported.
         CheckpointError: no architecture.
     """
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise CheckpointError(f'config.json names no architecture; add "architectures": [one of {", ".join(_MODELS)}]')
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise UnsupportedError(f"quantised checkpoints ({shown(method)}) are not supported; take the unquantised one")
     for architecture in filter(lambda name: isinstance(name, str), architectures):
         if architecture in _registered:
             return _registered[architecture]

@@ -1,9 +1,10 @@
 """safetensors files -> a model's parameters: every tensor used once or skipped by name, every parameter filled once.
 
-In: a model built on the "meta" device (shapes without memory) and the checkpoint's files. Out: the same model with its
-weights. Parameters have the names of the checkpoint. Each family's WeightRules declares the exceptions.
+In: a model built on the "meta" device (shapes without memory) and the checkpoint's Weights. Out: the same model with its
+weights. Parameters have the names of the checkpoint. Each family's WeightRules declares the exceptions. WeightFiles are the
+Weights of safetensors. formats/ has those of other files, which are unpacked while they are read.
 
-Files are memory-mapped. A tensor is read from the file when it is copied into its parameter, one at a time, so loading takes
+Files are memory-mapped. A tensor is read from the file, piece by piece, when it is copied into its parameter, so loading takes
 the memory of the parameters and little more. On a CPU an embedding that has the model's dtype is not copied at all: do not
 change the file while the model is in use.
 """
@@ -14,6 +15,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,10 @@ logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 2**24  # the names and shapes of some 100,000 tensors
 
-_FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}  # as safetensors spells them
+_PIECE = 2**22  # elements that are read at a time
+
+# as safetensors spells them
+_FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +55,34 @@ class WeightRules:
     skip: tuple[str, ...] = ()
 
 
-class WeightFiles(Mapping[str, Any]):
-    """All tensors of a checkpoint by name, as safetensors slices that know their shape before anything is read.
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What is known of a tensor before it is read. The dtype is spelled as in safetensors: F32, BF16, I8."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Weights(Mapping[str, TensorInfo]):
+    """The tensors of a checkpoint by name. A subclass says where they are.
+
+    Attributes:
+        has_empty_biases: whether layers without a bias may have one of zeros.
+    """
+
+    has_empty_biases: bool = False
+
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """Return some rows of a tensor, on the CPU, in any float dtype."""
+        raise NotImplementedError
+
+    @cached_property
+    def num_elements(self) -> int:
+        return sum(math.prod(info.shape) for info in self.values())
+
+
+class WeightFiles(Weights):
+    """The tensors of safetensors files. What is read is a view of the mapped file, not yet read from the disk.
 
     Raises:
         WeightsError: a damaged file, no tensors, or a name that is in two files.
@@ -76,11 +107,10 @@ class WeightFiles(Mapping[str, Any]):
                 self._files[name] = file
         if not self._files:
             raise WeightsError(f"{', '.join(path.name for path in paths)} holds no tensors; download it again")
-        # From the headers, before anything is read or built.
-        self.num_elements = sum(math.prod(self[name].get_shape()) for name in self)
 
-    def __getitem__(self, name: str) -> Any:
-        return self._files[name].get_slice(name)
+    def __getitem__(self, name: str) -> TensorInfo:
+        header = self._files[name].get_slice(name)
+        return TensorInfo(tuple(header.get_shape()), header.get_dtype())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -88,19 +118,18 @@ class WeightFiles(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._files)
 
-    def read(self, name: str) -> Tensor:
-        """Return the tensor: a view of the mapped file, not yet read from the disk."""
-        return self._files[name].get_tensor(name)
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        return self._files[name].get_tensor(name)[rows]
 
 
-def dtype_of(files: WeightFiles) -> torch.dtype:
+def dtype_of(files: Weights) -> torch.dtype:
     """The dtype of most of the checkpoint's tensors, for a config.json without one."""
-    names = [files[name].get_dtype() for name in files]
-    spelled = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    return spelled.get(max(set(names), key=names.count), torch.float32)
+    names = [info.dtype for info in files.values()]
+    dtype = _FLOAT_DTYPES.get(max(set(names), key=names.count), torch.float32)
+    return torch.float32 if dtype is torch.float64 else dtype
 
 
-def head_is_tied(config_says: bool, files: WeightFiles, rules: WeightRules) -> bool:
+def head_is_tied(config_says: bool, files: Weights, rules: WeightRules) -> bool:
     """Whether the LM head shares the embedding: as the config says, unless the checkpoint has a head that differs from it."""
     by_parameter = {_parameter_name(name, rules): name for name in files}
     if not config_says or rules.head not in by_parameter or rules.embedding not in by_parameter:
@@ -112,7 +141,7 @@ def head_is_tied(config_says: bool, files: WeightFiles, rules: WeightRules) -> b
     return tied
 
 
-def load_weights(model: nn.Module, files: WeightFiles, rules: WeightRules, dtype: torch.dtype, device: torch.device) -> None:
+def load_weights(model: nn.Module, files: Weights, rules: WeightRules, dtype: torch.dtype, device: torch.device) -> None:
     """Fill every parameter of a model built on the meta device.
 
     Raises:
@@ -128,14 +157,25 @@ def load_weights(model: nn.Module, files: WeightFiles, rules: WeightRules, dtype
     _check_memory(targets, dtype, device)
     owners = _owners(model)
     for name, target in targets.items():
-        weight = files.read(sources[name])
+        source = sources[name]
         # On a CPU an embedding stays in the file: rows of it are looked up. A tied head that is packed has its own copy.
-        if name != rules.embedding or weight.dtype is not dtype or device.type != "cpu":
-            weight = weight.T if sources[name].endswith(rules.transpose) else weight
-            weight = torch.empty(target.shape, dtype=dtype, device=device).copy_(weight)
+        stays = name == rules.embedding and _FLOAT_DTYPES.get(files[source].dtype) is dtype and device.type == "cpu"
+        if stays:
+            weight = files.read(source)
+        else:
+            weight = torch.empty(target.shape, dtype=dtype, device=device)
+            _copy(files, source, weight.T if source.endswith(rules.transpose) else weight)
         parameter = nn.Parameter(weight, requires_grad=False)
         for module, leaf in owners[target]:
             setattr(module, leaf, parameter)
+
+
+def _copy(files: Weights, name: str, out: Tensor) -> None:
+    """Read a tensor into `out`, piece by piece, so that what is unpacked or converted takes little memory."""
+    num_rows = max(1, _PIECE * len(out) // max(1, out.numel()))
+    for start in range(0, len(out), num_rows):
+        rows = slice(start, start + num_rows)
+        out[rows].copy_(files.read(name, rows))
 
 
 def _check_memory(targets: dict[str, nn.Parameter], dtype: torch.dtype, device: torch.device) -> None:
@@ -163,7 +203,7 @@ def _parameter_name(tensor_name: str, rules: WeightRules) -> str:
     return tensor_name.removeprefix(rules.prefix)
 
 
-def _match(targets: dict[str, nn.Parameter], files: WeightFiles, rules: WeightRules) -> tuple[dict[str, str], list[str]]:
+def _match(targets: dict[str, nn.Parameter], files: Weights, rules: WeightRules) -> tuple[dict[str, str], list[str]]:
     """Return a map from a parameter's name to its tensor's name, and a line for every tensor that does not fit."""
     sources: dict[str, str] = {}
     problems: list[str] = []
@@ -173,6 +213,8 @@ def _match(targets: dict[str, nn.Parameter], files: WeightFiles, rules: WeightRu
             continue
         if name == rules.head and name not in targets and rules.embedding in targets:
             continue  # tied: head_is_tied has checked that it equals the embedding
+        if name not in targets and files.has_empty_biases and name.endswith(".bias") and not files.read(tensor_name).any():
+            continue
         if name not in targets:
             problems.append(f"unexpected: {tensor_name}")
             continue
@@ -180,15 +222,13 @@ def _match(targets: dict[str, nn.Parameter], files: WeightFiles, rules: WeightRu
             problems.append(f"twice: {tensor_name} and {sources[name]}")
             continue
         sources[name] = tensor_name
-        shape = list(files[tensor_name].get_shape())
+        shape = list(files[tensor_name].shape)
         expected = list(targets[name].shape)
         if tensor_name.endswith(rules.transpose):
             expected = expected[::-1]
         if shape != expected:
             problems.append(f"misshaped: {tensor_name} has shape {shape}, the config requires {expected}")
-        if files[tensor_name].get_dtype() not in _FLOAT_DTYPES:
-            problems.append(
-                f"not a float: {tensor_name} is {files[tensor_name].get_dtype()}; quantised weights are not supported"
-            )
+        if files[tensor_name].dtype not in _FLOAT_DTYPES:
+            problems.append(f"not a float: {tensor_name} is {files[tensor_name].dtype}, and config.json names no quantisation")
     problems += [f"missing: {name}" for name in targets if name not in sources]
     return sources, problems

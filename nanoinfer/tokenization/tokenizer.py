@@ -37,7 +37,7 @@ _BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - 
 
 
 @contextmanager
-def _panics_raised() -> Iterator[None]:
+def panics_raised() -> Iterator[None]:
     """Raise a panic of the tokenizers library, such as a regex that explodes, as a RuntimeError. It is a BaseException."""
     try:
         yield
@@ -75,7 +75,7 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            with _panics_raised():
+            with panics_raised():
                 hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)  # without it a checkpoint may ask
         except Exception as error:  # transformers raises many classes for damaged files
             reason = " ".join(str(error).split())[:300] or type(error).__name__
@@ -94,7 +94,7 @@ class Tokenizer:
             InvalidPromptError: If the text has a lone surrogate, which is not valid Unicode.
         """
         try:
-            with _panics_raised():
+            with panics_raised():
                 if len(text) > LONG_TEXT:
                     return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
                 return self.backend.encode(text, add_special_tokens=add_special_tokens).ids

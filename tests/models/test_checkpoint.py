@@ -87,13 +87,6 @@ def test_a_near_miss_of_a_folder_or_of_a_cached_model_is_suggested(folder, monke
         Checkpoint.open("Qwen/Qwen3-0.6B")  # which is its own name
 
 
-def test_gguf_is_named(tmp_path):
-    (tmp_path / "model-Q4_K_M.gguf").touch()
-    for model in (tmp_path, tmp_path / "model-Q4_K_M.gguf"):
-        with pytest.raises(CheckpointNotFoundError, match=r"GGUF file.*; nanoinfer reads safetensors"):
-            Checkpoint.open(str(model))
-
-
 def test_a_file_without_permission_is_no_damaged_file(folder, monkeypatch):
     """A patch, because the superuser has every permission."""
     path_open = Path.open

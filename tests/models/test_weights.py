@@ -124,7 +124,7 @@ def test_a_tensor_in_two_shards_is_refused(qwen3):
 def test_integer_weights_are_refused_as_quantised(qwen3):
     name = "model.layers.0.mlp.up_proj.weight"
     edit_tensors(qwen3, **{name: torch.zeros(80, 48, dtype=torch.int8)})
-    with pytest.raises(WeightsError, match=f"not a float: {name} is I8; quantised weights are not supported"):
+    with pytest.raises(WeightsError, match=f"not a float: {name} is I8, and config.json names no quantisation"):
         load(qwen3)
 
 
@@ -221,7 +221,10 @@ def test_dtype_auto_is_float32_on_a_cpu_that_is_slow_at_the_checkpoints_own_and_
             {"architectures": ["LlamaForCausalLM"]},
             "LlamaForCausalLM'. are not supported; GPT2LMHeadModel, Qwen2.*, Qwen3.* are",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantised checkpoints \('awq'\) are not supported"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            r"checkpoints quantised with 'bitsandbytes' are not supported",
+        ),
         (
             {"layer_types": None, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
             r"sliding-window attention \(sliding_window=64\) is not supported; only checkpoints with full attention",
