@@ -26,7 +26,7 @@ TYPES = {
 
 
 def write(path: Path, metadata: dict, tensors: dict, *, magic=b"GGUF", version=3, num_tensors=None, num_keys=None) -> Path:
-    """Write a file. tensors: name -> (type, shape in torch's order, bytes, and the offset that it claims if it is not its own)."""
+    """Write a file. tensors: name -> (type, shape in torch's order, bytes), and the offset that it claims if not its own."""
     start = magic + struct.pack("<IQQ", version, _or(num_tensors, len(tensors)), _or(num_keys, len(metadata)))
     header = b"".join(string(key) + value(one) for key, one in metadata.items())
     data = b""

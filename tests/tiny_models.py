@@ -26,6 +26,14 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
 
 # family -> (transformers' classes, config). One entry for every fact a family's file has to get right.
 FAMILIES = {
@@ -41,6 +49,10 @@ FAMILIES = {
     "qwen3_one_kv_head": ("Qwen3", _QWEN | {"head_dim": 32, "num_key_value_heads": 1}),
     "qwen3_attention_bias": ("Qwen3", _QWEN | {"head_dim": 16, "attention_bias": True}),
     "qwen3_yarn": ("Qwen3", _QWEN | {"head_dim": 16, "rope_parameters": _YARN | {"rope_theta": 1_000_000.0}}),
+    "llama": ("Llama", _QWEN),
+    "llama_tied_llama3": ("Llama", _QWEN | {"tie_word_embeddings": True, "rope_parameters": _LLAMA3}),
+    "llama_biases": ("Llama", _QWEN | {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", _QWEN | {"head_dim": 8, "sliding_window": None}),
 }
 
 # family -> overrides that give it the width of GPT-2 and of Qwen3-0.6B

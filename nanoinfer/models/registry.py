@@ -18,6 +18,8 @@ from nanoinfer.models.weights import WeightRules
 # architecture in config.json -> "module:class", imported when it is first used
 _MODELS: dict[str, str] = {
     "GPT2LMHeadModel": "nanoinfer.models.gpt2:GPT2LMHeadModel",
+    "LlamaForCausalLM": "nanoinfer.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "nanoinfer.models.llama:LlamaForCausalLM",
     "Qwen2ForCausalLM": "nanoinfer.models.qwen:QwenForCausalLM",
     "Qwen3ForCausalLM": "nanoinfer.models.qwen:QwenForCausalLM",
 }

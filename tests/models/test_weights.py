@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanoinfer import LLM, SamplingParams, register_model
+from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError, WeightsError
 from nanoinfer.models import gpt2 as gpt2_module
 from nanoinfer.models import loader, registry, weights
 from nanoinfer.models.checkpoint import Checkpoint
-from nanoinfer.models.layers import RopeConfig, rope_frequencies
 from nanoinfer.models.qwen import QwenForCausalLM
+from nanoinfer.models.rope import RopeConfig, rope_frequencies
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -218,8 +219,8 @@ def test_dtype_auto_is_float32_on_a_cpu_that_is_slow_at_the_checkpoints_own_and_
     ("changes", "sentence"),
     [
         (
-            {"architectures": ["LlamaForCausalLM"]},
-            "LlamaForCausalLM'. are not supported; GPT2LMHeadModel, Qwen2.*, Qwen3.* are",
+            {"architectures": ["FalconForCausalLM"]},
+            "FalconForCausalLM'. are not supported; GPT2LMHeadModel, Llama.*, Qwen2.*, Qwen3.* are",
         ),
         (
             {"quantization_config": {"quant_method": "bitsandbytes"}},
@@ -230,8 +231,8 @@ def test_dtype_auto_is_float32_on_a_cpu_that_is_slow_at_the_checkpoints_own_and_
             r"sliding-window attention \(sliding_window=64\) is not supported; only checkpoints with full attention",
         ),
         ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}, "sliding-window attention"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type must be default or yarn, got 'llama3'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type must be default or yarn, got 'linear'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type must be one of .*yarn, llama3, got 'longrope'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope_type must be one of .*, got 'su'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1.0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0"),
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
@@ -344,6 +345,62 @@ def test_yarn_variants_differ_from_each_other():
     variants = [{}, {"attention_factor": 1.5}, {"mscale": 0.8, "mscale_all_dim": 0.4}, {"truncate": False}, {"beta_slow": 2.0}]
     variants += [{"rope_type": "default"}, {"beta_fast": 16.0}, {"factor": 40.0}]
     assert len({settings(**variant) for variant in variants}) == len(variants)
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "llama3", **LLAMA3},
+        {"rope_type": "llama3", **LLAMA3, "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 5.0},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+    ],
+    ids=str,
+)
+def test_other_scalings_equal_transformers(rope):
+    rope = {"rope_theta": 500_000.0} | rope
+    config = transformers.LlamaConfig(rope_parameters=dict(rope), head_dim=128, max_position_embeddings=131072)
+    frequencies, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device="cpu")
+    ours = RopeConfig.from_hf({"max_position_embeddings": 131072, "rope_parameters": rope})
+    torch.testing.assert_close(rope_frequencies(128, ours), frequencies, atol=0, rtol=1e-6)
+    assert ours.max_position_embeddings == 0  # config.json's stays
+    if rope["rope_type"] != "dynamic":
+        assert (rope_frequencies(128, RopeConfig(theta=500_000.0)) / frequencies).max() > 1.9  # the comparison means something
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"low_freq_factor": None}, "holds a value of the wrong type"),
+        ({"high_freq_factor": 1.0}, "high_freq_factor must be in 1.001 .. 1e.06, got 1.0"),
+        ({"factor": 0.0}, "factor must be in 1 .."),
+        (None, "has no 'factor', which this architecture needs"),
+    ],
+    ids=str,
+)
+def test_a_llama3_scaling_with_a_nonsense_value_is_refused(tmp_path, changes, sentence):
+    path = tiny_models.save("llama", tmp_path)
+    rope = {"rope_type": "llama3"} if changes is None else {"rope_type": "llama3", **LLAMA3, **changes}
+    edit_config(path, rope_parameters=rope)
+    with pytest.raises(CheckpointError, match=sentence):
+        load(path)
+
+
+def test_mistral_with_a_sliding_window_is_limited_to_the_window(tmp_path, caplog):
+    """Up to its length the window is full attention. Transformers' logits of as many tokens show that it is not off by one."""
+    path = tiny_models.save("mistral", tmp_path, sliding_window=40)
+    ids = torch.arange(40) * 31 % tiny_models.VOCAB_SIZE
+    with torch.inference_mode():
+        truth = transformers.AutoModelForCausalLM.from_pretrained(path)(ids[None]).logits[0]
+        model = load(path)
+        torch.testing.assert_close(
+            model.compute_logits(model(ids, torch.arange(40), DenseAttention())), truth, atol=1e-4, rtol=0
+        )
+    assert model.config.max_position_embeddings == 40
+    assert "sequences are limited to 40 tokens, the sliding window of this checkpoint" in caplog.text
 
 
 def test_yarn_stretches_the_length_of_a_checkpoint_that_left_its_old_one_in_place(tmp_path):

@@ -156,8 +156,11 @@ def _rope(file: GGUFFile, head_dim: object) -> dict[str, Any]:
     if scaling.get("type", "none") != "none":
         if unknown := scaling.keys() - {"type", "factor", "original_context_length", "finetuned"}:
             raise UnsupportedError(f"{prefix}{min(unknown)} in {file.path} is not supported")
-        rope |= {"rope_type": scaling["type"], "factor": scaling.get("factor")}
-        rope["original_max_position_embeddings"] = scaling.get("original_context_length")
+        rope |= _without_none(
+            rope_type=scaling["type"],
+            factor=scaling.get("factor"),
+            original_max_position_embeddings=scaling.get("original_context_length"),
+        )
     if LLAMA3_FACTORS in file.tensors:
         rope |= _llama3_rope(file, rope["rope_theta"], head_dim)
     return rope

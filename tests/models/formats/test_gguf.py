@@ -37,7 +37,10 @@ def save(model, path: Path, tensors=None, **metadata) -> Path:
     return gguf_files.write(path / "model.gguf", gguf_files.metadata_of(model.config) | metadata, tensors)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt2_untied", "gpt2_n_inner", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied"])
+GPT2 = ["gpt2", "gpt2_untied", "gpt2_n_inner"]
+
+
+@pytest.mark.parametrize("family", [*GPT2, "qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "llama", "llama_biases"])
 def test_logits_equal_transformers(family, tmp_path):
     model = tiny_models.build(family)
     with torch.inference_mode():
