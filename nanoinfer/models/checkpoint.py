@@ -127,7 +127,8 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
         raise CheckpointNotFoundError(f"{shown(model)} is a file; give the folder that it lies in, with its config.json")
     if path.is_absolute() or model.startswith(".") or path.suffix == ".gguf":
         way_out = f"{_did_you_mean(model)}give a checkpoint's folder, a .gguf file on this machine, or a hub name"
-        raise CheckpointNotFoundError(f"there is no folder or .gguf file {shown(model)}; {way_out}")
+        kind = "file" if path.suffix == ".gguf" else "folder"
+        raise CheckpointNotFoundError(f"there is no {kind} {shown(model)}; {way_out}")
     patterns = _TEXT_FILES + _WEIGHT_FILES if with_weights else _TEXT_FILES
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))

@@ -166,7 +166,7 @@ def open_weights(checkpoint: Checkpoint) -> Weights:
         return WeightFiles(checkpoint.weight_files)
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
     packed_format = _PACKED_FORMATS.get(method) if isinstance(method, str) else None
-    if packed_format is None:
+    if packed_format is None or not isinstance(settings, dict):
         raise UnsupportedError(
             f"checkpoints quantised with {shown(method)} are not supported; {', '.join(_PACKED_FORMATS)} are. "
             "Take one of these, a GGUF file, or the unquantised checkpoint"

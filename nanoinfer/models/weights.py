@@ -4,9 +4,9 @@ In: a model built on the "meta" device (shapes without memory) and the checkpoin
 weights. Parameters have the names of the checkpoint. Each family's WeightRules declares the exceptions. WeightFiles are the
 Weights of safetensors. formats/ has those of other files, which are unpacked while they are read.
 
-Files are memory-mapped. A tensor is read from the file, piece by piece, when it is copied into its parameter, so loading takes
-the memory of the parameters and little more. On a CPU an embedding that has the model's dtype is not copied at all: do not
-change the file while the model is in use.
+Files are memory-mapped. On a CPU a matrix that has the model's dtype is not copied: it is a view of the file, until optimize.py
+packs it from there. An embedding stays one: do not change the file while the model is in use. Everything else is copied into
+its parameter piece by piece. So loading takes the memory of the parameters and little more.
 """
 
 import logging
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from nanoinfer.errors import WeightsError, first_line
 from nanoinfer.models.checkpoint import first_ten
@@ -57,10 +58,16 @@ class WeightRules:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a tensor before it is read. The dtype is spelled as in safetensors: F32, BF16, I8."""
+    """What is known of a tensor before it is read.
+
+    Attributes:
+        dtype: spelled as in safetensors: F32, BF16, I8.
+        is_mapped: whether `read` returns a view of the mapped file, which takes no memory.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    is_mapped: bool = False
 
 
 class Weights(Mapping[str, TensorInfo]):
@@ -110,7 +117,7 @@ class WeightFiles(Weights):
 
     def __getitem__(self, name: str) -> TensorInfo:
         header = self._files[name].get_slice(name)
-        return TensorInfo(tuple(header.get_shape()), header.get_dtype())
+        return TensorInfo(tuple(header.get_shape()), header.get_dtype(), is_mapped=True)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -156,18 +163,27 @@ def load_weights(model: nn.Module, files: Weights, rules: WeightRules, dtype: to
         )
     _check_memory(targets, dtype, device)
     owners = _owners(model)
+    bar = progress_bar("loading weights", len(targets))
     for name, target in targets.items():
+        bar.update()
         source = sources[name]
-        # On a CPU an embedding stays in the file: rows of it are looked up. A tied head that is packed has its own copy.
-        stays = name == rules.embedding and _FLOAT_DTYPES.get(files[source].dtype) is dtype and device.type == "cpu"
-        if stays:
+        info, is_transposed = files[source], source.endswith(rules.transpose)
+        # On a CPU matrices stay in the file. Linear layers are packed from there, and rows of an embedding are looked up.
+        has_dtype = _FLOAT_DTYPES.get(info.dtype) is dtype
+        if info.is_mapped and has_dtype and len(info.shape) > 1 and not is_transposed and device.type == "cpu":
             weight = files.read(source)
         else:
             weight = torch.empty(target.shape, dtype=dtype, device=device)
-            _copy(files, source, weight.T if source.endswith(rules.transpose) else weight)
+            _copy(files, source, weight.T if is_transposed else weight)
         parameter = nn.Parameter(weight, requires_grad=False)
         for module, leaf in owners[target]:
             setattr(module, leaf, parameter)
+    bar.close()
+
+
+def progress_bar(description: str, total: int) -> tqdm:
+    """A bar that appears in a terminal after two seconds."""
+    return tqdm(total=total, desc=description, delay=2, leave=False, disable=None)
 
 
 def _copy(files: Weights, name: str, out: Tensor) -> None:

@@ -89,7 +89,9 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], split: str) -> "tok
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split == _LLAMA3))
-    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=_WORDS[split] is None)]
+    steps: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=_WORDS[split] is None)
+    ]
     if split == "smollm":
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
     elif words := _WORDS[split]:

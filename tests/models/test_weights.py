@@ -527,7 +527,7 @@ def test_memory_bar_of_a_320_mb_model_loading_takes_1_25_times_the_file_and_runn
             "rope_parameters: factor must be in 1 .. 1e.06, got 0.5",
         ),
         ({"architectures": [None]}, UnsupportedError, "architectures .None. are not supported"),
-        ({"quantization_config": "awq"}, UnsupportedError, "quantised checkpoints .'awq'. are not supported"),
+        ({"quantization_config": "awq"}, UnsupportedError, "checkpoints quantised with 'awq' are not supported"),
     ],
 )
 def test_a_config_with_a_nonsense_value_is_refused_by_name(tmp_path, changes, error, sentence):

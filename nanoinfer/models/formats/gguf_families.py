@@ -149,7 +149,7 @@ def _llama_sizes(file: GGUFFile) -> dict[str, Any]:
     )
 
 
-def _rope(file: GGUFFile, head_dim: object) -> dict[str, Any]:
+def _rope(file: GGUFFile, head_dim: Any) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _as_decimal(file.get("rope.freq_base", 10_000.0))}
     prefix = f"{file.architecture}.rope.scaling."
     scaling = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
@@ -166,7 +166,7 @@ def _rope(file: GGUFFile, head_dim: object) -> dict[str, Any]:
     return rope
 
 
-def _llama3_rope(file: GGUFFile, theta: object, head_dim: object) -> dict[str, Any]:
+def _llama3_rope(file: GGUFFile, theta: Any, head_dim: Any) -> dict[str, Any]:
     """Llama 3's rope_parameters, from the factors that the file has. Refuse factors that are not Llama 3's."""
     tensor = file.tensors[LLAMA3_FACTORS]
     is_expected = isinstance(theta, float) and theta > 1 and type(head_dim) is int and tensor.shape == (head_dim // 2,)

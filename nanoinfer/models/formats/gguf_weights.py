@@ -38,7 +38,9 @@ class GGUFWeights(Weights):
     def __getitem__(self, name: str) -> TensorInfo:
         tensor = self._file.tensors[self._sources[name]]
         shape = tensor.shape[::-1] if self._is_transposed(name) else tensor.shape
-        return TensorInfo(shape, tensor.block_type.name if tensor.block_type.name in _FLOATS else "F32")
+        if tensor.block_type.name not in _FLOATS:
+            return TensorInfo(shape, "F32")
+        return TensorInfo(shape, tensor.block_type.name, is_mapped=not self._num_rotated_heads(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
