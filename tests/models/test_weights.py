@@ -5,6 +5,7 @@ import logging
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -19,6 +20,7 @@ from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedErro
 from nanoinfer.models import gpt2 as gpt2_module
 from nanoinfer.models import loader, registry, weights
 from nanoinfer.models.checkpoint import Checkpoint
+from nanoinfer.models.optimize import optimize_for_cpu
 from nanoinfer.models.qwen import QwenForCausalLM
 from nanoinfer.models.rope import RopeConfig, rope_frequencies
 
@@ -417,6 +419,23 @@ def test_a_dtype_that_is_none_is_refused_and_a_float64_checkpoint_becomes_float3
     config = json.loads((path / "config.json").read_text()) | {"dtype": "float64"}
     (path / "config.json").write_text(json.dumps(config))
     assert next(loader.load_model(Checkpoint.open(str(path))).parameters()).dtype == torch.float32
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
+def test_matrices_of_the_models_dtype_stay_in_the_file_until_they_are_packed(qwen3, gpt2):
+    def is_in_file(path, weight):
+        maps = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+        ranges = [[int(end, 16) for end in addresses.split("-")] for addresses in maps]
+        return any(low <= weight.data_ptr() < high for low, high in ranges)
+
+    model = load(qwen3)
+    assert is_in_file(qwen3, model.layers[0].mlp.up_proj.weight)
+    assert is_in_file(qwen3, model.embed_tokens.weight)
+    assert not is_in_file(qwen3, model.norm.weight)
+    assert not is_in_file(qwen3, load(qwen3, "bfloat16").lm_head.weight)  # converted
+    assert not is_in_file(gpt2, load(gpt2).h[0].mlp.c_fc.weight)  # transposed
+    optimize_for_cpu(model)
+    assert is_in_file(qwen3, model.embed_tokens.weight)
 
 
 # ---- the memory bar

@@ -59,7 +59,7 @@ class CompressedWeights(PackedWeights):
         per_word = 32 // self._bits
         num_outputs, num_words = self.part(layer, "weight_packed", ("I32",), None, None).shape
         shape = num_outputs, num_words * per_word
-        self.part(layer, "weight_shape", ("I64",), 2)
+        self.part(layer, "weight_shape", ("I64", "I32"), 2)
         if (stored := tuple(self.files.read(layer + "weight_shape").tolist())) != shape:
             raise WeightsError(f"{layer}weight_shape is {list(stored)}, but weight_packed holds {list(shape)}")
         num_groups = 1 if self._group_size == -1 else ceil_div(shape[1], self._group_size)

@@ -8,6 +8,8 @@ so logits are closer to the unquantised model's.
 Source: DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3.2, and transformers' integrations/finegrained_fp8.py.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ class FP8Weights(PackedWeights):
     def read_settings(self) -> None:
         self.setting("fmt", ("e4m3",), "e4m3")
         self.setting("activation_scheme", ("dynamic",), "dynamic")
-        block = self._settings.get("weight_block_size")
+        block: Any = self._settings.get("weight_block_size")
         is_pair = isinstance(block, list | tuple) and len(block) == 2
         if not is_pair or not all(type(size) is int and 1 <= size <= 2**16 for size in block):
             raise UnsupportedError(

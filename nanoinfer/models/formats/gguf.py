@@ -3,7 +3,7 @@
 In: the path of a .gguf file, which may be hostile. Out: a GGUFFile, plain data. No weight is read here: gguf_weights.py does
 that. gguf_families.py says what metadata and tensors mean for each architecture.
 
-The gguf package's own reader is not used: it believes every length. Its dequantiser is the oracle of the tests.
+The gguf package's reader is not used, because it believes every length.
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 

@@ -160,7 +160,8 @@ def _update(
 
 def _for_module(config: dict[str, Any], key: str, patterns_key: str, module: str, config_path: Path) -> float:
     """The number of a module: of the first pattern that matches the end of its name, else of `key`."""
-    value, patterns = config.get(key), config.get(patterns_key) or {}
+    value: Any = config.get(key)
+    patterns = config.get(patterns_key) or {}
     if not isinstance(patterns, dict):
         raise CheckpointError(f"{patterns_key} in {config_path} must map names to numbers, got {shown(patterns)}")
     for pattern, number in patterns.items():

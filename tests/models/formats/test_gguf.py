@@ -219,7 +219,7 @@ def test_a_folder_with_one_gguf_file_is_that_file_and_one_with_several_names_the
     (tmp_path / "other.gguf").write_bytes(b"")
     with pytest.raises(CheckpointNotFoundError, match=r"holds model.gguf, other.gguf; give the path of one of them"):
         Checkpoint.open(str(tmp_path))
-    with pytest.raises(CheckpointNotFoundError, match="there is no file 'missing.gguf'; give a checkpoint's"):
+    with pytest.raises(CheckpointNotFoundError, match="there is no file 'missing"):
         Checkpoint.open("missing.gguf")
     with pytest.raises(CheckpointError, match="has no revision 'v2'"):
         Checkpoint.open(str(path), "v2")
