@@ -93,7 +93,7 @@ def serve(
     model = engine.model or DEFAULT_MODEL
     recorder = RecentRecorder() if trace else None
     settings = ServerSettings(
-        served_model_names=tuple(served_model_name or [Path(model).name if os.path.isdir(model) else model]),
+        served_model_names=tuple(served_model_name or [Path(model).name if os.path.exists(model) else model]),
         api_keys=tuple(api_key or ()),
         max_body_bytes=max_body_bytes,
         cors_origins=tuple(cors_origin or ()),

@@ -10,7 +10,7 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,8 @@ class GGUFFile:
     """
 
     path: Path
-    metadata: dict[str, Any]
-    tensors: dict[str, GGUFTensor]
+    metadata: dict[str, Any] = field(repr=False)
+    tensors: dict[str, GGUFTensor] = field(repr=False)
 
     @property
     def architecture(self) -> str:
