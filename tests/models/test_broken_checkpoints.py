@@ -392,7 +392,8 @@ def problem(name: str, error: str, message: str, cpu_seconds: float, seconds: fl
 @pytest.mark.skipif(sys.platform != "linux", reason="pipes, /dev/zero and a limit of memory")
 def test_broken_checkpoints_are_refused_with_a_clear_sentence_quickly_in_little_memory_and_a_good_one_loads_after(tmp_path):
     assert len(CASES) > 100
-    child = subprocess.run([sys.executable, __file__, tmp_path], capture_output=True, text=True, timeout=300)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # of the modules in tests/
+    child = subprocess.run([sys.executable, __file__, tmp_path], env=env, capture_output=True, text=True, timeout=300)
     assert child.returncode == 0, child.stderr[-3000:]
     results = json.loads(child.stdout.splitlines()[-1])
     assert results.pop("good") == [True]
