@@ -93,7 +93,7 @@ def load(config: EngineConfig) -> Loaded:
     elif not config.enforce_eager:
         optimize.optimize_for_cuda(model)
     tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
-    tokenizer = _load_tokenizer(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path)
     if config.tokenizer is not None and tokenizer is None:
         raise CheckpointNotFoundError(f"{tokenizer_path} holds no tokenizer files, such as tokenizer.json")
     eos_token_ids = checkpoint.eos_token_ids
@@ -106,7 +106,7 @@ def load(config: EngineConfig) -> Loaded:
     return Loaded(checkpoint, model, num_parameters, has_independent_rows, tokenizer, eos_token_ids)
 
 
-def _load_tokenizer(path: Path) -> Tokenizer | None:
+def load_tokenizer(path: Path) -> Tokenizer | None:
     """The tokenizer of a folder or of a GGUF file, or None where there is none."""
     if path.is_file():
         return tokenizer_from_gguf(read_gguf(path).metadata, path)
@@ -176,8 +176,7 @@ def open_weights(checkpoint: Checkpoint) -> Weights:
 
 def on_meta(checkpoint: Checkpoint) -> Any:
     """Build the checkpoint's model on the meta device: every shape, and no weights. Raises the errors of `load`."""
-    model_class = find_model(checkpoint.config)
-    config = _read_config(model_class.Config, checkpoint)
+    model_class, config = read_config(checkpoint)
     files = open_weights(checkpoint)
     _compare_sizes(config, files, checkpoint.config_path)
     is_tied = head_is_tied(config.tie_word_embeddings, files, model_class.weight_rules)
@@ -185,11 +184,16 @@ def on_meta(checkpoint: Checkpoint) -> Any:
         return model_class(dataclasses.replace(config, tie_word_embeddings=is_tied))
 
 
-def _read_config(config_class: Any, checkpoint: Checkpoint) -> Any:
-    """Read the family's config. Check types and ranges, and that the numbers of heads are consistent."""
+def read_config(checkpoint: Checkpoint) -> tuple[type[Any], Any]:
+    """Return the family's class and its config. Check types and ranges, and that the numbers of heads are consistent.
+
+    Raises:
+        UnsupportedError, CheckpointError
+    """
     path = checkpoint.config_path
+    model_class = find_model(checkpoint.config)
     try:
-        config = config_class.from_hf(checkpoint.config)
+        config = model_class.Config.from_hf(checkpoint.config)
     except KeyError as error:
         raise CheckpointError(f"{path} has no {error}, which this architecture needs") from error
     except NanoinferError:
@@ -212,7 +216,7 @@ def _read_config(config_class: Any, checkpoint: Checkpoint) -> Any:
             f"num_attention_heads in {path} must be a multiple of num_key_value_heads, got {config.num_attention_heads} "
             f"and {config.num_key_value_heads}"
         )
-    return config
+    return model_class, config
 
 
 def _compare_sizes(config: Any, files: Weights, path: Path) -> None:
