@@ -41,6 +41,12 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+# Fields of a family's config that no weight can be smaller than.
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+
 MAX_TOKENIZER_BYTES = 2**26  # of one file. Gemma 3's tokenizer.json has 33 MB.
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")  # how they begin
 
@@ -203,7 +209,8 @@ def read_config(checkpoint: Checkpoint) -> tuple[type[Any], Any]:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         allowed = None
-        if field.type is int and (type(value) is not int or not 1 <= value < 2**31):
+        is_size = field.type is int or (field.type == int | None and value is not None)
+        if is_size and (type(value) is not int or not 1 <= value < 2**31):
             allowed = "a number >= 1 and below 2**31"
         elif field.type is float and (type(value) not in (int, float) or not abs(value) < math.inf):
             allowed = "a finite number"
@@ -229,10 +236,16 @@ def _compare_sizes(config: Any, files: Weights, path: Path) -> None:
             f"num_hidden_layers in {path} is {config.num_hidden_layers}, but the weights are {len(files)} tensors; "
             "are both of the same model?"
         )
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
-        if getattr(config, name, 1) > files.num_elements:
+    if (num_experts := getattr(config, "num_experts", 0) * len(getattr(config, "sparse_layers", ()))) > len(files):
+        raise WeightsError(
+            f"num_experts in {path} makes {num_experts} experts in all layers, but the weights are {len(files)} tensors; "
+            "are both of the same model?"
+        )
+    for name in _SIZES:
+        size = getattr(config, name, None) or 1
+        if size > files.num_elements:
             raise WeightsError(
-                f"{name} in {path} is {getattr(config, name)}, but the weights have only {files.num_elements} elements; "
+                f"{name} in {path} is {size}, but the weights have only {files.num_elements} elements; "
                 "are both of the same model?"
             )
 
