@@ -14,7 +14,7 @@ The map. Imports point downwards, one folder to another, without a circle; tests
     outputs.py            RequestOutput, CompletionOutput, Delta, RequestMetrics
     config.py             CacheConfig, SchedulerConfig, EngineConfig
     errors.py             the error classes and the argument checks that raise them
-    cli/                  the `nanoinfer` command: generate, chat, serve, explain, models, bench, doctor
+    cli/                  the `nanoinfer` command: generate, chat, serve, explain, models, inspect, bench, doctor
     server/               `nanoinfer serve`: OpenAI's API over HTTP
     engine/               requests in, outputs out: LLMEngine, prompts, stopping, beam search. No torch
     scheduling/           sequences, cache blocks, and which sequences run in a step. No torch

@@ -24,7 +24,7 @@ from jaxtyping import install_import_hook
 # run under it: those tests start a process of their own. The front doors check their arguments themselves, and are tested.)
 # Triton reads its kernels' source and must find it as it was written.
 ATTENTION = [f"attention.{name}" for name in ("base", "dense", "kv_cache", "reference", "cpu", "torch_varlen", "flash")]
-MODELS = [f"models.{name}" for name in ("registry", "loader", "weights", "layers", "rope", "gpt2", "qwen", "llama")]
+MODELS = [f"models.{name}" for name in ("registry", "loader", "weights", "layers", "rope", "gpt2", "qwen", "llama", "qwen_moe")]
 MODELS += [f"models.{name}" for name in ("optimize", "cpu_linear", "cpu_blocks", "cuda_blocks")]
 EXECUTION = [f"execution.{name}" for name in ("forward_batch", "model_runner", "decode_graphs", "uniproc_executor")]
 ARITHMETIC = [*ATTENTION, *MODELS, *EXECUTION, "sampling", "devices.row_forms"]

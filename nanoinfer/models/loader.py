@@ -41,6 +41,12 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+# Fields of a family's config that no weight can be smaller than.
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+
 MAX_TOKENIZER_BYTES = 2**26  # of one file. Gemma 3's tokenizer.json has 33 MB.
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")  # how they begin
 
@@ -93,7 +99,7 @@ def load(config: EngineConfig) -> Loaded:
     elif not config.enforce_eager:
         optimize.optimize_for_cuda(model)
     tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
-    tokenizer = _load_tokenizer(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path)
     if config.tokenizer is not None and tokenizer is None:
         raise CheckpointNotFoundError(f"{tokenizer_path} holds no tokenizer files, such as tokenizer.json")
     eos_token_ids = checkpoint.eos_token_ids
@@ -106,7 +112,7 @@ def load(config: EngineConfig) -> Loaded:
     return Loaded(checkpoint, model, num_parameters, has_independent_rows, tokenizer, eos_token_ids)
 
 
-def _load_tokenizer(path: Path) -> Tokenizer | None:
+def load_tokenizer(path: Path) -> Tokenizer | None:
     """The tokenizer of a folder or of a GGUF file, or None where there is none."""
     if path.is_file():
         return tokenizer_from_gguf(read_gguf(path).metadata, path)
@@ -176,8 +182,7 @@ def open_weights(checkpoint: Checkpoint) -> Weights:
 
 def on_meta(checkpoint: Checkpoint) -> Any:
     """Build the checkpoint's model on the meta device: every shape, and no weights. Raises the errors of `load`."""
-    model_class = find_model(checkpoint.config)
-    config = _read_config(model_class.Config, checkpoint)
+    model_class, config = read_config(checkpoint)
     files = open_weights(checkpoint)
     _compare_sizes(config, files, checkpoint.config_path)
     is_tied = head_is_tied(config.tie_word_embeddings, files, model_class.weight_rules)
@@ -185,11 +190,16 @@ def on_meta(checkpoint: Checkpoint) -> Any:
         return model_class(dataclasses.replace(config, tie_word_embeddings=is_tied))
 
 
-def _read_config(config_class: Any, checkpoint: Checkpoint) -> Any:
-    """Read the family's config. Check types and ranges, and that the numbers of heads are consistent."""
+def read_config(checkpoint: Checkpoint) -> tuple[type[Any], Any]:
+    """Return the family's class and its config. Check types and ranges, and that the numbers of heads are consistent.
+
+    Raises:
+        UnsupportedError, CheckpointError
+    """
     path = checkpoint.config_path
+    model_class = find_model(checkpoint.config)
     try:
-        config = config_class.from_hf(checkpoint.config)
+        config = model_class.Config.from_hf(checkpoint.config)
     except KeyError as error:
         raise CheckpointError(f"{path} has no {error}, which this architecture needs") from error
     except NanoinferError:
@@ -199,7 +209,8 @@ def _read_config(config_class: Any, checkpoint: Checkpoint) -> Any:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         allowed = None
-        if field.type is int and (type(value) is not int or not 1 <= value < 2**31):
+        is_size = field.type is int or (field.type == int | None and value is not None)
+        if is_size and (type(value) is not int or not 1 <= value < 2**31):
             allowed = "a number >= 1 and below 2**31"
         elif field.type is float and (type(value) not in (int, float) or not abs(value) < math.inf):
             allowed = "a finite number"
@@ -212,7 +223,7 @@ def _read_config(config_class: Any, checkpoint: Checkpoint) -> Any:
             f"num_attention_heads in {path} must be a multiple of num_key_value_heads, got {config.num_attention_heads} "
             f"and {config.num_key_value_heads}"
         )
-    return config
+    return model_class, config
 
 
 def _compare_sizes(config: Any, files: Weights, path: Path) -> None:
@@ -225,10 +236,16 @@ def _compare_sizes(config: Any, files: Weights, path: Path) -> None:
             f"num_hidden_layers in {path} is {config.num_hidden_layers}, but the weights are {len(files)} tensors; "
             "are both of the same model?"
         )
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
-        if getattr(config, name, 1) > files.num_elements:
+    if (num_experts := getattr(config, "num_experts", 0) * len(getattr(config, "sparse_layers", ()))) > len(files):
+        raise WeightsError(
+            f"num_experts in {path} makes {num_experts} experts in all layers, but the weights are {len(files)} tensors; "
+            "are both of the same model?"
+        )
+    for name in _SIZES:
+        size = getattr(config, name, None) or 1
+        if size > files.num_elements:
             raise WeightsError(
-                f"{name} in {path} is {getattr(config, name)}, but the weights have only {files.num_elements} elements; "
+                f"{name} in {path} is {size}, but the weights have only {files.num_elements} elements; "
                 "are both of the same model?"
             )
 

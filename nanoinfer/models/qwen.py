@@ -10,7 +10,7 @@ checkpoints.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ class QwenConfig:
             KeyError: a key that every Qwen config has.
         """
         is_qwen3 = config["model_type"] == "qwen3"
-        _refuse_sliding_window(config)
+        refuse_sliding_window(config)
         attention_bias = is_qwen3 and config.get("attention_bias", False)
         return cls(
             # Qwen3's default is 128 for every hidden size. Qwen2 has no such key.
@@ -87,7 +87,7 @@ def shared_fields(config: dict[str, Any], default_head_dim: int | None = None) -
     }
 
 
-def _refuse_sliding_window(config: dict[str, Any]) -> None:
+def refuse_sliding_window(config: dict[str, Any]) -> None:
     """Raise for a sliding window that is on. Many Qwen configs name a sliding_window that is off."""
     if config.get("layer_types"):
         slides = any(layer_type != "full_attention" for layer_type in config["layer_types"])
@@ -154,7 +154,7 @@ class QwenDecoderLayer(nn.Module):
 
 
 class QwenForCausalLM(nn.Module):
-    Config = QwenConfig
+    Config: ClassVar[type[QwenConfig]] = QwenConfig
     weight_rules = WeightRules(
         prefix="model.",
         embedding="embed_tokens.weight",

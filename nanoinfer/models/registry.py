@@ -21,7 +21,9 @@ _MODELS: dict[str, str] = {
     "LlamaForCausalLM": "nanoinfer.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "nanoinfer.models.llama:LlamaForCausalLM",
     "Qwen2ForCausalLM": "nanoinfer.models.qwen:QwenForCausalLM",
+    "Qwen2MoeForCausalLM": "nanoinfer.models.qwen_moe:QwenMoeForCausalLM",
     "Qwen3ForCausalLM": "nanoinfer.models.qwen:QwenForCausalLM",
+    "Qwen3MoeForCausalLM": "nanoinfer.models.qwen_moe:QwenMoeForCausalLM",
 }
 _registered: dict[str, type[nn.Module]] = {}
 
@@ -52,6 +54,8 @@ class Model(Protocol):
         Config: a frozen dataclass with `from_hf(dict)` and `tie_word_embeddings`.
         weight_rules: how the names in its checkpoints differ from the names of its parameters.
         config: an instance of Config.
+
+    A model whose forward pass reads values back from the GPU sets `supports_cuda_graph = False`.
     """
 
     Config: ClassVar[Any]

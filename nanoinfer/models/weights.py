@@ -155,12 +155,7 @@ def load_weights(model: nn.Module, files: Weights, rules: WeightRules, dtype: to
         WeightsError: names missing, unexpected and misshaped tensors. Nothing has been loaded then.
     """
     targets = dict(model.named_parameters())  # a shared parameter once
-    sources, problems = _match(targets, files, rules)
-    if problems:
-        raise WeightsError(
-            "the weights do not fit config.json; are both of the same model? Download them again, or correct config.json:\n  "
-            + first_ten(problems, "\n  ")
-        )
+    sources = match_tensors(targets, files, rules)
     _check_memory(targets, dtype, device)
     owners = _owners(model)
     bar = progress_bar("loading weights", len(targets))
@@ -219,8 +214,12 @@ def _parameter_name(tensor_name: str, rules: WeightRules) -> str:
     return tensor_name.removeprefix(rules.prefix)
 
 
-def _match(targets: dict[str, nn.Parameter], files: Weights, rules: WeightRules) -> tuple[dict[str, str], list[str]]:
-    """Return a map from a parameter's name to its tensor's name, and a line for every tensor that does not fit."""
+def match_tensors(targets: dict[str, nn.Parameter], files: Weights, rules: WeightRules) -> dict[str, str]:
+    """Return a map from a parameter's name to its tensor's name. It reads headers only.
+
+    Raises:
+        WeightsError: names missing, unexpected and misshaped tensors.
+    """
     sources: dict[str, str] = {}
     problems: list[str] = []
     for tensor_name in files:
@@ -247,4 +246,9 @@ def _match(targets: dict[str, nn.Parameter], files: Weights, rules: WeightRules)
         if files[tensor_name].dtype not in _FLOAT_DTYPES:
             problems.append(f"not a float: {tensor_name} is {files[tensor_name].dtype}, and config.json names no quantisation")
     problems += [f"missing: {name}" for name in targets if name not in sources]
-    return sources, problems
+    if problems:
+        raise WeightsError(
+            "the weights do not fit config.json; are both of the same model? Download them again, or correct config.json:\n  "
+            + first_ten(problems, "\n  ")
+        )
+    return sources

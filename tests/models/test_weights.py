@@ -405,6 +405,27 @@ def test_mistral_with_a_sliding_window_is_limited_to_the_window(tmp_path, caplog
     assert "sequences are limited to 40 tokens, the sliding window of this checkpoint" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_experts": 10**6}, "num_experts in .* makes 1000000 experts in all layers, but the weights are .. tensors"),
+        ({"num_experts": 7}, "unexpected: model.layers.1.mlp.experts.7"),
+        ({"num_experts_per_tok": 9}, r"num_experts_per_tok must be <= 8 \(num_experts\), got 9"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step in .* must be a number >= 1"),
+        ({"moe_intermediate_size": 2**31 - 1}, "moe_intermediate_size in .* is 2147483647, but the weights have only"),
+        ({"shared_expert_intermediate_size": -5}, "shared_expert_intermediate_size in .* must be a number >= 1"),
+        ({"mlp_only_layers": 5}, "wrong type"),
+        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 64}, "sliding-window attention"),
+    ],
+    ids=str,
+)
+def test_experts_that_the_weights_contradict_are_refused(tmp_path, changes, sentence):
+    path = tiny_models.save("qwen2_moe", tmp_path)
+    edit_config(path, **changes)
+    with pytest.raises(InvalidValueError, match=sentence):
+        load(path)
+
+
 def test_yarn_stretches_the_length_of_a_checkpoint_that_left_its_old_one_in_place(tmp_path):
     """As Qwen's model cards tell their users to configure it: rope_scaling is added, max_position_embeddings is unchanged."""
     yarn = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
