@@ -103,9 +103,10 @@ def to_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def to_generation_config(file: GGUFFile) -> dict[str, Any]:
-    """Return the ids that end a text: of the end of a document, of a turn (eot) and of a message (eom)."""
-    ids = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    return {"eos_token_id": list(dict.fromkeys(token_id for token_id in ids if token_id is not None))}
+    """Return BOS, the padding, and the ids that end a text: of a document's end, of a turn (eot) and of a message (eom)."""
+    ids = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding", "eos", "eot", "eom")}
+    ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
+    return _without_none(bos_token_id=ids["bos"], pad_token_id=ids["padding"], eos_token_id=list(dict.fromkeys(ends)))
 
 
 def _dtype(file: GGUFFile) -> str:
