@@ -115,7 +115,10 @@ class LoraWeights(Weights):
 
 def _read_adapter(name: str) -> dict[str, _Update]:
     """Read an adapter. Returns the update of each module that it changes, with strength 1."""
-    folder = locate(name)
+    try:
+        folder = locate(name)
+    except CheckpointError as error:
+        raise CheckpointNotFoundError(f"lora: {error}") from error
     config_path, weights_path = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     if not config_path.exists():
         raise CheckpointNotFoundError(f"{folder} has no adapter_config.json; a LoRA adapter is a folder as peft saves it")
