@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, first_line, shown
 from nanoinfer.models.formats.gguf import GGUFFile, read_gguf
@@ -25,6 +31,7 @@ DEFAULT_MODEL = "tiny-qwen3"
 # Everything that a checkpoint needs. The hub also has .bin, .gguf and .onnx files, and folders of them, which are not loaded.
 _TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model"]
 _WEIGHT_FILES = ["*.safetensors"]
+_NOT_NEEDED = ["*/*", "consolidated*.safetensors"]  # Mistral's own format: the same weights once more
 MAX_JSON_BYTES = 2**22  # of a config or an index. The index of a model of 72B parameters has 80 kB.
 
 _CONVERT = (
@@ -131,20 +138,34 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
         raise CheckpointNotFoundError(f"there is no {kind} {shown(model)}; {way_out}")
     patterns = _TEXT_FILES + _WEIGHT_FILES if with_weights else _TEXT_FILES
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
     except HFValidationError as error:
         raise CheckpointNotFoundError(
             f"{shown(model)} is neither a folder nor a possible hub name (owner/name); {_did_you_mean(model)}{_list_bundled()}"
         ) from error
     except Exception as error:  # the hub's own errors, and those of its HTTP library without a network
-        reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
-        if isinstance(error, LocalEntryNotFoundError):  # which does not say which of the two it is
-            is_offline = constants.HF_HUB_OFFLINE
-            reason = "HF_HUB_OFFLINE is set and the hub's cache does not have it" if is_offline else "it cannot be reached"
+        reason, way_out = _explain_hub_error(error, model)
         raise CheckpointNotFoundError(
             f"{shown(model)} is no folder here, and the hub did not give it (revision {(revision or 'main')[:100]}): {reason}; "
-            f"{_did_you_mean(model)}check the name and the network, or use a folder; {_list_bundled()}"
+            f"{_did_you_mean(model)}{way_out}, or use a folder; {_list_bundled()}"
         ) from error
+
+
+def _explain_hub_error(error: Exception, model: str) -> tuple[str, str]:
+    """Why a hub's model cannot be downloaded, and the way out."""
+    log_in = "`hf auth login`, or set HF_TOKEN"
+    if isinstance(error, GatedRepoError):
+        page = f"{constants.ENDPOINT}/{model}"
+        return "it is gated, and this account has no access", f"accept its conditions at {page} and log in with {log_in}"
+    if isinstance(error, RepositoryNotFoundError):
+        return "there is no such model, or it is private", f"check the name, and for a private one log in with {log_in}"
+    if isinstance(error, RevisionNotFoundError):
+        return "it has no such revision", "check the name of the branch, tag or commit"
+    if isinstance(error, LocalEntryNotFoundError):  # which does not say which of the two it is
+        offline = "HF_HUB_OFFLINE is set and the hub's cache does not have it, or only a part of it"
+        return offline if constants.HF_HUB_OFFLINE else "it cannot be reached", "check the name and the network"
+    reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+    return reason, "check the name and the network (a download continues where it stopped)"
 
 
 def bundled_models() -> list[str]:
