@@ -12,7 +12,7 @@ from rich.console import Console
 
 from nanoinfer.attention.kv_cache import bytes_per_block
 from nanoinfer.cli.options import new_table
-from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError
 from nanoinfer.models import loader
 from nanoinfer.models.checkpoint import DEFAULT_MODEL, Checkpoint, locate, read_json
 from nanoinfer.models.weights import match_tensors
@@ -96,7 +96,7 @@ def examine(
             match_tensors(parameters, loader.open_weights(checkpoint), built.weight_rules)
         tokenizer = loader.load_tokenizer(checkpoint.path)
         has_tokenizer, has_chat_template = tokenizer is not None, tokenizer is not None and bool(tokenizer.get_chat_template())
-    except NanoinferError as error:
+    except (UnsupportedError, CheckpointError) as error:
         reason = str(error)
     if config is not None:
         num_tokens = num_tokens or config.max_position_embeddings
