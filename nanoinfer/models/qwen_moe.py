@@ -41,7 +41,7 @@ class QwenMoeConfig(QwenConfig):
             KeyError: a key that every config of this family has.
         """
         is_qwen3 = config["model_type"] == "qwen3_moe"
-        refuse_sliding_window(config | {"max_window_layers": 0})  # in this family it is not the layers' number
+        refuse_sliding_window(config | {"max_window_layers": 0})  # any window: they are placed differently here
         num_experts = config.get("num_experts") or config["num_local_experts"]  # the second is newer transformers' name
         num_chosen = config["num_experts_per_tok"]
         if num_chosen > num_experts:
