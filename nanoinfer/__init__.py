@@ -14,14 +14,14 @@ The map. Imports point downwards, one folder to another, without a circle; tests
     outputs.py            RequestOutput, CompletionOutput, Delta, RequestMetrics
     config.py             CacheConfig, SchedulerConfig, EngineConfig
     errors.py             the error classes and the argument checks that raise them
-    cli/                  the `nanoinfer` command: generate, chat, serve, explain, models, bench, doctor
+    cli/                  the `nanoinfer` command: generate, chat, serve, explain, models, inspect, bench, doctor
     server/               `nanoinfer serve`: OpenAI's API over HTTP
     engine/               requests in, outputs out: LLMEngine, prompts, stopping, beam search. No torch
     scheduling/           sequences, cache blocks, and which sequences run in a step. No torch
     speculative/          speculative decoding: n-gram and draft-model proposers, and when drafts pay. No torch
     execution/            a step's plan -> tensors, the model, sampled tokens
     sampling/             logits -> token ids, stage by stage
-    models/               checkpoints, weights, GPT-2 and Qwen; linear layers and kernels that make them fast
+    models/               checkpoints, weights, GPT-2, Llama and Qwen; linear layers and kernels that make them fast
     attention/            the paged KV cache and the backends that read it
     devices/              CPU and GPU details: copies, CUDA graphs, OpenMP threads, measured row invariance
     tokenization/         text -> token ids, token ids -> text; chat templates, tools, answers -> messages

@@ -5,6 +5,7 @@ the number of blocks) is computed in execution/uniproc_executor.py and execution
 """
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, TypeVar
@@ -142,6 +143,23 @@ class SpeculativeConfig:
         return cls(**given)
 
 
+def lora_adapters(given: object) -> tuple[tuple[str, float], ...]:
+    """Check LLM's lora: a folder, a list of folders, a dict of folder -> strength, or None. Returns folders and strengths."""
+    if given is None:
+        return ()
+    if isinstance(given, str | os.PathLike):
+        given = [given]
+    if not isinstance(given, Mapping | list | tuple):
+        raise InvalidTypeError(f"lora must be a folder, a list of folders or a dict of folder -> strength, got {shown(given)}")
+    adapters = []
+    for path, strength in given.items() if isinstance(given, Mapping) else [(path, 1.0) for path in given]:
+        if not isinstance(path, str | os.PathLike):
+            raise InvalidTypeError(f"lora must name folders, got {shown(path)}")
+        check_number("a strength in lora", strength, -1e6, 1e6, "in -1e6 .. 1e6")
+        adapters.append((os.fspath(path), float(strength)))
+    return tuple(adapters)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """What engine/factory.load_engine needs: the model, the device, and the settings of the parts."""
@@ -151,6 +169,7 @@ class EngineConfig:
     revision: str | None = None
     dtype: str = "auto"
     quantization: str | None = None  # or "int8" or "int4": linear layers in 8 or 4 bits
+    lora: tuple[tuple[str, float], ...] = ()  # adapters to merge into the weights, each with its strength
     device: str = "auto"
     max_model_len: int | None = None  # tokens of prompt + output. None: the model's own
     attention_backend: str = "auto"

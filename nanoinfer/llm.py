@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from tqdm import tqdm
 
-from nanoinfer.config import NEUTRAL_VALUES, CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
+from nanoinfer.config import NEUTRAL_VALUES, CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig, lora_adapters
 from nanoinfer.engine.beam_search import BeamSearch
 from nanoinfer.engine.chat_messages import Message
 from nanoinfer.engine.factory import load_engine
@@ -57,6 +57,7 @@ class LLM:
         revision: str | None = None,
         dtype: str | torch.dtype = "auto",
         quantization: str | None = None,
+        lora: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float] | None = None,
         device: str = "auto",
         block_size: int | None = None,
         max_num_seqs: int | None = SchedulerConfig.max_num_seqs,
@@ -79,19 +80,19 @@ class LLM:
         """Load a model.
 
         Args:
-            model: A folder with config.json and safetensors, a hub name, or a bundled model ("tiny-qwen3", "tiny-gpt2"). None
-                is tiny-qwen3. GPT-2, Qwen2, Qwen2.5 and Qwen3 are supported.
+            model: A folder with config.json and safetensors, a .gguf file, a hub name, or a bundled model ("tiny-qwen3",
+                "tiny-gpt2"). None is tiny-qwen3. GPT-2, Llama, Mistral, Qwen2, Qwen2.5, Qwen3 and Qwen's MoE are supported.
             tokenizer: Folder or hub name of a different tokenizer. A model without one takes token ids and detokenize=False.
             revision: Branch, tag or commit of a hub model.
             dtype: "auto" (the checkpoint's own, or float32 on a CPU that is slow at it), "float32"/"float", "bfloat16",
                 "float16"/"half", or torch's own.
-            quantization: "int8" keeps the linear layers in 8 bits and computes in bfloat16, on a CPU, for few sequences at a
-                time.
+            quantization: "int8" keeps linear layers in 8 bits and computes in bfloat16, on a CPU, for few sequences at a time.
+            lora: LoRA adapters in peft's format, merged into the weights for all requests: a folder or hub name, a list, or a
+                dict of strengths, such as {"adapter": 0.5}. docs/checkpoints.md says what is supported.
             device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
             block_size: Tokens per cache block. None is the attention backend's own.
             max_num_seqs: Maximum number of running sequences. None is the default.
-            max_num_batched_tokens: Maximum number of prompt tokens per step. Every running sequence adds one token. None is the
-                default.
+            max_num_batched_tokens: Maximum number of prompt tokens per step. Every running sequence adds one. None: default.
             chunk_size: Longer prompts are computed in chunks, cut at multiples of this.
             max_model_len: Maximum number of tokens of prompt and answer. None is the model's own. Lowered to what the cache
                 holds.
@@ -100,12 +101,12 @@ class LLM:
             gpu_memory_utilization: Share of the GPU's memory for weights and cache, in (0, 1]. No effect on a CPU.
             enable_prefix_caching: Compute common prefixes of prompts once. None is the default.
             batch_invariant: Require that a token's logits have the same bits wherever its sequence's tokens are computed: in
-                any batch, as prompt or as answer, after a prefix hit and after a preemption. So `logprobs` of an
-                answer equal `prompt_logprobs` of the same text. The attention then computes one query at a time. A
-                prompt of 1,024 tokens takes 1.1 to 1.3 times as long where the attention is compiled, and 6 times and more
-                where it is not (small models, enforce_eager). Checked when the model is loaded, and refused where the machine
-                cannot guarantee it. Without batch_invariant, `batch_independent` says whether the bits are the same in any
-                batch, prefix hits and preemptions aside.
+                any batch, as prompt or as answer, after a prefix hit and after a preemption. So `logprobs` of an answer equal
+                `prompt_logprobs` of the same text. The attention then computes one query at a time. A prompt of 1,024 tokens
+                takes 1.1 to 1.3 times as long where the attention is compiled, and 6 times and more where it is not (small
+                models, enforce_eager). Checked when the model is loaded, and refused where it cannot be kept. Without
+                batch_invariant, `batch_independent` says whether the bits are the same in any batch, prefix hits and
+                preemptions aside.
             attention_backend: "auto" (the best one that is installed and supports the model, which the log explains), "cpu",
                 "flash", "triton", "torch" or "reference".
             enforce_eager: Neither compile nor capture CUDA graphs.
@@ -134,6 +135,7 @@ class LLM:
             revision=revision,
             dtype=str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype,
             quantization=quantization,
+            lora=lora_adapters(lora),
             device=device,
             max_model_len=max_model_len,
             attention_backend=attention_backend,

@@ -28,7 +28,7 @@ from hypothesis import HealthCheck, settings
 ATTENTION = [
     f"attention.{name}" for name in ("base", "dense", "kv_cache", "reference", "cpu", "cpu_kernel", "torch_varlen", "flash")
 ]
-MODELS = [f"models.{name}" for name in ("registry", "loader", "weights", "layers", "gpt2", "qwen")]
+MODELS = [f"models.{name}" for name in ("registry", "loader", "weights", "layers", "rope", "gpt2", "qwen", "llama", "qwen_moe")]
 MODELS += [f"models.{name}" for name in ("optimize", "cpu_linear", "cpu_quantized", "cpu_blocks", "cuda_blocks")]
 EXECUTION = [f"execution.{name}" for name in ("forward_batch", "model_runner", "decode_graphs", "uniproc_executor")]
 ARITHMETIC = [*ATTENTION, *MODELS, *EXECUTION, "sampling", "devices.row_forms"]

@@ -26,6 +26,15 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+_MOE = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
 # family -> (transformers' classes, config). One entry for every fact a family's file has to get right.
 FAMILIES = {
@@ -41,6 +50,13 @@ FAMILIES = {
     "qwen3_one_kv_head": ("Qwen3", _QWEN | {"head_dim": 32, "num_key_value_heads": 1}),
     "qwen3_attention_bias": ("Qwen3", _QWEN | {"head_dim": 16, "attention_bias": True}),
     "qwen3_yarn": ("Qwen3", _QWEN | {"head_dim": 16, "rope_parameters": _YARN | {"rope_theta": 1_000_000.0}}),
+    "qwen2_moe": ("Qwen2Moe", _QWEN | _MOE | {"shared_expert_intermediate_size": 64, "decoder_sparse_step": 2}),
+    "qwen3_moe": ("Qwen3Moe", _QWEN | _MOE | {"norm_topk_prob": True}),
+    "qwen3_moe_tied": ("Qwen3Moe", _QWEN | _MOE | {"tie_word_embeddings": True, "mlp_only_layers": [1]}),
+    "llama": ("Llama", _QWEN),
+    "llama_tied_llama3": ("Llama", _QWEN | {"tie_word_embeddings": True, "rope_parameters": _LLAMA3}),
+    "llama_biases": ("Llama", _QWEN | {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", _QWEN | {"head_dim": 8, "sliding_window": None}),
 }
 
 # family -> overrides that give it the width of GPT-2 and of Qwen3-0.6B

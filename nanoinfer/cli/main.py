@@ -1,8 +1,10 @@
 """The `nanoinfer` command. Each subcommand has a file of its own, and options.py holds what they share."""
 
 import io
+import json
 import logging
 import sys
+from dataclasses import asdict
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -14,7 +16,7 @@ from nanoinfer.cli.bench import app as bench_app
 from nanoinfer.cli.chat import chat
 from nanoinfer.cli.explain import explain
 from nanoinfer.cli.generate import generate
-from nanoinfer.cli.options import cli_errors
+from nanoinfer.cli.options import Dtype, cli_errors
 from nanoinfer.cli.serve import serve
 
 
@@ -74,6 +76,26 @@ def models() -> None:
     print_table(local_models())
 
 
-for command in (generate, chat, explain, serve, batch, models, doctor):
+def inspect(
+    model: Annotated[str | None, typer.Argument(help="A folder, a .gguf file, a hub name or a bundled model.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
+    dtype: Dtype = "auto",
+    users: Annotated[int, typer.Option(min=1, help="Sequences at a time, for the memory they take.")] = 1,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each. Default: the most that the model knows.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print what a checkpoint is, whether it can be loaded, and its memory."""
+    from nanoinfer.cli.inspect import examine, print_inspection  # imports torch
+
+    found = examine(model, revision, dtype=dtype, num_users=users, num_tokens=tokens)
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))
+    else:
+        print_inspection(found)
+    if found.unsupported_reason is not None:
+        raise typer.Exit(1)
+
+
+for command in (generate, chat, explain, serve, batch, models, inspect, doctor):
     app.command()(command)
 app.add_typer(bench_app, name="bench")

@@ -40,8 +40,19 @@ def parse_size(text: str) -> int:
     return int(float(number) * 1024 ** " KMGT".index(unit or " "))
 
 
+def parse_adapter(text: str) -> tuple[str, float]:
+    """Read a LoRA adapter's folder and its strength.
+
+    >>> parse_adapter("adapters/pirate"), parse_adapter("adapters/pirate=0.5")
+    (('adapters/pirate', 1.0), ('adapters/pirate', 0.5))
+    """
+    matched = re.fullmatch(r"(.+)=(-?\d+(?:\.\d+)?)", text)
+    return (matched[1], float(matched[2])) if matched else (text, 1.0)
+
+
 Model = Annotated[
-    str | None, typer.Option("--model", "-m", help="A folder, a hub name, tiny-qwen3 or tiny-gpt2. Default: tiny-qwen3.")
+    str | None,
+    typer.Option("--model", "-m", help="A folder, a .gguf file, a hub name, tiny-qwen3 or tiny-gpt2. Default: tiny-qwen3."),
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
@@ -49,6 +60,12 @@ MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
 Quantization = Annotated[str | None, typer.Option(help="int8: weights in 8 bits, on a CPU.")]
+Lora = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A LoRA adapter's folder, merged into the weights. May be given several times, with strengths: PATH=0.5."
+    ),
+]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Neither compile nor capture CUDA graphs.")]
 
 
@@ -60,6 +77,7 @@ class EngineOptions:
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None
     dtype: Dtype = "auto"
     quantization: Quantization = None
+    lora: Lora = None
     device: Device = "auto"
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute on a CPU. Default: torch's choice.")] = None
     enforce_eager: EnforceEager = False
@@ -142,6 +160,8 @@ def load_llm(engine: EngineOptions, **more: Any) -> "LLM":
     arguments = asdict(engine)
     if (threads := arguments.pop("threads")) is not None:
         torch.set_num_threads(threads)
+    if engine.lora is not None:
+        arguments["lora"] = dict(map(parse_adapter, engine.lora))
     if engine.speculative_config is not None:
         arguments["speculative_config"] = read_json("--speculative-config", engine.speculative_config)
     llm = LLM(**arguments, **more)

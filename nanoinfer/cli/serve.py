@@ -134,7 +134,7 @@ def check_server_packages() -> None:
 
 def served_names(given: list[str] | None, model: str) -> tuple[str, ...]:
     """The names that requests may give as model."""
-    return tuple(given or [Path(model).name if os.path.isdir(model) else model])
+    return tuple(given or [Path(model).name if os.path.exists(model) else model])
 
 
 def _check_api_keys(api_keys: list[str] | None) -> None:

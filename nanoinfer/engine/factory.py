@@ -38,7 +38,7 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
         model, info = config.model or DEFAULT_MODEL, engine.executor.info
         engine.tracer.emit(
             EngineStarted(
-                model=os.path.basename(os.path.normpath(model)) if os.path.isdir(model) else model,
+                model=os.path.basename(os.path.normpath(model)) if os.path.exists(model) else model,
                 num_parameters=loaded.num_parameters,
                 device=info.device,
                 dtype=info.dtype,

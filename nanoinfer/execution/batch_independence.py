@@ -3,8 +3,8 @@
 In: a model ready to run and its attention backend. Out: True or False. models/cpu_linear.py has examined the linear layers more
 closely. This check adds the rest: norms, rotations, attention, a model class registered by the user.
 
-A prompt and two decode steps run alone, then beside other prompts, and with batch_invariant also token by token. Only the first
-layer runs, because the others are alike.
+A prompt and two decode steps run alone, then beside other prompts, and with batch_invariant also token by token. One layer of
+each kind runs, because the others are alike.
 """
 
 import hashlib
@@ -77,7 +77,7 @@ def _try(model: Model, backend: AttentionBackend, block_size: int, dtype: torch.
         torch.randint(0, model.config.vocab_size, (length + NUM_DECODES,), generator=generator).tolist() for length in lengths
     ]
     sequences = scratch_sequences(token_ids, block_size)
-    with _first_layer_alone(model):
+    with _one_layer_of_each_kind(model):
         cache = KVCache(
             num_layers=model.config.num_hidden_layers,
             num_blocks=sum(len(seq.block_table) for seq in sequences),
@@ -128,11 +128,15 @@ def _hidden_rows(
 
 
 @contextmanager
-def _first_layer_alone(model: Model) -> Iterator[None]:
-    """Inside, the model has its first layer only. A model without a list of layers keeps all of its layers."""
+def _one_layer_of_each_kind(model: Model) -> Iterator[None]:
+    """Inside, the model has one layer of each form: most models one, some an MLP in one layer and experts in another.
+
+    A model without a list of layers keeps all of its layers.
+    """
     for name, child in cast(nn.Module, model).named_children():
         if isinstance(child, nn.ModuleList) and len(child) == model.config.num_hidden_layers:
-            setattr(model, name, nn.ModuleList([child[0]]))
+            kinds = {repr(layer): layer for layer in child}
+            setattr(model, name, nn.ModuleList(kinds.values()))
             try:
                 yield
             finally:

@@ -92,13 +92,14 @@ class UniProcExecutor:
         self.info = self._size_cache(model, config, name, block_size, draft_model, num_blocks)
         graphs, sampler_graphs = None, None
         if self.device.type == "cuda" and backend.supports_cuda_graph and not config.enforce_eager:
-            graphs = DecodeGraphs(
-                max_num_seqs=config.max_num_rows,
-                max_model_len=self.info.max_model_len,
-                block_size=self.info.block_size,
-                padding_block=self.info.num_blocks,
-                capture=CUDACapture(),
-            )
+            if getattr(model, "supports_cuda_graph", True):
+                graphs = DecodeGraphs(
+                    max_num_seqs=config.max_num_rows,
+                    max_model_len=self.info.max_model_len,
+                    block_size=self.info.block_size,
+                    padding_block=self.info.num_blocks,
+                    capture=CUDACapture(),
+                )
             sampler_graphs = SamplerGraphs(config.max_num_rows, CUDACapture())
         cache = KVCache(
             num_layers=model.config.num_hidden_layers,

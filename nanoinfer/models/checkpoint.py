@@ -1,6 +1,7 @@
-"""A folder or a hub name -> the files of one checkpoint: config.json, generation_config.json, the paths of the weights.
+"""A folder, a GGUF file or a hub name -> one checkpoint: config.json, generation_config.json, the paths of the weights.
 
-In: the user's name for the model. Out: a Checkpoint, plain data. This file opens JSON only. weights.py reads the tensors.
+In: the user's name for the model. Out: a Checkpoint, plain data. This file opens JSON and the header of a GGUF file only.
+weights.py and formats/ read the tensors.
 """
 
 import difflib
@@ -12,9 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, first_line, shown
+from nanoinfer.models.formats.gguf import GGUFFile, read_gguf
+from nanoinfer.models.formats.gguf_families import to_config, to_generation_config
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
 DEFAULT_MODEL = "tiny-qwen3"
@@ -22,6 +31,7 @@ DEFAULT_MODEL = "tiny-qwen3"
 # Everything that a checkpoint needs. The hub also has .bin, .gguf and .onnx files, and folders of them, which are not loaded.
 _TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model"]
 _WEIGHT_FILES = ["*.safetensors"]
+_NOT_NEEDED = ["*/*", "consolidated*.safetensors"]  # Mistral's own format: the same weights once more
 MAX_JSON_BYTES = 2**22  # of a config or an index. The index of a model of 72B parameters has 80 kB.
 
 _CONVERT = (
@@ -30,7 +40,6 @@ _CONVERT = (
     "AutoModelForCausalLM.from_pretrained('{model}').save_pretrained('converted'); "
     "AutoTokenizer.from_pretrained('{model}').save_pretrained('converted')\""
 )
-_GGUF = "llama.cpp runs GGUF; nanoinfer reads safetensors, from the repository that the GGUF file was made of"
 
 
 @dataclass(frozen=True)
@@ -38,39 +47,58 @@ class Checkpoint:
     """One model's files.
 
     Attributes:
-        path: the folder.
-        config: config.json.
+        path: the folder, or the GGUF file.
+        config: config.json, or what a GGUF file has in its place.
         generation_config: generation_config.json, {} where there is none.
-        weight_files: the safetensors files, in the index's order.
+        weight_files: the safetensors files, in the index's order, or the GGUF file.
+        gguf: the header of a GGUF file.
     """
 
     path: Path
     config: dict[str, Any]
     generation_config: dict[str, Any]
     weight_files: list[Path]
+    gguf: GGUFFile | None = None
 
     @classmethod
     def open(cls, model: str | None = None, revision: str | None = None) -> "Checkpoint":
         """Find a checkpoint and read its JSON files.
 
         Args:
-            model: a folder, the name of a bundled model ("tiny-qwen3", "tiny-gpt2"), or a hub name such as
+            model: a folder, a .gguf file, the name of a bundled model ("tiny-qwen3", "tiny-gpt2"), or a hub name such as
                 "Qwen/Qwen3-0.6B", which is downloaded to the hub's cache unless it is there (HF_HUB_OFFLINE=1 uses the
                 cache alone). None is tiny-qwen3.
             revision: a branch, tag or commit of the hub's repository.
 
         Raises:
             CheckpointNotFoundError, CheckpointError
+            UnsupportedError: a GGUF file that is not supported.
         """
         model = DEFAULT_MODEL if model is None else model
         path = locate(model, revision)
-        suffixes = {Path(name).suffix for name in _list_folder(path)}
-        if ".gguf" in suffixes and ".safetensors" not in suffixes:
-            raise CheckpointNotFoundError(f"{path} holds GGUF files. {_GGUF}")
-        config = _read_json(path / "config.json")
+        if path.is_file():
+            return cls._open_gguf(path)
+        names = _list_folder(path)
+        gguf_names = sorted(name for name in names if name.endswith(".gguf"))
+        if gguf_names and not any(name.endswith(".safetensors") for name in names):
+            if len(gguf_names) > 1:
+                raise CheckpointNotFoundError(f"{path} holds {first_ten(gguf_names)}; give the path of one of them")
+            return cls._open_gguf(path / gguf_names[0])
+        config = read_json(path / "config.json")
         generation_path = path / "generation_config.json"
-        generation_config = _read_json(generation_path) if generation_path.exists() else {}
+        generation_config = read_json(generation_path) if generation_path.exists() else {}
         return cls(path, config, generation_config, _weight_files(path, model))
+
+    @classmethod
+    def _open_gguf(cls, path: Path) -> "Checkpoint":
+        check_file(path)
+        file = read_gguf(path)
+        return cls(path, to_config(file), to_generation_config(file), [path], file)
+
+    @property
+    def config_path(self) -> Path:
+        """The file that `config` comes from."""
+        return self.path / "config.json" if self.gguf is None else self.path
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -85,45 +113,59 @@ class Checkpoint:
 
 
 def locate(model: str, revision: str | None = None, *, with_weights: bool = True) -> Path:
-    """Return the folder that `model` names. A hub name is downloaded: whole, or without weights for a tokenizer."""
+    """Return the folder or .gguf file of that name. A hub name is downloaded: whole, or without weights for a tokenizer."""
     if not model:
         raise CheckpointNotFoundError(f"the model's name is empty; {_list_bundled()}")
     try:
         path = Path(model).expanduser()
         model.encode()  # the libraries below take UTF-8 only
-        is_folder, is_file = path.is_dir(), path.is_file()
+        is_file = path.is_file()
+        is_checkpoint = path.is_dir() or (is_file and path.suffix == ".gguf")
     except (OSError, ValueError, RuntimeError) as error:  # too long, no permission, not Unicode, a ~user that does not exist
         reason = getattr(error, "strerror", None) or error
         raise CheckpointNotFoundError(f"{shown(model)} cannot be used as a folder ({reason}); {_list_bundled()}") from error
-    if not is_folder and model in bundled_models():
-        path, is_folder = BUNDLED / model, True
-    if is_folder:
+    if not is_checkpoint and model in bundled_models():
+        path, is_checkpoint = BUNDLED / model, True
+    if is_checkpoint:
         if revision is not None:
-            raise CheckpointError(f"{path} is a folder and has no revision {shown(revision)}; leave revision out")
+            raise CheckpointError(f"{path} is on this machine and has no revision {shown(revision)}; leave revision out")
         return path
-    if is_file and path.suffix == ".gguf":
-        raise CheckpointNotFoundError(f"{shown(model)} is a GGUF file. {_GGUF}")
     if is_file:
         raise CheckpointNotFoundError(f"{shown(model)} is a file; give the folder that it lies in, with its config.json")
-    if path.is_absolute() or model.startswith("."):
-        way_out = f"{_did_you_mean(model)}give a checkpoint's folder or a hub name"
-        raise CheckpointNotFoundError(f"there is no folder {shown(model)}; {way_out}")
+    if path.is_absolute() or model.startswith(".") or path.suffix == ".gguf":
+        way_out = f"{_did_you_mean(model)}give a checkpoint's folder, a .gguf file on this machine, or a hub name"
+        kind = "file" if path.suffix == ".gguf" else "folder"
+        raise CheckpointNotFoundError(f"there is no {kind} {shown(model)}; {way_out}")
     patterns = _TEXT_FILES + _WEIGHT_FILES if with_weights else _TEXT_FILES
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
     except HFValidationError as error:
         raise CheckpointNotFoundError(
             f"{shown(model)} is neither a folder nor a possible hub name (owner/name); {_did_you_mean(model)}{_list_bundled()}"
         ) from error
     except Exception as error:  # the hub's own errors, and those of its HTTP library without a network
-        reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
-        if isinstance(error, LocalEntryNotFoundError):  # which does not say which of the two it is
-            is_offline = constants.HF_HUB_OFFLINE
-            reason = "HF_HUB_OFFLINE is set and the hub's cache does not have it" if is_offline else "it cannot be reached"
+        reason, way_out = _explain_hub_error(error, model)
         raise CheckpointNotFoundError(
             f"{shown(model)} is no folder here, and the hub did not give it (revision {(revision or 'main')[:100]}): {reason}; "
-            f"{_did_you_mean(model)}check the name and the network, or use a folder; {_list_bundled()}"
+            f"{_did_you_mean(model)}{way_out}, or use a folder; {_list_bundled()}"
         ) from error
+
+
+def _explain_hub_error(error: Exception, model: str) -> tuple[str, str]:
+    """Why a hub's model cannot be downloaded, and the way out."""
+    log_in = "`hf auth login`, or set HF_TOKEN"
+    if isinstance(error, GatedRepoError):
+        page = f"{constants.ENDPOINT}/{model}"
+        return "it is gated, and this account has no access", f"accept its conditions at {page} and log in with {log_in}"
+    if isinstance(error, RepositoryNotFoundError):
+        return "there is no such model, or it is private", f"check the name, and for a private one log in with {log_in}"
+    if isinstance(error, RevisionNotFoundError):
+        return "it has no such revision", "check the name of the branch, tag or commit"
+    if isinstance(error, LocalEntryNotFoundError):  # which does not say which of the two it is
+        offline = "HF_HUB_OFFLINE is set and the hub's cache does not have it, or only a part of it"
+        return offline if constants.HF_HUB_OFFLINE else "it cannot be reached", "check the name and the network"
+    reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+    return reason, "check the name and the network (a download continues where it stopped)"
 
 
 def bundled_models() -> list[str]:
@@ -176,7 +218,8 @@ def check_file(path: Path, max_bytes: int | None = None) -> None:
         raise CheckpointError(f"{path} has {info.st_size} bytes; at most {max_bytes} are read of such a file")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object."""
     check_file(path, MAX_JSON_BYTES)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -210,7 +253,7 @@ def _weight_files(path: Path, model: str) -> list[Path]:
 
 def _shard_names(index_path: Path) -> list[str]:
     """The files that an index names. They are in its own folder: a name such as ../x would read files of the user's."""
-    weight_map = _read_json(index_path).get("weight_map")
+    weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index_path} has no weight_map of file names; download it again")
     names = list(dict.fromkeys(weight_map.values()))

@@ -89,11 +89,13 @@ class PackedLinear(CPULinear):
 
 
 class PlainLinear(CPULinear):
-    """The weight is unchanged: for a machine that cannot pack it, or whose packed rows depend on each other."""
+    """The weight is a copy, as the layer's own may be a view of a file at any address. For a machine that cannot pack it, or
+    whose packed rows depend on each other.
+    """
 
     def __init__(self, linear: nn.Linear, activation: Activation | None = None, *, adds_residual: bool = False) -> None:
         super().__init__(linear, activation, adds_residual=adds_residual)
-        self._weight = linear.weight.detach()
+        self._weight = linear.weight.detach().clone()
 
     def product(self, x: Tensor, residual: Tensor | None) -> Tensor:
         out = F.linear(x, self._weight, self._bias)
@@ -143,7 +145,10 @@ class LinearOptimizer:
         """
         kind = _kind(linear, activation, adds_residual=adds_residual)
         layers: dict[str, CPULinear] = {}
-        for name, layer_class in self._classes.items():
+        known = self._forms.get(kind, "").partition(", ")[0]  # what others of its kind are
+        for name, layer_class in sorted(self._classes.items(), key=lambda item: item[0] != known):
+            if known and layers:
+                break
             try:
                 layers[name] = layer_class(linear, activation, adds_residual=adds_residual)
             except (RuntimeError, AttributeError) as error:

@@ -6,6 +6,7 @@ In: an EngineConfig. Out: the model with its weights, optimised for its device (
 import dataclasses
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,38 @@ from nanoinfer.errors import (
 )
 from nanoinfer.models import optimize
 from nanoinfer.models.checkpoint import Checkpoint, check_file, locate
+from nanoinfer.models.formats.awq import AWQWeights
+from nanoinfer.models.formats.compressed_tensors import CompressedWeights
+from nanoinfer.models.formats.fp8 import FP8Weights
+from nanoinfer.models.formats.gguf import read_gguf
+from nanoinfer.models.formats.gguf_weights import GGUFWeights
+from nanoinfer.models.formats.gptq import GPTQWeights
+from nanoinfer.models.formats.lora import LoraWeights
+from nanoinfer.models.formats.packed import PackedWeights
 from nanoinfer.models.registry import Model, find_model
-from nanoinfer.models.weights import WeightFiles, dtype_of, head_is_tied, load_weights
+from nanoinfer.models.weights import WeightFiles, Weights, dtype_of, head_is_tied, load_weights
+from nanoinfer.tokenization.gguf_tokenizer import tokenizer_from_gguf
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+# Fields of a family's config that no weight can be smaller than.
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+
 MAX_TOKENIZER_BYTES = 2**26  # of one file. Gemma 3's tokenizer.json has 33 MB.
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")  # how they begin
+
+
+# quant_method in config.json -> how such a checkpoint is unpacked
+_PACKED_FORMATS: dict[str, type[PackedWeights]] = {
+    "gptq": GPTQWeights,
+    "awq": AWQWeights,
+    "compressed-tensors": CompressedWeights,
+    "fp8": FP8Weights,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +92,7 @@ def load(config: EngineConfig) -> Loaded:
     if device.type == "cuda":
         set_cuda_device(device)
     checkpoint = Checkpoint.open(config.model, config.revision)
-    model = load_model(checkpoint, "bfloat16" if config.quantization else config.dtype, device)
+    model = load_model(checkpoint, "bfloat16" if config.quantization else config.dtype, device, config.lora)
     num_parameters = sum(weight.numel() for weight in model.parameters())
     has_independent_rows = False
     if device.type == "cpu":
@@ -76,8 +101,7 @@ def load(config: EngineConfig) -> Loaded:
     elif not config.enforce_eager:
         optimize.optimize_for_cuda(model)
     tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
-    _check_tokenizer_files(tokenizer_path)
-    tokenizer = Tokenizer.load(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path)
     if config.tokenizer is not None and tokenizer is None:
         raise CheckpointNotFoundError(f"{tokenizer_path} holds no tokenizer files, such as tokenizer.json")
     eos_token_ids = checkpoint.eos_token_ids
@@ -90,6 +114,14 @@ def load(config: EngineConfig) -> Loaded:
     return Loaded(checkpoint, model, num_parameters, has_independent_rows, tokenizer, eos_token_ids)
 
 
+def load_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer of a folder or of a GGUF file, or None where there is none."""
+    if path.is_file():
+        return tokenizer_from_gguf(read_gguf(path).metadata, path)
+    _check_tokenizer_files(path)
+    return Tokenizer.load(path)
+
+
 def _check_tokenizer_files(path: Path) -> None:
     """Refuse files that transformers would hang on, or read whole for a long time. It chooses among many names."""
     for file in (*path.iterdir(), *path.glob("additional_chat_templates/*")):
@@ -97,13 +129,19 @@ def _check_tokenizer_files(path: Path) -> None:
             check_file(file, MAX_TOKENIZER_BYTES if file.name.startswith(_TOKENIZER_FILES) else None)
 
 
-def load_model(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device | str = "cpu") -> Any:
+def load_model(
+    checkpoint: Checkpoint,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    lora: Sequence[tuple[str, float]] = (),
+) -> Any:
     """Build the checkpoint's model with its weights: the textbook form, which runs on every device.
 
     Args:
         checkpoint: the files.
         dtype: one of config.DTYPES. "auto" is the checkpoint's own, or fp32 on a CPU that is slow at it.
         device: where the weights go.
+        lora: adapters to merge into the weights, each with its strength.
 
     Returns:
         A Model.
@@ -115,26 +153,55 @@ def load_model(checkpoint: Checkpoint, dtype: str = "auto", device: torch.device
     device = torch.device(device)
     resolved = resolve_dtype(dtype, checkpoint, device)
     model = on_meta(checkpoint)
-    load_weights(model, WeightFiles(checkpoint.weight_files), model.weight_rules, resolved, device)
+    weights = open_weights(checkpoint)
+    if lora:
+        weights = LoraWeights(weights, lora, model.weight_rules)
+    load_weights(model, weights, model.weight_rules, resolved, device)
     return model.to(device).eval()
+
+
+def open_weights(checkpoint: Checkpoint) -> Weights:
+    """Return the checkpoint's tensors as the model takes them, whatever the format that they are stored in.
+
+    Raises:
+        UnsupportedError: a quantisation that is not supported.
+        WeightsError: files that are damaged, or whose tensors contradict each other.
+    """
+    if checkpoint.gguf is not None:
+        return GGUFWeights(checkpoint.gguf)
+    settings = checkpoint.config.get("quantization_config")
+    if not settings:
+        return WeightFiles(checkpoint.weight_files)
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings
+    packed_format = _PACKED_FORMATS.get(method) if isinstance(method, str) else None
+    if packed_format is None or not isinstance(settings, dict):
+        raise UnsupportedError(
+            f"checkpoints quantised with {shown(method)} are not supported; {', '.join(_PACKED_FORMATS)} are. "
+            "Take one of these, a GGUF file, or the unquantised checkpoint"
+        )
+    return packed_format(WeightFiles(checkpoint.weight_files), settings, checkpoint.config_path)
 
 
 def on_meta(checkpoint: Checkpoint) -> Any:
     """Build the checkpoint's model on the meta device: every shape, and no weights. Raises the errors of `load`."""
-    model_class = find_model(checkpoint.config)
-    config = _read_config(model_class.Config, checkpoint)
-    files = WeightFiles(checkpoint.weight_files)
-    _compare_sizes(config, files, checkpoint.path / "config.json")
+    model_class, config = read_config(checkpoint)
+    files = open_weights(checkpoint)
+    _compare_sizes(config, files, checkpoint.config_path)
     is_tied = head_is_tied(config.tie_word_embeddings, files, model_class.weight_rules)
     with torch.device("meta"):
         return model_class(dataclasses.replace(config, tie_word_embeddings=is_tied))
 
 
-def _read_config(config_class: Any, checkpoint: Checkpoint) -> Any:
-    """Read the family's config. Check types and ranges, and that the numbers of heads are consistent."""
-    path = checkpoint.path / "config.json"
+def read_config(checkpoint: Checkpoint) -> tuple[type[Any], Any]:
+    """Return the family's class and its config. Check types and ranges, and that the numbers of heads are consistent.
+
+    Raises:
+        UnsupportedError, CheckpointError
+    """
+    path = checkpoint.config_path
+    model_class = find_model(checkpoint.config)
     try:
-        config = config_class.from_hf(checkpoint.config)
+        config = model_class.Config.from_hf(checkpoint.config)
     except KeyError as error:
         raise CheckpointError(f"{path} has no {error}, which this architecture needs") from error
     except NanoinferError:
@@ -144,7 +211,8 @@ def _read_config(config_class: Any, checkpoint: Checkpoint) -> Any:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         allowed = None
-        if field.type is int and (type(value) is not int or not 1 <= value < 2**31):
+        is_size = field.type is int or (field.type == int | None and value is not None)
+        if is_size and (type(value) is not int or not 1 <= value < 2**31):
             allowed = "a number >= 1 and below 2**31"
         elif field.type is float and (type(value) not in (int, float) or not abs(value) < math.inf):
             allowed = "a finite number"
@@ -157,10 +225,10 @@ def _read_config(config_class: Any, checkpoint: Checkpoint) -> Any:
             f"num_attention_heads in {path} must be a multiple of num_key_value_heads, got {config.num_attention_heads} "
             f"and {config.num_key_value_heads}"
         )
-    return config
+    return model_class, config
 
 
-def _compare_sizes(config: Any, files: WeightFiles, path: Path) -> None:
+def _compare_sizes(config: Any, files: Weights, path: Path) -> None:
     """Refuse sizes that the headers of the weights contradict, so that neither 10**6 layers nor 10**9 angles are built.
 
     These bounds hold for any architecture. load_weights compares every tensor.
@@ -170,10 +238,16 @@ def _compare_sizes(config: Any, files: WeightFiles, path: Path) -> None:
             f"num_hidden_layers in {path} is {config.num_hidden_layers}, but the weights are {len(files)} tensors; "
             "are both of the same model?"
         )
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
-        if getattr(config, name, 1) > files.num_elements:
+    if (num_experts := getattr(config, "num_experts", 0) * len(getattr(config, "sparse_layers", ()))) > len(files):
+        raise WeightsError(
+            f"num_experts in {path} makes {num_experts} experts in all layers, but the weights are {len(files)} tensors; "
+            "are both of the same model?"
+        )
+    for name in _SIZES:
+        size = getattr(config, name, None) or 1
+        if size > files.num_elements:
             raise WeightsError(
-                f"{name} in {path} is {getattr(config, name)}, but the weights have only {files.num_elements} elements; "
+                f"{name} in {path} is {size}, but the weights have only {files.num_elements} elements; "
                 "are both of the same model?"
             )
 
@@ -214,7 +288,7 @@ def resolve_dtype(dtype: str, checkpoint: Checkpoint, device: torch.device) -> t
         return getattr(torch, DTYPES[dtype])
     name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")  # newer and older transformers
     own = {"float64": torch.float32, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    resolved = own.get(str(name).removeprefix("torch.")) if name else dtype_of(WeightFiles(checkpoint.weight_files))
+    resolved = own.get(str(name).removeprefix("torch.")) if name else dtype_of(open_weights(checkpoint))
     if resolved is None:
         raise UnsupportedError(
             f"the checkpoint's dtype is {shown(name)}; {', '.join(own)} are supported. Pass dtype= to choose one"

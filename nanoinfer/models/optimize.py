@@ -23,6 +23,7 @@ from nanoinfer.errors import UnsupportedError
 from nanoinfer.models.cpu_blocks import CPU_BLOCKS
 from nanoinfer.models.cpu_linear import CLASSES, LinearOptimizer, LinearReport
 from nanoinfer.models.cpu_quantized import MULTIPLE, quantized_classes
+from nanoinfer.models.weights import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +50,19 @@ def optimize_for_cpu(model: nn.Module, quantization: str | None = None) -> Linea
 
     def optimized(module: nn.Module) -> nn.Module | None:
         if type(module) is nn.Linear:
+            bar.update()
             return linears.optimize(module)
         block_class = _find_class(CPU_BLOCKS, module)
+        bar.update(_num_linears(module) if block_class else 0)
         return block_class(module, linears) if block_class else None
 
-    with torch.inference_mode():
+    with torch.inference_mode(), progress_bar("packing weights", _num_linears(model)) as bar:
         _replace_modules(model, optimized)
     return linears.report()
+
+
+def _num_linears(module: nn.Module) -> int:
+    return sum(type(part) is nn.Linear for part in module.modules())
 
 
 def optimize_for_cuda(model: nn.Module) -> None:

@@ -1,7 +1,8 @@
-"""Qwen2, Qwen2.5 and Qwen3: RMSNorm, RoPE, grouped-query attention, SwiGLU. Three options distinguish them:
+"""Qwen2, Qwen2.5 and Qwen3: RMSNorm, RoPE, grouped-query attention, SwiGLU. Options distinguish them:
 
     qkv_bias   Qwen2 and Qwen2.5 always, Qwen3 with attention_bias
     o_bias     Qwen3 with attention_bias, Qwen2 never
+    mlp_bias   never: Llama may have it, whose layers are these as well (llama.py)
     qk_norm    Qwen3: an RMSNorm over each head of q and of k, before the rotation
 
 Source: https://arxiv.org/abs/2407.10671 (Qwen2), https://arxiv.org/abs/2505.09388 (Qwen3). The names are those of their
@@ -9,14 +10,15 @@ checkpoints.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
-from nanoinfer.models.layers import Embedding, RMSNorm, RopeConfig, RotaryEmbedding, SwiGLU, apply_rotary
+from nanoinfer.models.layers import Embedding, RMSNorm, RotaryEmbedding, SwiGLU, apply_rotary
+from nanoinfer.models.rope import RopeConfig
 from nanoinfer.models.weights import WeightRules
 
 
@@ -35,6 +37,7 @@ class QwenConfig:
     rope: RopeConfig
     qkv_bias: bool
     o_bias: bool
+    mlp_bias: bool
     qk_norm: bool
 
     @classmethod
@@ -47,36 +50,44 @@ class QwenConfig:
             KeyError: a key that every Qwen config has.
         """
         is_qwen3 = config["model_type"] == "qwen3"
-        if config.get("hidden_act", "silu") != "silu":
-            raise UnsupportedError(f"hidden_act must be silu, got {shown(config['hidden_act'])}; others are not supported")
-        _refuse_sliding_window(config)
-        rope = RopeConfig.from_hf(config)
+        refuse_sliding_window(config)
         attention_bias = is_qwen3 and config.get("attention_bias", False)
-        num_heads = config["num_attention_heads"]
-        # Qwen3's default is 128 for every hidden size. Qwen2 has no such key.
-        head_dim = config.get("head_dim") or (128 if is_qwen3 else config["hidden_size"] // num_heads)
-        if head_dim % 2:
-            raise CheckpointError(f"head_dim must be even, because RoPE rotates pairs, got {shown(head_dim)}")
         return cls(
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_hidden_layers=config["num_hidden_layers"],
-            num_attention_heads=num_heads,
-            num_key_value_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=head_dim,
-            # A checkpoint may have YaRN and still name the length before it.
-            max_position_embeddings=max(config["max_position_embeddings"], rope.max_position_embeddings),
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            tie_word_embeddings=config.get("tie_word_embeddings", False),
-            rope=rope,
+            # Qwen3's default is 128 for every hidden size. Qwen2 has no such key.
+            **shared_fields(config, default_head_dim=128 if is_qwen3 else None),
             qkv_bias=not is_qwen3 or attention_bias,
             o_bias=attention_bias,
+            mlp_bias=False,
             qk_norm=is_qwen3,
         )
 
 
-def _refuse_sliding_window(config: dict[str, Any]) -> None:
+def shared_fields(config: dict[str, Any], default_head_dim: int | None = None) -> dict[str, Any]:
+    """The fields of QwenConfig that config.json spells alike for Qwen and Llama. Raises the errors of from_hf."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise UnsupportedError(f"hidden_act must be silu, got {shown(config['hidden_act'])}; others are not supported")
+    rope = RopeConfig.from_hf(config)
+    num_heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or default_head_dim or config["hidden_size"] // num_heads
+    if head_dim % 2:
+        raise CheckpointError(f"head_dim must be even, because RoPE rotates pairs, got {shown(head_dim)}")
+    return {
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["intermediate_size"],
+        "num_hidden_layers": config["num_hidden_layers"],
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or num_heads,
+        "head_dim": head_dim,
+        # A checkpoint may have YaRN and still name the length before it.
+        "max_position_embeddings": max(config["max_position_embeddings"], rope.max_position_embeddings),
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        "tie_word_embeddings": config.get("tie_word_embeddings", False),
+        "rope": rope,
+    }
+
+
+def refuse_sliding_window(config: dict[str, Any]) -> None:
     """Raise for a sliding window that is on. Many Qwen configs name a sliding_window that is off."""
     if config.get("layer_types"):
         slides = any(layer_type != "full_attention" for layer_type in config["layer_types"])
@@ -129,7 +140,7 @@ class QwenDecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = QwenAttention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
     def forward(
         self,
@@ -143,7 +154,7 @@ class QwenDecoderLayer(nn.Module):
 
 
 class QwenForCausalLM(nn.Module):
-    Config = QwenConfig
+    Config: ClassVar[type[QwenConfig]] = QwenConfig
     weight_rules = WeightRules(
         prefix="model.",
         embedding="embed_tokens.weight",

@@ -18,8 +18,12 @@ from nanoinfer.models.weights import WeightRules
 # architecture in config.json -> "module:class", imported when it is first used
 _MODELS: dict[str, str] = {
     "GPT2LMHeadModel": "nanoinfer.models.gpt2:GPT2LMHeadModel",
+    "LlamaForCausalLM": "nanoinfer.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "nanoinfer.models.llama:LlamaForCausalLM",
     "Qwen2ForCausalLM": "nanoinfer.models.qwen:QwenForCausalLM",
+    "Qwen2MoeForCausalLM": "nanoinfer.models.qwen_moe:QwenMoeForCausalLM",
     "Qwen3ForCausalLM": "nanoinfer.models.qwen:QwenForCausalLM",
+    "Qwen3MoeForCausalLM": "nanoinfer.models.qwen_moe:QwenMoeForCausalLM",
 }
 _registered: dict[str, type[nn.Module]] = {}
 
@@ -50,6 +54,8 @@ class Model(Protocol):
         Config: a frozen dataclass with `from_hf(dict)` and `tie_word_embeddings`.
         weight_rules: how the names in its checkpoints differ from the names of its parameters.
         config: an instance of Config.
+
+    A model whose forward pass reads values back from the GPU sets `supports_cuda_graph = False`.
     """
 
     Config: ClassVar[Any]
@@ -74,15 +80,12 @@ def find_model(config: dict[str, Any]) -> type[Any]:
     """Return the class for a config.json.
 
     Raises:
-        UnsupportedError: an architecture that is not supported, or a quantised checkpoint.
+        UnsupportedError: an architecture that is not supported.
         CheckpointError: no architecture.
     """
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise CheckpointError(f'config.json names no architecture; add "architectures": [one of {", ".join(_MODELS)}]')
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise UnsupportedError(f"quantised checkpoints ({shown(method)}) are not supported; take the unquantised one")
     for architecture in filter(lambda name: isinstance(name, str), architectures):
         if architecture in _registered:
             return _registered[architecture]

@@ -1,11 +1,12 @@
 """safetensors files -> a model's parameters: every tensor used once or skipped by name, every parameter filled once.
 
-In: a model built on the "meta" device (shapes without memory) and the checkpoint's files. Out: the same model with its
-weights. Parameters have the names of the checkpoint. Each family's WeightRules declares the exceptions.
+In: a model built on the "meta" device (shapes without memory) and the checkpoint's Weights. Out: the same model with its
+weights. Parameters have the names of the checkpoint. Each family's WeightRules declares the exceptions. WeightFiles are the
+Weights of safetensors. formats/ has those of other files, which are unpacked while they are read.
 
-Files are memory-mapped. A tensor is read from the file when it is copied into its parameter, one at a time, so loading takes
-the memory of the parameters and little more. On a CPU an embedding that has the model's dtype is not copied at all: do not
-change the file while the model is in use.
+Files are memory-mapped. On a CPU a matrix that has the model's dtype is not copied: it is a view of the file, until optimize.py
+packs it from there. An embedding stays one: do not change the file while the model is in use. Everything else is copied into
+its parameter piece by piece. So loading takes the memory of the parameters and little more.
 """
 
 import logging
@@ -14,12 +15,14 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from nanoinfer.errors import WeightsError, first_line
 from nanoinfer.models.checkpoint import first_ten
@@ -28,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 2**24  # the names and shapes of some 100,000 tensors
 
-_FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}  # as safetensors spells them
+_PIECE = 2**22  # elements that are read at a time
+
+# as safetensors spells them
+_FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +56,40 @@ class WeightRules:
     skip: tuple[str, ...] = ()
 
 
-class WeightFiles(Mapping[str, Any]):
-    """All tensors of a checkpoint by name, as safetensors slices that know their shape before anything is read.
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What is known of a tensor before it is read.
+
+    Attributes:
+        dtype: spelled as in safetensors: F32, BF16, I8.
+        is_mapped: whether `read` returns a view of the mapped file, which takes no memory.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    is_mapped: bool = False
+
+
+class Weights(Mapping[str, TensorInfo]):
+    """The tensors of a checkpoint by name. A subclass says where they are.
+
+    Attributes:
+        has_empty_biases: whether layers without a bias may have one of zeros.
+    """
+
+    has_empty_biases: bool = False
+
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """Return some rows of a tensor, on the CPU, in any float dtype."""
+        raise NotImplementedError
+
+    @cached_property
+    def num_elements(self) -> int:
+        return sum(math.prod(info.shape) for info in self.values())
+
+
+class WeightFiles(Weights):
+    """The tensors of safetensors files. What is read is a view of the mapped file, not yet read from the disk.
 
     Raises:
         WeightsError: a damaged file, no tensors, or a name that is in two files.
@@ -76,11 +114,10 @@ class WeightFiles(Mapping[str, Any]):
                 self._files[name] = file
         if not self._files:
             raise WeightsError(f"{', '.join(path.name for path in paths)} holds no tensors; download it again")
-        # From the headers, before anything is read or built.
-        self.num_elements = sum(math.prod(self[name].get_shape()) for name in self)
 
-    def __getitem__(self, name: str) -> Any:
-        return self._files[name].get_slice(name)
+    def __getitem__(self, name: str) -> TensorInfo:
+        header = self._files[name].get_slice(name)
+        return TensorInfo(tuple(header.get_shape()), header.get_dtype(), is_mapped=True)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -88,19 +125,18 @@ class WeightFiles(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._files)
 
-    def read(self, name: str) -> Tensor:
-        """Return the tensor: a view of the mapped file, not yet read from the disk."""
-        return self._files[name].get_tensor(name)
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        return self._files[name].get_tensor(name)[rows]
 
 
-def dtype_of(files: WeightFiles) -> torch.dtype:
+def dtype_of(files: Weights) -> torch.dtype:
     """The dtype of most of the checkpoint's tensors, for a config.json without one."""
-    names = [files[name].get_dtype() for name in files]
-    spelled = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    return spelled.get(max(set(names), key=names.count), torch.float32)
+    names = [info.dtype for info in files.values()]
+    dtype = _FLOAT_DTYPES.get(max(set(names), key=names.count), torch.float32)
+    return torch.float32 if dtype is torch.float64 else dtype
 
 
-def head_is_tied(config_says: bool, files: WeightFiles, rules: WeightRules) -> bool:
+def head_is_tied(config_says: bool, files: Weights, rules: WeightRules) -> bool:
     """Whether the LM head shares the embedding: as the config says, unless the checkpoint has a head that differs from it."""
     by_parameter = {_parameter_name(name, rules): name for name in files}
     if not config_says or rules.head not in by_parameter or rules.embedding not in by_parameter:
@@ -112,30 +148,45 @@ def head_is_tied(config_says: bool, files: WeightFiles, rules: WeightRules) -> b
     return tied
 
 
-def load_weights(model: nn.Module, files: WeightFiles, rules: WeightRules, dtype: torch.dtype, device: torch.device) -> None:
+def load_weights(model: nn.Module, files: Weights, rules: WeightRules, dtype: torch.dtype, device: torch.device) -> None:
     """Fill every parameter of a model built on the meta device.
 
     Raises:
         WeightsError: names missing, unexpected and misshaped tensors. Nothing has been loaded then.
     """
     targets = dict(model.named_parameters())  # a shared parameter once
-    sources, problems = _match(targets, files, rules)
-    if problems:
-        raise WeightsError(
-            "the weights do not fit config.json; are both of the same model? Download them again, or correct config.json:\n  "
-            + first_ten(problems, "\n  ")
-        )
+    sources = match_tensors(targets, files, rules)
     _check_memory(targets, dtype, device)
     owners = _owners(model)
+    bar = progress_bar("loading weights", len(targets))
     for name, target in targets.items():
-        weight = files.read(sources[name])
-        # On a CPU an embedding stays in the file: rows of it are looked up. A tied head that is packed has its own copy.
-        if name != rules.embedding or weight.dtype is not dtype or device.type != "cpu":
-            weight = weight.T if sources[name].endswith(rules.transpose) else weight
-            weight = torch.empty(target.shape, dtype=dtype, device=device).copy_(weight)
+        bar.update()
+        source = sources[name]
+        info, is_transposed = files[source], source.endswith(rules.transpose)
+        # On a CPU matrices stay in the file. Linear layers are packed from there, and rows of an embedding are looked up.
+        has_dtype = _FLOAT_DTYPES.get(info.dtype) is dtype
+        if info.is_mapped and has_dtype and len(info.shape) > 1 and not is_transposed and device.type == "cpu":
+            weight = files.read(source)
+        else:
+            weight = torch.empty(target.shape, dtype=dtype, device=device)
+            _copy(files, source, weight.T if is_transposed else weight)
         parameter = nn.Parameter(weight, requires_grad=False)
         for module, leaf in owners[target]:
             setattr(module, leaf, parameter)
+    bar.close()
+
+
+def progress_bar(description: str, total: int) -> tqdm:
+    """A bar that appears in a terminal after two seconds."""
+    return tqdm(total=total, desc=description, delay=2, leave=False, disable=None)
+
+
+def _copy(files: Weights, name: str, out: Tensor) -> None:
+    """Read a tensor into `out`, piece by piece, so that what is unpacked or converted takes little memory."""
+    num_rows = max(1, _PIECE * len(out) // max(1, out.numel()))
+    for start in range(0, len(out), num_rows):
+        rows = slice(start, start + num_rows)
+        out[rows].copy_(files.read(name, rows))
 
 
 def _check_memory(targets: dict[str, nn.Parameter], dtype: torch.dtype, device: torch.device) -> None:
@@ -163,8 +214,12 @@ def _parameter_name(tensor_name: str, rules: WeightRules) -> str:
     return tensor_name.removeprefix(rules.prefix)
 
 
-def _match(targets: dict[str, nn.Parameter], files: WeightFiles, rules: WeightRules) -> tuple[dict[str, str], list[str]]:
-    """Return a map from a parameter's name to its tensor's name, and a line for every tensor that does not fit."""
+def match_tensors(targets: dict[str, nn.Parameter], files: Weights, rules: WeightRules) -> dict[str, str]:
+    """Return a map from a parameter's name to its tensor's name. It reads headers only.
+
+    Raises:
+        WeightsError: names missing, unexpected and misshaped tensors.
+    """
     sources: dict[str, str] = {}
     problems: list[str] = []
     for tensor_name in files:
@@ -173,6 +228,8 @@ def _match(targets: dict[str, nn.Parameter], files: WeightFiles, rules: WeightRu
             continue
         if name == rules.head and name not in targets and rules.embedding in targets:
             continue  # tied: head_is_tied has checked that it equals the embedding
+        if name not in targets and files.has_empty_biases and name.endswith(".bias") and not files.read(tensor_name).any():
+            continue
         if name not in targets:
             problems.append(f"unexpected: {tensor_name}")
             continue
@@ -180,15 +237,18 @@ def _match(targets: dict[str, nn.Parameter], files: WeightFiles, rules: WeightRu
             problems.append(f"twice: {tensor_name} and {sources[name]}")
             continue
         sources[name] = tensor_name
-        shape = list(files[tensor_name].get_shape())
+        shape = list(files[tensor_name].shape)
         expected = list(targets[name].shape)
         if tensor_name.endswith(rules.transpose):
             expected = expected[::-1]
         if shape != expected:
             problems.append(f"misshaped: {tensor_name} has shape {shape}, the config requires {expected}")
-        if files[tensor_name].get_dtype() not in _FLOAT_DTYPES:
-            problems.append(
-                f"not a float: {tensor_name} is {files[tensor_name].get_dtype()}; quantised weights are not supported"
-            )
+        if files[tensor_name].dtype not in _FLOAT_DTYPES:
+            problems.append(f"not a float: {tensor_name} is {files[tensor_name].dtype}, and config.json names no quantisation")
     problems += [f"missing: {name}" for name in targets if name not in sources]
-    return sources, problems
+    if problems:
+        raise WeightsError(
+            "the weights do not fit config.json; are both of the same model? Download them again, or correct config.json:\n  "
+            + first_ten(problems, "\n  ")
+        )
+    return sources

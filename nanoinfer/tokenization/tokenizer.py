@@ -5,6 +5,8 @@ importing this module is fast.
 """
 
 import copy
+import json
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,10 +36,12 @@ _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.mode
 _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTE_OF = {chr(byte): byte for byte in _VISIBLE}
 _BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*_VISIBLE}))}
+# How Llama's tokenizer writes the bytes of a character that is not in its vocabulary.
+_BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 
 @contextmanager
-def _panics_raised() -> Iterator[None]:
+def panics_raised() -> Iterator[None]:
     """Raise a panic of the tokenizers library, such as a regex that explodes, as a RuntimeError. It is a BaseException."""
     try:
         yield
@@ -47,13 +51,27 @@ def _panics_raised() -> Iterator[None]:
         raise
 
 
+def _keep_first_space(backend: "tokenizers.Tokenizer") -> None:
+    """Change a decoder that removes the first space of a text, as Llama's does, because its tokenizer writes one there."""
+    if backend.decoder is None:
+        return
+    state = json.loads(backend.decoder.__getstate__())
+    changes = {"Strip": {"start": 0}, "Metaspace": {"prepend_scheme": "never"}}
+    for step in state.get("decoders", [state]):
+        step |= changes.get(step["type"], {})
+    decoder = backend.decoder
+    decoder.__setstate__(json.dumps(state).encode())
+    backend.decoder = decoder
+
+
 class Tokenizer:
     """One checkpoint's tokenizer.
 
     Attributes:
         hf: transformers' tokenizer.
         backend: A copy of the tokenizers library's object inside it. Truncation and padding are its state, so without a copy a
-            user's call of `hf` with truncation=True would truncate later prompts.
+            user's call of `hf` with truncation=True would truncate later prompts. The copy keeps the space of a first token: an
+            answer continues a prompt, so the space is a part of its text.
     """
 
     def __init__(self, hf: "PreTrainedTokenizerFast") -> None:
@@ -61,6 +79,7 @@ class Tokenizer:
         self.backend: tokenizers.Tokenizer = copy.deepcopy(hf.backend_tokenizer)
         self.backend.no_truncation()
         self.backend.no_padding()
+        _keep_first_space(self.backend)
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer | None":
@@ -75,7 +94,7 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            with _panics_raised():
+            with panics_raised():
                 hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)  # without it a checkpoint may ask
         except Exception as error:  # transformers raises many classes for damaged files
             reason = " ".join(str(error).split())[:300] or type(error).__name__
@@ -94,7 +113,7 @@ class Tokenizer:
             InvalidPromptError: If the text has a lone surrogate, which is not valid Unicode.
         """
         try:
-            with _panics_raised():
+            with panics_raised():
                 if len(text) > LONG_TEXT:
                     return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
                 return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -146,8 +165,11 @@ class Tokenizer:
         """The bytes of one id alone: of a part of a character, those that token_text shows as U+FFFD."""
         text = self.token_text(token_id)
         token = self.backend.id_to_token(token_id) or ""
-        if "\ufffd" in text and all(character in _BYTE_OF for character in token):
-            return bytes(_BYTE_OF[character] for character in token)
+        if "\ufffd" in text:
+            if fallback := _BYTE_FALLBACK.fullmatch(token):
+                return bytes.fromhex(fallback[1])
+            if all(character in _BYTE_OF for character in token):
+                return bytes(_BYTE_OF[character] for character in token)
         return text.encode()
 
     def get_chat_template(self, chat_template: str | None = None, *, has_tools: bool = False) -> str:

@@ -35,26 +35,26 @@ def download(cache, name, files, *, kind="models", branch="main"):
 
 def test_models_of_the_cache_are_listed_with_the_reason_why_one_cannot_be_loaded(cache, monkeypatch):
     config, weights = (TINY / "config.json").read_bytes(), (TINY / "model.safetensors").read_bytes()
-    foreign = json.dumps({"architectures": ["LlamaForCausalLM"]}).encode()
+    foreign = json.dumps({"architectures": ["FalconForCausalLM"]}).encode()
     download(cache, "someone/good", {"config.json": config, "model.safetensors": weights}, branch="v2")
-    download(cache, "someone/llama", {"config.json": foreign, "model.safetensors": weights})
+    download(cache, "someone/falcon", {"config.json": foreign, "model.safetensors": weights})
     download(cache, "someone/tokenizer-only", {"tokenizer.json": b"{}"})
     download(cache, "someone/stories", {"data.json": b"[]"}, kind="datasets")
     found = {model.name: model for model in models.local_models()}
-    assert list(found) == ["tiny-gpt2", "tiny-qwen3", "someone/good", "someone/llama", "someone/tokenizer-only"]
+    assert list(found) == ["tiny-gpt2", "tiny-qwen3", "someone/falcon", "someone/good", "someone/tokenizer-only"]
     good = found["someone/good"]
     assert (good.architecture, good.unsupported_reason) == ("GPT2LMHeadModel", None)
     assert good.num_parameters == found["tiny-gpt2"].num_parameters > 1e6
     assert good.num_bytes == len(config) + len(weights)
-    assert found["someone/llama"].architecture == "LlamaForCausalLM"
-    assert found["someone/llama"].unsupported_reason == "architectures ['LlamaForCausalLM'] are not supported"
+    assert found["someone/falcon"].architecture == "FalconForCausalLM"
+    assert found["someone/falcon"].unsupported_reason == "architectures ['FalconForCausalLM'] are not supported"
     assert found["someone/tokenizer-only"].unsupported_reason == "config.json does not exist"
     monkeypatch.setenv("COLUMNS", "80")
     result = CliRunner().invoke(app, ["models"])
     assert (result.exit_code, result.stderr) == (0, "")
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert [name for name in found if name not in result.stdout] == []
-    assert "someone/llama: architectures ['LlamaForCausalLM'] are not supported" in result.stdout
+    assert "someone/falcon: architectures ['FalconForCausalLM'] are not supported" in result.stdout
 
 
 def test_without_a_cache_the_bundled_models_are_listed(monkeypatch, tmp_path):

@@ -89,6 +89,11 @@ def test_several_threads_give_the_same_bits_in_any_batch_too(family, tmp_path):
         torch.set_num_threads(before)
 
 
+def test_experts_give_the_same_bits_in_any_batch_too(tmp_path):
+    """How many tokens choose an expert depends on the other prompts."""
+    assert_same_bits_in_batches_of((9,), tiny_models.save("qwen2_moe", tmp_path), "float32")
+
+
 def assert_same_bits_in_batches_of(sizes, path, dtype):
     """Beside prompts of 1 to 200 tokens. The prompt is two chunks, the second of five tokens."""
     rng = random.Random(0)

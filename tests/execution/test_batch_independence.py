@@ -13,6 +13,7 @@ from nanoinfer.errors import UnsupportedError
 from nanoinfer.models.cpu_linear import PackedLinear, PlainLinear
 from nanoinfer.models.optimize import optimize_for_cpu
 from nanoinfer.models.qwen import QwenForCausalLM
+from nanoinfer.models.qwen_moe import MixtureOfExperts
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +55,16 @@ def test_a_model_whose_rows_depend_on_the_batch_is_found_out(qwen3_path, monkeyp
     assert not LLM(qwen3_path, kv_cache_memory=2**24).batch_independent
     with pytest.raises(UnsupportedError, match="this machine's do, for this model in float32 on cpu; leave it out"):
         LLM(qwen3_path, kv_cache_memory=2**24, batch_invariant=True)
+
+
+def test_so_is_a_kind_of_layer_that_is_not_the_first(tmp_path, monkeypatch):
+    """The first layer has one MLP, the second has experts."""
+    path = tiny_models.save("qwen2_moe", tmp_path)
+    assert LLM(path, kv_cache_memory=2**24).batch_independent
+    forward = MixtureOfExperts.forward
+    monkeypatch.setattr(MixtureOfExperts, "forward", lambda self, x: forward(self, x) + (len(x) > 40) * 1e-3)
+    monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path / "another"))  # where no verdict is kept yet
+    assert not LLM(path, kv_cache_memory=2**24).batch_independent
 
 
 def test_so_is_an_attention_backend(qwen3_path, monkeypatch):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf_files
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -111,10 +112,26 @@ def sparse(name: str, size: int) -> Change:
     return lambda path: ((path / name).touch(), os.truncate(path / name, size))
 
 
-def gguf(path: Path) -> None:
-    for file in path.iterdir():
-        file.unlink()
-    (path / "model.gguf").write_bytes(b"GGUF")
+def gguf(content: bytes | None = None, metadata: dict | None = None, tensors: dict | None = None, **counts: object) -> Change:
+    """Leave one GGUF file of the folder: of these bytes, or a good header with these changes."""
+
+    def change(path: Path) -> None:
+        for file in path.iterdir():
+            file.unlink()
+        if content is not None:
+            (path / "model.gguf").write_bytes(content)
+        else:
+            good = {"general.architecture": "qwen3", "general.alignment": 32}
+            tensor = {"token_embd.weight": gguf_files.floats(torch.zeros(8, 32))}
+            gguf_files.write(path / "model.gguf", good | (metadata or {}), tensor | (tensors or {}), **counts)
+
+    return change
+
+
+def gguf_sparse(path: Path) -> None:
+    """A header of zeros: 2**27 keys of no letters, each a uint8 of 0."""
+    gguf(b"GGUF" + struct.pack("<IQQ", 3, 0, 2**27))(path)
+    os.truncate(path / "model.gguf", 2**32)
 
 
 LOOP = "{% for i in range(99999) %}"
@@ -147,7 +164,13 @@ CASES: dict[str, tuple[Change, str]] = {
     "architectures: numbers": (config(architectures=[5, {"a": 1}]), "are not supported"),
     "architectures: 10,000": (config(architectures=["x"] * 10**4), "are not supported"),
     "model_type: missing": (lacks("model_type"), "no 'model_type'"),
-    "quantization_config": (config(quantization_config={"quant_method": ["x"] * 9999}), "quantised checkpoints"),
+    "quantization_config": (config(quantization_config={"quant_method": ["x"] * 9999}), "checkpoints quantised with"),
+    "quantization_config: a list": (config(quantization_config=[1]), r"checkpoints quantised with \[1\] are not supported"),
+    "quantization_config: bits": (config(quantization_config={"quant_method": "gptq", "bits": 10**9}), "bits=1000000000"),
+    "quantization_config: block": (
+        config(quantization_config={"quant_method": "fp8", "weight_block_size": [0, "a"]}),
+        r"weight_block_size=\[0, 'a'\]",
+    ),
     "dtype: a list": (config(dtype=["float32"]), "dtype is .'float32'."),
     "dtype: long": (config(dtype="x" * 9999), "dtype is 'x"),
     # sizes
@@ -188,7 +211,7 @@ CASES: dict[str, tuple[Change, str]] = {
     "GPT-2: 0 heads": (config(architectures=["GPT2LMHeadModel"], n_embd=48, n_head=0), "modulo by zero"),
     # RoPE
     "rope: a string": (config(rope_parameters="x"), "wrong type"),
-    "rope: type list": (rope(rope_type=["yarn"]), "rope_type must be default or yarn"),
+    "rope: type list": (rope(rope_type=["yarn"]), "rope_type must be one of"),
     "rope: theta 0": (config(rope_parameters={"rope_theta": 0}), "theta must be in 1 .."),
     "rope: theta < 0": (rope(rope_theta=-1e4), "theta must be in"),
     "rope: theta 1": (rope(rope_theta=1), "theta must be in 1.001"),
@@ -228,7 +251,38 @@ CASES: dict[str, tuple[Change, str]] = {
     "index: a pipe": (lambda path: (index("x.safetensors")(path), fifo("x.safetensors")(path)), "x.safetensors cannot be read"),
     # weights
     "weights: missing": (without("model.safetensors"), "holds no *.safetensors".replace("*", r"\*")),
-    "weights: GGUF": (gguf, "holds GGUF files. llama.cpp runs GGUF"),
+    # GGUF
+    "gguf: cut short": (gguf(b"GGUF"), "model.gguf is cut short or damaged"),
+    "gguf: empty": (gguf(b""), "model.gguf is cut short or damaged"),
+    "gguf: pickle": (gguf(b"\x80\x02}q\x00." * 99), "is not a GGUF file"),
+    "gguf: big-endian": (gguf(b"GGUF" + struct.pack(">IQQ", 3, 1, 1)), "big-endian GGUF file"),
+    "gguf: version 1": (gguf(version=1), "version 1 of GGUF; 2 and 3 are"),
+    "gguf: 2^63 tensors": (gguf(num_tensors=2**63), "claims 9223372036854775808 tensors"),
+    "gguf: 10^9 keys": (gguf(num_keys=10**9), "claims .* 1000000000 keys"),
+    "gguf: a tensor too many": (gguf(num_tensors=2), "has 0 axes"),
+    "gguf: a key too many": (gguf(num_keys=3), "cut short or damaged|has .* axes"),
+    "gguf: sparse": (gguf_sparse, "claims .* 134217728 keys"),
+    "gguf: a string of 2^62": (gguf(metadata={"a": struct.pack("<IQ", 8, 2**62)}), "beyond the end of the file"),
+    "gguf: no UTF-8": (gguf(metadata={"a": struct.pack("<IQ", 8, 1) + b"\xff"}), "cut short or damaged .*utf-8"),
+    "gguf: 10^9 strings": (gguf(metadata={"a": struct.pack("<IIQ", 9, 8, 10**9)}), "an array of 1000000000 values"),
+    "gguf: 10^6 numbers": (gguf(metadata={"a": struct.pack("<IIQ", 9, 12, 10**6)}), "beyond the end of the file"),
+    "gguf: empty strings": (gguf(metadata={"a": struct.pack("<IIQ", 9, 8, 2**20) + bytes(2**23)}), "no 'head|no '|wrong type"),
+    "gguf: arrays of arrays": (gguf(metadata={"a": struct.pack("<IIQ", 9, 9, 10**5)}), "a value of type 9"),
+    "gguf: type 13": (gguf(metadata={"a": struct.pack("<I", 13)}), "a value of type 13"),
+    "gguf: alignment 0": (gguf(metadata={"general.alignment": 0}), "general.alignment .* power of two >= 8, got 0"),
+    "gguf: alignment 2^31": (gguf(metadata={"general.alignment": 2**31}), "got 2147483648"),
+    "gguf: alignment a string": (gguf(metadata={"general.alignment": "32"}), "got '32'"),
+    "gguf: architecture": (gguf(metadata={"general.architecture": "../../x\n"}), r"architecture '\.\./\.\./x.n'"),
+    "gguf: offset beyond": (gguf(tensors={"x": (0, (8,), bytes(32), 2**62)}), "'x' in .* is not in the file"),
+    "gguf: offset of 2^64 - 32": (gguf(tensors={"x": (0, (8,), bytes(32), 2**64 - 32)}), "'x' in .* is not in the file"),
+    "gguf: not aligned": (gguf(tensors={"x": (0, (8,), bytes(32), 4)}), "'x' in .* is not in the file"),
+    "gguf: overlap": (gguf(tensors={"x": (0, (8,), bytes(32), 0)}), "tensors in .* overlap"),
+    "gguf: shape of 2^128": (gguf(tensors={"x": (0, (2**63, 2**63), b"")}), "'x' in .* is not in the file"),
+    "gguf: no elements": (gguf(tensors={"x": (0, (0, 2**63), b"")}), "'x' in .* is not in the file"),
+    "gguf: half a block": (gguf(tensors={"x": (8, (2, 16), bytes(34))}), "'x' in .* not whole blocks"),
+    "gguf: 2^32 axes": (gguf(tensors={"x": (0, (1,) * 5, bytes(4))}), "has 5 axes"),
+    "gguf: a path": (gguf(tensors={"../../x\n": (10, (256,), bytes(84))}), r"'\.\./\.\./x.n' in .* has the type Q2_K"),
+    "gguf: no sizes": (gguf(), "has no 'num_hidden_layers', which this architecture needs"),
     "weights: pipe": (fifo("model.safetensors"), "it is not a regular file"),
     "weights: /dev/zero": (link("model.safetensors", "/dev/zero"), "it is not a regular file"),
     "weights: no target": (link("model.safetensors", "/no/such"), "does not exist"),
@@ -338,7 +392,8 @@ def problem(name: str, error: str, message: str, cpu_seconds: float, seconds: fl
 @pytest.mark.skipif(sys.platform != "linux", reason="pipes, /dev/zero and a limit of memory")
 def test_broken_checkpoints_are_refused_with_a_clear_sentence_quickly_in_little_memory_and_a_good_one_loads_after(tmp_path):
     assert len(CASES) > 100
-    child = subprocess.run([sys.executable, __file__, tmp_path], capture_output=True, text=True, timeout=300)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # of the modules in tests/
+    child = subprocess.run([sys.executable, __file__, tmp_path], env=env, capture_output=True, text=True, timeout=300)
     assert child.returncode == 0, child.stderr[-3000:]
     results = json.loads(child.stdout.splitlines()[-1])
     assert results.pop("good") == [True]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, WeightsError
@@ -87,13 +88,6 @@ def test_a_near_miss_of_a_folder_or_of_a_cached_model_is_suggested(folder, monke
         Checkpoint.open("Qwen/Qwen3-0.6B")  # which is its own name
 
 
-def test_gguf_is_named(tmp_path):
-    (tmp_path / "model-Q4_K_M.gguf").touch()
-    for model in (tmp_path, tmp_path / "model-Q4_K_M.gguf"):
-        with pytest.raises(CheckpointNotFoundError, match=r"GGUF file.*; nanoinfer reads safetensors"):
-            Checkpoint.open(str(model))
-
-
 def test_a_file_without_permission_is_no_damaged_file(folder, monkeypatch):
     """A patch, because the superuser has every permission."""
     path_open = Path.open
@@ -136,6 +130,7 @@ def test_a_hub_model_is_downloaded_by_name_and_revision_without_files_that_are_n
     needed = ["config.json", "generation_config.json", "model.safetensors", "model-00001-of-00002.safetensors"]
     needed += ["model.safetensors.index.json", "tokenizer.json", "merges.txt", "tokenizer.model", "chat_template.jinja"]
     other = ["pytorch_model.bin", "model.gguf", "README.md", "onnx/model.onnx", "onnx/config.json", "fp16/model.safetensors"]
+    other += ["consolidated.safetensors", "consolidated.00.safetensors"]
     assert list(filter_repo_objects(needed + other, **patterns)) == needed
     locate("owner/name", with_weights=False)  # for LLM(tokenizer=...)
     patterns = {key: calls[1][1][key] for key in patterns}
@@ -179,6 +174,41 @@ def test_whatever_the_hub_library_raises_becomes_one_named_error(monkeypatch):
 
     monkeypatch.setattr("nanoinfer.models.checkpoint.snapshot_download", broken)
     with pytest.raises(CheckpointNotFoundError, match="the proxy said no"):
+        Checkpoint.open("owner/name")
+
+
+@pytest.mark.parametrize(
+    ("error_class", "sentence"),
+    [
+        (GatedRepoError, r"it is gated.*accept its conditions at https://\S+/owner/name and log in with `hf auth login`"),
+        (RepositoryNotFoundError, "there is no such model, or it is private; check the name, and for a private one log in"),
+        (RevisionNotFoundError, "revision v9.: it has no such revision; check the name of the branch, tag or commit"),
+        (HfHubHTTPError, "503 Server Error; check the name and the network .a download continues where it stopped."),
+    ],
+)
+def test_what_the_hub_refuses_is_said_with_the_way_out(monkeypatch, error_class, sentence):
+    """GatedRepoError is a RepositoryNotFoundError: the order of the questions matters."""
+    error = error_class.__new__(error_class)  # its constructor takes a response of the HTTP library of the installed version
+    Exception.__init__(error, "503 Server Error")
+
+    def refusing(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(checkpoint_module, "snapshot_download", refusing)
+    with pytest.raises(CheckpointNotFoundError, match=sentence):
+        Checkpoint.open("owner/name", "v9")
+
+
+def test_a_snapshot_without_its_weights_is_not_taken_for_a_whole_one_offline(folder, tmp_path, monkeypatch):
+    """As an interrupted download leaves it, or LLM(tokenizer=...)."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    repository = tmp_path / "cache" / "models--owner--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    snapshot = shutil.copytree(folder, repository / "snapshots" / ("a" * 40))
+    (snapshot / "model.safetensors").unlink()
+    assert locate("owner/name", with_weights=False) == snapshot
+    with pytest.raises(CheckpointNotFoundError, match=r"holds no \*\.safetensors|or only a part of it"):
         Checkpoint.open("owner/name")
 
 

@@ -5,6 +5,7 @@ import logging
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -14,12 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanoinfer import LLM, SamplingParams, register_model
+from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError, WeightsError
 from nanoinfer.models import gpt2 as gpt2_module
 from nanoinfer.models import loader, registry, weights
 from nanoinfer.models.checkpoint import Checkpoint
-from nanoinfer.models.layers import RopeConfig, rope_frequencies
+from nanoinfer.models.optimize import optimize_for_cpu
 from nanoinfer.models.qwen import QwenForCausalLM
+from nanoinfer.models.rope import RopeConfig, rope_frequencies
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -124,7 +127,7 @@ def test_a_tensor_in_two_shards_is_refused(qwen3):
 def test_integer_weights_are_refused_as_quantised(qwen3):
     name = "model.layers.0.mlp.up_proj.weight"
     edit_tensors(qwen3, **{name: torch.zeros(80, 48, dtype=torch.int8)})
-    with pytest.raises(WeightsError, match=f"not a float: {name} is I8; quantised weights are not supported"):
+    with pytest.raises(WeightsError, match=f"not a float: {name} is I8, and config.json names no quantisation"):
         load(qwen3)
 
 
@@ -218,17 +221,20 @@ def test_dtype_auto_is_float32_on_a_cpu_that_is_slow_at_the_checkpoints_own_and_
     ("changes", "sentence"),
     [
         (
-            {"architectures": ["LlamaForCausalLM"]},
-            "LlamaForCausalLM'. are not supported; GPT2LMHeadModel, Qwen2.*, Qwen3.* are",
+            {"architectures": ["FalconForCausalLM"]},
+            "FalconForCausalLM'. are not supported; GPT2LMHeadModel, Llama.*, Qwen2.*, Qwen3.* are",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantised checkpoints \('awq'\) are not supported"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            r"checkpoints quantised with 'bitsandbytes' are not supported",
+        ),
         (
             {"layer_types": None, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
             r"sliding-window attention \(sliding_window=64\) is not supported; only checkpoints with full attention",
         ),
         ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}, "sliding-window attention"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type must be default or yarn, got 'llama3'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type must be default or yarn, got 'linear'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type must be one of .*yarn, llama3, got 'longrope'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope_type must be one of .*, got 'su'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1.0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0"),
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
@@ -343,6 +349,83 @@ def test_yarn_variants_differ_from_each_other():
     assert len({settings(**variant) for variant in variants}) == len(variants)
 
 
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "llama3", **LLAMA3},
+        {"rope_type": "llama3", **LLAMA3, "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 5.0},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+    ],
+    ids=str,
+)
+def test_other_scalings_equal_transformers(rope):
+    rope = {"rope_theta": 500_000.0} | rope
+    config = transformers.LlamaConfig(rope_parameters=dict(rope), head_dim=128, max_position_embeddings=131072)
+    frequencies, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device="cpu")
+    ours = RopeConfig.from_hf({"max_position_embeddings": 131072, "rope_parameters": rope})
+    torch.testing.assert_close(rope_frequencies(128, ours), frequencies, atol=0, rtol=1e-6)
+    assert ours.max_position_embeddings == 0  # config.json's stays
+    if rope["rope_type"] != "dynamic":
+        assert (rope_frequencies(128, RopeConfig(theta=500_000.0)) / frequencies).max() > 1.9  # the comparison means something
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"low_freq_factor": None}, "holds a value of the wrong type"),
+        ({"high_freq_factor": 1.0}, "high_freq_factor must be in 1.001 .. 1e.06, got 1.0"),
+        ({"factor": 0.0}, "factor must be in 1 .."),
+        (None, "has no 'factor', which this architecture needs"),
+    ],
+    ids=str,
+)
+def test_a_llama3_scaling_with_a_nonsense_value_is_refused(tmp_path, changes, sentence):
+    path = tiny_models.save("llama", tmp_path)
+    rope = {"rope_type": "llama3"} if changes is None else {"rope_type": "llama3", **LLAMA3, **changes}
+    edit_config(path, rope_parameters=rope)
+    with pytest.raises(CheckpointError, match=sentence):
+        load(path)
+
+
+def test_mistral_with_a_sliding_window_is_limited_to_the_window(tmp_path, caplog):
+    """Up to its length the window is full attention. Transformers' logits of as many tokens show that it is not off by one."""
+    path = tiny_models.save("mistral", tmp_path, sliding_window=40)
+    ids = torch.arange(40) * 31 % tiny_models.VOCAB_SIZE
+    with torch.inference_mode():
+        truth = transformers.AutoModelForCausalLM.from_pretrained(path)(ids[None]).logits[0]
+        model = load(path)
+        torch.testing.assert_close(
+            model.compute_logits(model(ids, torch.arange(40), DenseAttention())), truth, atol=1e-4, rtol=0
+        )
+    assert model.config.max_position_embeddings == 40
+    assert "sequences are limited to 40 tokens, the sliding window of this checkpoint" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_experts": 10**6}, "num_experts in .* makes 1000000 experts in all layers, but the weights are .. tensors"),
+        ({"num_experts": 7}, "unexpected: model.layers.1.mlp.experts.7"),
+        ({"num_experts_per_tok": 9}, r"num_experts_per_tok must be <= 8 \(num_experts\), got 9"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step in .* must be a number >= 1"),
+        ({"moe_intermediate_size": 2**31 - 1}, "moe_intermediate_size in .* is 2147483647, but the weights have only"),
+        ({"shared_expert_intermediate_size": -5}, "shared_expert_intermediate_size in .* must be a number >= 1"),
+        ({"mlp_only_layers": 5}, "wrong type"),
+        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 64}, "sliding-window attention"),
+    ],
+    ids=str,
+)
+def test_experts_that_the_weights_contradict_are_refused(tmp_path, changes, sentence):
+    path = tiny_models.save("qwen2_moe", tmp_path)
+    edit_config(path, **changes)
+    with pytest.raises(InvalidValueError, match=sentence):
+        load(path)
+
+
 def test_yarn_stretches_the_length_of_a_checkpoint_that_left_its_old_one_in_place(tmp_path):
     """As Qwen's model cards tell their users to configure it: rope_scaling is added, max_position_embeddings is unchanged."""
     yarn = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
@@ -357,6 +440,23 @@ def test_a_dtype_that_is_none_is_refused_and_a_float64_checkpoint_becomes_float3
     config = json.loads((path / "config.json").read_text()) | {"dtype": "float64"}
     (path / "config.json").write_text(json.dumps(config))
     assert next(loader.load_model(Checkpoint.open(str(path))).parameters()).dtype == torch.float32
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
+def test_matrices_of_the_models_dtype_stay_in_the_file_until_they_are_packed(qwen3, gpt2):
+    def is_in_file(path, weight):
+        maps = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+        ranges = [[int(end, 16) for end in addresses.split("-")] for addresses in maps]
+        return any(low <= weight.data_ptr() < high for low, high in ranges)
+
+    model = load(qwen3)
+    assert is_in_file(qwen3, model.layers[0].mlp.up_proj.weight)
+    assert is_in_file(qwen3, model.embed_tokens.weight)
+    assert not is_in_file(qwen3, model.norm.weight)
+    assert not is_in_file(qwen3, load(qwen3, "bfloat16").lm_head.weight)  # converted
+    assert not is_in_file(gpt2, load(gpt2).h[0].mlp.c_fc.weight)  # transposed
+    optimize_for_cpu(model)
+    assert is_in_file(qwen3, model.embed_tokens.weight)
 
 
 # ---- the memory bar
@@ -467,7 +567,7 @@ def test_memory_bar_of_a_320_mb_model_loading_takes_1_25_times_the_file_and_runn
             "rope_parameters: factor must be in 1 .. 1e.06, got 0.5",
         ),
         ({"architectures": [None]}, UnsupportedError, "architectures .None. are not supported"),
-        ({"quantization_config": "awq"}, UnsupportedError, "quantised checkpoints .'awq'. are not supported"),
+        ({"quantization_config": "awq"}, UnsupportedError, "checkpoints quantised with 'awq' are not supported"),
     ],
 )
 def test_a_config_with_a_nonsense_value_is_refused_by_name(tmp_path, changes, error, sentence):

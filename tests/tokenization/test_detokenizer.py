@@ -5,7 +5,7 @@ from byte_tokenizer import BEYOND, EOS, IM_END, TOKENS, byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
@@ -115,6 +115,51 @@ def test_ids_beyond_the_tokenizers_vocabulary_decode_to_nothing(skip_special_tok
     ids = [ord("a"), BEYOND[0], 0xC3, BEYOND[1], 0xA9, BEYOND[2]]
     assert pieces_of(ids, skip_special_tokens=skip_special_tokens) == ["a", "", "", "", "é", "", ""]
     assert pieces_of(BEYOND, skip_special_tokens=skip_special_tokens) == [""] * 4
+
+
+# ---- Llama's tokenizer: a space is "\u2581", one is written before every text, and unknown characters are bytes
+
+
+def llama_tokenizer(*, has_metaspace):
+    """The two ways in which tokenizer.json files write the same."""
+    words = ["\u2581", "a", "t", "h", "e", "\u2581a", "th", "the", "\u2581the"]
+    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words])}
+    merges = [("\u2581", "a"), ("t", "h"), ("th", "e"), ("\u2581", "the")]
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    if has_metaspace:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    else:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        last = [decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), *last])
+    backend.add_special_tokens(["<s>"])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>"))
+
+
+@pytest.mark.parametrize("has_metaspace", [False, True])
+def test_an_answer_continues_its_prompt_with_its_space_and_whole_characters(has_metaspace):
+    tokenizer = llama_tokenizer(has_metaspace=has_metaspace)
+    text = "the a \u4f60\u597d the\n\u20ac  a"
+    ids = tokenizer.encode(text)
+    assert tokenizer.hf.decode(ids) == text
+    num_answers = 0
+    for start in range(1, len(ids)):
+        prompt = tokenizer.hf.decode(ids[:start])
+        if not prompt.endswith("\ufffd"):  # a prompt does not end inside a character
+            pieces = pieces_of(ids[start:], tokenizer=tokenizer)
+            assert prompt + "".join(pieces) == text
+            assert not any("\ufffd" in piece for piece in pieces)
+            num_answers += 1
+    assert num_answers > 8
+    assert "".join(pieces_of(ids, tokenizer=tokenizer)) == " " + text  # without a prompt, too, the space is the first token's
+
+
+def test_the_texts_and_bytes_of_llamas_tokens_alone():
+    tokenizer = llama_tokenizer(has_metaspace=False)
+    ids = tokenizer.hf.convert_tokens_to_ids(["\u2581the", "a", "<0xE4>", "<0x0A>"])
+    assert [tokenizer.token_text(token_id) for token_id in ids] == [" the", "a", "\ufffd", "\n"]
+    assert [tokenizer.token_bytes(token_id) for token_id in ids] == [b" the", b"a", b"\xe4", b"\n"]
 
 
 def test_an_id_that_changes_the_text_before_it_does_not_end_the_stream():

@@ -1,0 +1,122 @@
+"""Qwen2-MoE and Qwen3-MoE: the layers of qwen.py, whose MLP is a mixture of experts in some or all layers.
+
+    num_experts             MLPs of a layer. A router chooses num_experts_per_tok of them for each token
+    norm_topk_prob          the weights of the chosen experts sum to 1
+    shared_expert           Qwen2-MoE: one more MLP, which every token passes, with a gate of its own
+    decoder_sparse_step     every so many layers has experts, except mlp_only_layers. The others have one MLP
+
+Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538, and the papers of qwen.py. The names are those of their
+checkpoints.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from nanoinfer.errors import CheckpointError, shown
+from nanoinfer.models.layers import SwiGLU
+from nanoinfer.models.qwen import QwenConfig, QwenForCausalLM, refuse_sliding_window, shared_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenMoeConfig(QwenConfig):
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int | None
+    norm_topk_prob: bool
+    decoder_sparse_step: int
+    mlp_only_layers: tuple[int, ...]
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> "QwenMoeConfig":
+        """Read config.json.
+
+        Raises:
+            UnsupportedError: a variant that is not supported.
+            CheckpointError: a value out of its range.
+            KeyError: a key that every config of this family has.
+        """
+        is_qwen3 = config["model_type"] == "qwen3_moe"
+        refuse_sliding_window(config | {"max_window_layers": 0})  # any window: they are placed differently here
+        num_experts = config.get("num_experts") or config["num_local_experts"]  # the second is newer transformers' name
+        num_chosen = config["num_experts_per_tok"]
+        if num_chosen > num_experts:
+            raise CheckpointError(f"num_experts_per_tok must be <= {shown(num_experts)} (num_experts), got {shown(num_chosen)}")
+        attention_bias = is_qwen3 and config.get("attention_bias", False)
+        return cls(
+            **shared_fields(config),
+            qkv_bias=attention_bias if is_qwen3 else config.get("qkv_bias", True),
+            o_bias=attention_bias,
+            mlp_bias=False,
+            qk_norm=is_qwen3,
+            num_experts=num_experts,
+            num_experts_per_tok=num_chosen,
+            moe_intermediate_size=config["moe_intermediate_size"],
+            shared_expert_intermediate_size=None if is_qwen3 else config["shared_expert_intermediate_size"],
+            norm_topk_prob=config.get("norm_topk_prob", False),
+            decoder_sparse_step=config.get("decoder_sparse_step", 1),
+            mlp_only_layers=tuple(config.get("mlp_only_layers") or ()),
+        )
+
+    @property
+    def sparse_layers(self) -> list[int]:
+        """The layers that have experts."""
+        layers = range(self.decoder_sparse_step - 1, self.num_hidden_layers, self.decoder_sparse_step)
+        return [layer for layer in layers if layer not in self.mlp_only_layers]
+
+
+class MixtureOfExperts(nn.Module):
+    """The sum of weight_e * expert_e(x) over the experts e that the router chooses for x, and the shared expert, if any."""
+
+    def __init__(self, config: QwenMoeConfig) -> None:
+        super().__init__()
+        self.num_experts_per_tok = config.num_experts_per_tok
+        self.norm_topk_prob = config.norm_topk_prob
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)  # the router
+        self.experts = nn.ModuleList(
+            SwiGLU(config.hidden_size, config.moe_intermediate_size) for _ in range(config.num_experts)
+        )
+        self.has_shared_expert = config.shared_expert_intermediate_size is not None
+        if config.shared_expert_intermediate_size is not None:
+            self.shared_expert = SwiGLU(config.hidden_size, config.shared_expert_intermediate_size)
+            self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def forward(self, x: Float[Tensor, "num_tokens hidden"]) -> Float[Tensor, "num_tokens hidden"]:
+        scores = self.gate(x).float().softmax(dim=-1)  # [num_tokens, num_experts], in fp32
+        weights, chosen = scores.topk(self.num_experts_per_tok, dim=-1)  # [num_tokens, num_experts_per_tok]
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        out = self._routed(x, weights, chosen)
+        if self.has_shared_expert:
+            out += self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        return out.to(x.dtype)
+
+    def _routed(
+        self, x: Float[Tensor, "num_tokens hidden"], weights: Float[Tensor, "num_tokens k"], chosen: Int[Tensor, "num_tokens k"]
+    ) -> Float[Tensor, "num_tokens hidden"]:
+        """The weighted sum of the chosen experts, in fp32. Each expert computes its tokens in one product.
+
+        Only the weights of chosen experts are read. A token's experts are added in the order of their numbers, so its bits do
+        not depend on the other tokens. The host must know the number of each expert's tokens: a GPU waits for it.
+        """
+        out = torch.zeros_like(x, dtype=torch.float32)
+        experts, counts = chosen.unique(return_counts=True)  # in rising order
+        by_expert = chosen.flatten().argsort(stable=True)  # places in `chosen`
+        for expert, places in zip(experts.tolist(), by_expert.split(counts.tolist()), strict=True):
+            tokens = places // self.num_experts_per_tok
+            out.index_add_(0, tokens, weights.flatten()[places].unsqueeze(1) * self.experts[expert](x[tokens]))
+        return out
+
+
+class QwenMoeForCausalLM(QwenForCausalLM):
+    Config = QwenMoeConfig
+    supports_cuda_graph = False  # what is computed depends on the router
+
+    def __init__(self, config: QwenMoeConfig) -> None:
+        super().__init__(config)
+        for layer in config.sparse_layers:
+            self.layers[layer].mlp = MixtureOfExperts(config)

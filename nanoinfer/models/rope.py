@@ -1,0 +1,168 @@
+"""Rotary positions of a checkpoint: config.json -> the angle of every pair of numbers per position.
+
+In: config.json. Out: a RopeConfig, and rope_frequencies, computed once when a model is built. layers.py rotates by them.
+
+A model is trained up to some length. Longer texts need angles that it has seen, so a scaling slows pairs down:
+
+    linear   every pair, by `factor`. Source: Chen et al. 2023, https://arxiv.org/abs/2306.15595
+    yarn     the slow pairs, with a ramp over the index of the pair. Source: Peng et al. 2023, https://arxiv.org/abs/2309.00071
+    llama3   the slow pairs, with a ramp over the number of turns. Source: https://arxiv.org/abs/2407.21783, section 3.4.2
+    dynamic  none, up to max_position_embeddings, which no sequence exceeds here
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from nanoinfer.errors import CheckpointError, UnsupportedError, shown
+
+ROPE_TYPES = ("default", "dynamic", "linear", "yarn", "llama3")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """How positions become angles: the base frequency, and the scaling where the checkpoint has one.
+
+    Attributes:
+        rope_type: one of ROPE_TYPES.
+        factor: by how much a scaling slows a pair down, at most.
+        original_max_position_embeddings: of the model before it was scaled (yarn, llama3).
+        attention_factor: scales cos and sin, and therefore the scores by its square (yarn).
+        beta_fast: a pair that makes more turns within the original context is unchanged (yarn).
+        beta_slow: a pair that makes fewer turns is slowed by `factor` (yarn).
+        truncate: whether the ends of yarn's ramp are rounded to whole pairs.
+        high_freq_factor: beta_fast of llama3.
+        low_freq_factor: beta_slow of llama3.
+    """
+
+    theta: float = 10_000.0
+    rope_type: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        """Refuse what would overflow, divide by 0 or take the logarithm of 0, in rope_frequencies. NaN is in no range."""
+        for name, low, high in (
+            ("theta", 1.001 if self.rope_type == "yarn" else 1.0, 1e30),
+            ("factor", 1.0, 1e6),  # it stretches the context
+            ("original_max_position_embeddings", 0, 2**31 - 1),
+            ("attention_factor", 1e-6, 1e6),
+            ("beta_fast", 1e-6, 1e6),
+            ("beta_slow", 1e-6, 1e6),
+            ("low_freq_factor", 1e-6, 1e6),
+            ("high_freq_factor", 1.001 * self.low_freq_factor, 1e6),
+        ):
+            if not low <= getattr(self, name) <= high:
+                value = shown(getattr(self, name))
+                raise CheckpointError(f"rope_parameters: {name} must be in {low:g} .. {high:g}, got {value}; download it again")
+        if not isinstance(self.truncate, bool):
+            raise CheckpointError(f"rope_parameters: truncate must be true or false, got {shown(self.truncate)}")
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """How far YaRN stretches the original context. 0 for other types, whose config.json names the length itself."""
+        return int(self.original_max_position_embeddings * self.factor) if self.rope_type == "yarn" else 0
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> "RopeConfig":
+        """Read config.json as older (rope_theta, rope_scaling) and newer (rope_parameters) transformers write it.
+
+        Raises:
+            UnsupportedError: a rope type that is not in ROPE_TYPES.
+            CheckpointError: a value out of its range.
+            KeyError: a key that the type needs.
+        """
+        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        theta = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type not in ROPE_TYPES:
+            raise UnsupportedError(
+                f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {shown(rope_type)}; others are not supported"
+            )
+        if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise UnsupportedError("partial_rotary_factor must be 1.0: rotating a part of a head is not supported")
+        if rope_type in ("default", "dynamic"):
+            return cls(theta, rope_type)
+        if rope_type == "linear":
+            return cls(theta, rope_type, float(rope["factor"]))
+        original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        if rope_type == "llama3":
+            return cls(
+                theta,
+                rope_type,
+                float(rope["factor"]),
+                original,
+                low_freq_factor=float(rope["low_freq_factor"]),
+                high_freq_factor=float(rope["high_freq_factor"]),
+            )
+        factor = float(rope.get("factor") or config["max_position_embeddings"] / original)
+        return cls(
+            theta,
+            rope_type,
+            factor,
+            original,
+            attention_factor=_yarn_attention_factor(rope, factor),
+            beta_fast=float(rope.get("beta_fast") or 32.0),
+            beta_slow=float(rope.get("beta_slow") or 1.0),
+            truncate=rope.get("truncate", True),
+        )
+
+
+def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float:
+    """0.1 ln(factor) + 1 (section 3.4 of the paper), unless the checkpoint has it, as a number or as a ratio of two mscales."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+
+    def scale(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return scale(rope["mscale"]) / scale(rope["mscale_all_dim"])
+    return scale(1.0)
+
+
+def rope_frequencies(head_dim: int, rope: RopeConfig) -> Float[Tensor, " half_head_dim"]:
+    """Radians per position of each pair: theta ** (-2i / head_dim), some of them slowed down.
+
+    The device is named because models are built on "meta", and only their weights are filled later.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    plain = 1.0 / rope.theta**exponents
+    if rope.factor == 1.0:
+        return plain
+    if rope.rope_type == "linear":
+        return plain / rope.factor
+    slowed = _slowed_by_yarn(head_dim, rope) if rope.rope_type == "yarn" else _slowed_by_llama3(plain, rope)
+    return plain * (1 - slowed) + plain / rope.factor * slowed
+
+
+def _slowed_by_yarn(head_dim: int, rope: RopeConfig) -> Float[Tensor, " half_head_dim"]:
+    """How much of the slowing each pair gets, in 0 .. 1. The ramp is linear in the index of the pair."""
+
+    def pair_that_turns(num_turns: float) -> float:
+        """The index of the pair that makes num_turns turns within the original context."""
+        turns_at_one = rope.original_max_position_embeddings / (num_turns * 2 * math.pi)
+        return head_dim * math.log(turns_at_one) / (2 * math.log(rope.theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)
+    return ramp.clamp(0, 1)
+
+
+def _slowed_by_llama3(plain: Float[Tensor, " half_head_dim"], rope: RopeConfig) -> Float[Tensor, " half_head_dim"]:
+    """How much of the slowing each pair gets, in 0 .. 1. The ramp is linear in the number of turns."""
+    num_turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
+    return ((rope.high_freq_factor - num_turns) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)

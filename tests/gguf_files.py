@@ -1,0 +1,251 @@
+"""GGUF files for tests: a writer, models as llama.cpp's converter names and orders them, and blocks unpacked by ggml's C code.
+
+The unpacking follows the loops of ggml-quants.c, an output position at a time, and shares nothing with the package.
+"""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import torch
+
+# name -> (number in the file, weights of a block, bytes of a block, positions of its fp16 numbers)
+TYPES = {
+    "F32": (0, 1, 4, ()),
+    "F16": (1, 1, 2, ()),
+    "BF16": (30, 1, 2, ()),
+    "Q4_0": (2, 32, 18, (0,)),
+    "Q4_1": (3, 32, 20, (0, 2)),
+    "Q5_0": (6, 32, 22, (0,)),
+    "Q5_1": (7, 32, 24, (0, 2)),
+    "Q8_0": (8, 32, 34, (0,)),
+    "Q4_K": (12, 256, 144, (0, 2)),
+    "Q5_K": (13, 256, 176, (0, 2)),
+    "Q6_K": (14, 256, 210, (208,)),
+}
+
+
+def write(path: Path, metadata: dict, tensors: dict, *, magic=b"GGUF", version=3, num_tensors=None, num_keys=None) -> Path:
+    """Write a file. tensors: name -> (type, shape in torch's order, bytes), and the offset that it claims if not its own."""
+    start = magic + struct.pack("<IQQ", version, _or(num_tensors, len(tensors)), _or(num_keys, len(metadata)))
+    header = b"".join(string(key) + value(one) for key, one in metadata.items())
+    data = b""
+    for name, (type_number, shape, content, *offset) in tensors.items():
+        header += string(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+        header += struct.pack("<IQ", type_number, offset[0] if offset else len(data))
+        data += content + bytes(-len(content) % 32)
+    path.write_bytes(start + header + bytes(-len(start + header) % 32) + data)
+    return path
+
+
+def _or(given, default):
+    return default if given is None else given
+
+
+def string(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def value(content) -> bytes:
+    """A metadata value. int is uint32, float is float32. bytes are written as they are, for what is not a valid value."""
+    if isinstance(content, bytes):
+        return content
+    if not isinstance(content, list):
+        number, data = _scalar(content)
+        return struct.pack("<I", number) + data
+    number = _scalar(content[0])[0]
+    return struct.pack("<IIQ", 9, number, len(content)) + b"".join(_scalar(one)[1] for one in content)
+
+
+def _scalar(content) -> tuple[int, bytes]:
+    if isinstance(content, bool):
+        return 7, struct.pack("<?", content)
+    if isinstance(content, int):
+        return 4, struct.pack("<I", content)
+    return (6, struct.pack("<f", content)) if isinstance(content, float) else (8, string(content))
+
+
+# ---- tensors
+
+
+def floats(weight: torch.Tensor, name: str = "F32") -> tuple:
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name]
+    content = weight.to(dtype).contiguous().view(torch.uint8).numpy().tobytes()
+    return TYPES[name][0], tuple(weight.shape), content
+
+
+def random_blocks(name: str, shape: tuple[int, ...], seed: int = 0) -> tuple[tuple, torch.Tensor]:
+    """A tensor of random blocks, and its weights as ggml's C code unpacks them."""
+    number, num_weights, num_bytes, halves = TYPES[name]
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (int(np.prod(shape)) // num_weights, num_bytes), dtype=np.uint8)
+    for position in halves:
+        scales = rng.normal(0, 0.2 / num_weights, len(blocks)).astype(np.float16)
+        blocks[:, position : position + 2] = scales.view(np.uint8).reshape(-1, 2)
+    weights = torch.from_numpy(UNPACK[name](blocks)).view(shape)
+    return (number, shape, blocks.tobytes()), weights
+
+
+def _half(b, position):
+    return b[:, position : position + 2].copy().view(np.float16).astype(np.float32)[:, 0]
+
+
+def _signed(column):
+    return column.astype(np.int8).astype(np.float32)
+
+
+def _simple(b, start, high, has_minimum, center):
+    """dequantize_row_q4_0, q4_1, q5_0 and q5_1: bit 4 of the integers is in a word of 32 bits at `high`."""
+    y = np.empty((len(b), 32), np.float32)
+    word = b[:, high : high + 4].copy().view(np.uint32)[:, 0] if high else np.zeros(len(b), np.uint32)
+    for j in range(16):
+        for position, nibble in ((j, b[:, start + j] & 15), (j + 16, b[:, start + j] >> 4)):
+            integer = nibble.astype(np.int32) + 16 * ((word >> position) & 1).astype(np.int32) - center
+            y[:, position] = _half(b, 0) * integer + (_half(b, 2) if has_minimum else 0)
+    return y
+
+
+def _q8_0(b):
+    return np.stack([_half(b, 0) * _signed(b[:, 2 + j]) for j in range(32)], axis=1)
+
+
+def _scale_min_k4(j, q):
+    if j < 4:
+        return (q[:, j] & 63).astype(np.float32), (q[:, j + 4] & 63).astype(np.float32)
+    scale = (q[:, j + 4] & 15) | ((q[:, j - 4] >> 6) << 4)
+    return scale.astype(np.float32), ((q[:, j + 4] >> 4) | ((q[:, j] >> 6) << 4)).astype(np.float32)
+
+
+def _q45_k(b, low, high):
+    y = np.empty((len(b), 256), np.float32)
+    for group in range(8):
+        scale, minimum = _scale_min_k4(group, b[:, 4:16])
+        for i in range(32):
+            byte = b[:, low + 32 * (group // 2) + i]
+            integer = (byte >> 4 if group % 2 else byte & 15).astype(np.int32)
+            if high:
+                integer += 16 * ((b[:, high + i] >> group) & 1).astype(np.int32)
+            y[:, 32 * group + i] = _half(b, 0) * scale * integer - _half(b, 2) * minimum
+    return y
+
+
+def _q6_k(b):
+    y = np.empty((len(b), 256), np.float32)
+    for n in range(2):
+        ql, qh, scales = b[:, 64 * n :], b[:, 128 + 32 * n :], b[:, 192 + 8 * n :]
+        for i in range(32):
+            lows = (ql[:, i] & 15, ql[:, i + 32] & 15, ql[:, i] >> 4, ql[:, i + 32] >> 4)
+            for k, low in enumerate(lows):
+                integer = (low | ((qh[:, i] >> (2 * k)) & 3) << 4).astype(np.int32) - 32
+                y[:, 128 * n + 32 * k + i] = _half(b, 208) * _signed(scales[:, i // 16 + 2 * k]) * integer
+    return y
+
+
+UNPACK = {
+    "Q4_0": lambda b: _simple(b, 2, 0, False, 8),
+    "Q4_1": lambda b: _simple(b, 4, 0, True, 0),
+    "Q5_0": lambda b: _simple(b, 6, 2, False, 16),
+    "Q5_1": lambda b: _simple(b, 8, 4, True, 0),
+    "Q8_0": _q8_0,
+    "Q4_K": lambda b: _q45_k(b, 16, 0),
+    "Q5_K": lambda b: _q45_k(b, 48, 16),
+    "Q6_K": _q6_k,
+}
+
+
+# ---- models
+
+_LAYERS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+_OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_OUTER |= {"transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm"}
+
+
+def gguf_name(name: str) -> str:
+    """model.layers.0.mlp.up_proj.weight -> blk.0.ffn_up.weight"""
+    module, _, kind = name.rpartition(".")
+    if module in _OUTER:
+        return f"{_OUTER[module]}.{kind}"
+    _, _, layer, module = module.split(".", 3)
+    return f"blk.{layer}.{_LAYERS[module]}.{kind}"
+
+
+def metadata_of(config) -> dict:
+    """The metadata of a transformers config."""
+    arch = config.model_type
+    common = {"general.architecture": arch, "general.alignment": 32}
+    if arch == "gpt2":
+        sizes = {"embedding_length": config.n_embd, "block_count": config.n_layer, "context_length": config.n_positions}
+        sizes |= {"feed_forward_length": config.n_inner or 4 * config.n_embd, "attention.head_count": config.n_head}
+        sizes |= {"attention.layer_norm_epsilon": config.layer_norm_epsilon}
+    else:
+        sizes = {"embedding_length": config.hidden_size, "block_count": config.num_hidden_layers}
+        sizes |= {"feed_forward_length": config.intermediate_size, "context_length": config.max_position_embeddings}
+        sizes |= {"attention.head_count": config.num_attention_heads, "rope.freq_base": config.rope_parameters["rope_theta"]}
+        sizes |= {
+            "attention.head_count_kv": config.num_key_value_heads,
+            "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        }
+        if getattr(config, "head_dim", None):
+            sizes |= {"attention.key_length": config.head_dim}
+    return common | {f"{arch}.{key}": one for key, one in sizes.items()}
+
+
+def tensors_of(model, type_name: str = "F32", blocks: tuple[str, ...] = ()) -> dict:
+    """The tensors of a transformers model, named and ordered as convert_hf_to_gguf.py does.
+
+    Args:
+        model: its weights are replaced by the unpacked ones where they are written in blocks.
+        type_name: a float type, for matrices.
+        blocks: block types for the matrices of layers, in turn.
+    """
+    config, tensors, num_blocks = model.config, {}, 0
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        is_conv1d = config.model_type == "gpt2" and name.split(".")[-2] in ("c_attn", "c_proj", "c_fc") and weight.ndim == 2
+        stored = weight.T if is_conv1d else weight
+        if config.model_type == "llama" and (".q_proj." in name or ".k_proj." in name):
+            num_heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+            stored = to_pairs(stored, num_heads)
+        if blocks and ".layers." in name and weight.ndim == 2:
+            tensor, unpacked = random_blocks(blocks[num_blocks % len(blocks)], tuple(stored.shape), num_blocks)
+            num_blocks += 1
+            if config.model_type == "llama" and (".q_proj." in name or ".k_proj." in name):
+                unpacked = to_halves(unpacked, num_heads)
+            weight.copy_(unpacked)
+        else:
+            tensor = floats(stored, type_name if weight.ndim == 2 else "F32")
+        tensors[gguf_name(name)] = tensor
+    return tensors
+
+
+def to_pairs(weight, num_heads):
+    """convert_hf_to_gguf.py's permute: the rows of the two halves of each head in turn."""
+    return weight.reshape(num_heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def to_halves(weight, num_heads):
+    """Undo to_pairs, a row at a time."""
+    out, size = torch.empty_like(weight), len(weight) // num_heads
+    for head in range(num_heads):
+        for i in range(size):
+            out[head * size + (i % 2) * (size // 2) + i // 2] = weight[head * size + i]
+    return out
