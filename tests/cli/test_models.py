@@ -41,7 +41,7 @@ def test_models_of_the_cache_are_listed_with_the_reason_why_one_cannot_be_loaded
     download(cache, "someone/tokenizer-only", {"tokenizer.json": b"{}"})
     download(cache, "someone/stories", {"data.json": b"[]"}, kind="datasets")
     found = {model.name: model for model in models.local_models()}
-    assert list(found) == ["tiny-gpt2", "tiny-qwen3", "someone/good", "someone/falcon", "someone/tokenizer-only"]
+    assert list(found) == ["tiny-gpt2", "tiny-qwen3", "someone/falcon", "someone/good", "someone/tokenizer-only"]
     good = found["someone/good"]
     assert (good.architecture, good.unsupported_reason) == ("GPT2LMHeadModel", None)
     assert good.num_parameters == found["tiny-gpt2"].num_parameters > 1e6
