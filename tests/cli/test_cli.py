@@ -101,6 +101,7 @@ def test_another_model_can_be_named():
     ("options", "sentence"),
     [
         (["--model", "/nope"], "there is no folder '/nope'"),
+        (["--lora", "/nope=0.5"], "lora: there is no folder '/nope'"),
         (["--model", "not a name"], "neither a folder nor a possible hub name"),
         (["--temperature", "-1"], "temperature must be finite and >= 0, got -1.0"),
         (["--max-tokens", "0"], "max_tokens must be >= 1"),
