@@ -149,8 +149,8 @@ def compare(
                     opened.path,
                     dtype=str(dtype).removeprefix("torch."),
                     num_threads=torch.get_num_threads(),
-                    max_model_len=llm.engine.max_model_len,
-                    max_num_seqs=SchedulerConfig.max_num_seqs,
+                    max_model_len=max(workload.longest(padded=False) for workload in workloads),
+                    max_num_seqs=min(SchedulerConfig.max_num_seqs, max(workload.num_requests for workload in workloads)),
                     num_cache_tokens=info.num_blocks * info.block_size,
                 )
                 stack.callback(processes[peer.name].close)

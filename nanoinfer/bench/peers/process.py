@@ -101,7 +101,7 @@ class PeerProcess:
         cache.mkdir(parents=True, exist_ok=True)
         self._log = cache / f"{peer.name}.log"
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [peer.python, str(Path(__file__).with_name("worker.py")), peer.name.replace(".", "_")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -125,7 +125,7 @@ class PeerProcess:
         """
         sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | workload.sampling
         if hasattr(signal, "SIGCONT"):
-            self._process.send_signal(signal.SIGCONT)
+            self.process.send_signal(signal.SIGCONT)
         answer = self._ask(prompts=prompts, output_lens=workload.output_lens, sampling=sampling)
         self._stop()
         if answer["num_tokens"] != list(workload.output_lens):
@@ -136,20 +136,20 @@ class PeerProcess:
         return float(answer["seconds"])
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        self.process.kill()
+        self.process.communicate()
 
     def _stop(self) -> None:
         if hasattr(signal, "SIGSTOP"):
-            self._process.send_signal(signal.SIGSTOP)
+            self.process.send_signal(signal.SIGSTOP)
 
     def _ask(self, **question: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, and so has its output
-            self._process.stdin.write(json.dumps(question) + "\n")
-            self._process.stdin.flush()
-        if not (line := self._process.stdout.readline()):
+            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.flush()
+        if not (line := self.process.stdout.readline()):
             lines = self._log.read_text(errors="replace").split("\n")
             last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
             raise NanoinferError(f"{self.peer.name} has failed: {last}; its output is in {self._log}")
