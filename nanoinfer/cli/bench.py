@@ -179,7 +179,7 @@ def _show_peers(results: list["Comparison"]) -> None:
                 end_section=name == list(result.speeds)[-1],
             )
     Console().print(table)
-    print("ratio: nanoinfer's speed divided by the engine's. best: the fastest of the others.")
+    print("ratio: nanoinfer's speed divided by the engine's. best: the fastest peer.")
 
 
 def _show_latency(results: list["Comparison"]) -> None:
