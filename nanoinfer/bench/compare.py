@@ -6,7 +6,7 @@ In: a checkpoint or a shape, and workloads. Out: a Comparison for each workload,
 import statistics
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ def compare(
         processes = {}
         for peer in peers:
             if peer != TRANSFORMERS:
-                processes[peer.name] = PeerProcess(
+                process = PeerProcess(
                     peer,
                     opened.path,
                     dtype=str(dtype).removeprefix("torch."),
@@ -153,7 +153,7 @@ def compare(
                     max_num_seqs=min(SchedulerConfig.max_num_seqs, max(workload.num_requests for workload in workloads)),
                     num_cache_tokens=info.num_blocks * info.block_size,
                 )
-                stack.callback(processes[peer.name].close)
+                processes[peer.name] = stack.enter_context(closing(process))
         for workload in workloads:
             timed, speeds = _take_turns(workload, repeats, runners, processes, info.vocab_size)
             ratios = {name: speeds["nanoinfer"] / speed for name, speed in speeds.items() if name != "nanoinfer"}

@@ -29,8 +29,9 @@ class Engine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             enable_prefix_caching=False,
-            kv_cache_memory_bytes=2**30,
-            enforce_eager=bool(os.environ.get("EAGER")),
+            block_size=128,
+            num_gpu_blocks_override=num_cache_tokens // 128 + max_num_seqs,
+            kv_cache_memory_bytes=2**30,  # overridden by the line above; without it a share of the whole memory must be free
         )
 
     def run(self, *, prompts: list[list[int]], output_lens: list[int], sampling: dict[str, Any]) -> list[int]:
