@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -100,6 +101,17 @@ def test_a_peer_is_stopped_between_its_turns(peer):
         while (state := Path(f"/proc/{peer.process.pid}/stat").read_text().rpartition(") ")[2][0]) != "T":
             assert time.perf_counter() < deadline, state
         peer.run(workload(1), [[1]])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
+def test_a_stopped_peer_ends_with_a_killed_parent(stub):
+    code = f"import os, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from test_peers import start; "
+    code += "print(start('bfloat16').process.pid, flush=True); os.kill(os.getpid(), 9)"
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    process = Path(f"/proc/{int(killed.stdout)}")
+    deadline = time.perf_counter() + 10
+    while process.exists() and "Z" not in (process / "stat").read_text().rpartition(") ")[2][0]:
+        assert time.perf_counter() < deadline
 
 
 def test_a_peer_that_fails_is_an_error_with_its_last_line(stub):

@@ -7,14 +7,17 @@ all sequences together). The answer on standard output is {"engine": name and ve
 {"seconds": of Engine.run, "num_tokens": of each request}. What an engine prints goes to standard error. An error ends it.
 """
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from importlib import import_module
 
 
 def main() -> None:
+    end_with_parent()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     name = sys.argv[1]
@@ -26,6 +29,13 @@ def main() -> None:
         num_tokens = engine.run(**workload)
         seconds = time.perf_counter() - start
         print(json.dumps({"seconds": seconds, "num_tokens": num_tokens}), file=answers, flush=True)
+
+
+def end_with_parent() -> None:
+    """Have Linux kill this process when its parent ends. While it is stopped, it cannot see the end of its input."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 if __name__ == "__main__":
