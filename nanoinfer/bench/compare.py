@@ -108,15 +108,18 @@ def compare(
         One Comparison per workload.
 
     Raises:
-        InvalidValueError: a workload is too long, or a peer but transformers is to run on a GPU.
+        InvalidValueError: a workload is too long, or a peer does not support the device or the dtype.
         NanoinferError: a peer has failed.
     """
     opened = Checkpoint.open(checkpoint)
     requested_dtype = "bfloat16" if engine["quantization"] else engine["dtype"]
     device = loader.resolve_device(engine["device"])
     dtype = loader.resolve_dtype(requested_dtype, opened, device)
-    if device.type != "cpu" and peers not in ([], [TRANSFORMERS]):
-        raise InvalidValueError(f"compare on {device.type} supports transformers only; give device=cpu for other engines")
+    if peers not in ([], [TRANSFORMERS]) and (device.type != "cpu" or dtype == torch.float16):
+        raise InvalidValueError(
+            "compare with engines other than transformers requires device=cpu and dtype bfloat16 or float32, got "
+            f"{device.type} and {str(dtype).removeprefix('torch.')}"
+        )
     model = loader.on_meta(opened)
     config = model.config
     is_cache_given = engine.get("kv_cache_memory") is not None

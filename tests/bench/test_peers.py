@@ -165,3 +165,10 @@ def test_latency_refuses_what_it_cannot_measure():
     result = CliRunner().invoke(app, ["bench", "latency", "--compare", "vllm"])
     assert result.exit_code == 1
     assert "latency compares with transformers only, got 'vllm'; throughput compares with others" in result.stderr
+
+
+def test_another_engine_refuses_float16(stub):
+    arguments = ("bench", "throughput", "--model", "tiny-gpt2", "--dtype", "half", "--compare", f"vllm={sys.executable}")
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "requires device=cpu and dtype bfloat16 or float32, got cpu and float16" in result.stderr
