@@ -26,7 +26,7 @@ The map. Imports point downwards, one folder to another, without a circle; tests
     devices/              CPU and GPU details: copies, CUDA graphs, OpenMP threads, measured row invariance
     tokenization/         text -> token ids, token ids -> text; chat templates, tools, answers -> messages
     tracing/              events, Recorder, the HTML replay
-    bench/                throughput, latency, the roofline, beside transformers
+    bench/                throughput, latency, the roofline; peers/ runs other engines beside this one
     bundled/              tiny-gpt2, tiny-qwen3, and the stories they were trained on
 
 Axes, in the shapes written everywhere: num_tokens (packed tokens of one step), num_seqs (sequences of one step), num_rows or

@@ -1,4 +1,4 @@
-"""Run workloads through nanoinfer and, in turns, through transformers, and compare their speeds.
+"""Run workloads through nanoinfer and, in turns, through transformers and other engines, and compare their speeds.
 
 In: a checkpoint or a shape, and workloads. Out: a Comparison for each workload, with the bar it has to reach.
 """
@@ -6,7 +6,7 @@ In: a checkpoint or a shape, and workloads. Out: a Comparison for each workload,
 import statistics
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nanoinfer.attention.kv_cache import bytes_per_block
+from nanoinfer.bench.peers.process import TRANSFORMERS, Peer, PeerProcess
 from nanoinfer.bench.runners import NanoinferRunner, TransformersRunner, memory_in_use
 from nanoinfer.bench.shapes import write_checkpoint
 from nanoinfer.bench.timing import Figures, figures
@@ -37,16 +38,20 @@ BARS = {
 class Comparison:
     """The figures of one workload.
 
-    ours, theirs: the run with the median tokens per second.
-    ratio: our median speed divided by theirs. The speed is tokens per second, or 1 / TTFT where requests have one token only.
-    bar: the ratio to reach, or None.
+    ours, theirs: nanoinfer's and transformers' run with the median tokens per second.
+    speeds: the median output tokens per second of each engine, by name, nanoinfer first.
+    ratios: our speed divided by that of each peer.
+    best: the fastest peer, or None without a peer.
+    bar: the ratio to transformers to reach, or None.
     memory_in_use: bytes, by runners.memory_in_use, before transformers is loaded.
     """
 
     workload: str
     ours: Figures
     theirs: Figures | None
-    ratio: float | None
+    speeds: dict[str, float]
+    ratios: dict[str, float]
+    best: str | None
     bar: float | None
     memory_in_use: int
     num_weight_bytes: int
@@ -55,9 +60,9 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """The bar and whether it is reached, or "" without a bar."""
-        if self.bar is None or self.ratio is None:
+        if self.bar is None:
             return ""
-        return f"{self.bar}: {'reached' if self.ratio >= self.bar else 'missed'}"
+        return f"{self.bar}: {'reached' if self.ratios[TRANSFORMERS.name] >= self.bar else 'missed'}"
 
 
 @contextmanager
@@ -83,7 +88,7 @@ def compare(
     *,
     shape: str | None,
     repeats: int,
-    with_transformers: bool,
+    peers: list[Peer],
     **engine: Any,
 ) -> list[Comparison]:
     """Run each workload once to warm up, then `repeats` times.
@@ -96,15 +101,25 @@ def compare(
         workloads: run in this order.
         shape: the name of the checkpoint's shape, which selects the bars.
         repeats: measured runs of each workload.
-        with_transformers: run transformers, too, in turns.
+        peers: run these, too, in turns.
         engine: arguments of LLM. dtype, device and quantization are required.
 
     Returns:
         One Comparison per workload.
+
+    Raises:
+        InvalidValueError: a workload is too long, or a peer does not support the device or the dtype.
+        NanoinferError: a peer has failed.
     """
     opened = Checkpoint.open(checkpoint)
     requested_dtype = "bfloat16" if engine["quantization"] else engine["dtype"]
-    dtype = loader.resolve_dtype(requested_dtype, opened, loader.resolve_device(engine["device"]))
+    device = loader.resolve_device(engine["device"])
+    dtype = loader.resolve_dtype(requested_dtype, opened, device)
+    if peers not in ([], [TRANSFORMERS]) and (device.type != "cpu" or dtype == torch.float16):
+        raise InvalidValueError(
+            "compare with engines other than transformers requires device=cpu and dtype bfloat16 or float32, got "
+            f"{device.type} and {str(dtype).removeprefix('torch.')}"
+        )
     model = loader.on_meta(opened)
     config = model.config
     is_cache_given = engine.get("kv_cache_memory") is not None
@@ -112,43 +127,79 @@ def compare(
         engine["kv_cache_memory"] = max(cache_bytes(config, dtype, workload.num_tokens) for workload in workloads)
     llm = LLM(checkpoint, seed=0, **engine)
     for workload in workloads:
-        if (needed := workload.longest(padded=with_transformers)) > llm.engine.max_model_len:
+        if (needed := workload.longest(padded=TRANSFORMERS in peers)) > llm.engine.max_model_len:
             raise InvalidValueError(
                 f"workload {workload.name} needs {needed} tokens at a time, but max_model_len is "
                 f"{llm.engine.max_model_len}; pick a shorter one{', or raise kv_cache_memory' if is_cache_given else ''}"
             )
-    runner, peer = NanoinferRunner(llm), None
+    runners: dict[str, NanoinferRunner | TransformersRunner] = {"nanoinfer": NanoinferRunner(llm)}
     for workload in workloads:
-        runner.run(workload, 0)
-    device = torch.device(llm.engine.executor.info.device)
+        runners["nanoinfer"].run(workload, 0)
+    info = llm.engine.executor.info
     in_use = memory_in_use(device)
-    if with_transformers:
-        peer = TransformersRunner(opened.path, dtype, device)
+    if TRANSFORMERS in peers:
+        runners[TRANSFORMERS.name] = TransformersRunner(opened.path, dtype, device)
     bars: dict[str, float] = {}
-    if peer is not None and (device.type == "cuda" or torch.get_num_threads() == 2) and not engine["quantization"]:
+    if TRANSFORMERS in peers and (device.type == "cuda" or torch.get_num_threads() == 2) and not engine["quantization"]:
         bars = BARS.get((device.type, shape or "", str(dtype).removeprefix("torch.")), {})
     results = []
-    for workload in workloads:
-        ours, theirs = [], []
-        if peer is not None:
-            peer.run(workload, 0)
-        for run in range(1, repeats + 1):
-            ours.append(figures(runner.run(workload, run), sum(workload.input_lens)))
-            if peer is not None:
-                theirs.append(figures(peer.run(workload, run), sum(workload.input_lens)))
-        results.append(
-            Comparison(
-                workload=workload.name,
-                ours=_middle(ours),
-                theirs=_middle(theirs) if theirs else None,
-                ratio=_speed(ours) / _speed(theirs) if theirs else None,
-                bar=bars.get(workload.name),
-                memory_in_use=in_use,
-                num_weight_bytes=sum(weight.numel() for weight in model.parameters()) * dtype.itemsize,
-                num_cache_bytes=llm.engine.executor.info.num_cache_bytes,
+    with ExitStack() as stack:
+        processes = {}
+        for peer in peers:
+            if peer != TRANSFORMERS:
+                process = PeerProcess(
+                    peer,
+                    opened.path,
+                    dtype=str(dtype).removeprefix("torch."),
+                    num_threads=torch.get_num_threads(),
+                    max_model_len=max(workload.longest(padded=False) for workload in workloads),
+                    max_num_seqs=min(SchedulerConfig.max_num_seqs, max(workload.num_requests for workload in workloads)),
+                    num_cache_tokens=info.num_blocks * info.block_size,
+                )
+                processes[peer.name] = stack.enter_context(closing(process))
+        for workload in workloads:
+            timed, speeds = _take_turns(workload, repeats, runners, processes, info.vocab_size)
+            ratios = {name: speeds["nanoinfer"] / speed for name, speed in speeds.items() if name != "nanoinfer"}
+            results.append(
+                Comparison(
+                    workload=workload.name,
+                    ours=timed["nanoinfer"],
+                    theirs=timed.get(TRANSFORMERS.name),
+                    speeds=speeds,
+                    ratios=ratios,
+                    best=min(ratios, key=ratios.__getitem__, default=None),
+                    bar=bars.get(workload.name),
+                    memory_in_use=in_use,
+                    num_weight_bytes=sum(weight.numel() for weight in model.parameters()) * dtype.itemsize,
+                    num_cache_bytes=info.num_cache_bytes,
+                )
             )
-        )
     return results
+
+
+def _take_turns(
+    workload: Workload,
+    repeats: int,
+    runners: dict[str, NanoinferRunner | TransformersRunner],
+    processes: dict[str, PeerProcess],
+    vocab_size: int,
+) -> tuple[dict[str, Figures], dict[str, float]]:
+    """Run a workload in every engine, `repeats` times. Return each runner's median Figures, and each engine's median tok/s."""
+    timed: dict[str, list[Figures]] = {name: [] for name in runners}
+    speeds: dict[str, list[float]] = {name: [] for name in [*runners, *processes]}
+    if theirs := runners.get(TRANSFORMERS.name):
+        theirs.run(workload, 0)  # nanoinfer is warm already
+    for process in processes.values():
+        process.run(workload, workload.prompts(vocab_size, 0))
+    for run in range(1, repeats + 1):
+        for name, runner in runners.items():
+            timed[name].append(figures(runner.run(workload, run), sum(workload.input_lens)))
+            speeds[name].append(timed[name][-1].output_tokens_per_s)
+        for name, process in processes.items():
+            seconds = process.run(workload, workload.prompts(vocab_size, run))
+            speeds[name].append(sum(workload.output_lens) / seconds)
+    middle = {name: sorted(runs, key=lambda run: run.output_tokens_per_s)[repeats // 2] for name, runs in timed.items()}
+    return middle, {name: statistics.median(runs) for name, runs in speeds.items()}
 
 
 def cache_bytes(config: Any, dtype: torch.dtype, num_tokens: list[int]) -> int:
@@ -168,13 +219,3 @@ def cache_bytes(config: Any, dtype: torch.dtype, num_tokens: list[int]) -> int:
         head_dim=config.head_dim,
         dtype=dtype,
     )
-
-
-def _speed(runs: list[Figures]) -> float:
-    if runs[0].itl_ms is None:
-        return 1.0 / statistics.median(run.ttft_ms.p50 for run in runs)
-    return statistics.median(run.output_tokens_per_s for run in runs)
-
-
-def _middle(runs: list[Figures]) -> Figures:
-    return sorted(runs, key=lambda run: run.output_tokens_per_s)[len(runs) // 2]

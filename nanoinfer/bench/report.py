@@ -10,6 +10,7 @@ import platform
 import torch
 
 from nanoinfer.bench.compare import Comparison
+from nanoinfer.bench.peers.process import TRANSFORMERS
 from nanoinfer.bench.roofline import Machine, Phase
 
 
@@ -29,7 +30,7 @@ def entry(
         "|---|---|---|---|---|",
     ]
     for result in results:
-        ratio = "" if result.ratio is None else f"{result.ratio:.2f}"
+        ratio = "" if result.theirs is None else f"{result.ratios[TRANSFORMERS.name]:.2f}"
         theirs = "" if result.theirs is None else _figure(result, of_transformers=True)
         lines.append(f"| {result.workload} | {_figure(result)} | {theirs} | {ratio} | {result.verdict} |")
     lines += ["", "| step | at least ms | measured ms | share of the limit |", "|---|---|---|---|"]

@@ -112,27 +112,31 @@ def throughput(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptio
 @app.command(help=f"Measure TTFT, TPOT and ITL: their 50th, 95th and 99th percentiles.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
 @expand_options
 def latency(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: AsJson = False) -> None:
+    if run.compare not in (None, "transformers"):
+        raise InvalidValueError(
+            f"latency compares with transformers only, got {run.compare!r}; throughput compares with others"
+        )
     _print(_compare(measured, picked, run), _show_latency, as_json)
 
 
 def _compare(measured: ModelOptions, picked: WorkloadOptions, run: RunOptions) -> list["Comparison"]:
-    """Run the workloads through nanoinfer and, if `run` says so, through transformers."""
+    """Run the workloads through nanoinfer and the peers of `run`."""
     from nanoinfer.bench import compare
+    from nanoinfer.bench.peers.process import parse_peers
 
-    if run.compare not in (None, "transformers"):
-        raise InvalidValueError(f"compare must be transformers, got {run.compare!r}")
     if run.compare and math.isfinite(picked.request_rate):
         raise InvalidValueError(
-            f"generate takes all requests at once; leave compare out, or request_rate={picked.request_rate}"
+            f"engines to compare with take all requests at once; leave compare out, or request_rate={picked.request_rate}"
         )
     workloads = pick_workloads(picked)
+    peers = parse_peers(run.compare) if run.compare else []
     with compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
         return compare.compare(
             checkpoint,
             workloads,
             shape=measured.shape,
             repeats=run.repeats,
-            with_transformers=run.compare is not None,
+            peers=peers,
             dtype=measured.dtype,
             device=measured.device,
             quantization=run.quantization,
@@ -149,20 +153,33 @@ def _print(results: list["Comparison"], show: Callable[[list["Comparison"]], Non
 
 
 def _show_throughput(results: list["Comparison"]) -> None:
-    headings = ["workload", "requests", "output tok/s", "total tok/s", "TTFT ms"]
-    table = new_table(*headings, *(("transformers", "ratio", "bar") if results[0].theirs is not None else ()))
+    table = new_table("workload", "requests", "output tok/s", "total tok/s", "TTFT ms")
     for result in results:
-        ours, theirs = result.ours, result.theirs
-        row = [result.workload, str(ours.num_requests), f"{ours.output_tokens_per_s:.1f}", f"{ours.total_tokens_per_s:.0f}"]
-        row.append(f"{ours.ttft_ms.p50:.0f}")
-        if theirs is not None and result.ratio is not None:
-            by_ttft = ours.itl_ms is None
-            row.append(f"{theirs.ttft_ms.p50:.0f} ms" if by_ttft else f"{theirs.output_tokens_per_s:.1f} tok/s")
-            row.append(f"{result.ratio:.2f}")
-            row.append(result.verdict)
-        table.add_row(*row)
+        ours = result.ours
+        speeds = (f"{ours.output_tokens_per_s:.1f}", f"{ours.total_tokens_per_s:.0f}", f"{ours.ttft_ms.p50:.0f}")
+        table.add_row(result.workload, str(ours.num_requests), *speeds)
     Console().print(table)
+    if results[0].best is not None:
+        _show_peers(results)
     _show_memory(results[0])
+
+
+def _show_peers(results: list["Comparison"]) -> None:
+    table = new_table("workload", "engine", "output", "ratio", "bar")
+    for result in results:
+        for name, speed in result.speeds.items():
+            output = f"{1e3 / speed:.0f} ms" if result.ours.num_output_tokens == 1 else f"{speed:.1f} tok/s"
+            ratio = f"{result.ratios[name]:.2f}" if name in result.ratios else ""
+            table.add_row(
+                result.workload,
+                f"{name}, best" if name == result.best and len(result.ratios) > 1 else name,
+                output,
+                ratio,
+                result.verdict if name == "transformers" else "",
+                end_section=name == list(result.speeds)[-1],
+            )
+    Console().print(table)
+    print("ratio: nanoinfer's speed divided by the engine's. best: the fastest peer.")
 
 
 def _show_latency(results: list["Comparison"]) -> None:
@@ -309,6 +326,7 @@ def report(
     import torch
 
     from nanoinfer.bench import compare, roofline, workloads
+    from nanoinfer.bench.peers.process import TRANSFORMERS
     from nanoinfer.bench.report import entry
     from nanoinfer.models import loader
 
@@ -318,7 +336,7 @@ def report(
             workloads.named(workload or DEFAULT_WORKLOADS),
             shape=measured.shape,
             repeats=repeats,
-            with_transformers=True,
+            peers=[TRANSFORMERS],
             dtype=measured.dtype,
             device=measured.device,
             quantization=None,

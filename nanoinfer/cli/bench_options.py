@@ -79,7 +79,13 @@ class RunOptions:
     ] = None
     enforce_eager: EnforceEager = False
     repeats: Repeats = 3
-    compare: Annotated[str | None, typer.Option(help="transformers: run the same work through its generate, in turns.")] = None
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            help="Engines that run the same work, in turns, with commas: transformers, openvino, vllm. Each of the last two "
+            "may have a Python of its own: openvino=/environment/bin/python."
+        ),
+    ] = None
 
 
 def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:

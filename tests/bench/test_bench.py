@@ -136,7 +136,10 @@ def test_throughput_as_json_beside_transformers():
     assert result.exit_code == 0, result.stderr
     (result,) = json.loads(result.stdout)
     assert result["ours"]["num_output_tokens"] == result["theirs"]["num_output_tokens"]
-    assert result["ratio"] == pytest.approx(result["ours"]["output_tokens_per_s"] / result["theirs"]["output_tokens_per_s"])
+    speeds = {"nanoinfer": result["ours"]["output_tokens_per_s"], "transformers": result["theirs"]["output_tokens_per_s"]}
+    assert result["speeds"] == speeds
+    assert result["ratios"] == {"transformers": pytest.approx(speeds["nanoinfer"] / speeds["transformers"])}
+    assert result["best"] == "transformers"
     assert result["bar"] is None  # bars are for known shapes
     assert result["num_weight_bytes"] == pytest.approx(Checkpoint.open("tiny-gpt2").weight_files[0].stat().st_size, rel=0.01)
     assert result["memory_in_use"] > result["num_weight_bytes"] or sys.platform == "win32"
@@ -172,7 +175,7 @@ def test_the_roofline_reports_shares_of_the_limit_and_plots(tmp_path):
     [
         (("--workload", "A,Z"), "workload must be some of A, B16, B64, C, D, E, F, with commas between them, got 'Z'"),
         (("--workload", "A", "--num-prompts", "1"), "give workload, or num_prompts for one of your own, not both"),
-        (("--compare", "vllm"), "compare must be transformers, got 'vllm'"),
+        (("--compare", "sglang"), "compare must be some of transformers, openvino, vllm, with commas, got 'sglang'"),
         (("--shape", "gpt5"), "shape must be one of gpt2,"),
         (("--shape", "gpt2", "--model", "tiny-gpt2"), "give a model or a shape, not both, got 'tiny-gpt2' and 'gpt2'"),
         (
@@ -181,7 +184,7 @@ def test_the_roofline_reports_shares_of_the_limit_and_plots(tmp_path):
         ),
         (("--input-len", "4"), "describe a workload of your own; give num_prompts, too"),
         (("--shape", "gpt2", "--dtype", "int3"), "dtype must be one of auto, half"),
-        (("--num-prompts", "1", "--request-rate", "2", "--compare", "transformers"), "generate takes all requests at once"),
+        (("--num-prompts", "1", "--request-rate", "2", "--compare", "transformers"), "take all requests at once"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, sentence):

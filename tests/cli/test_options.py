@@ -136,18 +136,23 @@ def test_a_table_of_80_columns_wraps_long_cells_and_cuts_none():
     assert captured.get().count("a_word") + captured.get().count("letters") > 6
 
 
-def test_a_comparison_with_transformers_fits_80_columns(capsys, monkeypatch):
+def test_a_comparison_fits_80_columns(capsys, monkeypatch):
     from nanoinfer.bench.compare import Comparison
     from nanoinfer.bench.timing import Figures, Percentiles
 
     monkeypatch.setenv("COLUMNS", "80")
     times = Percentiles(1234.56, 1234.56, 1234.56, 1234.56)
     figures = Figures(64, 4096, 4096, 12.3, 1632.1, 12345.6, 5.2, times, times, times)
-    results = [Comparison(name, figures, figures, 12.34, 15.0, 10**10, 10**9, 10**9) for name in ("A", "B16", "yours")]
+    speeds = {"nanoinfer": 1632.1, "transformers": 132.3, "openvino": 12345.6}
+    ratios = {"transformers": 12.34, "openvino": 0.13}
+    results = [
+        Comparison(name, figures, figures, speeds, ratios, "openvino", 15.0, 10**10, 10**9, 10**9)
+        for name in ("A", "B16", "yours")
+    ]
     bench._show_throughput(results)
     bench._show_latency(results)
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
     assert printed.count("missed") == 3
-    words = ("transformers", "requests", "workload", "TTFT", "12346", "1632.1", "12.34", "1234.56", "yours")
+    words = ("transformers", "requests", "workload", "TTFT", "12346", "1632.1", "12.34", "openvino, best", "1234.56", "yours")
     assert [word for word in words if word not in printed] == []

@@ -31,7 +31,7 @@ ALLOWED = {
     "async_llm": {"words", "engine", "llm"},
     "server": {"words", "tracing", "tokenization", "engine", "async_llm"},
     "bundled": {"words", "llm"},
-    "bench": {"words", "tracing", "scheduling", "attention", "models", "sampling", "engine", "llm", "server"},
+    "bench": {"words", "tracing", "devices", "scheduling", "attention", "models", "sampling", "engine", "llm", "server"},
     "cli": {
         "words",
         "tracing",

@@ -1,0 +1,174 @@
+"""`--compare`: peers in their own processes, with a stub in the place of vLLM, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from nanoinfer.bench.peers.process import ENGINES, TRANSFORMERS, Peer, PeerProcess, parse_peers
+from nanoinfer.bench.workloads import Workload
+from nanoinfer.cli.main import app
+from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.models.checkpoint import Checkpoint
+
+pytestmark = pytest.mark.slow
+
+STUB = """
+import os, threading, time
+from types import SimpleNamespace as Record
+
+__version__ = f"1.2 with {os.environ['OMP_NUM_THREADS']} thread"
+print("a line on standard output is not an answer")
+
+class SamplingParams(Record):
+    pass
+
+class LLM:
+    def __init__(self, model, *, dtype, **options):
+        if dtype == "float32":
+            raise RuntimeError("out of memory")
+        threading.Thread(target=self._spin, daemon=True).start()
+
+    def _spin(self):
+        while True:
+            pass
+
+    def generate(self, prompts, params, use_tqdm):
+        missing = max(len(prompt["prompt_token_ids"]) > 3 for prompt in prompts)
+        time.sleep(0.01)
+        return [Record(outputs=[Record(token_ids=[0] * (one.max_tokens - missing))]) for one in params]
+"""
+
+
+@pytest.fixture
+def stub(tmp_path, monkeypatch):
+    """A package of the name vllm, for this Python's subprocesses, and an empty cache."""
+    (tmp_path / "vllm.py").write_text(STUB)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
+
+
+@pytest.fixture
+def peer(stub):
+    process = start(dtype="bfloat16")
+    yield process
+    process.close()
+
+
+def start(dtype):
+    return PeerProcess(
+        Peer("vllm", sys.executable),
+        Checkpoint.open("tiny-gpt2").path,
+        dtype=dtype,
+        num_threads=1,
+        max_model_len=64,
+        max_num_seqs=4,
+        num_cache_tokens=256,
+    )
+
+
+def workload(*input_lens):
+    return Workload(name="small", input_lens=input_lens, output_lens=(5,) * len(input_lens))
+
+
+def test_a_peer_reports_the_seconds_of_a_workload(stub, caplog):
+    caplog.set_level("INFO", logger="nanoinfer")
+    peer = start(dtype="bfloat16")
+    assert caplog.messages == ["comparing with vLLM 1.2 with 1 thread"]
+    for _ in range(2):
+        start_time = time.perf_counter()
+        seconds = peer.run(workload(3, 2), [[1, 2, 3], [4, 5]])
+        assert 0.01 <= seconds <= time.perf_counter() - start_time
+    peer.close()
+    assert peer.process.returncode is not None
+
+
+def test_a_peer_that_generates_too_few_tokens_is_refused(peer):
+    with pytest.raises(NanoinferError, match=r"vllm generated \[4, 4\] tokens in workload small, which asks for \[5, 5\]"):
+        peer.run(workload(4, 1), [[1, 2, 3, 4], [5]])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_peer_is_stopped_between_its_turns(peer):
+    """The stub has a thread that spins for ever."""
+    for _ in range(2):
+        deadline = time.perf_counter() + 10
+        while (state := Path(f"/proc/{peer.process.pid}/stat").read_text().rpartition(") ")[2][0]) != "T":
+            assert time.perf_counter() < deadline, state
+        peer.run(workload(1), [[1]])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
+def test_a_stopped_peer_ends_with_a_killed_parent(stub):
+    code = f"import os, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from test_peers import start; "
+    code += "print(start('bfloat16').process.pid, flush=True); os.kill(os.getpid(), 9)"
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    process = Path(f"/proc/{int(killed.stdout)}")
+    deadline = time.perf_counter() + 10
+    while process.exists() and "Z" not in (process / "stat").read_text().rpartition(") ")[2][0]:
+        assert time.perf_counter() < deadline
+
+
+def test_a_peer_that_fails_is_an_error_with_its_last_line(stub):
+    with pytest.raises(
+        NanoinferError, match=r"vllm has failed: RuntimeError: out of memory; its output is in .*vllm\.log"
+    ) as found:
+        start(dtype="float32")
+    log = Path(str(found.value).rpartition(" ")[2])
+    assert "a line on standard output is not an answer" in log.read_text()
+
+
+def test_the_ratio_to_the_best_of_several(stub):
+    own = ("--model", "tiny-gpt2", "--num-prompts", "2", "--input-len", "3", "--output-len", "2-4", "--repeats", "2")
+    arguments = ("bench", "throughput", *own, "--dtype", "bfloat16", "--compare", f"transformers,vllm={sys.executable}")
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)
+    assert list(found["speeds"]) == ["nanoinfer", "transformers", "vllm"]
+    for name, ratio in found["ratios"].items():
+        assert ratio == pytest.approx(found["speeds"]["nanoinfer"] / found["speeds"][name])
+    assert found["best"] == max(("transformers", "vllm"), key=found["speeds"].__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "sglang",
+            r"compare must be some of transformers, openvino, vllm, with commas, got 'sglang'; write openvino=",
+        ),
+        ("transformers=/usr/bin/python3", "got 'transformers=/usr/bin/python3'; .*transformers runs in this one"),
+        ("vllm,vllm", "compare must name each engine once, got 'vllm' twice"),
+        ("vllm=/no/python", "'/no/python' is not a Python that runs .*; write vllm=/environment/bin/python"),
+        (
+            "openvino",
+            r"openvino is not installed for .* \(no module missing_module\); install it in its own environment, pip",
+        ),
+    ],
+)
+def test_a_peer_that_cannot_run_is_refused_with_the_way_out(stub, monkeypatch, text, sentence):
+    monkeypatch.setitem(ENGINES, "openvino", (("missing_module",), "pip install openvino-genai"))
+    with pytest.raises(InvalidValueError, match=sentence):
+        parse_peers(text)
+
+
+def test_the_default_python_of_a_peer_is_this_one(stub):
+    assert parse_peers("transformers,vllm") == [TRANSFORMERS, Peer("vllm", sys.executable)]
+
+
+def test_latency_refuses_what_it_cannot_measure():
+    result = CliRunner().invoke(app, ["bench", "latency", "--compare", "vllm"])
+    assert result.exit_code == 1
+    assert "latency compares with transformers only, got 'vllm'; throughput compares with others" in result.stderr
+
+
+def test_another_engine_refuses_float16(stub):
+    arguments = ("bench", "throughput", "--model", "tiny-gpt2", "--dtype", "half", "--compare", f"vllm={sys.executable}")
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "requires device=cpu and dtype bfloat16 or float32, got cpu and float16" in result.stderr
