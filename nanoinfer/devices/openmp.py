@@ -10,9 +10,9 @@ both (BENCHMARKS.md).
 
 So the engine switches. Linux counts how long each thread was ready and had no core, in /proc/self/task/*/schedstat: 1% of the
 time on a quiet machine, 2% to 7% beside the event loop of a server with 64 streams and their client, 30% and more beside a busy
-program. According to libgomp's manual (GOMP_SPINCOUNT), a process that has
-more OpenMP threads than processors spins 100 times only. So the engine starts a thread that runs one parallel loop and then
-waits. It has an OpenMP team of its own, so the process has too many threads. When it ends, the others spin again.
+program. According to libgomp's manual (GOMP_SPINCOUNT), a process that has more OpenMP threads than processors spins 100 times
+only. So the engine starts a thread that runs one parallel loop and then waits. It has an OpenMP team of its own, so the process
+has too many threads. When it ends, the others spin again.
 
 The engine switches nothing if OMP_WAIT_POLICY or GOMP_SPINCOUNT is set, without libgomp (macOS, Windows), or if torch uses
 fewer threads than there are processors.
