@@ -46,7 +46,7 @@ def load(source: Path, *definitions: str) -> ctypes.CDLL:
         return ctypes.CDLL(str(folder / name))
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder if os.access(folder / ".", os.W_OK) else None) as temporary:
+    with tempfile.TemporaryDirectory(dir=folder if folder.is_dir() and os.access(folder, os.W_OK) else None) as temporary:
         compiled, library = Path(temporary, "kernel.o"), Path(temporary, name)
         _run([*command, str(source), "-o", str(compiled)])
         _run([*_compiler(), "-shared", str(compiled), "-o", str(library)])

@@ -84,7 +84,7 @@ class PackedLinear(CPULinear):
 
     def product(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if residual is None:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, self._fused, [], self._algorithm)
+            return torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, self._fused, [], self._algorithm)
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self._bias, "add")
 
 

@@ -124,7 +124,7 @@ class WithoutActivation(CPUQwenDecoderLayer):
 class WithSwappedNorms(CPUQwenDecoderLayer):
     def __init__(self, layer, linears):
         super().__init__(layer, linears)
-        self.q_norm, self.k_norm = self.k_norm, self.q_norm
+        self.norm.weight.data = self.norm.weight.flip(0)  # the heads in reverse: keys first
 
 
 @dtypes
