@@ -86,7 +86,7 @@ class LLM:
             revision: Branch, tag or commit of a hub model.
             dtype: "auto" (the checkpoint's own, or float32 on a CPU that is slow at it), "float32"/"float", "bfloat16",
                 "float16"/"half", or torch's own.
-            quantization: "int8" keeps linear layers in 8 bits and computes in bfloat16, on a CPU, for few sequences at a time.
+            quantization: "int8" or "int4" keeps the linear layers in 8 or 4 bits, on a CPU. The rest is in bfloat16.
             lora: LoRA adapters in peft's format, merged into the weights for all requests: a folder or hub name, a list, or a
                 dict of strengths, such as {"adapter": 0.5}. docs/checkpoints.md says what is supported.
             device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".

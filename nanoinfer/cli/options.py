@@ -59,7 +59,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
-Quantization = Annotated[str | None, typer.Option(help="int8: weights in 8 bits, on a CPU.")]
+Quantization = Annotated[str | None, typer.Option(help="int8 or int4: linear layers in 8 or 4 bits, on a CPU.")]
 Lora = Annotated[
     list[str] | None,
     typer.Option(

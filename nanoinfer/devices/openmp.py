@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 INTERVAL = 0.2  # seconds between two observations
 BUSY, QUIET = 0.2, 0.1  # shares of the time that a thread waited for a core
+BUSY_OBSERVATIONS = 3  # in a row, before threads sleep: another program that runs for a moment is not worth it
 QUIET_OBSERVATIONS = 10  # in a row, before threads spin again
 _LOOP = 2**18  # elements of a loop that torch runs in parallel
 
@@ -41,7 +42,7 @@ class WaitPolicy:
         self.is_supported = _is_supported()
         self._last_observation = time.perf_counter()
         self._delays = thread_delays() if self.is_supported else {}
-        self._num_quiet = 0
+        self._num_busy = self._num_quiet = 0
         self._release: threading.Event | None = None  # of the thread that makes the others sleep
 
     @property
@@ -56,8 +57,9 @@ class WaitPolicy:
             return
         before, self._delays, self._last_observation = self._delays, thread_delays(), now
         share = max((delay - before.get(thread, delay) for thread, delay in self._delays.items()), default=0.0) / elapsed
+        self._num_busy = self._num_busy + 1 if share > BUSY else 0
         self._num_quiet = self._num_quiet + 1 if share < QUIET else 0
-        if share > BUSY and not self.sleeps:
+        if self._num_busy >= BUSY_OBSERVATIONS and not self.sleeps:
             logger.info("process-wide: other programs use the cores, so torch's threads sleep while they wait for each other")
             self._sleep()
         elif self.sleeps and self._num_quiet >= QUIET_OBSERVATIONS:

@@ -1,12 +1,11 @@
 """Linear layers on a CPU whose weights are kept in 8 or 4 bits.
 
-In: an nn.Linear, or integers with scales from a checkpoint. Out: a CPULinear that computes nearly the same. cpu_linear.py has
-the layers that lose nothing.
+In: an nn.Linear. Out: a CPULinear that computes nearly the same. cpu_linear.py has the layers that lose nothing.
 
 A group of inputs of an output channel has a scale and a zero: weight = scale * (integer - zero). At one row a layer takes the
 time of reading its weights, so half or a quarter of the bytes take that much less. At many rows it takes the time of the
 products, so the activations are rounded to 8 bits too: for each row and group, x = scale * integer in -127 .. 127. Processors
-multiply and add such integers two to four times as fast as bfloat16. quantized_linear.cpp does both.
+have instructions for sums of such products that do more per cycle than those for bfloat16. quantized_linear.cpp uses them.
 
 The sum of a group's products is an integer, which is exact in any order. So a row has the same bits among any number of rows.
 Sources: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339 (8 bits for weights and activations). Yao et al. 2022,

@@ -37,7 +37,11 @@ def test_beside_a_busy_program_threads_sleep_and_spin_again_when_it_has_been_qui
     policy = WaitPolicy()
     machine.run(policy, 3, share=0.01)
     assert not policy.sleeps
-    machine.run(policy, 0.5, share=0.3)
+    machine.run(policy, 0.4, share=0.9)
+    machine.run(policy, 0.4, share=0.01)
+    machine.run(policy, 0.4, share=0.9)
+    assert not policy.sleeps  # a program that runs for a moment
+    machine.run(policy, 0.4, share=0.3)
     assert policy.sleeps
     (team,) = teams()
     machine.run(policy, 60, share=0.3)
@@ -53,7 +57,7 @@ def test_beside_a_busy_program_threads_sleep_and_spin_again_when_it_has_been_qui
 def test_a_short_quiet_in_between_does_not_switch_back(machine):
     policy = WaitPolicy()
     for _ in range(10):
-        machine.run(policy, 0.5, share=0.3)
+        machine.run(policy, 0.8, share=0.3)
         machine.run(policy, 1.0, share=0.0)
         assert policy.sleeps
     policy.spin()
@@ -65,7 +69,7 @@ def test_steps_of_many_seconds_are_judged_too_and_an_idle_time_is_quiet(machine)
     machine.now += 600  # nothing runs
     policy.observe()
     assert not policy.sleeps
-    machine.run(policy, 7.5, share=0.3, step=7.5)
+    machine.run(policy, 22.5, share=0.3, step=7.5)
     assert policy.sleeps
     policy.spin()
 
