@@ -74,7 +74,7 @@ def test_strict_tools_constrain_the_calls_alone(llm):
             "prompt 0: this chat template has no place for",
         ),
         ({"tools": {"name": "f"}}, InvalidTypeError, "tools must be a list"),
-        ({"tool_choice": "required"}, InvalidValueError, "prompt 0: tool_choice='required' needs tools"),
+        ({"tool_choice": "required"}, InvalidValueError, "prompt 0: tool_choice 'required' needs tools"),
         ({"tools": TOOLS, "tool_choice": "any"}, InvalidTypeError, "prompt 0: tool_choice must be"),
         ({"chat_template_kwargs": {"tools": TOOLS}}, InvalidValueError, "prompt 0: chat_template_kwargs must not hold tools"),
         (

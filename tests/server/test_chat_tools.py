@@ -113,7 +113,7 @@ def test_a_conversation_with_calls_is_rendered(tool_client, tool_server, options
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tools": None, "tool_choice": "required"}, "tool_choice='required' needs tools"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice 'required' needs tools"),
         ({"tools": [], "tool_choice": NAMED}, "the tools are none"),
         ({"tool_choice": "any"}, "tool_choice must be 'auto'"),
         ({"tools": [{"type": "web_search"}]}, "tools[0] must be a function"),
