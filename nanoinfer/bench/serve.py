@@ -1,7 +1,7 @@
 """Measure an OpenAI-compatible server from outside: what its clients see.
 
-In: a Client and a Workload. Out: ServeFigures. One event loop sends all requests and records the answers (recording.py). They
-are kept in memory, some 250 bytes per token, and parsed when the last one has ended.
+In: a Client and a Workload. Out: ServeFigures. One event loop sends all requests and keeps what arrives
+(timed_response.py), some 250 bytes of memory per token, which is parsed when the last answer has ended.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoinfer.bench.recording import Recording
+from nanoinfer.bench.timed_response import TimedResponse
 from nanoinfer.bench.timing import Percentiles, percentiles
 from nanoinfer.bench.workloads import Workload
 from nanoinfer.errors import InvalidValueError, NanoinferError
@@ -137,31 +137,31 @@ def _measure(target: Target, bodies: list[dict[str, Any]], arrivals: Sequence[fl
     """Send every request, wait for the answers, and parse them. Returns the seconds of CPU before the parsing, too."""
     path = "/chat/completions" if target.is_chat else "/completions"
     start = time.process_time()
-    recordings = asyncio.run(_record_all(target, path, bodies, arrivals or [0.0] * len(bodies)))
+    responses = asyncio.run(_record_all(target, path, bodies, arrivals or [0.0] * len(bodies)))
     cpu_s = time.process_time() - start
-    return [_parse(target, path, sent, recording) for sent, recording in recordings], cpu_s
+    return [_parse(target, path, sent, response) for sent, response in responses], cpu_s
 
 
 async def _record_all(
     target: Target, path: str, bodies: list[dict[str, Any]], arrivals: Sequence[float]
-) -> list[tuple[float, Recording]]:
+) -> list[tuple[float, TimedResponse]]:
     """Send every request at its arrival time, or when one more may be in flight. Returns (when it was sent, its answer)."""
     slots = asyncio.Semaphore(target.max_concurrency) if target.max_concurrency else nullcontext()
     start = time.perf_counter()
 
-    async def record(body: dict[str, Any], arrival: float) -> tuple[float, Recording]:
+    async def record(body: dict[str, Any], arrival: float) -> tuple[float, TimedResponse]:
         await asyncio.sleep(start + arrival - time.perf_counter())
         async with slots:
-            return time.perf_counter(), await Recording.of(target.client, path, body)
+            return time.perf_counter(), await TimedResponse.of(target.client, path, body)
 
     return await asyncio.gather(*map(record, bodies, arrivals))
 
 
-def _parse(target: Target, path: str, sent: float, recording: Recording) -> RequestRecord:
+def _parse(target: Target, path: str, sent: float, response: TimedResponse) -> RequestRecord:
     record = RequestRecord(sent)
     usage: dict[str, Any] = {}
     try:
-        for arrival, chunk in recording.chunks(target.client, path):
+        for arrival, chunk in response.chunks(target.client, path):
             if any(_has_text(choice) for choice in chunk.get("choices") or ()):
                 record.chunk_times.append(arrival)
             usage = chunk.get("usage") or usage

@@ -91,5 +91,24 @@ class CPUQwenDecoderLayer(nn.Module):
         return self.o_proj(attend(self.layer, q, k, v).flatten(1), x)
 
 
+class CPUSwiGLU(nn.Module):
+    """SwiGLU on a CPU, of an expert: fused activation. In torch's own silu the last elements of a tensor have other bits."""
+
+    parts = (nn.Linear,)
+
+    def __init__(self, mlp: SwiGLU, linears: LinearOptimizer) -> None:
+        super().__init__()
+        self.gate_proj = linears.take(mlp, "gate_proj", activation="silu")
+        self.up_proj = linears.take(mlp, "up_proj")
+        self.down_proj = linears.take(mlp, "down_proj")
+
+    def forward(self, x: Float[Tensor, "num_tokens hidden"]) -> Float[Tensor, "num_tokens hidden"]:
+        return self.down_proj(self.gate_proj(x) * self.up_proj(x))
+
+
 # block of a model file -> its form on a CPU, built as form(block, linear_optimizer)
-CPU_BLOCKS: dict[type[nn.Module], Any] = {GPT2Block: CPUGPT2Block, QwenDecoderLayer: CPUQwenDecoderLayer}
+CPU_BLOCKS: dict[type[nn.Module], Any] = {
+    GPT2Block: CPUGPT2Block,
+    QwenDecoderLayer: CPUQwenDecoderLayer,
+    SwiGLU: CPUSwiGLU,
+}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -92,7 +93,9 @@ class MixtureOfExperts(nn.Module):
             weights = weights / weights.sum(dim=-1, keepdim=True)
         out = self._routed(x, weights, chosen)
         if self.has_shared_expert:
-            out += self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+            # A sigmoid, as the softmax of (z, 0). torch's own gives the last elements of a tensor other bits than the others.
+            weight = F.pad(self.shared_expert_gate(x), (0, 1)).float().softmax(dim=-1)[:, :1]
+            out += weight * self.shared_expert(x)
         return out.to(x.dtype)
 
     def _routed(

@@ -52,11 +52,14 @@ class Terminal:
             self.send(before)
             time.sleep(0.3)
             self._wait_until_it_sleeps()
-            os.write(self._main, CTRL_C.encode())
+            self.interrupt()
             keys = after
         for start in range(0, len(keys), 500):  # the terminal's buffer is small, and the echo must be read
             os.write(self._main, keys[start : start + 500].encode())
             self._read(0)
+
+    def interrupt(self):
+        os.write(self._main, CTRL_C.encode())
 
     def _wait_until_it_sleeps(self):
         stat, end = Path(f"/proc/{self._process.pid}/stat"), time.monotonic() + 2
@@ -199,7 +202,7 @@ def test_a_chat_from_the_banner_to_the_exit(start, tmp_path):
     terminal.send("Tell me a story about Tom\r")
     terminal.wait_for("\x1b[?2004l\r")  # the end of the echo
     terminal.wait_for(" ")
-    terminal.send(CTRL_C)
+    terminal.interrupt()
     rest = terminal.wait_for(PROMPT)
     assert "(stopped)" in rest
 

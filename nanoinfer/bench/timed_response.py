@@ -15,7 +15,7 @@ from nanoinfer.server.client import CONNECT_SECONDS, Client
 MAX_READ_BYTES = 2**18  # asyncio reads no more at once
 
 
-class Recording(asyncio.Protocol):
+class TimedResponse(asyncio.Protocol):
     """What arrived at one connection.
 
     Attributes:
@@ -29,21 +29,21 @@ class Recording(asyncio.Protocol):
         self._has_ended = asyncio.Event()
 
     @classmethod
-    async def of(cls, client: Client, path: str, body: dict[str, Any]) -> "Recording":
+    async def of(cls, client: Client, path: str, body: dict[str, Any]) -> "TimedResponse":
         """Post a body on a connection of its own, and record until the server closes it."""
-        recording, loop = cls(), asyncio.get_running_loop()
+        response, loop = cls(), asyncio.get_running_loop()
         try:
-            opening = loop.create_connection(lambda: recording, client.host, client.port, ssl=client.tls)
+            opening = loop.create_connection(lambda: response, client.host, client.port, ssl=client.tls)
             transport, _ = await asyncio.wait_for(opening, CONNECT_SECONDS)
         except OSError as error:
-            recording.error = client.no_connection(error)
-            return recording
+            response.error = client.no_connection(error)
+            return response
         try:
             transport.write(client.stream_request(path, body))
-            await recording._wait(client.timeout)
+            await response._wait(client.timeout)
         finally:
             transport.abort()
-        return recording
+        return response
 
     def data_received(self, data: bytes) -> None:
         self.reads.append((time.perf_counter(), data))
@@ -71,7 +71,7 @@ class Recording(asyncio.Protocol):
 
 
 class _RecordedFile(io.RawIOBase):
-    """Reads a recording again, each time the bytes of one read. time: of the newest."""
+    """Reads a response again, each time the bytes of one read. time: of the newest."""
 
     def __init__(self, reads: list[tuple[float, bytes]], error: Exception | None) -> None:
         self._reads, self._error = iter(reads), error
