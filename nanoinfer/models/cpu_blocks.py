@@ -61,7 +61,8 @@ class CPUQwenDecoderLayer(nn.Module):
         self.qk_norm = attention.qk_norm
         if self.qk_norm:
             self.norm = RMSNorm(self.head_dim, attention.q_norm.eps)
-            weights: list[Tensor] = [attention.q_norm.weight] * self.num_heads + [attention.k_norm.weight] * self.num_kv_heads
+            q_weight, k_weight = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+            weights = [q_weight] * self.num_heads + [k_weight] * self.num_kv_heads
             self.norm.weight = nn.Parameter(torch.stack(weights), requires_grad=False)
         self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
         self.qkv_proj = linears.take(attention, "q_proj", "k_proj", "v_proj")
