@@ -103,7 +103,7 @@ class LLM:
             batch_invariant: Require that a token's logits have the same bits wherever its sequence's tokens are computed: in
                 any batch, as prompt or as answer, after a prefix hit and after a preemption. So `logprobs` of an answer equal
                 `prompt_logprobs` of the same text. The attention then computes one query at a time. A prompt of 1,024 tokens
-                takes longer, and 6 times and more where the attention has no C++ kernel (enforce_eager). Checked when the
+                takes 1.1 to 1.3 times as long, and 7 times and more without the C++ kernel (enforce_eager). Checked when the
                 model is loaded, and refused where it cannot be kept. Without batch_invariant, `batch_independent` says
                 whether the bits are the same in any batch, prefix hits and preemptions aside.
             attention_backend: "auto" (the best one that is installed and supports the model, which the log explains), "cpu",

@@ -6,10 +6,10 @@ a CPU, this takes 0.6 to 0.9 of the fused attention's time from 64 to 4,096 toke
 0.85 to 1.2 of it. After a cached prefix it needs no mask of all queries by all keys, unlike the fused attention.
 
 Decode is bound by reading the cache. `paged_decode` is its definition. A C++ kernel (cpu_decode.cpp, called by cpu_kernel.py)
-computes the same, reads each page once and only up to the end of a sequence, and takes a fourth to a tenth of the time. It is
-compiled in a second when a model is first loaded on a machine, and kept on disk. Where that fails, where the dtype is float16,
-or with enforce_eager=True, `paged_decode` runs on groups of sequences so small that their gathered pages stay in the
-processor's cache. The two forms may differ in the last bit, so an engine uses one of them throughout.
+computes the same, and reads each page once and only up to the end of a sequence. It is compiled in a second when a model is
+first loaded on a machine, and kept on disk. Where that fails, where the dtype is float16, or with enforce_eager=True,
+`paged_decode` runs on groups of sequences so small that their gathered pages stay in the processor's cache. The two forms may
+differ in the last bit, so an engine uses one of them throughout.
 """
 
 import logging

@@ -17,11 +17,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def integers_on_device(lists: list[list[int]], device: torch.device) -> list[Int[Tensor, "..."]]:
-    """Tensors of the lists, copied in one transfer.
-
-    On a CPU they are separate tensors. Views of one tensor would differ in their offset, and torch.compile would compile for
-    each.
-    """
+    """Tensors of the lists, copied in one transfer. On a CPU, where nothing is copied, each is made by itself."""
     if device.type == "cpu":
         return [torch.tensor(numbers, dtype=torch.int64) for numbers in lists]
     # Each starts at a multiple of 16 bytes, because Triton compiles another kernel for other pointers.
