@@ -49,8 +49,8 @@ def batch(
     failure. A row's seed comes from the job's seed and its custom_id, so the answers do not depend on the order.
     """
     check_server_packages()
-    from nanoinfer.models.checkpoint import DEFAULT_MODEL, locate
-    from nanoinfer.server.ledger import Ledger, Manifest, check_rows, file_digests, read_manifest, read_rows
+    from nanoinfer.models.checkpoint import DEFAULT_MODEL, file_digests, locate
+    from nanoinfer.server.ledger import Ledger, Manifest, check_rows, read_manifest, read_rows
 
     model = engine.model or DEFAULT_MODEL
 
@@ -62,7 +62,12 @@ def batch(
         input_digest=input_digest,
         num_rows=num_rows,
         model=file_digests(locate(model, engine.revision)),
-        options={"dtype": engine.dtype, "quantization": engine.quantization, "max_model_len": max_model_len},
+        options={
+            "dtype": engine.dtype,
+            "quantization": engine.quantization,
+            "lora": engine.lora,
+            "max_model_len": max_model_len,
+        },
         seed=seed,
     )
     ledger = Ledger(output, manifest, retry_errors=retry_errors)

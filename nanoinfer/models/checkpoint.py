@@ -5,6 +5,7 @@ weights.py and formats/ read the tensors.
 """
 
 import difflib
+import hashlib
 import json
 import os
 import stat
@@ -190,6 +191,18 @@ def _list_folder(path: Path) -> list[str]:
         return os.listdir(path)
     except (OSError, ValueError):
         return []
+
+
+def file_digests(path: Path) -> dict[str, str]:
+    """A digest of a GGUF file, or of each file in a folder that a model's answers may depend on, by the file's name."""
+    patterns = [*_TEXT_FILES, *_WEIGHT_FILES, "*.gguf"]
+    digests = {}
+    for file in [path] if path.is_file() else sorted(path.iterdir()):
+        if not file.is_file() or not any(map(file.match, patterns)):
+            continue
+        with file.open("rb") as content:
+            digests[file.name] = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    return digests
 
 
 def check_file(path: Path, max_bytes: int | None = None) -> None:

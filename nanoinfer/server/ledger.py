@@ -23,7 +23,6 @@ from nanoinfer.errors import InvalidValueError
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 MAX_LISTED = 10  # invalid lines in an error message
-CHECKPOINT_SUFFIXES = {".json", ".safetensors", ".jinja", ".txt", ".model"}
 FSYNC_SECONDS = 5.0  # what a power failure may cost. A killed process loses no line
 
 
@@ -93,16 +92,6 @@ def read_rows(path: Path) -> Iterator[Row]:
         for line in file:
             if line.strip():
                 yield Row.model_validate(from_json(line))
-
-
-def file_digests(folder: Path) -> dict[str, str]:
-    """A digest of each file in a checkpoint's folder that its answers may depend on."""
-    digests = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.suffix in CHECKPOINT_SUFFIXES:
-            with path.open("rb") as file:
-                digests[path.name] = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-    return digests
 
 
 class Ledger:
@@ -190,7 +179,7 @@ class Ledger:
 
     def _read(self, found: Path, *, retry_errors: bool) -> None:
         """Read the results. The rest of a line, which a killed process or a full disk has left, is removed."""
-        removed = found.with_name(found.name + ".new").open("wb") if retry_errors else None
+        kept = found.with_name(found.name + ".new").open("wb") if retry_errors else None
         end = 0
         with found.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -199,19 +188,19 @@ class Ledger:
                 end += len(line)
                 try:
                     result = from_json(line)
-                    if removed is None or result["error"] is None:
+                    if kept is None or result["error"] is None:
                         self._count(result)
-                        if removed is not None:
-                            removed.write(line)
+                        if kept is not None:
+                            kept.write(line)
                 except (ValueError, KeyError, TypeError) as error:
                     raise InvalidValueError(f"{found} is damaged in line {number}; remove that line") from error
-        if removed is None:
+        if kept is None:
             os.truncate(found, end)
             return
-        with removed:
-            removed.flush()
-            os.fsync(removed.fileno())
-        os.replace(removed.name, self._partial)
+        with kept:
+            kept.flush()
+            os.fsync(kept.fileno())
+        os.replace(kept.name, self._partial)
         if found != self._partial:
             found.unlink()
 

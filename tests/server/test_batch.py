@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.cli.main import app as commands
 from nanoinfer.errors import EngineDeadError, InvalidValueError
+from nanoinfer.models.checkpoint import file_digests
 from nanoinfer.server.app import ServerSettings, create_app
 from nanoinfer.server.batch import answer_all, row_seed
 from nanoinfer.server.ledger import Ledger, Manifest, Row, check_rows, manifest_path, read_rows
@@ -249,6 +250,16 @@ def test_the_command_draws_a_seed_once_and_goes_on_with_it(tmp_path):
     code, text = invoke("--seed", "1")
     assert code == 1
     assert "belongs to a job with another seed" in text.replace("\n", " ")
+
+
+def test_the_manifest_has_the_files_of_a_folder_or_a_gguf_file(tmp_path):
+    for name in ("config.json", "model.safetensors", "model.gguf", "notes.md"):
+        (tmp_path / name).write_text("same")
+    of_folder = file_digests(tmp_path)
+    assert list(of_folder) == ["config.json", "model.gguf", "model.safetensors"]
+    assert file_digests(tmp_path / "model.gguf") == {"model.gguf": of_folder["model.gguf"]}
+    (tmp_path / "config.json").write_text("other")
+    assert [name for name, digest in file_digests(tmp_path).items() if digest != of_folder[name]] == ["config.json"]
 
 
 @pytest.mark.long

@@ -18,6 +18,7 @@ from typing import Any
 from nanoinfer.bench.workloads import Workload
 from nanoinfer.devices.machine_checks import cache_path
 from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.models.checkpoint import file_digests
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class PeerProcess:
             NanoinferError: The process has failed. The message has its last line and the path of its output.
         """
         self.peer = peer
-        cache = cache_path().with_name("peers") / _digest(checkpoint)
+        cache = cache_path().with_name("peers") / _content_name(checkpoint)
         cache.mkdir(parents=True, exist_ok=True)
         self._log = cache / f"{peer.name}.log"
         with self._log.open("wb") as log:
@@ -156,11 +157,6 @@ class PeerProcess:
         return answer
 
 
-def _digest(checkpoint: Path) -> str:
+def _content_name(checkpoint: Path) -> str:
     """A name for a checkpoint's content. Converted models are kept under it."""
-    digest = hashlib.sha256()
-    for path in sorted(checkpoint.iterdir()):
-        if path.suffix in (".json", ".safetensors"):
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]
+    return hashlib.sha256(json.dumps(file_digests(checkpoint)).encode()).hexdigest()[:16]
