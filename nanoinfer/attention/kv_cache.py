@@ -12,7 +12,7 @@ import math
 import mmap
 from contextlib import suppress
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -107,6 +107,17 @@ def bytes_per_block(*, num_layers: int, block_size: int, num_kv_heads: int, head
     1179648
     """
     return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+def bytes_per_block_of(config: Any, block_size: int, dtype: torch.dtype) -> int:
+    """bytes_per_block with the sizes of a model's config."""
+    return bytes_per_block(
+        num_layers=config.num_hidden_layers,
+        block_size=block_size,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

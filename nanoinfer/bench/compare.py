@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nanoinfer.attention.kv_cache import bytes_per_block
+from nanoinfer.attention.kv_cache import bytes_per_block_of
 from nanoinfer.bench.peers.process import TRANSFORMERS, Peer, PeerProcess
 from nanoinfer.bench.runners import NanoinferRunner, TransformersRunner, memory_in_use
 from nanoinfer.bench.shapes import write_checkpoint
@@ -120,7 +120,7 @@ def compare(
             "compare with engines other than transformers requires device=cpu and dtype bfloat16 or float32, got "
             f"{device.type} and {str(dtype).removeprefix('torch.')}"
         )
-    model = loader.on_meta(opened)
+    model, _ = loader.on_meta(opened)
     config = model.config
     is_cache_given = engine.get("kv_cache_memory") is not None
     if not is_cache_given:
@@ -212,10 +212,4 @@ def cache_bytes(config: Any, dtype: torch.dtype, num_tokens: list[int]) -> int:
     """
     block = 256  # tokens: a multiple of every backend's block size
     num_blocks = sum(sorted((-(-tokens // block) for tokens in num_tokens), reverse=True)[: SchedulerConfig.max_num_seqs])
-    return num_blocks * bytes_per_block(
-        num_layers=config.num_hidden_layers,
-        block_size=block,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-    )
+    return num_blocks * bytes_per_block_of(config, block, dtype)

@@ -136,7 +136,7 @@ def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, li
     """Measure the machine, then prefill and decode steps of a model. engine: arguments of LLM, dtype and device among them."""
     recorder = Recorder()
     opened, device = Checkpoint.open(checkpoint), loader.resolve_device(engine["device"])
-    model, dtype = loader.on_meta(opened), loader.resolve_dtype(engine["dtype"], opened, device)
+    model, dtype = loader.on_meta(opened)[0], loader.resolve_dtype(engine["dtype"], opened, device)
     # No more than is needed: the first touch of further memory would be measured, too.
     most_bytes = max(
         cache_bytes(model.config, dtype, [length + num_steps(n, length) + 2] * n) for n, length in STEPS[device.type]

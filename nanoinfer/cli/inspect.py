@@ -7,10 +7,9 @@ downloads the small files only.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from rich.console import Console
 
-from nanoinfer.attention.kv_cache import bytes_per_block
+from nanoinfer.attention.kv_cache import bytes_per_block_of
 from nanoinfer.cli.options import new_table
 from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError
 from nanoinfer.models import loader
@@ -90,10 +89,10 @@ def examine(
         if checkpoint.weight_files or checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype")):
             run_dtype = loader.resolve_dtype(dtype, checkpoint, loader.resolve_device("auto"))
         if checkpoint.weight_files:
-            built = loader.on_meta(checkpoint)
+            built, weights = loader.on_meta(checkpoint)
             config, parameters = built.config, dict(built.named_parameters())
             num_parameters = sum(weight.numel() for weight in parameters.values())
-            match_tensors(parameters, loader.open_weights(checkpoint), built.weight_rules)
+            match_tensors(parameters, weights, built.weight_rules)
         tokenizer = loader.load_tokenizer(checkpoint.path)
         has_tokenizer, has_chat_template = tokenizer is not None, tokenizer is not None and bool(tokenizer.get_chat_template())
     except (UnsupportedError, CheckpointError) as error:
@@ -105,7 +104,7 @@ def examine(
                 f"--tokens must be <= {config.max_position_embeddings}, the positions this model knows, got {num_tokens}"
             )
     num_weight_bytes = num_parameters * run_dtype.itemsize if num_parameters and run_dtype else None
-    num_cache_bytes = _cache_bytes_per_token(config, run_dtype) if config and run_dtype else None
+    num_cache_bytes = bytes_per_block_of(config, 1, run_dtype) if config and run_dtype else None
     num_bytes = None
     if num_weight_bytes and num_cache_bytes and num_tokens:
         num_bytes = num_weight_bytes + num_users * num_tokens * num_cache_bytes
@@ -139,16 +138,6 @@ def _open(model: str, revision: str | None) -> Checkpoint:
     generation_path = path / "generation_config.json"
     generation_config = read_json(generation_path) if generation_path.exists() else {}
     return Checkpoint(path, read_json(path / "config.json"), generation_config, [])
-
-
-def _cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    return bytes_per_block(
-        num_layers=config.num_hidden_layers,
-        block_size=1,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-    )
 
 
 def _quantization(checkpoint: Checkpoint) -> str | None:

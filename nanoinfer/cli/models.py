@@ -72,7 +72,7 @@ def _examine(name: str, folder: Path, num_bytes: int) -> LocalModel:
     try:
         checkpoint = Checkpoint.open(str(folder))
         architecture = ", ".join(map(str, checkpoint.config.get("architectures") or ()))
-        num_parameters = sum(weight.numel() for weight in on_meta(checkpoint).parameters())
+        num_parameters = sum(weight.numel() for weight in on_meta(checkpoint)[0].parameters())
     except NanoinferError as error:
         reason = str(error).partition("\n")[0].partition("; ")[0].replace(f"{folder}{os.sep}", "")
     return LocalModel(name, architecture, num_parameters, num_bytes, reason)

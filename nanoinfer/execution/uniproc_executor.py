@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanoinfer.attention.base import select_backend
 from nanoinfer.attention.cpu import CPUBackend
-from nanoinfer.attention.kv_cache import KVCache, bytes_per_block
+from nanoinfer.attention.kv_cache import KVCache, bytes_per_block_of
 from nanoinfer.config import LOGPROBS_MODES, EngineConfig
 from nanoinfer.devices import openmp
 from nanoinfer.devices.cuda_graphs import CUDACapture
@@ -263,13 +263,7 @@ class UniProcExecutor:
 
 def _block_bytes(model: Model, block_size: int) -> int:
     """Bytes of a cache block of a model in all layers."""
-    return bytes_per_block(
-        num_layers=model.config.num_hidden_layers,
-        block_size=block_size,
-        num_kv_heads=model.config.num_key_value_heads,
-        head_dim=model.config.head_dim,
-        dtype=next(model.parameters()).dtype,
-    )
+    return bytes_per_block_of(model.config, block_size, next(model.parameters()).dtype)
 
 
 def _must_sync(seq: Sequence) -> bool:

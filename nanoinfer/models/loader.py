@@ -152,8 +152,7 @@ def load_model(
     """
     device = torch.device(device)
     resolved = resolve_dtype(dtype, checkpoint, device)
-    model = on_meta(checkpoint)
-    weights = open_weights(checkpoint)
+    model, weights = on_meta(checkpoint)
     if lora:
         weights = LoraWeights(weights, lora, model.weight_rules)
     load_weights(model, weights, model.weight_rules, resolved, device)
@@ -182,14 +181,17 @@ def open_weights(checkpoint: Checkpoint) -> Weights:
     return packed_format(WeightFiles(checkpoint.weight_files), settings, checkpoint.config_path)
 
 
-def on_meta(checkpoint: Checkpoint) -> Any:
-    """Build the checkpoint's model on the meta device: every shape, and no weights. Raises the errors of `load`."""
+def on_meta(checkpoint: Checkpoint) -> tuple[Any, Weights]:
+    """Build the checkpoint's model on the meta device: every shape, and no weights. Return it and the checkpoint's tensors.
+
+    Raises: the errors of `load`.
+    """
     model_class, config = read_config(checkpoint)
     files = open_weights(checkpoint)
     _compare_sizes(config, files, checkpoint.config_path)
     is_tied = head_is_tied(config.tie_word_embeddings, files, model_class.weight_rules)
     with torch.device("meta"):
-        return model_class(dataclasses.replace(config, tie_word_embeddings=is_tied))
+        return model_class(dataclasses.replace(config, tie_word_embeddings=is_tied)), files
 
 
 def read_config(checkpoint: Checkpoint) -> tuple[type[Any], Any]:

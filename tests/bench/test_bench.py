@@ -91,7 +91,7 @@ def test_both_sides_make_every_token_of_the_workload():
 
 def test_the_parts_of_a_step_have_hand_checked_counts(gpt2_path):
     """2 layers of 48, 4 heads, fp32: 48 x 144 + 48 x 48 weights in a layer's projections, 2 x 48 x 192 in its MLP."""
-    model = loader.on_meta(Checkpoint.open(str(gpt2_path)))
+    model = loader.on_meta(Checkpoint.open(str(gpt2_path)))[0]
     vocab_size = model.config.vocab_size
     parts = {part.name: part for part in roofline.count(model, torch.float32, num_seqs=3, num_new=1, context=10)}
     projections, mlp = 2 * (48 * 144 + 48 * 48), 2 * 2 * 48 * 192
