@@ -5,7 +5,7 @@ neither requests nor how tokens are sampled. On a GPU the model's part of a deco
 (decode_graphs.py).
 """
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.attention.base import AttentionBackend
@@ -32,9 +32,11 @@ class ModelRunner:
             return self.graphs.replay(batch, self._run)
         return self._run(batch)
 
-    def compute_logits(self, hidden: Float[Tensor, "num_rows hidden"]) -> Float[Tensor, "num_rows vocab"]:
+    def compute_logits(
+        self, hidden: Float[Tensor, "num_tokens hidden"], rows: Int[Tensor, " num_rows"] | slice
+    ) -> Float[Tensor, "num_rows vocab"]:
         """The logits of some hidden rows, in fp32. Pass few rows: 1,000 rows of 151,936 logits take 600 MB."""
-        return self.model.compute_logits(hidden).float()
+        return self.model.compute_logits(hidden[rows]).float()
 
     def _run(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         attend = self.backend.begin_step(self.cache, batch.attention)

@@ -148,7 +148,7 @@ class UniProcExecutor:
             )
             built = time.perf_counter()
             hidden = self.runner.forward(batch)
-            logits = self.runner.compute_logits(hidden[batch.logits_indices])  # of the rows that need logits
+            logits = self.runner.compute_logits(hidden, batch.logits_indices)
             forwarded = time.perf_counter()
             sequences = [seq for seq, _ in plan.rows]
             drawn = top_logprobs = stage_tracer = None
@@ -251,7 +251,7 @@ class UniProcExecutor:
         requested = seq.params.prompt_logprobs
         num_top = self.info.vocab_size if requested is None or requested == -1 else requested
         for start in range(part.start, part.stop, rows_at_a_time):
-            logits = self.runner.compute_logits(hidden[start : min(start + rows_at_a_time, part.stop)])
+            logits = self.runner.compute_logits(hidden, slice(start, min(start + rows_at_a_time, part.stop)))
             first = part.position + 1 + start - part.start
             logprobs += token_logprobs(logits, seq.prompt_token_ids[first : first + len(logits)], [num_top] * len(logits))
         return PromptLogprobs(seq, part.position + 1, logprobs)

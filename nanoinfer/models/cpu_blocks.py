@@ -14,13 +14,14 @@ from nanoinfer.attention.base import Attend
 from nanoinfer.models.cpu_linear import LinearOptimizer
 from nanoinfer.models.gpt2 import GPT2MLP, GPT2Attention, GPT2Block
 from nanoinfer.models.layers import RMSNorm, SwiGLU, apply_rotary
+from nanoinfer.models.parallel_layers import AllReduced
 from nanoinfer.models.qwen import QwenAttention, QwenDecoderLayer
 
 
 class CPUGPT2Block(nn.Module):
     """GPT2Block on a CPU: fused activation and residual additions."""
 
-    parts = (GPT2Attention, GPT2MLP, nn.LayerNorm, nn.Linear)
+    parts = (GPT2Attention, GPT2MLP, nn.LayerNorm, nn.Linear, AllReduced)
 
     def __init__(self, block: GPT2Block, linears: LinearOptimizer) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class CPUQwenDecoderLayer(nn.Module):
     q and k are normalised and rotated as one tensor, whose heads have a weight each. That halves the number of operators.
     """
 
-    parts = (QwenAttention, SwiGLU, RMSNorm, nn.Linear)
+    parts = (QwenAttention, SwiGLU, RMSNorm, nn.Linear, AllReduced)
 
     def __init__(self, layer: QwenDecoderLayer, linears: LinearOptimizer) -> None:
         super().__init__()

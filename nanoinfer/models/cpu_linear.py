@@ -23,6 +23,7 @@ from nanoinfer.devices import row_forms
 from nanoinfer.devices.machine_checks import verdict
 from nanoinfer.errors import UnsupportedError, first_line
 from nanoinfer.models.layers import gelu_tanh, merge_linears
+from nanoinfer.models.parallel_layers import AllReduced
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +169,7 @@ class LinearOptimizer:
 
     def take(
         self, block: nn.Module, *names: str, activation: Activation | None = None, adds_residual: bool = False
-    ) -> CPULinear:
+    ) -> nn.Module:
         """Remove linear layers from a block and return one module that computes them, their outputs side by side.
 
         Their plain weights are freed at once, so that loading needs the memory of one layer more and not of a block.
@@ -176,6 +177,10 @@ class LinearOptimizer:
         linear = merge_linears(*(getattr(block, name) for name in names)) if len(names) > 1 else getattr(block, names[0])
         for name in names:
             delattr(block, name)
+        if isinstance(linear, AllReduced):
+            adds_residual = adds_residual and linear.communicator.rank == 0
+            linear.module = self.optimize(linear.module, activation, adds_residual=adds_residual)
+            return linear
         return self.optimize(linear, activation, adds_residual=adds_residual)
 
     def report(self) -> LinearReport:

@@ -24,6 +24,7 @@ class GPT2Config:
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
+    head_dim: int
     max_position_embeddings: int
     layer_norm_epsilon: float
     tie_word_embeddings: bool
@@ -52,6 +53,7 @@ class GPT2Config:
             intermediate_size=config.get("n_inner") or 4 * width,
             num_hidden_layers=config["n_layer"],
             num_attention_heads=num_heads,
+            head_dim=width // num_heads,
             max_position_embeddings=config["n_positions"],
             layer_norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
             tie_word_embeddings=config.get("tie_word_embeddings", True),
@@ -60,10 +62,6 @@ class GPT2Config:
     @property
     def num_key_value_heads(self) -> int:
         return self.num_attention_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
 
 
 _SUPPORTED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
@@ -75,8 +73,9 @@ class GPT2Attention(nn.Module):
         self.layer = layer
         self.num_heads = config.num_attention_heads
         self.head_dim = config.head_dim
-        self.c_attn = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.c_proj = nn.Linear(config.hidden_size, config.hidden_size)
+        width = config.num_attention_heads * config.head_dim
+        self.c_attn = nn.Linear(config.hidden_size, 3 * width)
+        self.c_proj = nn.Linear(width, config.hidden_size)
 
     def forward(self, x: Float[Tensor, "num_tokens hidden"], attend: Attend) -> Float[Tensor, "num_tokens hidden"]:
         qkv = self.c_attn(x).view(len(x), 3, self.num_heads, self.head_dim)

@@ -34,7 +34,9 @@ from nanoinfer.models.formats.gguf_weights import GGUFWeights
 from nanoinfer.models.formats.gptq import GPTQWeights
 from nanoinfer.models.formats.lora import LoraWeights
 from nanoinfer.models.formats.packed import PackedWeights
+from nanoinfer.models.parallel_layers import Communicator
 from nanoinfer.models.registry import Model, find_model
+from nanoinfer.models.sharding import join_shards, shard_on_meta
 from nanoinfer.models.weights import WeightFiles, Weights, dtype_of, head_is_tied, load_weights
 from nanoinfer.tokenization.gguf_tokenizer import tokenizer_from_gguf
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -78,28 +80,16 @@ class Loaded:
     eos_token_ids: frozenset[int]
 
 
-def load(config: EngineConfig) -> Loaded:
+def load(config: EngineConfig, communicator: Communicator | None = None) -> Loaded:
     """Load a model, its tokenizer and its EOS ids, and optimise the model for its device.
+
+    communicator: connects the ranks among which the model is split. None: there is one.
 
     Raises:
         CheckpointNotFoundError, CheckpointError, WeightsError, UnsupportedError
     """
-    device = resolve_device(config.device)
-    if config.quantization and device.type != "cpu":
-        raise UnsupportedError(
-            f"quantization={config.quantization!r} runs on a CPU only, got device {str(device)!r}; leave it out"
-        )
-    if device.type == "cuda":
-        set_cuda_device(device)
     checkpoint = Checkpoint.open(config.model, config.revision)
-    model = load_model(checkpoint, "bfloat16" if config.quantization else config.dtype, device, config.lora)
-    num_parameters = sum(weight.numel() for weight in model.parameters())
-    has_independent_rows = False
-    if device.type == "cpu":
-        report = optimize.optimize_for_cpu(model, quantization=config.quantization)
-        has_independent_rows = report.are_rows_independent
-    elif not config.enforce_eager:
-        optimize.optimize_for_cuda(model)
+    model, num_parameters, has_independent_rows = load_optimized(checkpoint, config, communicator)
     tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
     tokenizer = load_tokenizer(tokenizer_path)
     if config.tokenizer is not None and tokenizer is None:
@@ -112,6 +102,31 @@ def load(config: EngineConfig) -> Loaded:
         logger.warning("eos_token_id %s is no id of this model's vocabulary, and ends no text", shown(outside))
     eos_token_ids -= frozenset(outside)
     return Loaded(checkpoint, model, num_parameters, has_independent_rows, tokenizer, eos_token_ids)
+
+
+def load_optimized(checkpoint: Checkpoint, config: EngineConfig, communicator: Communicator | None) -> tuple[Any, int, bool]:
+    """Load a model, or a rank's part of it, and optimise it for its device.
+
+    Returns:
+        The Model, and num_parameters and has_independent_rows of Loaded. The parameters are those of the whole model.
+    """
+    device = resolve_device(config.device)
+    if config.quantization and device.type != "cpu":
+        raise UnsupportedError(
+            f"quantization={config.quantization!r} runs on a CPU only, got device {str(device)!r}; leave it out"
+        )
+    if device.type == "cuda":
+        set_cuda_device(device)
+    dtype = resolve_dtype("bfloat16" if config.quantization else config.dtype, checkpoint, device)
+    whole, weights = on_meta(checkpoint)
+    num_parameters = sum(weight.numel() for weight in whole.parameters())
+    model = _fill(whole, weights, dtype, device, config.lora, communicator)
+    if device.type == "cpu":
+        report = optimize.optimize_for_cpu(model, quantization=config.quantization)
+        return model, num_parameters, report.are_rows_independent
+    if not config.enforce_eager:
+        optimize.optimize_for_cuda(model)
+    return model, num_parameters, False
 
 
 def load_tokenizer(path: Path) -> Tokenizer | None:
@@ -152,10 +167,26 @@ def load_model(
     """
     device = torch.device(device)
     resolved = resolve_dtype(dtype, checkpoint, device)
-    model, weights = on_meta(checkpoint)
+    return _fill(*on_meta(checkpoint), resolved, device, lora)
+
+
+def _fill(
+    model: Any,
+    weights: Weights,
+    dtype: torch.dtype,
+    device: torch.device,
+    lora: Sequence[tuple[str, float]],
+    communicator: Communicator | None = None,
+) -> Any:
+    """Give a model on the meta device its weights. With a communicator, return this rank's part of it."""
+    vocab_size = model.config.vocab_size
     if lora:
         weights = LoraWeights(weights, lora, model.weight_rules)
-    load_weights(model, weights, model.weight_rules, resolved, device)
+    if communicator is not None:
+        model, weights = shard_on_meta(model, weights, communicator.rank, communicator.size)
+    load_weights(model, weights, model.weight_rules, dtype, device)
+    if communicator is not None:
+        join_shards(model, vocab_size, communicator)
     return model.to(device).eval()
 
 

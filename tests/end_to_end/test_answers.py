@@ -577,7 +577,12 @@ def test_a_large_vocabulary_is_headed_some_rows_at_a_time(ids_llm, qwen3_path, m
     prompt = random_prompt(30)
     runner, sizes = ids_llm.engine.executor.runner, []
     compute_logits = runner.compute_logits
-    monkeypatch.setattr(runner, "compute_logits", lambda rows: sizes.append(len(rows)) or compute_logits(rows))
+
+    def counted(hidden, rows):
+        sizes.append(len(hidden[rows]))
+        return compute_logits(hidden, rows)
+
+    monkeypatch.setattr(runner, "compute_logits", counted)
     [some] = generate(ids_llm, [prompt], asked(prompt_logprobs=-1, max_tokens=1))
     assert sizes == [1, 7, 7, 7, 7, 1]
     compare_prompt_logprobs(qwen3_path, some)

@@ -126,7 +126,7 @@ def test_logits_of_a_chunked_batched_step_equal_a_dense_forward_pass(model):
     engine = engine_for(model, chunk_size=8)
     seen = []
     compute_logits = engine.executor.runner.compute_logits
-    engine.executor.runner.compute_logits = lambda hidden: seen.append(compute_logits(hidden)) or seen[-1]
+    engine.executor.runner.compute_logits = lambda *rows: seen.append(compute_logits(*rows)) or seen[-1]
     compared = 0
     requests = [engine.add_request(random_prompt(rng, 9 + 8 * i), greedy(6)) for i in range(4)]
     plans = []
@@ -214,8 +214,8 @@ def test_a_row_without_finite_logits_ends_with_an_error_and_the_others_finish(mo
     requests = [engine.add_request([i + 1], greedy(5)) for i in range(3)]
     compute_logits = engine.executor.runner.compute_logits
 
-    def broken(hidden):
-        logits = compute_logits(hidden)
+    def broken(*rows):
+        logits = compute_logits(*rows)
         if len(logits) == 3:
             logits[1] = float("nan")
         return logits

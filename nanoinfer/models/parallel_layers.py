@@ -1,0 +1,82 @@
+"""Tensor parallelism: the modules that join the results of several ranks.
+
+In: a module whose weight is one rank's part (sharding.py). Out: a module with the arguments and the result of the whole one.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+
+class Communicator(Protocol):
+    """The connection of a rank with the others. All ranks make the same calls in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """The sum over the ranks. Every rank gets the same bits, and an element's bits do not depend on its place."""
+        ...
+
+    def gather(self, x: Float[Tensor, "*shape"]) -> list[Tensor]:
+        """On rank 0, the tensors of all ranks. On the others, nothing."""
+        ...
+
+
+class AllReduced(nn.Module):
+    """The sum over the ranks of a module's results. cpu_blocks.py may pack the module, which then adds a residual as well."""
+
+    def __init__(self, module: nn.Module, communicator: Communicator) -> None:
+        super().__init__()
+        self.module = module
+        self.communicator = communicator
+
+    def forward(
+        self, x: Float[Tensor, "num_tokens in"], residual: Float[Tensor, "num_tokens out"] | None = None
+    ) -> Float[Tensor, "num_tokens out"]:
+        is_added_here = residual is not None and self.communicator.rank == 0
+        return self.communicator.all_reduce(self.module(x, residual) if is_added_here else self.module(x))
+
+
+class VocabularyEmbedding(nn.Module):
+    """An embedding whose rows are on several ranks. first_id: of this rank's."""
+
+    def __init__(self, embedding: nn.Embedding, first_id: int, communicator: Communicator) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+        self.first_id = first_id
+        self.communicator = communicator
+
+    def forward(self, input_ids: Int[Tensor, " num_tokens"]) -> Float[Tensor, "num_tokens hidden"]:
+        rows = input_ids - self.first_id
+        is_elsewhere = (rows < 0) | (rows >= len(self.weight))
+        found = F.embedding(rows.masked_fill(is_elsewhere, 0), self.weight)
+        return self.communicator.all_reduce(found.masked_fill(is_elsewhere.unsqueeze(1), 0.0))
+
+
+class VocabularyHead(nn.Module):
+    """An LM head whose outputs are on several ranks. Rank 0 gets all logits, the others get their own."""
+
+    def __init__(self, head: nn.Module, vocab_size: int, communicator: Communicator) -> None:
+        super().__init__()
+        self.head = head
+        self.vocab_size = vocab_size
+        self.communicator = communicator
+
+    def forward(self, hidden: Float[Tensor, "num_rows hidden"]) -> Float[Tensor, "num_rows vocab"]:
+        logits = self.local(hidden)
+        if not len(logits):
+            return logits.new_empty(0, self.vocab_size)
+        parts = self.communicator.gather(logits)
+        return torch.cat(parts, dim=1)[:, : self.vocab_size] if parts else logits
+
+    def local(self, hidden: Float[Tensor, "num_rows hidden"]) -> Float[Tensor, "num_rows padded"]:
+        """The logits of this rank's ids. They are padded with -inf to the same number on every rank."""
+        logits = self.head(hidden)
+        padding = -(-self.vocab_size // self.communicator.size) - logits.shape[1]
+        return F.pad(logits, (0, padding), value=float("-inf")) if padding else logits

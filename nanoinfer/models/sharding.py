@@ -1,0 +1,229 @@
+"""Tensor parallelism: which rank has which part of each weight.
+
+In: a family's model and a checkpoint's Weights. Out: the model of one rank, with smaller layers, and the Weights that fill it.
+parallel_layers.py has the modules that join the ranks' results.
+
+    column       a rank has some of a layer's outputs: whole heads of q, k and v, some of the MLP's inner activations
+    row          a rank has the inputs that belong to these. Its product is one term of a sum over the ranks (AllReduced)
+    vocabulary   a rank has an interval of the ids: their rows of the embedding, their logits
+
+A layer has two sums over the ranks, behind the attention and behind the MLP. The residual and a row layer's bias are added on
+rank 0. The other parts of the model (norms, positions, a router) are the same on every rank. The model files know nothing of
+this. Their layers are built with fewer heads and a smaller inner size.
+
+Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.models.gpt2 import GPT2LMHeadModel
+from nanoinfer.models.llama import LlamaForCausalLM
+from nanoinfer.models.parallel_layers import AllReduced, Communicator, VocabularyEmbedding, VocabularyHead
+from nanoinfer.models.qwen import QwenForCausalLM
+from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeForCausalLM
+from nanoinfer.models.weights import TensorInfo, Weights
+
+# What a rank has of a layer. qkv: a column layer for q, k and v at once. kv: a column layer with num_key_value_heads heads.
+Split = Literal["column", "qkv", "kv", "row", "vocabulary"]
+
+_GPT2: dict[str, Split] = {
+    "attn.c_attn": "qkv",
+    "attn.c_proj": "row",
+    "mlp.c_fc": "column",
+    "mlp.c_proj": "row",
+    "wte": "vocabulary",
+    "lm_head": "vocabulary",
+}
+_QWEN: dict[str, Split] = {
+    "q_proj": "column",
+    "k_proj": "kv",
+    "v_proj": "kv",
+    "o_proj": "row",
+    "gate_proj": "column",
+    "up_proj": "column",
+    "down_proj": "row",
+    "embed_tokens": "vocabulary",
+    "lm_head": "vocabulary",
+}
+# family -> how the names of its layers end, and what a rank has of them. What is not named here is the same on every rank.
+SPLITS: dict[type[nn.Module], dict[str, Split]] = {
+    GPT2LMHeadModel: _GPT2,
+    LlamaForCausalLM: _QWEN,
+    QwenForCausalLM: _QWEN,
+    QwenMoeForCausalLM: _QWEN,  # each expert is split, as any MLP
+}
+
+# Fields of a family's config that are divided by the number of ranks.
+_DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+
+def check_shards(model_class: type[Any], config: Any, size: int) -> None:
+    """Refuse a number of ranks that a model cannot be split into.
+
+    Raises:
+        UnsupportedError: with the numbers that are possible.
+    """
+    if model_class not in SPLITS:
+        names = ", ".join(family.__name__ for family in SPLITS)
+        raise UnsupportedError(
+            f"tensor_parallel_size={size} is not supported for {model_class.__name__}, only for {names}; leave it out"
+        )
+    if not _fits(config, size):
+        allowed = [n for n in range(1, config.num_attention_heads + 1) if _fits(config, n)]
+        sizes = ", ".join(f"{name} {getattr(config, name)}" for name in (*_sizes(config), "num_key_value_heads"))
+        raise UnsupportedError(
+            f"tensor_parallel_size must be one of {', '.join(map(str, allowed))} for this model ({sizes}), got {size}"
+        )
+
+
+def _sizes(config: Any) -> list[str]:
+    return [name for name in _DIVIDED if getattr(config, name, None) is not None]
+
+
+def _fits(config: Any, size: int) -> bool:
+    num_kv_heads = config.num_key_value_heads
+    return (
+        all(getattr(config, name) % size == 0 for name in _sizes(config))
+        and (num_kv_heads % size == 0 or size % num_kv_heads == 0)  # the second: several ranks have the same head
+        and -(-config.vocab_size // size) * (size - 1) < config.vocab_size  # no rank is without ids
+    )
+
+
+def shard_on_meta(model: Any, weights: Weights, rank: int, size: int) -> tuple[Any, Weights]:
+    """Build a rank's model on the meta device, and the Weights that fill it.
+
+    Args:
+        model: the whole model, on the meta device.
+        weights: of the whole model.
+    """
+    config = model.config
+    ids = _vocabulary(config.vocab_size, rank, size)
+    local: dict[str, int] = {name: getattr(config, name) // size for name in _sizes(config)}
+    local["vocab_size"] = ids.stop - ids.start
+    if any(field.name == "num_key_value_heads" for field in dataclasses.fields(config)):  # GPT-2 has as many as heads of q
+        local["num_key_value_heads"] = max(config.num_key_value_heads // size, 1)
+    with torch.device("meta"):
+        shard = type(model)(dataclasses.replace(config, **local))
+    return shard, ShardedWeights(weights, model, rank, size)
+
+
+def join_shards(model: Any, vocab_size: int, communicator: Communicator) -> None:
+    """Replace the layers of a rank's loaded model whose results belong together by modules that join them.
+
+    The model then has the whole model's forward and, on rank 0, its compute_logits. Its config has the whole vocabulary, and
+    the rank's number of heads, which are those of its KV cache.
+    """
+    ids = _vocabulary(vocab_size, communicator.rank, communicator.size)
+    model.config = dataclasses.replace(model.config, vocab_size=vocab_size)
+    model.supports_cuda_graph = False  # a graph with a collective in it has never been tried
+
+    def joined(name: str, module: nn.Module) -> nn.Module | None:
+        split = split_of(type(model), name)
+        if split == "row" or isinstance(module, MixtureOfExperts):
+            return AllReduced(module, communicator)
+        if split == "vocabulary":
+            if isinstance(module, nn.Embedding):
+                return VocabularyEmbedding(module, ids.start, communicator)
+            return VocabularyHead(module, vocab_size, communicator)
+        return None
+
+    def replace_in(parent: nn.Module, prefix: str) -> None:
+        for name, child in list(parent.named_children()):
+            module = joined(prefix + name, child)
+            if module is None:
+                replace_in(child, f"{prefix}{name}.")
+            else:
+                setattr(parent, name, module)
+
+    replace_in(model, "")
+
+
+def split_of(model_class: type[Any], layer: str) -> Split | None:
+    """What a rank has of a layer, or None if every rank has all of it."""
+    return next((split for end, split in SPLITS[model_class].items() if f".{layer}".endswith(f".{end}")), None)
+
+
+def _vocabulary(vocab_size: int, rank: int, size: int) -> slice:
+    """The ids of a rank. The last rank may have fewer than the others."""
+    num = -(-vocab_size // size)
+    return slice(rank * num, min((rank + 1) * num, vocab_size))
+
+
+def _even(total: int, rank: int, size: int) -> slice:
+    return slice(rank * total // size, (rank + 1) * total // size)
+
+
+class ShardedWeights(Weights):
+    """A rank's part of each tensor of a checkpoint. No more than that is read.
+
+    Args:
+        base: the whole tensors.
+        model: the whole model. Its weights are not used.
+    """
+
+    def __init__(self, base: Weights, model: Any, rank: int, size: int) -> None:
+        self._base, self._rank, self._size = base, rank, size
+        self._model_class, self._rules, self._config = type(model), model.weight_rules, model.config
+        self.has_empty_biases = base.has_empty_biases
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        info = self._base[name]
+        axis, parts = self._parts(name)
+        if parts is None:
+            return info
+        shape = list(info.shape)
+        shape[axis] = sum(part.stop - part.start for part in parts)
+        is_view = info.is_mapped and axis == 0 and len(parts) == 1
+        return TensorInfo(tuple(shape), info.dtype, is_mapped=is_view)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base)
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        axis, parts = self._parts(name)
+        if parts is None:
+            weight = self._base.read(name, rows)
+            return torch.zeros_like(weight) if self._is_added_elsewhere(name) else weight
+        if axis == 1:
+            weight = self._base.read(name, rows)
+            return torch.cat([weight[:, part] for part in parts], dim=1)
+        if len(parts) > 1:
+            return torch.cat([self._base.read(name, part) for part in parts])[rows]
+        start, stop, _ = rows.indices(parts[0].stop - parts[0].start)
+        return self._base.read(name, slice(parts[0].start + start, parts[0].start + stop))
+
+    def _split_of(self, name: str) -> Split | None:
+        layer = name.removeprefix(self._rules.prefix).rpartition(".")[0]
+        return split_of(self._model_class, layer)
+
+    def _is_added_elsewhere(self, name: str) -> bool:
+        """Whether a tensor is a bias that rank 0 adds to the sum."""
+        return self._rank > 0 and self._split_of(name) == "row" and name.endswith(".bias")
+
+    def _parts(self, name: str) -> tuple[int, list[slice] | None]:
+        """The axis along which a tensor is split, and this rank's parts of it. None: all of it."""
+        split, shape = self._split_of(name), self._base[name].shape
+        if split is None or (split == "row" and len(shape) == 1):
+            return 0, None
+        axis = 1 if split == "row" else 0
+        if len(shape) > 1 and name.endswith(self._rules.transpose):
+            axis = 1 - axis
+        total, rank, size = shape[axis], self._rank, self._size
+        if split == "vocabulary":
+            return axis, [_vocabulary(total, rank, size)]
+        if split == "qkv":
+            third, part = total // 3, _even(total // 3, rank, size)
+            return axis, [slice(i * third + part.start, i * third + part.stop) for i in range(3)]
+        if split == "kv" and (num_heads := self._config.num_key_value_heads) < size:
+            head = rank * num_heads // size  # several ranks have the same one
+            return axis, [_even(total, head, num_heads)]
+        return axis, [_even(total, rank, size)]
