@@ -171,6 +171,7 @@ class EngineConfig:
     quantization: str | None = None  # or "int8" or "int4": linear layers in 8 or 4 bits
     lora: tuple[tuple[str, float], ...] = ()  # adapters to merge into the weights, each with its strength
     device: str = "auto"
+    tensor_parallel_size: int = 1  # ranks among which the model is split
     max_model_len: int | None = None  # tokens of prompt + output. None: the model's own
     attention_backend: str = "auto"
     enforce_eager: bool = False
@@ -199,6 +200,7 @@ class EngineConfig:
             raise InvalidValueError(
                 f"quantization={self.quantization!r} computes in bfloat16, got dtype={shown(self.dtype)}; leave dtype out"
             )
+        check_integer("tensor_parallel_size", self.tensor_parallel_size, 1, None, ">= 1")
         check_integer("max_model_len", self.max_model_len, 1, None, ">= 1", or_none=True)
         check_flag("enforce_eager", self.enforce_eager)
         if self.async_scheduling is not None:
@@ -239,7 +241,6 @@ NEUTRAL_VALUES: dict[str, dict[str, tuple[object, ...]]] = {
         "runner": ("generate", "auto"),
         "task": ("generate", "auto", None),
         "convert": ("none", "auto"),
-        "tensor_parallel_size": (1,),
         "pipeline_parallel_size": (1,),
         "data_parallel_size": (1,),
         "distributed_executor_backend": (None, "uni"),

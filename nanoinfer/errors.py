@@ -11,7 +11,7 @@ Each message says what is wrong, what was given, what is allowed, and the way ou
     │       └── WeightsError                  missing, unexpected, misshaped or damaged tensors
     ├── InvalidTypeError (TypeError)          a value of the wrong type
     ├── QueueFullError                        too many requests wait, or too many new grammars: AsyncLLM, the server
-    └── EngineDeadError                       the engine of an AsyncLLM has failed, or was shut down
+    └── EngineDeadError                       the engine has failed, has lost a rank, or was shut down
 
 A prompt that is only too long for the engine raises nothing. Its result has finish_reason "error", and the other prompts of the
 call are answered.
@@ -66,7 +66,7 @@ class QueueFullError(NanoinferError):
 
 
 class EngineDeadError(NanoinferError):
-    """The engine accepts no requests: its steps have failed, or it was shut down."""
+    """The engine accepts no requests: its steps have failed, one of its ranks has ended, or it was shut down."""
 
 
 def check_argument_names(

@@ -59,6 +59,7 @@ class LLM:
         quantization: str | None = None,
         lora: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float] | None = None,
         device: str = "auto",
+        tensor_parallel_size: int = 1,
         block_size: int | None = None,
         max_num_seqs: int | None = SchedulerConfig.max_num_seqs,
         max_num_batched_tokens: int | None = SchedulerConfig.max_num_batched_tokens,
@@ -82,7 +83,7 @@ class LLM:
         Args:
             model: A folder with config.json and safetensors, a .gguf file, a hub name, or a bundled model ("tiny-qwen3",
                 "tiny-gpt2"). None is tiny-qwen3. GPT-2, Llama, Mistral, Qwen2, Qwen2.5, Qwen3 and Qwen's MoE are supported.
-            tokenizer: Folder or hub name of a different tokenizer. A model without one takes token ids and detokenize=False.
+            tokenizer: Folder or hub name of a different tokenizer. A model without one takes token ids, detokenize=False.
             revision: Branch, tag or commit of a hub model.
             dtype: "auto" (the checkpoint's own, or float32 on a CPU that is slow at it), "float32"/"float", "bfloat16",
                 "float16"/"half", or torch's own.
@@ -90,14 +91,15 @@ class LLM:
             lora: LoRA adapters in peft's format, merged into the weights for all requests: a folder or hub name, a list, or a
                 dict of strengths, such as {"adapter": 0.5}. docs/checkpoints.md says what is supported.
             device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
+            tensor_parallel_size: Number of processes, or GPUs, among which the model is split (docs/scaling.md).
             block_size: Tokens per cache block. None is the attention backend's own.
             max_num_seqs: Maximum number of running sequences. None is the default.
             max_num_batched_tokens: Maximum number of prompt tokens per step. Every running sequence adds one. None: default.
             chunk_size: Longer prompts are computed in chunks, cut at multiples of this.
             max_model_len: Maximum number of tokens of prompt and answer. None is the model's own. Lowered to what the cache
                 holds.
-            kv_cache_memory: Bytes for the KV cache. None is, on a GPU, what gpu_memory_utilization leaves beside the weights,
-                and on a CPU half of the free memory, at most 4 GiB. Never more than max_num_seqs sequences can use.
+            kv_cache_memory: Bytes for each rank's KV cache. None is, on a GPU, what gpu_memory_utilization leaves beside the
+                weights, and on a CPU half of the free memory, at most 4 GiB. Never more than max_num_seqs sequences can use.
             gpu_memory_utilization: Share of the GPU's memory for weights and cache, in (0, 1]. No effect on a CPU.
             enable_prefix_caching: Compute common prefixes of prompts once. None is the default.
             batch_invariant: Require that a token's logits have the same bits wherever its sequence's tokens are computed: in
@@ -109,12 +111,10 @@ class LLM:
             attention_backend: "auto" (the best one that is installed and supports the model, which the log explains), "cpu",
                 "flash", "triton", "torch" or "reference".
             enforce_eager: Neither compile nor capture CUDA graphs.
-            async_scheduling: Prepare a step while the one before it runs. The tokens are the same. None is True on a GPU and
-                False on a CPU.
+            async_scheduling: Prepare a step while the one before it runs. The tokens are the same. None is True on a GPU only.
             speculative_config: Speculative decoding: guess tokens, and check several in one step. {"method": "ngram"} repeats
                 earlier text. {"method": "draft_model", "model": name} asks a smaller model with the same vocabulary. More keys:
-                nanoinfer.config.SpeculativeConfig. The tokens are those of plain decoding, as they are those of any other
-                batch (see `batch_independent`).
+                nanoinfer.config.SpeculativeConfig. The tokens are those of plain decoding (see `batch_independent`).
             seed: For requests without their own seed, 0 .. 2**64 - 1. The same seed and the same calls give the same answers.
                 None draws a seed from the operating system and logs it at level INFO.
             stages: The sampler's stages in their order. `[*STAGES, mine]`, from nanoinfer.sampling.sampler, adds your own.
@@ -125,8 +125,9 @@ class LLM:
         Raises:
             InvalidValueError, InvalidTypeError: An argument out of its range, of the wrong type or unknown.
             UnsupportedError: A model or a setting that is not supported. vLLM's further arguments are accepted with the values
-                that change nothing here, such as tensor_parallel_size=1 (see config.NEUTRAL_VALUES).
+                that change nothing here, such as pipeline_parallel_size=1 (see config.NEUTRAL_VALUES).
             CheckpointNotFoundError, CheckpointError, WeightsError: Files that are missing or damaged.
+            EngineDeadError: One of the ranks did not start, or has ended.
         """
         config = EngineConfig(
             model=None if model is None else _path_string("model", model),
@@ -136,6 +137,7 @@ class LLM:
             quantization=quantization,
             lora=lora_adapters(lora),
             device=device,
+            tensor_parallel_size=tensor_parallel_size,
             max_model_len=max_model_len,
             attention_backend=attention_backend,
             enforce_eager=enforce_eager,

@@ -79,7 +79,10 @@ class EngineOptions:
     quantization: Quantization = None
     lora: Lora = None
     device: Device = "auto"
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute on a CPU. Default: torch's choice.")] = None
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Processes among which the model is split.")] = 1
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads that compute on a CPU, in all processes. Default: torch's choice.")
+    ] = None
     enforce_eager: EnforceEager = False
     attention_backend: Annotated[str, typer.Option(help="auto, or flash, triton, torch, cpu, reference.")] = "auto"
     kv_cache_memory: Annotated[

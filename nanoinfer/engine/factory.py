@@ -4,6 +4,7 @@ torch is imported when an engine is made, inside these functions, so that the re
 """
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,14 +27,22 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
     """
     from nanoinfer.models.loader import load
 
-    loaded = load(config)
-    engine = make_engine(
-        loaded.model,
-        config,
-        tokenizer=loaded.tokenizer,
-        eos_token_ids=loaded.eos_token_ids,
-        has_independent_rows=loaded.has_independent_rows,
-    )
+    ranks: Any = None
+    if config.tensor_parallel_size > 1:
+        from nanoinfer.distributed.launch import start
+
+        ranks = start(config)  # under torchrun, ranks above 0 work for rank 0 in here, and exit
+        config = ranks.config
+    with nullcontext() if ranks is None else ranks.watched():
+        loaded = load(config, None if ranks is None else ranks.communicator)
+        engine = make_engine(
+            loaded.model,
+            config,
+            tokenizer=loaded.tokenizer,
+            eos_token_ids=loaded.eos_token_ids,
+            has_independent_rows=loaded.has_independent_rows,
+            ranks=ranks,
+        )
     if engine.tracer is not None:
         model, info = config.model or DEFAULT_MODEL, engine.executor.info
         engine.tracer.emit(
@@ -62,8 +71,11 @@ def make_engine(
     tokenizer: Tokenizer | None = None,
     eos_token_ids: frozenset[int] = frozenset(),
     has_independent_rows: bool = False,
+    ranks: Any = None,
 ) -> LLMEngine:
     """Make the engine of a models.registry.Model on its device. The arguments are those of UniProcExecutor and LLMEngine.
+
+    ranks: distributed.launch.Ranks, if several share the model.
 
     Raises: CheckpointNotFoundError, CheckpointError, WeightsError, UnsupportedError, InvalidValueError, for a draft model.
     """
@@ -73,8 +85,16 @@ def make_engine(
     draft_model = None if speculative is None or speculative.model is None else _load_draft_model(config, model, tokenizer)
     tracer = None if config.tracer is None else EventBuffer(config.tracer)
     executor = UniProcExecutor(
-        model, config, tokenizer=tokenizer, tracer=tracer, has_independent_rows=has_independent_rows, draft_model=draft_model
+        model,
+        config,
+        tokenizer=tokenizer,
+        tracer=tracer,
+        has_independent_rows=has_independent_rows,
+        draft_model=draft_model,
+        communicator=None if ranks is None else ranks.communicator,
     )
+    if ranks is not None:
+        executor.runner = ranks.lead(executor.runner)
     proposer: Proposer | None = None
     if draft_model is not None:
         proposer = DraftModelProposer(_draft_executor(draft_model, config, executor), config.scheduler)

@@ -25,6 +25,7 @@ from nanoinfer.devices.row_forms import same_bits
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.scratch import scratch_sequences
+from nanoinfer.models.parallel_layers import Communicator
 from nanoinfer.models.registry import Model
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
@@ -35,13 +36,21 @@ NUM_DECODES = 2
 
 
 def is_batch_independent(
-    model: Model, backend: AttentionBackend, block_size: int, dtype: torch.dtype, *, has_single_queries: bool = False
+    model: Model,
+    backend: AttentionBackend,
+    block_size: int,
+    dtype: torch.dtype,
+    *,
+    has_single_queries: bool = False,
+    communicator: Communicator | None = None,
 ) -> bool:
     """Whether rows are independent of the batch. With has_single_queries (batch_invariant), also of the chunk.
 
     Measured once per machine for models and backends of this package. Measured in every process for others, because their code
-    may change.
+    may change, and for a model that several ranks share, because all of them must take part.
     """
+    if communicator is not None:
+        return bool(communicator.minimum(_try(model, backend, block_size, dtype, has_single_queries)))
     if not all(type(part).__module__.startswith("nanoinfer.") for part in (model, backend)):
         return _try(model, backend, block_size, dtype, has_single_queries)
     digest = hashlib.sha256(f"{model.config} {model}".encode()).hexdigest()[:12]  # names the classes of its layers

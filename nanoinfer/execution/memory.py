@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.models.parallel_layers import Communicator
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.cuda_graphs import BYTES_AT_A_TIME
 
@@ -23,7 +24,14 @@ _MORE_ON_A_GPU = " or gpu_memory_utilization, lower max_num_batched_tokens or ma
 
 
 def num_blocks_for(
-    config: EngineConfig, block_bytes: int, block_size: int, max_len: int, device: torch.device, *, step_bytes: int = 0
+    config: EngineConfig,
+    block_bytes: int,
+    block_size: int,
+    max_len: int,
+    device: torch.device,
+    *,
+    step_bytes: int = 0,
+    communicator: Communicator | None = None,
 ) -> int:
     """The number of blocks that fit into memory, at most what max_num_seqs sequences of max_len could use.
 
@@ -34,18 +42,21 @@ def num_blocks_for(
         max_len: Tokens of the longest sequence.
         device: The device of the cache.
         step_bytes: Bytes to keep free on a GPU for a step, besides weights and cache.
+        communicator: Of ranks that share a model. They all get the smallest of their numbers.
 
     Raises:
         InvalidValueError: If no block fits.
     """
     memory = memory_for_cache(device, config.cache.kv_cache_memory, config.cache.gpu_memory_utilization, step_bytes=step_bytes)
+    if communicator is not None and device.type == "cpu" and config.cache.kv_cache_memory is None:
+        memory //= communicator.size  # each rank sees the same free memory
     num_blocks = min(memory // block_bytes, config.scheduler.max_num_seqs * -(-max_len // block_size))
     if num_blocks < 1:
         raise InvalidValueError(
             f"the KV cache may take {memory} bytes, less than one block of {block_size} tokens ({block_bytes} bytes); "
             f"raise kv_cache_memory{_MORE_ON_A_GPU if device.type == 'cuda' else ''}, or lower block_size"
         )
-    return num_blocks
+    return num_blocks if communicator is None else communicator.minimum(num_blocks)
 
 
 def memory_for_cache(

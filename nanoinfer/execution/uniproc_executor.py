@@ -26,6 +26,7 @@ from nanoinfer.execution.executor import ExecutorInfo, PromptLogprobs, SequenceO
 from nanoinfer.execution.forward_batch import ForwardBatch, LastDrawn
 from nanoinfer.execution.memory import num_blocks_for, peak_step_bytes
 from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.models.parallel_layers import Communicator
 from nanoinfer.models.registry import Model
 from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling.batch import SamplingBatch
@@ -68,6 +69,7 @@ class UniProcExecutor:
         has_independent_rows: bool = False,
         draft_model: Model | None = None,
         num_blocks: int | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
         """Choose the attention backend, allocate the KV cache, check row invariance, and make the sampler.
 
@@ -76,6 +78,7 @@ class UniProcExecutor:
         has_independent_rows: what models/cpu_linear.py measured about the model's linear layers.
         draft_model: its cache, of as many blocks, must fit into the memory as well. It is not run here.
         num_blocks: of the cache. None: what fits.
+        communicator: of the ranks that share the model, each with an executor. One of them runs steps (distributed/).
         """
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
@@ -89,7 +92,7 @@ class UniProcExecutor:
             enforce_eager=config.enforce_eager,
         )
         block_size = config.cache.block_size or backend.default_block_size
-        self.info = self._size_cache(model, config, name, block_size, draft_model, num_blocks)
+        self.info = self._size_cache(model, config, name, block_size, draft_model, num_blocks, communicator)
         graphs, sampler_graphs = None, None
         if self.device.type == "cuda" and backend.supports_cuda_graph and not config.enforce_eager:
             if getattr(model, "supports_cuda_graph", True):
@@ -117,7 +120,12 @@ class UniProcExecutor:
         self._num_threads = torch.get_num_threads()
         self._batch_invariant = config.scheduler.batch_invariant
         self._is_batch_independent = has_independent_rows and is_batch_independent(
-            model, backend, self.info.block_size, self.dtype, has_single_queries=self._batch_invariant
+            model,
+            backend,
+            self.info.block_size,
+            self.dtype,
+            has_single_queries=self._batch_invariant,
+            communicator=communicator,
         )
         if self._batch_invariant and not self.batch_independent:
             raise cannot_be_invariant(self.dtype, self.device)
@@ -201,6 +209,7 @@ class UniProcExecutor:
         block_size: int,
         draft_model: Model | None,
         num_blocks: int | None,
+        communicator: Communicator | None,
     ) -> ExecutorInfo:
         """Decide how many blocks the KV cache gets, and the longest sequence that this allows."""
         limit = model.config.max_position_embeddings
@@ -213,7 +222,9 @@ class UniProcExecutor:
         if num_blocks is None:
             step_bytes = peak_step_bytes(model, config, self.device) if self.device.type == "cuda" else 0
             all_bytes = block_bytes + (0 if draft_model is None else _block_bytes(draft_model, block_size))
-            num_blocks = num_blocks_for(config, all_bytes, block_size, requested_len, self.device, step_bytes=step_bytes)
+            num_blocks = num_blocks_for(
+                config, all_bytes, block_size, requested_len, self.device, step_bytes=step_bytes, communicator=communicator
+            )
         max_model_len = min(requested_len, num_blocks * block_size)
         dtype_name = str(self.dtype).removeprefix("torch.")
         logger.info(

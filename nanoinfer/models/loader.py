@@ -108,7 +108,7 @@ def load_optimized(checkpoint: Checkpoint, config: EngineConfig, communicator: C
     """Load a model, or a rank's part of it, and optimise it for its device.
 
     Returns:
-        The Model, and num_parameters and has_independent_rows of Loaded. The parameters are those of the whole model.
+        The Model, and num_parameters and has_independent_rows of Loaded, which are those of all ranks.
     """
     device = resolve_device(config.device)
     if config.quantization and device.type != "cpu":
@@ -123,7 +123,10 @@ def load_optimized(checkpoint: Checkpoint, config: EngineConfig, communicator: C
     model = _fill(whole, weights, dtype, device, config.lora, communicator)
     if device.type == "cpu":
         report = optimize.optimize_for_cpu(model, quantization=config.quantization)
-        return model, num_parameters, report.are_rows_independent
+        is_independent = report.are_rows_independent
+        if communicator is not None:
+            is_independent = bool(communicator.minimum(is_independent))
+        return model, num_parameters, is_independent
     if not config.enforce_eager:
         optimize.optimize_for_cuda(model)
     return model, num_parameters, False

@@ -3,7 +3,7 @@
 In: a module whose weight is one rank's part (sharding.py). Out: a module with the arguments and the result of the whole one.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +19,16 @@ class Communicator(Protocol):
     @property
     def size(self) -> int: ...
 
-    def all_reduce(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    def all_reduce(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The sum over the ranks. Every rank gets the same bits, and an element's bits do not depend on its place."""
         ...
 
-    def gather(self, x: Float[Tensor, "*shape"]) -> list[Tensor]:
+    def gather(self, x: Float[Tensor, "..."]) -> list[Tensor]:
         """On rank 0, the tensors of all ranks. On the others, nothing."""
+        ...
+
+    def minimum(self, number: int) -> int:
+        """The smallest of the ranks' numbers."""
         ...
 
 
@@ -33,7 +37,7 @@ class AllReduced(nn.Module):
 
     def __init__(self, module: nn.Module, communicator: Communicator) -> None:
         super().__init__()
-        self.module = module
+        self.module: Any = module
         self.communicator = communicator
 
     def forward(

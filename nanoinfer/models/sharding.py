@@ -59,8 +59,8 @@ SPLITS: dict[type[nn.Module], dict[str, Split]] = {
     QwenMoeForCausalLM: _QWEN,  # each expert is split, as any MLP
 }
 
-# Fields of a family's config that are divided by the number of ranks.
-_DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+# Inner sizes of MLPs, in a family's config. They need not be multiples of the number of ranks.
+_INNER_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 def check_shards(model_class: type[Any], config: Any, size: int) -> None:
@@ -76,22 +76,23 @@ def check_shards(model_class: type[Any], config: Any, size: int) -> None:
         )
     if not _fits(config, size):
         allowed = [n for n in range(1, config.num_attention_heads + 1) if _fits(config, n)]
-        sizes = ", ".join(f"{name} {getattr(config, name)}" for name in (*_sizes(config), "num_key_value_heads"))
         raise UnsupportedError(
-            f"tensor_parallel_size must be one of {', '.join(map(str, allowed))} for this model ({sizes}), got {size}"
+            f"tensor_parallel_size must be {' or '.join(map(str, allowed))} for this model, which has "
+            f"{config.num_attention_heads} heads and {config.num_key_value_heads} of keys and values, got {size}"
         )
 
 
-def _sizes(config: Any) -> list[str]:
-    return [name for name in _DIVIDED if getattr(config, name, None) is not None]
+def _inner_sizes(config: Any) -> dict[str, int]:
+    return {name: getattr(config, name) for name in _INNER_SIZES if getattr(config, name, None) is not None}
 
 
 def _fits(config: Any, size: int) -> bool:
     num_kv_heads = config.num_key_value_heads
     return (
-        all(getattr(config, name) % size == 0 for name in _sizes(config))
+        config.num_attention_heads % size == 0
         and (num_kv_heads % size == 0 or size % num_kv_heads == 0)  # the second: several ranks have the same head
-        and -(-config.vocab_size // size) * (size - 1) < config.vocab_size  # no rank is without ids
+        and min(_inner_sizes(config).values()) >= size
+        and config.vocab_size >= size * size  # no rank is without ids
     )
 
 
@@ -103,9 +104,10 @@ def shard_on_meta(model: Any, weights: Weights, rank: int, size: int) -> tuple[A
         weights: of the whole model.
     """
     config = model.config
-    ids = _vocabulary(config.vocab_size, rank, size)
-    local: dict[str, int] = {name: getattr(config, name) // size for name in _sizes(config)}
-    local["vocab_size"] = ids.stop - ids.start
+    parts = {name: _even(inner_size, rank, size) for name, inner_size in _inner_sizes(config).items()}
+    parts["vocab_size"] = _vocabulary(config.vocab_size, rank, size)
+    local = {name: part.stop - part.start for name, part in parts.items()}
+    local["num_attention_heads"] = config.num_attention_heads // size
     if any(field.name == "num_key_value_heads" for field in dataclasses.fields(config)):  # GPT-2 has as many as heads of q
         local["num_key_value_heads"] = max(config.num_key_value_heads // size, 1)
     with torch.device("meta"):

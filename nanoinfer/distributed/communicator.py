@@ -1,0 +1,87 @@
+"""Collectives of one engine's ranks: gloo on CPUs, NCCL on GPUs.
+
+In: tensors of this rank. Out: their sum over the ranks, or the tensors of all ranks. A process group belongs to one engine, and
+torch's default group is not touched, so several engines may be in one process.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from nanoinfer.errors import NanoinferError, first_line
+
+CONNECT_TIMEOUT = timedelta(minutes=5)
+
+
+class RankLostError(NanoinferError):
+    """A collective failed, because another rank has ended."""
+
+
+class ProcessGroupCommunicator:
+    """models/parallel_layers.py's Communicator over torch.distributed. Connects when it is made, which waits for all ranks."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, is_one_machine: bool) -> None:
+        """is_one_machine: whether all ranks are on this machine. CPU ranks are then reached by its loopback address alone."""
+        self.rank, self.size = rank, size
+        self._device = device
+        with _losses_named():
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+                self._group: Any = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+            elif is_one_machine:
+                gloo: Any = dist.ProcessGroupGloo
+                options = gloo._Options()
+                options._devices = [gloo.create_device(hostname="127.0.0.1")]
+                self._group = gloo(store, rank, size, options)
+            else:
+                self._group = dist.ProcessGroupGloo(store, rank, size, CONNECT_TIMEOUT)
+
+    def all_reduce(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """The sum over the ranks.
+
+        On a CPU the terms are added in the order of the ranks. gloo's own sum begins with another rank in each part of a
+        tensor, so with three ranks or more a row's bits would depend on its place in the batch.
+        """
+        if self._device.type == "cuda":
+            x = x.contiguous()
+            with _losses_named():
+                self._group.allreduce([x]).wait()
+            return x
+        first, *others = self.all_gather(x)
+        for other in others:
+            first = first + other
+        return first
+
+    def all_gather(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]:
+        """The tensors of all ranks."""
+        out = x.new_empty(self.size * x.numel())
+        with _losses_named():
+            self._group._allgather_base(out, x.flatten()).wait()
+        return out.view(self.size, *x.shape)
+
+    def gather(self, x: Shaped[Tensor, "..."]) -> list[Tensor]:
+        """On rank 0, the tensors of all ranks. On the others, nothing."""
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        with _losses_named():
+            self._group.gather([parts] if parts else [], [x.contiguous()], options).wait()
+        return parts
+
+    def minimum(self, number: int) -> int:
+        """The smallest of the ranks' numbers."""
+        return int(self.all_gather(torch.tensor([number], device=self._device)).min())
+
+
+@contextmanager
+def _losses_named() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLostError(f"the connection between the ranks has failed: {first_line(error)}") from error

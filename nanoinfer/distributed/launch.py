@@ -1,0 +1,206 @@
+"""Starts the ranks of LLM(tensor_parallel_size=N), or joins those that torchrun has started.
+
+In: an EngineConfig. Out, on rank 0: Ranks, connected. A rank above 0 works in this call until rank 0 ends, and exits.
+
+    LLM() alone       rank 0 is this process. It starts the others on this machine, each with a socket of its own
+    under torchrun    every process runs the same script up to LLM(). Their addresses are in torchrun's store
+"""
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Client, Connection, Listener
+
+import torch
+import torch.distributed as dist
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.devices.process import log_once
+from nanoinfer.distributed import worker
+from nanoinfer.distributed.communicator import ProcessGroupCommunicator
+from nanoinfer.distributed.runner import LeadingRunner
+from nanoinfer.distributed.worker import Settings
+from nanoinfer.distributed.workers import Workers
+from nanoinfer.errors import InvalidValueError, UnsupportedError
+from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.models.checkpoint import Checkpoint
+from nanoinfer.models.loader import read_config, resolve_device, resolve_dtype
+from nanoinfer.models.sharding import check_shards
+
+_ADDRESS_KEY = "nanoinfer/address"  # in torchrun's store: where rank 0 listens
+_has_joined = False  # torchrun's ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """All ranks, on rank 0. config: the engine's, with this rank's device."""
+
+    config: EngineConfig
+    communicator: ProcessGroupCommunicator
+    workers: Workers
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Surround loading. See Workers.watched."""
+        return self.workers.watched()
+
+    def lead(self, runner: ModelRunner) -> LeadingRunner:
+        """Return a runner whose calls run on all ranks."""
+        return LeadingRunner(runner, self.workers)
+
+
+def start(config: EngineConfig) -> Ranks:
+    """Start or join the ranks, and connect them. Nothing is loaded yet.
+
+    Raises:
+        UnsupportedError: a model or a machine that is not supported.
+        InvalidValueError: a number of ranks that differs from torchrun's.
+        EngineDeadError: a rank did not start.
+        SystemExit: on a rank above 0, with status 0, when rank 0 has ended.
+    """
+    if not dist.is_available() or os.name != "posix":
+        raise UnsupportedError(
+            f"tensor_parallel_size={config.tensor_parallel_size} requires Linux or macOS, and a torch with torch.distributed; "
+            "leave it out"
+        )
+    is_under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])) if is_under_torchrun else 0
+    devices = _devices(config, local_rank, 1 if is_under_torchrun else config.tensor_parallel_size)
+    if is_under_torchrun:
+        return _join(config, devices[0])
+    return _spawn(config, devices)
+
+
+def _devices(config: EngineConfig, first: int, num: int) -> list[str]:
+    """The devices of this machine's ranks from `first` on."""
+    if resolve_device(config.device).type == "cpu":
+        return ["cpu"] * num
+    if config.device not in ("auto", "cuda"):
+        raise UnsupportedError(
+            f"device={config.device!r} names one GPU, and tensor_parallel_size={config.tensor_parallel_size} uses several; "
+            "use device='cuda', and CUDA_VISIBLE_DEVICES to choose them"
+        )
+    if first + num > torch.cuda.device_count():
+        raise InvalidValueError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but torch sees {torch.cuda.device_count()} GPUs; "
+            "each rank requires its own"
+        )
+    return [f"cuda:{index}" for index in range(first, first + num)]
+
+
+def _spawn(config: EngineConfig, devices: list[str]) -> Ranks:
+    """Start ranks 1, 2 and so on as processes of this one."""
+    settings = _settings(config, devices[0])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connections, processes = [], []
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # the modules that this process finds
+    for _ in devices[1:]:
+        ours, theirs = Pipe()
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", worker.__name__, str(theirs.fileno())],
+                stdin=subprocess.PIPE,  # nothing is written: it is closed when this process ends
+                pass_fds=[theirs.fileno()],
+                env=os.environ | {"PYTHONPATH": path, "TQDM_DISABLE": "1"},
+                start_new_session=True,  # Ctrl-C is for this process only
+            )
+        )
+        theirs.close()
+        connections.append(ours)
+    workers = Workers(connections, processes)
+    with workers.watched():
+        for rank, connection in enumerate(connections, start=1):
+            of_rank = replace(settings.config, device=devices[rank])
+            connection.send(replace(settings, rank=rank, config=of_rank, store_port=store.port))
+    return _connect(config, workers, store, settings, is_one_machine=True)
+
+
+def _join(config: EngineConfig, device: str) -> Ranks:
+    """Join torchrun's ranks. Rank 0 listens, at an address that it writes to the store. Ranks above 0 do not return."""
+    global _has_joined
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size != config.tensor_parallel_size:
+        raise InvalidValueError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but torchrun has started {size} processes (WORLD_SIZE); "
+            "make the two numbers equal"
+        )
+    if _has_joined:
+        raise UnsupportedError(
+            "under torchrun a script may make one LLM with tensor_parallel_size: the other ranks serve the first one; "
+            "start this script without torchrun, or one job per LLM"
+        )
+    _has_joined = True
+    store, _, _ = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore("nanoinfer", store)
+    if rank:
+        address = json.loads(store.get(_ADDRESS_KEY))
+        connection = Client((address["host"], address["port"]), authkey=bytes.fromhex(address["key"]))
+        connection.send(rank)
+        worker.run(connection, lambda _: store, device=device)
+        sys.exit(0)
+    settings = _settings(config, device)
+    host, key = os.environ["MASTER_ADDR"], secrets.token_bytes(32)
+    connections: dict[int, Connection] = {}
+    with Listener((host, 0), backlog=size, authkey=key) as listener:
+        address = {"host": host, "port": listener.address[1], "key": key.hex()}
+        store.set(_ADDRESS_KEY, json.dumps(address))
+        while len(connections) < size - 1:
+            connection = listener.accept()
+            _send_at_once(connection)
+            connections[connection.recv()] = connection
+    workers = Workers([connections[rank] for rank in range(1, size)], [])
+    with workers.watched():
+        for rank, connection in connections.items():
+            connection.send(replace(settings, rank=rank))
+    return _connect(config, workers, store, settings, is_one_machine=False)
+
+
+def _settings(config: EngineConfig, device: str) -> Settings:
+    """Rank 0's settings, after checks that need no weights. The model's files are found, and downloaded if they have to be.
+
+    torch's threads are divided among the ranks, unless OMP_NUM_THREADS says how many a rank has.
+    """
+    checkpoint = Checkpoint.open(config.model, config.revision)
+    check_shards(*read_config(checkpoint), config.tensor_parallel_size)
+    dtype = resolve_dtype("bfloat16" if config.quantization else config.dtype, checkpoint, torch.device(device))
+    size = config.tensor_parallel_size
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(torch.get_num_threads() // size, 1))
+        log_once(f"torch computes in {torch.get_num_threads()} threads, as does each of {size} ranks")
+    of_workers = replace(
+        config,
+        model=str(checkpoint.path),
+        revision=None,
+        tokenizer=None,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device,
+        tracer=None,
+        stages=None,
+    )
+    return Settings(
+        rank=0,
+        size=size,
+        config=of_workers,
+        store_port=0,
+        num_threads=torch.get_num_threads(),
+        matmul_precision=torch.get_float32_matmul_precision(),
+    )
+
+
+def _connect(config: EngineConfig, workers: Workers, store: dist.Store, settings: Settings, *, is_one_machine: bool) -> Ranks:
+    workers.wait_until_ready()
+    device = settings.config.device
+    with workers.watched():
+        communicator = ProcessGroupCommunicator(store, 0, settings.size, torch.device(device), is_one_machine=is_one_machine)
+    return Ranks(replace(config, device=device), communicator, workers)
+
+
+def _send_at_once(connection: Connection) -> None:
+    """Let TCP send small messages without waiting for the answer to the one before."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
+        duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
