@@ -20,7 +20,7 @@ sampling/fast.py runs stage by stage. If candidates would be as large as the log
 In: logits after every stage before the temperature. Stages that read or write single ids belong before the split.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -36,6 +36,7 @@ Ids = Int[Tensor, " batch"]
 Largest = Float[Tensor, " batch"]  # of each full row
 
 
+@runtime_checkable
 class Communicator(Protocol):
     """The ranks that hold one model."""
 
@@ -98,12 +99,12 @@ def gather_rows(logits: Shard, vocab_size: int, communicator: Communicator) -> F
 
 def _gather_largest(
     logits: Shard, batch: SamplingBatch, num_candidates: int, communicator: Communicator
-) -> tuple[Ids, Largest, fast.Candidates, fast.CandidateIds]:
+) -> tuple[Ids, Largest, Float[Tensor, "listed size columns"], Int[Tensor, "listed size columns"]]:
     """Round 1, as one message of 32-bit words.
 
     Returns:
         The argmax (of equal maxima the lowest id) and the maximum of every full row, then the candidates of each rank and their
-        ids, [rows, size, num_candidates], of rows with top_k and then of rows with top_p.
+        ids, of the rows with top_k and then of those with top_p alone.
     """
     rows = batch.groups.top_k_rows + batch.groups.top_p_rows
     argmax, largest = fast.first_largest(logits)
