@@ -1,0 +1,147 @@
+"""Sampling from logits that are split over ranks: the tokens of the full rows, without the full rows.
+
+Each rank holds an interval of the vocabulary. All ranks call `sample` in the same step, and each returns all token ids. Every
+comparison is of logits, and every sum is of integers (sampling/draw.py), so nothing depends on the number of ranks. What a rank
+sends for a row:
+
+    round                                                   rows        bytes
+    1  its largest logit and that id                        all         8
+       its largest logits with their ids (candidates)       top_k       8 (k + 32)
+                                                            top_p       8 * 256
+    2  the sum of its integer weights                       top_p       8
+                                                            neither     8
+    3  the token id, from the rank whose interval holds     neither     8
+       the threshold of the draw
+    4  all its logits, if the candidates do not decide      some        4 * local_vocab
+
+A round that no row needs does not take place: greedy rows and ordinary top_k rows take one. The rows of round 4 are those that
+sampling/fast.py runs stage by stage. If candidates would be as large as the logits, the logits are sent at once instead.
+
+In: logits after every stage before the temperature. Stages that read or write single ids belong before the split.
+"""
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from nanoinfer.devices.transfer import on_device
+from nanoinfer.sampling import fast
+from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.draw import thresholds
+
+Shard = Float[Tensor, "batch local_vocab"]
+Ids = Int[Tensor, " batch"]
+Largest = Float[Tensor, " batch"]  # of each full row
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """The ranks that hold one model."""
+
+    @property
+    def rank(self) -> int: ...  # in [0, size)
+    @property
+    def size(self) -> int: ...
+    def all_gather(self, tensor: Tensor) -> Tensor: ...  # [size, *tensor.shape]; same shape and dtype on every rank
+
+
+def sample(logits: Shard, batch: SamplingBatch, vocab_size: int, communicator: Communicator) -> Ids:
+    """Choose one token id per row, greedily or by the draw. The same ids on every rank, and those of Sampler.
+
+    Args:
+        logits: fp32, of the ids from rank * local_vocab on. Columns beyond the vocabulary hold -inf.
+        batch: of all rows, equal on every rank. Its columns, groups and u are read.
+        vocab_size: of the model, at most size * local_vocab.
+        communicator: of the ranks. They must compute exp alike: the same torch on the same kind of CPU or GPU.
+
+    Returns:
+        The token ids, -1 for a row whose largest logit is not finite.
+    """
+    groups, local_vocab = batch.groups, logits.shape[-1]
+    num_candidates = max(
+        batch.columns.max_top_k + fast.TIE_MARGIN if groups.top_k_rows else 0, fast.NUM_TRIED if groups.top_p_rows else 0
+    )
+    if 2 * num_candidates >= local_vocab:
+        token_ids, largest = fast.sample(gather_rows(logits, vocab_size, communicator), batch)
+        return torch.where(largest.isfinite(), token_ids, -1)
+    token_ids, largest, candidates, ids = _gather_largest(logits, batch, num_candidates, communicator)
+    is_undecided = torch.zeros_like(token_ids, dtype=torch.bool)
+    num_top_k, num_top_p = len(groups.top_k_rows), len(groups.top_p_rows)
+    if groups.top_k_rows:
+        rows = _index(groups.top_k_rows, logits)
+        token_ids[rows], is_undecided[rows] = fast.decide_top_k(candidates[:num_top_k], ids[:num_top_k], batch.only_rows(rows))
+    if groups.top_p_rows or groups.other_rows:
+        rows = _index(groups.top_p_rows + groups.other_rows, logits)
+        parts = fast.weights_in_parts(logits[rows], batch.only_rows(rows), largest[rows])
+        sums = communicator.all_gather(torch.cat([weights.sum(dim=-1) for weights, _ in parts]))  # [size, rows]
+    if groups.top_p_rows:
+        rows = _index(groups.top_p_rows, logits)
+        total = sums[:, :num_top_p].sum(dim=0)
+        token_ids[rows], is_undecided[rows] = fast.decide_top_p(
+            candidates[num_top_k:], ids[num_top_k:], total, batch.only_rows(rows)
+        )
+    if groups.other_rows:
+        rows = _index(groups.other_rows, logits)
+        token_ids[rows] = _draw(logits[rows], batch.only_rows(rows), largest[rows], sums[:, num_top_p:], communicator)
+    undecided = (is_undecided & largest.isfinite()).nonzero().squeeze(-1)
+    if len(undecided):
+        full = gather_rows(logits[undecided], vocab_size, communicator)
+        token_ids[undecided] = fast.sample_plainly(full, batch.only_rows(undecided))
+    return torch.where(largest.isfinite(), token_ids, -1)
+
+
+def gather_rows(logits: Shard, vocab_size: int, communicator: Communicator) -> Float[Tensor, "batch vocab"]:
+    """Send the logits themselves, and return the full rows."""
+    return communicator.all_gather(logits).transpose(0, 1).flatten(1)[:, :vocab_size].contiguous()
+
+
+def _gather_largest(
+    logits: Shard, batch: SamplingBatch, num_candidates: int, communicator: Communicator
+) -> tuple[Ids, Largest, Float[Tensor, "listed size columns"], Int[Tensor, "listed size columns"]]:
+    """Round 1, as one message of 32-bit words.
+
+    Returns:
+        The argmax (of equal maxima the lowest id) and the maximum of every full row, then the candidates of each rank and their
+        ids, of the rows with top_k and then of those with top_p alone.
+    """
+    rows = batch.groups.top_k_rows + batch.groups.top_p_rows
+    argmax, largest = fast.first_largest(logits)
+    candidates, ids = fast.largest_columns(logits[_index(rows, logits)], num_candidates)
+    words = torch.cat([part.flatten().view(torch.int32) for part in (largest, argmax.int(), candidates, ids.int())])
+    gathered = communicator.all_gather(words)  # [size, words]
+    offsets = torch.arange(communicator.size, device=logits.device).unsqueeze(-1) * logits.shape[-1]
+    sizes = [len(largest), len(argmax), candidates.numel(), ids.numel()]
+    all_largest, all_argmax, all_candidates, all_ids = gathered.split(sizes, dim=-1)
+    all_ids = all_ids + offsets
+    largest, owner = all_largest.view(torch.float32).max(dim=0)  # the first of equal maxima
+    argmax = (all_argmax + offsets).gather(0, owner.unsqueeze(0)).squeeze(0)
+    shape = (communicator.size, len(rows), num_candidates)
+    return (
+        argmax,
+        largest,
+        all_candidates.view(torch.float32).reshape(shape).transpose(0, 1),
+        all_ids.reshape(shape).transpose(0, 1),
+    )
+
+
+def _draw(
+    logits: Shard, batch: SamplingBatch, largest: Largest, sums: Int[Tensor, "ranks batch"], communicator: Communicator
+) -> Ids:
+    """Round 3: draw from all weights. The rank whose interval of cumulative weights holds the threshold finds the id."""
+    ends = sums.cumsum(dim=0)
+    threshold = thresholds(ends[-1], batch.u) - (ends - sums)[communicator.rank]  # counted from this rank's first weight
+    rows = ((threshold >= 0) & (threshold < sums[communicator.rank])).nonzero().squeeze(-1)
+    token_ids = torch.full_like(threshold, -1)
+    for weights, part in fast.weights_in_parts(logits[rows], batch.only_rows(rows), largest[rows]):
+        columns = torch.searchsorted(weights.cumsum(dim=-1), threshold[rows[part]].unsqueeze(-1), right=True)
+        token_ids[rows[part]] = columns.squeeze(-1) + communicator.rank * logits.shape[-1]
+    return communicator.all_gather(token_ids).amax(dim=0)
+
+
+def _index(row_numbers: tuple[int, ...], logits: Shard) -> Int[Tensor, " rows"] | slice:
+    """An index of these rows that copies nothing in the usual step, where all rows need the same."""
+    if row_numbers == tuple(range(len(logits))):
+        return slice(None)
+    return on_device(torch.tensor(row_numbers, dtype=torch.int64), logits.device)
