@@ -126,8 +126,7 @@ class LLM:
             InvalidValueError, InvalidTypeError: An argument out of its range, of the wrong type or unknown.
             UnsupportedError: A model or a setting that is not supported. vLLM's further arguments are accepted with the values
                 that change nothing here, such as pipeline_parallel_size=1 (see config.NEUTRAL_VALUES).
-            CheckpointNotFoundError, CheckpointError, WeightsError: Files that are missing or damaged.
-            EngineDeadError: One of the ranks did not start, or has ended.
+            CheckpointNotFoundError, CheckpointError, WeightsError: Missing or damaged files. EngineDeadError: A rank has ended.
         """
         config = EngineConfig(
             model=None if model is None else _path_string("model", model),

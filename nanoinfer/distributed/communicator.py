@@ -65,15 +65,6 @@ class ProcessGroupCommunicator:
             self._group._allgather_base(out, x.flatten()).wait()
         return out.view(self.size, *x.shape)
 
-    def gather(self, x: Shaped[Tensor, "..."]) -> list[Tensor]:
-        """On rank 0, the tensors of all ranks. On the others, nothing."""
-        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
-        options = dist.GatherOptions()
-        options.rootRank = 0
-        with _losses_named():
-            self._group.gather([parts] if parts else [], [x.contiguous()], options).wait()
-        return parts
-
     def minimum(self, number: int) -> int:
         """The smallest of the ranks' numbers."""
         return int(self.all_gather(torch.tensor([number], device=self._device)).min())

@@ -20,13 +20,12 @@ sampling/fast.py runs stage by stage. If candidates would be as large as the log
 In: logits after every stage before the temperature. Stages that read or write single ids belong before the split.
 """
 
-from typing import Protocol, runtime_checkable
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.devices.transfer import on_device
+from nanoinfer.models.parallel_layers import Gatherer
 from nanoinfer.sampling import fast
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import thresholds
@@ -36,18 +35,7 @@ Ids = Int[Tensor, " batch"]
 Largest = Float[Tensor, " batch"]  # of each full row
 
 
-@runtime_checkable
-class Communicator(Protocol):
-    """The ranks that hold one model."""
-
-    @property
-    def rank(self) -> int: ...  # in [0, size)
-    @property
-    def size(self) -> int: ...
-    def all_gather(self, tensor: Tensor) -> Tensor: ...  # [size, *tensor.shape]; same shape and dtype on every rank
-
-
-def sample(logits: Shard, batch: SamplingBatch, vocab_size: int, communicator: Communicator) -> Ids:
+def sample(logits: Shard, batch: SamplingBatch, vocab_size: int, communicator: Gatherer) -> Ids:
     """Choose one token id per row, greedily or by the draw. The same ids on every rank, and those of Sampler.
 
     Args:
@@ -92,13 +80,13 @@ def sample(logits: Shard, batch: SamplingBatch, vocab_size: int, communicator: C
     return torch.where(largest.isfinite(), token_ids, -1)
 
 
-def gather_rows(logits: Shard, vocab_size: int, communicator: Communicator) -> Float[Tensor, "batch vocab"]:
+def gather_rows(logits: Shard, vocab_size: int, communicator: Gatherer) -> Float[Tensor, "batch vocab"]:
     """Send the logits themselves, and return the full rows."""
     return communicator.all_gather(logits).transpose(0, 1).flatten(1)[:, :vocab_size].contiguous()
 
 
 def _gather_largest(
-    logits: Shard, batch: SamplingBatch, num_candidates: int, communicator: Communicator
+    logits: Shard, batch: SamplingBatch, num_candidates: int, communicator: Gatherer
 ) -> tuple[Ids, Largest, Float[Tensor, "listed size columns"], Int[Tensor, "listed size columns"]]:
     """Round 1, as one message of 32-bit words.
 
@@ -127,7 +115,7 @@ def _gather_largest(
 
 
 def _draw(
-    logits: Shard, batch: SamplingBatch, largest: Largest, sums: Int[Tensor, "ranks batch"], communicator: Communicator
+    logits: Shard, batch: SamplingBatch, largest: Largest, sums: Int[Tensor, "ranks batch"], communicator: Gatherer
 ) -> Ids:
     """Round 3: draw from all weights. The rank whose interval of cumulative weights holds the threshold finds the id."""
     ends = sums.cumsum(dim=0)

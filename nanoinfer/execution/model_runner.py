@@ -13,6 +13,7 @@ from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.execution.decode_graphs import DecodeGraphs
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.models.registry import Model
+from nanoinfer.sampling.batch import SamplingBatch
 
 
 class ModelRunner:
@@ -37,6 +38,12 @@ class ModelRunner:
     ) -> Float[Tensor, "num_rows vocab"]:
         """The logits of some hidden rows, in fp32. Pass few rows: 1,000 rows of 151,936 logits take 600 MB."""
         return self.model.compute_logits(hidden[rows]).float()
+
+    def sample(
+        self, hidden: Float[Tensor, "num_tokens hidden"], rows: Int[Tensor, " num_rows"], batch: SamplingBatch
+    ) -> Int[Tensor, " num_rows"] | None:
+        """The sampler's tokens, where they can be drawn without full rows of logits: distributed/runner.py. -1: not finite."""
+        return None
 
     def _run(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         attend = self.backend.begin_step(self.cache, batch.attention)

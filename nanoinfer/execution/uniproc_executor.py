@@ -156,16 +156,22 @@ class UniProcExecutor:
             )
             built = time.perf_counter()
             hidden = self.runner.forward(batch)
-            logits = self.runner.compute_logits(hidden, batch.logits_indices)
-            forwarded = time.perf_counter()
             sequences = [seq for seq, _ in plan.rows]
-            drawn = top_logprobs = stage_tracer = None
+            top_logprobs = stage_tracer = token_ids = drawn = None
             if self._tracer is not None and self._tracer.wants_stages:
                 stage_tracer = StageTracer(self._tracer, sequences, self._tokenizer)
-            if plan.num_top_logprobs:
+            sampling_batch = None if plan.num_top_logprobs else self._sampling_batch(sequences)
+            if sampling_batch is not None and stage_tracer is None and not self.sampler.has_user_stages:
+                token_ids = self.runner.sample(hidden, batch.logits_indices, sampling_batch)
+            if token_ids is None:
+                logits = self.runner.compute_logits(hidden, batch.logits_indices)  # of the rows that need logits
+            forwarded = time.perf_counter()
+            if sampling_batch is None:
                 top_logprobs = _top_logprobs(logits, sequences, plan.num_top_logprobs)
             else:
-                drawn = self._sample(logits, sequences, stage_tracer)
+                drawn = (
+                    self.sampler(logits, sampling_batch, stage_tracer) if token_ids is None else self.sampler.drawn(token_ids)
+                )
             prompt_logprobs = [self._prompt_logprobs(part, hidden) for part in plan.prompt_rows]
             must_sync = self.sampler.has_user_stages or bool(prompt_logprobs) or any(map(_must_sync, sequences))
             traced = stage_tracer.seconds if stage_tracer else 0.0
@@ -248,12 +254,10 @@ class UniProcExecutor:
             attention_backend=backend_name,
         )
 
-    def _sample(
-        self, logits: Float[Tensor, "num_rows vocab"], sequences: list[Sequence], stage_tracer: StageTracer | None
-    ) -> Drawn:
+    def _sampling_batch(self, sequences: list[Sequence]) -> SamplingBatch:
         batch = SamplingBatch.build(sequences, self.info.vocab_size, self.device, self._previous_sampling_batch)
         self._previous_sampling_batch = batch
-        return self.sampler(logits, batch, stage_tracer)
+        return batch
 
     def _prompt_logprobs(self, part: PromptRows, hidden: Float[Tensor, "num_tokens hidden"]) -> PromptLogprobs:
         """Log-probabilities of the prompt tokens that follow these rows, computed for a limited number of rows at a time."""

@@ -3,28 +3,34 @@
 In: a module whose weight is one rank's part (sharding.py). Out: a module with the arguments and the result of the whole one.
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 
-class Communicator(Protocol):
+@runtime_checkable
+class Gatherer(Protocol):
     """The connection of a rank with the others. All ranks make the same calls in the same order."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int: ...  # in [0, size)
     @property
     def size(self) -> int: ...
 
-    def all_reduce(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """The sum over the ranks. Every rank gets the same bits, and an element's bits do not depend on its place."""
+    def all_gather(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]:
+        """The tensors of all ranks, which have the same shape and dtype."""
         ...
 
-    def gather(self, x: Float[Tensor, "..."]) -> list[Tensor]:
-        """On rank 0, the tensors of all ranks. On the others, nothing."""
+
+@runtime_checkable
+class Communicator(Gatherer, Protocol):
+    """A Gatherer that adds and compares."""
+
+    def all_reduce(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """The sum over the ranks. Every rank gets the same bits, and an element's bits do not depend on its place."""
         ...
 
     def minimum(self, number: int) -> int:
@@ -64,7 +70,7 @@ class VocabularyEmbedding(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """An LM head whose outputs are on several ranks. Rank 0 gets all logits, the others get their own."""
+    """An LM head whose outputs are on several ranks. Every rank gets all logits."""
 
     def __init__(self, head: nn.Module, vocab_size: int, communicator: Communicator) -> None:
         super().__init__()
@@ -73,11 +79,10 @@ class VocabularyHead(nn.Module):
         self.communicator = communicator
 
     def forward(self, hidden: Float[Tensor, "num_rows hidden"]) -> Float[Tensor, "num_rows vocab"]:
-        logits = self.local(hidden)
-        if not len(logits):
-            return logits.new_empty(0, self.vocab_size)
-        parts = self.communicator.gather(logits)
-        return torch.cat(parts, dim=1)[:, : self.vocab_size] if parts else logits
+        if not len(hidden):
+            return hidden.new_empty(0, self.vocab_size)
+        parts = self.communicator.all_gather(self.local(hidden))
+        return torch.cat(list(parts), dim=1)[:, : self.vocab_size]
 
     def local(self, hidden: Float[Tensor, "num_rows hidden"]) -> Float[Tensor, "num_rows padded"]:
         """The logits of this rank's ids. They are padded with -inf to the same number on every rank."""

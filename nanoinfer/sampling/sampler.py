@@ -144,15 +144,15 @@ class Sampler:
         if tracer is not None or self.has_user_stages or processes_logprobs:
             return self._draw_stage_by_stage(logits.contiguous(), batch, tracer)
         if self.graphs is not None and (token_ids := self.graphs.sample(logits, batch)) is not None:
-            return self._draw_replayed(token_ids)
+            return self.drawn(token_ids)
         return self._draw_fast(logits.contiguous(), batch)  # contiguous: a copy of expanded logits, which cannot be written
 
     def _draw_no_rows(self) -> Drawn:
         """The step computes only parts of prompts. No stage is called: a user's stage need not handle zero rows."""
         return Drawn(torch.empty(0, dtype=torch.int64), lambda _: SamplerOutput([], {}))
 
-    def _draw_replayed(self, token_ids: Int[Tensor, " batch"]) -> Drawn:
-        """The CUDA graph has drawn. It runs no stage that removes a row's last token, so -1 means that no logit was finite."""
+    def drawn(self, token_ids: Int[Tensor, " batch"]) -> Drawn:
+        """A CUDA graph or several ranks have drawn. No stage has removed a row's last token, so -1 means: no finite logit."""
 
         def read(sampled: list[int]) -> SamplerOutput:
             return SamplerOutput(sampled, {row: NOT_FINITE for row, token_id in enumerate(sampled) if token_id < 0})

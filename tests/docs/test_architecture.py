@@ -27,7 +27,7 @@ ALLOWED = {
     "execution": {"words", "tracing", "devices", "tokenization", "scheduling", "attention", "models", "sampling"},
     "distributed": {"words", "devices", "tokenization", "scheduling", "attention", "models", "sampling", "execution"},
     "speculative": {"words", "tracing", "scheduling", "execution"},
-    "engine": {"words", "tracing", "tokenization", "scheduling", "models", "execution", "speculative"},
+    "engine": {"words", "tracing", "tokenization", "scheduling", "models", "execution", "distributed", "speculative"},
     "llm": {"words", "tracing", "tokenization", "sampling", "engine"},
     "async_llm": {"words", "engine", "llm"},
     "server": {"words", "tracing", "tokenization", "engine", "async_llm"},

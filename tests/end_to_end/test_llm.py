@@ -729,7 +729,7 @@ def test_a_generation_config_that_is_wrong_is_refused_as_such(tmp_path):
 
 @pytest.mark.parametrize(
     "argument",
-    [{"tensor_parallel_size": 2}, {"enable_lora": True}, {"kv_cache_dtype": "fp8"}],
+    [{"pipeline_parallel_size": 2}, {"enable_lora": True}, {"kv_cache_dtype": "fp8"}],
 )
 def test_vllms_arguments_that_we_do_not_have_are_refused_by_name(argument):
     [name] = argument
