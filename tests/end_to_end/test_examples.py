@@ -25,6 +25,7 @@ SAYS = {
     "custom_stage": ["14 stages", "15 stages", "!"],
     "custom_model": ["log-probability -14.9", "log-probability -71.3"],
     "tracing_to_html": ["found its beginning in blocks (0,)", "u = "],
+    "tensor_parallel": ["the text of one process: True", "one process: 262,144", "each of two: 131,072"],
     "tool_loop": ['weather({"city": "', ") -> "],
     "benchmark": [" 64 sequences"],
     "openai_client": ["[24 tokens, length]", "the same text: True"],

@@ -1,0 +1,328 @@
+"""LLM(tensor_parallel_size=N) with real processes: the answers of one rank, and clear errors when a rank ends."""
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from tiny_models import assert_nothing_is_left
+
+from nanoinfer import LLM, BeamSearchParams, Recorder, SamplingParams
+from nanoinfer.distributed.communicator import RankLostError
+from nanoinfer.distributed.workers import FAILED, LOST, Workers
+from nanoinfer.errors import EngineDeadError, InvalidValueError, UnsupportedError
+from nanoinfer.sampling.sampler import STAGES
+from nanoinfer.tracing import StageApplied
+
+pytestmark = pytest.mark.slow
+
+BLOCK_BYTES = 2 * 2 * 8 * 2 * 16 * 4  # of qwen3_path, on one rank: k and v, layers, tokens, heads, head_dim, bytes
+SETTINGS = {"dtype": "float32", "block_size": 8, "chunk_size": 16, "seed": 0}
+RNG = random.Random(0)
+PROMPTS = [[RNG.randrange(tiny_models.VOCAB_SIZE) for _ in range(length)] for length in (5, 37, 1, 20)]
+
+PARAMS = [
+    {"temperature": 0},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"min_p": 0.05, "temperature": 1.3},
+    {"top_k": 20, "top_p": 0.9, "temperature": 0.7},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    {"logit_bias": {3: 5.0, 4: -5.0}, "min_tokens": 5},
+    {"allowed_token_ids": [1, 5, 9, 50, 90]},
+    {"no_repeat_ngram_size": 2, "temperature": 0},
+    {"logprobs": 3, "prompt_logprobs": 2},
+    {"n": 3, "temperature": 1.0},
+    {"stop_token_ids": list(range(20))},
+]
+
+
+def workers_of(pid=None):
+    """The pids of a process's workers."""
+    children = Path(f"/proc/{pid or os.getpid()}/task/{pid or os.getpid()}/children")
+    if not children.exists():
+        pytest.skip("this system does not list a process's children")
+    every = [int(child) for task in children.parents[1].iterdir() for child in (task / "children").read_text().split()]
+    return [one for one in every if "nanoinfer.distributed.worker" in Path(f"/proc/{one}/cmdline").read_text()]
+
+
+def load_pair(path, num_blocks, size=2, **settings):
+    """The same model on `size` ranks and on one, with as many blocks."""
+    whole = LLM(path, kv_cache_memory=num_blocks * BLOCK_BYTES, **SETTINGS | settings)
+    split = LLM(path, kv_cache_memory=num_blocks * BLOCK_BYTES // size, tensor_parallel_size=size, **SETTINGS | settings)
+    assert split.engine.executor.info.num_blocks == whole.engine.executor.info.num_blocks == num_blocks
+    return split, whole
+
+
+@pytest.fixture(scope="module")
+def pair(qwen3_path):
+    return load_pair(qwen3_path, 40)
+
+
+def asked(**given):
+    return SamplingParams(**{"max_tokens": 12, "detokenize": False, "seed": 3} | given)
+
+
+def answers(llm, prompts, params):
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert all(output.outputs[0].finish_reason != "error" for output in outputs)
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+
+def test_two_ranks_give_the_tokens_of_one_for_every_parameter(pair):
+    split, whole = pair
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(PARAMS))]
+    params = [asked(**given) for given in PARAMS]
+    assert answers(split, prompts, params) == answers(whole, prompts, params)
+    assert_nothing_is_left(split)
+
+
+def test_logprobs_of_two_ranks_are_those_of_one(pair):
+    [ours], [theirs] = (llm.generate([PROMPTS[1]], asked(logprobs=5, prompt_logprobs=5), use_tqdm=False) for llm in pair)
+    rows = [*ours.prompt_logprobs[1:], *ours.outputs[0].logprobs]
+    expected = [*theirs.prompt_logprobs[1:], *theirs.outputs[0].logprobs]
+    assert len(rows) == 36 + 12
+    for row, other in zip(rows, expected, strict=True):
+        assert list(row) == list(other)
+        assert [one.logprob for one in row.values()] == pytest.approx([one.logprob for one in other.values()], abs=2e-5)
+
+
+def test_beams_of_two_ranks_are_those_of_one(pair):
+    ours, theirs = (llm.beam_search(PROMPTS[:3], BeamSearchParams(beam_width=3, max_tokens=8)) for llm in pair)
+    for output, expected in zip(ours, theirs, strict=True):
+        assert [beam.tokens for beam in output.sequences] == [beam.tokens for beam in expected.sequences]
+    assert_nothing_is_left(pair[0])
+
+
+def test_a_cached_prefix_and_a_copied_block_are_on_every_rank(pair):
+    split, whole = pair
+    first, second = PROMPTS[1], [*PROMPTS[1][:32], 7, 8, 9]
+    expected = answers(whole, [first, second], asked(n=2))
+    split.reset_prefix_cache()
+    outputs = [split.generate([prompt], asked(n=2), use_tqdm=False)[0] for prompt in (first, second)]
+    assert outputs[1].metrics.num_cached_tokens == 32
+    assert [[answer.token_ids for answer in output.outputs] for output in outputs] == expected
+
+
+def test_a_preempted_sequence_is_computed_again_on_every_rank(pair):
+    split, whole = pair
+    prompts = [PROMPTS[1]] * 3 + [PROMPTS[3]] * 3  # 57 blocks at the end, of 40
+    outputs = split.generate(prompts, asked(max_tokens=40), use_tqdm=False)
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    assert [[answer.token_ids for answer in output.outputs] for output in outputs] == answers(
+        whole, prompts, asked(max_tokens=40)
+    )
+    assert_nothing_is_left(split)
+
+
+def bits(llm, prompts, place):
+    output = llm.generate(prompts, asked(logprobs=-1, prompt_logprobs=-1), use_tqdm=False)[place]
+    return [{i: one.logprob for i, one in row.items()} for row in [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]]
+
+
+def assert_batches_change_no_bit(llm):
+    if not llm.batch_independent:
+        pytest.skip("this machine has no form in which rows are independent")
+    llm.reset_prefix_cache()
+    alone = bits(llm, [PROMPTS[3]], 0)
+    llm.reset_prefix_cache()
+    assert bits(llm, [PROMPTS[1], PROMPTS[3], PROMPTS[0], *([[i, i] for i in range(20)])], 1) == alone
+
+
+def test_a_row_alone_has_the_bits_of_a_row_in_a_batch(pair):
+    assert_batches_change_no_bit(pair[0])
+
+
+def test_ordinary_steps_draw_from_split_logits_and_others_from_full_rows(pair, monkeypatch):
+    split, _ = pair
+    runner, calls = split.engine.executor.runner, []
+
+    def count(owner, name):
+        function = getattr(owner, name)
+
+        def counted(*given):
+            calls.append(name)
+            return function(*given)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(runner, "sample")
+    count(runner, "compute_logits")
+    answers(split, PROMPTS, asked(temperature=0, max_tokens=3))
+    num_steps = len(calls)
+    assert calls == ["sample"] * num_steps
+    assert num_steps >= 3
+    answers(split, PROMPTS, asked(logprobs=1, max_tokens=3))
+    assert calls[num_steps:].count("compute_logits") == num_steps
+
+
+def test_an_error_in_a_users_function_leaves_the_ranks_together(pair):
+    def broken(output_ids, logits):
+        raise RuntimeError("mine")
+
+    split, whole = pair
+    with pytest.raises(RuntimeError, match="mine"):
+        split.generate([PROMPTS[0]], asked(logits_processors=[broken]), use_tqdm=False)
+    assert answers(split, PROMPTS[:1], asked()) == answers(whole, PROMPTS[:1], asked())
+
+
+def test_speculation_stages_and_traces_work_on_rank_0_alone(tmp_path):
+    """On GPT-2, whose vocabulary is odd, with a draft model on rank 0."""
+    path = tiny_models.save("gpt2", tmp_path, vocab_size=97)
+    draft = {"method": "draft_model", "model": str(path), "adaptive": False, "num_speculative_tokens": 3}
+    settings = {**SETTINGS, "kv_cache_memory": 2**22}
+    expected = answers(LLM(path, **settings), PROMPTS, asked(temperature=0, max_tokens=20))
+    speculating = LLM(path, tensor_parallel_size=2, speculative_config=draft, **settings)
+    assert answers(speculating, PROMPTS, asked(temperature=0, max_tokens=20)) == expected
+    recorder = Recorder(stages=True)
+    staged = LLM(
+        path, tensor_parallel_size=2, tracer=recorder, stages=[*STAGES, lambda logits, batch: logits], **settings
+    )  # beside the first one
+    assert answers(staged, PROMPTS, asked(temperature=0, max_tokens=20)) == expected
+    assert any(isinstance(event, StageApplied) for event in recorder.events)
+
+
+def test_four_ranks_with_a_shared_kv_head_give_the_tokens_of_one(tmp_path):
+    path = tiny_models.save("qwen3_one_kv_head", tmp_path, vocab_size=97)
+    params = [asked(**given) for given in PARAMS[:4]]
+    expected = answers(LLM(path, kv_cache_memory=2**22, **SETTINGS), PROMPTS, params)
+    before = set(workers_of())
+    split = LLM(path, kv_cache_memory=2**22, tensor_parallel_size=4, **SETTINGS)
+    assert answers(split, PROMPTS, params) == expected
+    assert_batches_change_no_bit(split)
+    workers = set(workers_of()) - before
+    assert len(workers) == 3
+    del split
+    gc.collect()
+    assert not workers & set(workers_of())
+
+
+# ---- ends
+
+
+def kill_one(path, when):
+    """Kill rank 1 of 2, and return the seconds until the error."""
+    before = set(workers_of())
+    llm = LLM(path, kv_cache_memory=2**22, tensor_parallel_size=2, **SETTINGS)
+    [worker] = set(workers_of()) - before
+    killed = []
+
+    def kill():
+        killed.append(time.monotonic())
+        os.kill(worker, signal.SIGKILL)
+
+    if when == "idle":
+        kill()
+    else:
+        threading.Timer(when, kill).start()
+
+    def generate_on():
+        while True:
+            llm.generate(PROMPTS, asked(max_tokens=200), use_tqdm=False)
+
+    with pytest.raises(EngineDeadError, match=r"rank 1 of 2 was ended by SIGKILL; make a new LLM"):
+        generate_on()
+    seconds = time.monotonic() - killed[0]
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 was ended by SIGKILL"):
+        llm.generate(PROMPTS, asked(), use_tqdm=False)
+    assert_nothing_is_left(llm)
+    assert worker not in workers_of()
+    return seconds
+
+
+@pytest.mark.parametrize("when", ["idle", 0.3])
+def test_a_killed_rank_is_named_at_once_and_in_every_later_call(qwen3_path, when):
+    assert kill_one(qwen3_path, when) < 5
+
+
+@pytest.mark.long
+def test_fifty_killed_ranks_give_fifty_errors(qwen3_path):
+    rng = random.Random(1)
+    assert max(kill_one(qwen3_path, rng.uniform(0, 0.5)) for _ in range(50)) < 5
+
+
+def test_workers_end_when_rank_0_is_killed(qwen3_path):
+    script = """
+        import os, sys, time
+        from nanoinfer import LLM
+        llm = LLM(sys.argv[1], kv_cache_memory=2**22, tensor_parallel_size=2)
+        print("loaded", flush=True)
+        time.sleep(600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(qwen3_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "loaded\n"
+        [worker] = workers_of(process.pid)
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 5
+        while Path(f"/proc/{worker}").exists() and "Z" not in Path(f"/proc/{worker}/stat").read_text().split()[2]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("reports", "message"),
+    [
+        (
+            [(LOST, "lost"), (FAILED, "MemoryError: out of memory")],
+            "rank 2 of 3 failed: MemoryError: out of memory; make a new",
+        ),
+        ([(LOST, "lost"), None], "rank 2 of 3 has ended; make a new LLM"),
+        ([None, (LOST, "lost")], "rank 1 of 3 has ended; make a new LLM"),
+        ([(LOST, "lost"), (LOST, "lost")], "the connection has failed; make a new LLM"),
+    ],
+)
+def test_the_rank_that_ended_first_is_named_and_not_those_that_lost_it(reports, message):
+    pipes = [Pipe() for _ in reports]
+    workers = Workers([ours for ours, _ in pipes], [])
+    for (_, theirs), report in zip(pipes, reports, strict=True):
+        if report is not None:
+            theirs.send(report)
+        theirs.close()
+    with pytest.raises(EngineDeadError, match=message), workers.watched():
+        raise RankLostError("the connection has failed")
+    with pytest.raises(EngineDeadError, match=message), workers.together("forward"):
+        pass
+
+
+def test_an_error_of_rank_0_stays_as_it_is_and_ends_the_workers():
+    ours, theirs = Pipe()
+    workers = Workers([ours], [])
+    with pytest.raises(UnsupportedError, match="mine"), workers.watched():
+        raise UnsupportedError("mine")
+    with pytest.raises(EOFError):
+        theirs.recv()
+    with pytest.raises(EngineDeadError, match="rank 0 of 2 failed: mine; make a new LLM"), workers.together("forward"):
+        pass
+
+
+def test_torchruns_number_of_processes_must_be_the_llms(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidValueError, match=r"tensor_parallel_size is 2, but torchrun has started 3 processes"):
+        LLM("tiny-gpt2", tensor_parallel_size=2)
+
+
+def test_under_torchrun_rank_0_runs_the_script_and_the_others_serve_it():
+    example = Path(__file__).parents[2] / "examples" / "tensor_parallel.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", str(example)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("the text of one process: True") == 1  # one of them prints
+
+
+def test_one_gpu_by_its_number_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UnsupportedError, match="device='cuda:1' names one GPU, and tensor_parallel_size=2 uses several"):
+        LLM("tiny-gpt2", tensor_parallel_size=2, device="cuda:1")
