@@ -1,23 +1,27 @@
 """Sampling from logits that are split over ranks: the tokens of the full rows, without the full rows.
 
-Each rank holds an interval of the vocabulary. All ranks call `sample` in the same step, and each returns all token ids. Every
-comparison is of logits, and every sum is of integers (sampling/draw.py), so nothing depends on the number of ranks. What a rank
-sends for a row:
+Each rank holds an interval of the vocabulary. All ranks call `sample` in the same step, and each returns all token ids. Logits
+are compared and integers are added (sampling/draw.py), so the result does not depend on the number of ranks. What each rank
+sends:
 
-    round                                                   rows        bytes
-    1  its largest logit and that id                        all         8
-       its largest logits with their ids (candidates)       top_k       8 (k + 32)
-                                                            top_p       8 * 256
-    2  the sum of its integer weights                       top_p       8
-                                                            neither     8
-    3  the token id, from the rank whose interval holds     neither     8
-       the threshold of the draw
-    4  all its logits, if the candidates do not decide      some        4 * local_vocab
+    round  what                                       for rows with           bytes per row
+    1      its largest logit and the id               anything                8
+           its candidates, which are its largest      top_k, top_p            8 per candidate
+           logits, with their ids
+    2      the sum of its integer weights             top_p alone, neither    8
+    3      the token id, if the threshold of the      neither                 8
+           draw lies in its interval
+    4      all its logits                             undecided candidates    4 per id of its interval
 
-A round that no row needs does not take place: greedy rows and ordinary top_k rows take one. The rows of round 4 are those that
-sampling/fast.py runs stage by stage. If candidates would be as large as the logits, the logits are sent at once instead.
+A rank has as many candidates as the largest top_k, and 32 more. If a row has top_p alone, it has at least 256. Rows that they
+do not decide are those that sampling/fast.py runs stage by stage. A round that no row needs does not take place. For 64 rows
+over 151,936 ids each of two ranks sends 132 KB in a step with top_p, 37 KB with top_k = 40 and 1.5 KB with neither, in place of
+19 MB.
 
-In: logits after every stage before the temperature. Stages that read or write single ids belong before the split.
+For ranks on CPUs or joined by a network. NVLink moves the 19 MB in less than 0.1 ms, but whether round 4 takes place is read on
+the host, which waits for the GPU.
+
+In: logits after every stage before the temperature.
 """
 
 import torch
@@ -47,11 +51,11 @@ def sample(logits: Shard, batch: SamplingBatch, vocab_size: int, communicator: G
     Returns:
         The token ids, -1 for a row whose largest logit is not finite.
     """
-    groups, local_vocab = batch.groups, logits.shape[-1]
+    groups = batch.groups
     num_candidates = max(
         batch.columns.max_top_k + fast.TIE_MARGIN if groups.top_k_rows else 0, fast.NUM_TRIED if groups.top_p_rows else 0
     )
-    if 2 * num_candidates >= local_vocab:
+    if 2 * num_candidates >= logits.shape[-1]:  # the logits take no more bytes than the candidates with their ids
         token_ids, largest = fast.sample(gather_rows(logits, vocab_size, communicator), batch)
         return torch.where(largest.isfinite(), token_ids, -1)
     token_ids, largest, candidates, ids = _gather_largest(logits, batch, num_candidates, communicator)
@@ -59,17 +63,17 @@ def sample(logits: Shard, batch: SamplingBatch, vocab_size: int, communicator: G
     num_top_k, num_top_p = len(groups.top_k_rows), len(groups.top_p_rows)
     if groups.top_k_rows:
         rows = _index(groups.top_k_rows, logits)
-        token_ids[rows], is_undecided[rows] = fast.decide_top_k(candidates[:num_top_k], ids[:num_top_k], batch.only_rows(rows))
+        listed = candidates[:num_top_k], ids[:num_top_k]
+        token_ids[rows], is_undecided[rows] = fast.decide_top_k(*listed, batch.only_rows(rows))
     if groups.top_p_rows or groups.other_rows:
         rows = _index(groups.top_p_rows + groups.other_rows, logits)
-        parts = fast.weights_in_parts(logits[rows], batch.only_rows(rows), largest[rows])
-        sums = communicator.all_gather(torch.cat([weights.sum(dim=-1) for weights, _ in parts]))  # [size, rows]
+        chunks = fast.weights_in_chunks(logits[rows], batch.only_rows(rows), largest[rows])
+        sums = communicator.all_gather(torch.cat([weights.sum(dim=-1) for weights, _ in chunks]))  # [size, rows]
     if groups.top_p_rows:
         rows = _index(groups.top_p_rows, logits)
         total = sums[:, :num_top_p].sum(dim=0)
-        token_ids[rows], is_undecided[rows] = fast.decide_top_p(
-            candidates[num_top_k:], ids[num_top_k:], total, batch.only_rows(rows)
-        )
+        listed = candidates[num_top_k:], ids[num_top_k:]
+        token_ids[rows], is_undecided[rows] = fast.decide_top_p(*listed, total, batch.only_rows(rows))
     if groups.other_rows:
         rows = _index(groups.other_rows, logits)
         token_ids[rows] = _draw(logits[rows], batch.only_rows(rows), largest[rows], sums[:, num_top_p:], communicator)
@@ -122,9 +126,9 @@ def _draw(
     threshold = thresholds(ends[-1], batch.u) - (ends - sums)[communicator.rank]  # counted from this rank's first weight
     rows = ((threshold >= 0) & (threshold < sums[communicator.rank])).nonzero().squeeze(-1)
     token_ids = torch.full_like(threshold, -1)
-    for weights, part in fast.weights_in_parts(logits[rows], batch.only_rows(rows), largest[rows]):
-        columns = torch.searchsorted(weights.cumsum(dim=-1), threshold[rows[part]].unsqueeze(-1), right=True)
-        token_ids[rows[part]] = columns.squeeze(-1) + communicator.rank * logits.shape[-1]
+    for weights, chunk in fast.weights_in_chunks(logits[rows], batch.only_rows(rows), largest[rows]):
+        columns = torch.searchsorted(weights.cumsum(dim=-1), threshold[rows[chunk]].unsqueeze(-1), right=True)
+        token_ids[rows[chunk]] = columns.squeeze(-1) + communicator.rank * logits.shape[-1]
     return communicator.all_gather(token_ids).amax(dim=0)
 
 

@@ -112,8 +112,8 @@ def decide_top_k(candidates: Candidates, ids: CandidateIds, batch: SamplingBatch
     """Draw from the largest logits of each part of the rows, k + margin of each.
 
     Returns:
-        The token ids, and which rows the candidates do not decide. If a candidate of a part is dropped, every id of the part
-        that ties with the k-th largest logit is a candidate.
+        The token ids, and which rows the candidates do not decide, if they are not whole parts. If a candidate of a part is
+        dropped, every id of the part that ties with the k-th largest logit is a candidate.
     """
     scaled = stages.apply_temperature(candidates.flatten(1), batch)
     kept = stages.keep_top_k(stages.keep_min_p(scaled, batch), batch)
@@ -123,7 +123,7 @@ def decide_top_k(candidates: Candidates, ids: CandidateIds, batch: SamplingBatch
 
 def _sample_top_p(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     """Work on the largest logits and the total weight of all."""
-    total = torch.cat([weights.sum(dim=-1) for weights, _ in weights_in_parts(logits, batch)])  # [batch]
+    total = torch.cat([weights.sum(dim=-1) for weights, _ in weights_in_chunks(logits, batch)])  # [batch]
     candidates, ids = largest_columns(logits, min(NUM_TRIED, logits.shape[-1]))
     token_ids, is_undecided = decide_top_p(candidates.unsqueeze(1), ids.unsqueeze(1), total, batch)
     if candidates.shape[-1] < logits.shape[-1]:
@@ -137,8 +137,8 @@ def decide_top_p(
     """Draw from the largest logits of each part of the rows. total: the weight of all ids that min_p keeps.
 
     Returns:
-        The token ids, and which rows the candidates do not decide. Which ids that tie with the smallest candidate of a part are
-        candidates is arbitrary, so the larger ones must be enough.
+        The token ids, and which rows the candidates do not decide, if they are not whole parts. Which ids that tie with the
+        smallest candidate of a part are candidates is arbitrary, so the larger ones must be enough.
     """
     assert batch.columns.top_p is not None
     scaled = stages.apply_temperature(candidates.flatten(1), batch)
@@ -150,7 +150,7 @@ def decide_top_p(
 
 def _sample_other(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     """Draw from all weights, since every token may be drawn."""
-    token_ids = [draw_from_weights(weights, batch.u[rows]) for weights, rows in weights_in_parts(logits, batch)]
+    token_ids = [draw_from_weights(weights, batch.u[rows]) for weights, rows in weights_in_chunks(logits, batch)]
     return torch.cat(token_ids), logits.amax(dim=-1)
 
 
@@ -249,13 +249,13 @@ def _ids_of_largest(logits: Logits, num_columns: int) -> Int[Tensor, "batch colu
     return candidates.gather(-1, logits.gather(-1, candidates).topk(num_columns, dim=-1, sorted=False).indices)
 
 
-def weights_in_parts(logits: Logits, batch: SamplingBatch, largest: Largest | None = None) -> Iterator[tuple[Weights, slice]]:
+def weights_in_chunks(logits: Logits, batch: SamplingBatch, largest: Largest | None = None) -> Iterator[tuple[Weights, slice]]:
     """draw.integer_weights after temperature and min_p, some rows at a time, with the slice of these rows.
 
     largest: of the full rows, if the logits are only a part of them. It takes part as one more column.
     """
     vocab_size = logits.shape[-1]
-    num_at_a_time = max(SCRATCH_BYTES // (vocab_size * 4), 1) if logits.device.type == "cpu" else len(logits)
+    num_at_a_time = max(SCRATCH_BYTES // (vocab_size * 4) if logits.device.type == "cpu" else len(logits), 1)
     for start in range(0, len(logits), num_at_a_time):
         rows = slice(start, start + num_at_a_time)
         part = batch if len(logits) <= num_at_a_time else batch.only_rows(rows)

@@ -101,7 +101,7 @@ SIZES = st.sampled_from([(0, 1), (1, 2), (3, 20), (32, 256)])  # TIE_MARGIN, NUM
 def test_every_rank_returns_the_tokens_of_the_plain_stages(monkeypatch):
     sent_rows = []  # of each step, whether full rows were sent
 
-    @settings(max_examples=400, database=None, derandomize=True)
+    @settings(max_examples=200, database=None, derandomize=True)
     @given(step=STEPS, num_ranks=st.integers(1, 4), sizes=SIZES)
     def check(step, num_ranks, sizes):
         for name, number in zip(("TIE_MARGIN", "NUM_TRIED"), sizes, strict=True):
@@ -112,7 +112,6 @@ def test_every_rank_returns_the_tokens_of_the_plain_stages(monkeypatch):
         sent_rows.append(torch.float32 in [dtype for dtype, _ in ranks.sent])
 
     check()
-    print(sum(sent_rows), len(sent_rows))
     assert len(sent_rows) / 4 < sum(sent_rows) < len(sent_rows) * 3 / 4  # both ways are well tested
 
 
