@@ -6,6 +6,8 @@ Importing the package changes nothing. An engine applies these effects. It logs 
                            lasts as long as the process.
     OpenMP waiting         torch's threads sleep, instead of spinning, while other programs use the cores. devices/openmp.py,
                            during steps on a CPU. OMP_WAIT_POLICY or GOMP_SPINCOUNT in the environment prevents it.
+    number of threads      torch's are divided among the ranks of tensor_parallel_size. distributed/launch.py, when an engine is
+                           made. OMP_NUM_THREADS in the environment prevents it. It stays divided.
     current CUDA device    the device of the model becomes the calling thread's current one. `set_cuda_device`, below, when
                            models/loader.py loads a model. It stays the current one.
     SIGINT handler         Ctrl-C is deferred to the end of a step, in the main thread. engine/guards.py. The previous handler

@@ -27,7 +27,7 @@ from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.parallel_layers import AllReduced, Communicator, VocabularyEmbedding, VocabularyHead
 from nanoinfer.models.qwen import QwenForCausalLM
 from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeForCausalLM
-from nanoinfer.models.weights import TensorInfo, Weights
+from nanoinfer.models.weights import TensorInfo, Weights, release_pages
 
 # What a rank has of a layer. qkv: a column layer for q, k and v at once. kv: a column layer with num_key_value_heads heads.
 Split = Literal["column", "qkv", "kv", "row", "vocabulary"]
@@ -197,7 +197,10 @@ class ShardedWeights(Weights):
             return torch.zeros_like(weight) if self._is_added_elsewhere(name) else weight
         if axis == 1:
             weight = self._base.read(name, rows)
-            return torch.cat([weight[:, part] for part in parts], dim=1)
+            copy = torch.cat([weight[:, part] for part in parts], dim=1)
+            if self._base[name].is_mapped:
+                release_pages(weight)  # every page has some of these columns, and has been read for them
+            return copy
         if len(parts) > 1:
             return torch.cat([self._base.read(name, part) for part in parts])[rows]
         start, stop, _ = rows.indices(parts[0].stop - parts[0].start)

@@ -9,8 +9,10 @@ packs it from there. An embedding stays one: do not change the file while the mo
 its parameter piece by piece. So loading takes the memory of the parameters and little more.
 """
 
+import ctypes
 import logging
 import math
+import mmap
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -127,6 +129,21 @@ class WeightFiles(Weights):
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         return self._files[name].get_tensor(name)[rows]
+
+
+def release_pages(view: Tensor) -> None:
+    """Return the memory of a view of a mapped file to the system. What is read again later is read from the file again.
+
+    view: some rows of what WeightFiles.read has returned. Any other memory would be lost.
+    """
+    try:
+        madvise, advice = ctypes.CDLL(None).madvise, mmap.MADV_DONTNEED
+    except (OSError, AttributeError, TypeError):  # a system without it
+        return
+    start, stop = view.data_ptr(), view.data_ptr() + view.nbytes
+    first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < end:
+        madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), advice)
 
 
 def dtype_of(files: Weights) -> torch.dtype:
