@@ -113,11 +113,11 @@ def _spawn(config: EngineConfig, devices: list[str]) -> Ranks:
         theirs.close()
         connections.append(ours)
     workers = Workers(connections, processes)
-    with workers.watched():
-        for rank, connection in enumerate(connections, start=1):
-            of_rank = replace(settings.config, device=devices[rank])
-            connection.send(replace(settings, rank=rank, config=of_rank, store_port=store.port))
-    return _connect(config, workers, store, settings, is_one_machine=True)
+    of_ranks = [
+        replace(settings, rank=rank, config=replace(settings.config, device=devices[rank]), store_port=store.port)
+        for rank in range(1, len(devices))
+    ]
+    return _connect(config, workers, store, settings, of_ranks)
 
 
 def _join(config: EngineConfig, device: str) -> Ranks:
@@ -154,10 +154,7 @@ def _join(config: EngineConfig, device: str) -> Ranks:
             _send_at_once(connection)
             connections[connection.recv()] = connection
     workers = Workers([connections[rank] for rank in range(1, size)], [])
-    with workers.watched():
-        for rank, connection in connections.items():
-            connection.send(replace(settings, rank=rank))
-    return _connect(config, workers, store, settings, is_one_machine=False)
+    return _connect(config, workers, store, settings, [replace(settings, rank=rank) for rank in range(1, size)])
 
 
 def _settings(config: EngineConfig, device: str) -> Settings:
@@ -192,10 +189,14 @@ def _settings(config: EngineConfig, device: str) -> Settings:
     )
 
 
-def _connect(config: EngineConfig, workers: Workers, store: dist.Store, settings: Settings, *, is_one_machine: bool) -> Ranks:
-    workers.wait_until_ready()
-    device = settings.config.device
+def _connect(
+    config: EngineConfig, workers: Workers, store: dist.Store, settings: Settings, of_workers: list[Settings]
+) -> Ranks:
+    """Tell the workers their settings, and join the collectives when all of them have started."""
+    device, is_one_machine = settings.config.device, of_workers[0].store_port > 0
     with workers.watched():
+        workers.send(*of_workers)
+        workers.wait_until_ready()
         communicator = ProcessGroupCommunicator(store, 0, settings.size, torch.device(device), is_one_machine=is_one_machine)
     return Ranks(replace(config, device=device), communicator, workers)
 

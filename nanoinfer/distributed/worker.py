@@ -21,10 +21,12 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.distributed.communicator import ProcessGroupCommunicator, RankLostError
 from nanoinfer.distributed.runner import serve
 from nanoinfer.distributed.workers import FAILED, LOST, READY
-from nanoinfer.errors import first_line
+from nanoinfer.errors import NanoinferError, first_line
 from nanoinfer.execution.uniproc_executor import UniProcExecutor
 from nanoinfer.models.checkpoint import Checkpoint
 from nanoinfer.models.loader import load_optimized
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ def run(connection: Connection, open_store: Callable[[Settings], dist.Store], de
         except RankLostError as error:
             connection.send((LOST, first_line(error)))
         except BaseException as error:
+            if not isinstance(error, NanoinferError):
+                logger.exception("a rank has failed")  # on this process's standard error
             connection.send((FAILED, f"{type(error).__name__}: {first_line(error)}"))
 
 

@@ -35,11 +35,12 @@ class Workers:
         self._close = weakref.finalize(self, _end, os.getpid(), connections, processes)
 
     def wait_until_ready(self) -> None:
-        """Wait until every worker has started. Raises: EngineDeadError if one has not."""
-        with self.watched():
+        """Wait until every worker has started. Raises: RankLostError."""
+        try:
             for connection in self._connections:
-                if connection.recv() != (READY, ""):
-                    raise RankLostError("a worker did not start")
+                connection.recv()
+        except (EOFError, OSError) as error:
+            raise RankLostError("a worker did not start") from error
 
     @contextmanager
     def together(self, *command: object) -> Iterator[None]:
@@ -50,9 +51,17 @@ class Workers:
         if self._error is not None:
             raise EngineDeadError(self._error)
         with self.watched():
-            for connection in self._connections:
-                connection.send(command)
+            self.send(command)
             yield
+
+    def send(self, *messages: object) -> None:
+        """Send one message to all workers, or one to each. Raises: RankLostError."""
+        each = messages * len(self._connections) if len(messages) == 1 else messages
+        try:
+            for connection, message in zip(self._connections, each, strict=True):
+                connection.send(message)
+        except OSError as error:
+            raise RankLostError("a worker has ended") from error
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -62,7 +71,7 @@ class Workers:
         """
         try:
             yield
-        except (RankLostError, EOFError, OSError) as error:
+        except RankLostError as error:
             self._error = self._explain(error)
             self._close()
             raise EngineDeadError(self._error) from error

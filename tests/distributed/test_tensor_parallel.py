@@ -20,7 +20,7 @@ from tiny_models import assert_nothing_is_left
 from nanoinfer import LLM, BeamSearchParams, Recorder, SamplingParams
 from nanoinfer.distributed.communicator import RankLostError
 from nanoinfer.distributed.workers import FAILED, LOST, Workers
-from nanoinfer.errors import EngineDeadError, InvalidValueError, UnsupportedError
+from nanoinfer.errors import CheckpointNotFoundError, EngineDeadError, InvalidValueError, UnsupportedError
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.tracing import StageApplied
 
@@ -207,6 +207,38 @@ def test_four_ranks_with_a_shared_kv_head_give_the_tokens_of_one(tmp_path):
     assert not workers & set(workers_of())
 
 
+PEAK = """
+    import sys
+    from pathlib import Path
+    from nanoinfer import LLM, SamplingParams
+    llm = LLM(sys.argv[1], tensor_parallel_size=int(sys.argv[2]), kv_cache_memory=2**24, dtype="float32")
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
+    tasks = Path("/proc/self/task").iterdir()
+    pids = ["self", *(pid for task in tasks for pid in (task / "children").read_text().split())]
+    for pid in pids:
+        print([int(line.split()[1]) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "VmHWM" in line][0])
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_a_rank_of_two_takes_at_most_0_55_of_the_memory_of_one(family, tmp_path):
+    """At the peak, loading included, without what a process takes for a tiny model."""
+    depth = {"n_layer": 12} if family == "gpt2" else {"num_hidden_layers": 12}
+    large = tiny_models.save(family, tmp_path / "large", vocab_size=50_257, **tiny_models.WIDE[family], **depth)
+    tiny = tiny_models.save(family, tmp_path / "tiny")
+
+    def peaks(path, size):
+        command = [sys.executable, "-c", textwrap.dedent(PEAK), str(path), str(size)]
+        return list(map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
+
+    [without] = peaks(tiny, 1)
+    [whole] = peaks(large, 1)
+    ranks = peaks(large, 2)
+    assert len(ranks) == 2
+    assert max(ranks) - without < 0.55 * (whole - without)
+
+
 # ---- ends
 
 
@@ -299,8 +331,8 @@ def test_the_rank_that_ended_first_is_named_and_not_those_that_lost_it(reports, 
 def test_an_error_of_rank_0_stays_as_it_is_and_ends_the_workers():
     ours, theirs = Pipe()
     workers = Workers([ours], [])
-    with pytest.raises(UnsupportedError, match="mine"), workers.watched():
-        raise UnsupportedError("mine")
+    with pytest.raises(CheckpointNotFoundError, match="mine"), workers.watched():
+        raise CheckpointNotFoundError("mine")  # also an OSError, as is an error of a connection
     with pytest.raises(EOFError):
         theirs.recv()
     with pytest.raises(EngineDeadError, match="rank 0 of 2 failed: mine; make a new LLM"), workers.together("forward"):
