@@ -158,10 +158,12 @@ def test_ordinary_steps_draw_from_split_logits_and_others_from_full_rows(pair, m
 
     count(runner, "sample")
     count(runner, "compute_logits")
+    split.reset_prefix_cache()
     answers(split, PROMPTS, asked(temperature=0, max_tokens=3))
     num_steps = len(calls)
     assert calls == ["sample"] * num_steps
     assert num_steps >= 3
+    split.reset_prefix_cache()
     answers(split, PROMPTS, asked(logprobs=1, max_tokens=3))
     assert calls[num_steps:].count("compute_logits") == num_steps
 
