@@ -1,11 +1,11 @@
-"""Collectives of one engine's ranks: gloo on CPUs, NCCL on GPUs.
+"""Collectives of one engine's ranks: shared memory on one CPU machine, else gloo on CPUs, and NCCL on GPUs.
 
 In: tensors of this rank. Out: their sum over the ranks, or the tensors of all ranks. A process group belongs to one engine, and
 torch's default group is not touched, so several engines may be in one process.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch.distributed as dist
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from nanoinfer.errors import NanoinferError, first_line
+from nanoinfer.distributed.shared_memory import CAPACITY, SharedMemory
+from nanoinfer.errors import NanoinferError, UnsupportedError, first_line
 
 CONNECT_TIMEOUT = timedelta(minutes=5)
 
@@ -30,6 +31,7 @@ class ProcessGroupCommunicator:
         """is_one_machine: whether all ranks are on this machine. CPU ranks are then reached by its loopback address alone."""
         self.rank, self.size = rank, size
         self._device = device
+        self._memory: SharedMemory | None = None
         with _losses_named():
             if device.type == "cuda":
                 torch.cuda.set_device(device)
@@ -53,13 +55,29 @@ class ProcessGroupCommunicator:
             with _losses_named():
                 self._group.allreduce([x]).wait()
             return x
-        first, *others = self.all_gather(x)
+        first, second, *others = self._gather_briefly(x)
+        total = first + second
         for other in others:
-            first = first + other
-        return first
+            total += other
+        return total
+
+    def share_memory(self, descriptor: int, check_others: Callable[[], None]) -> None:
+        """Use memory that CPU ranks share (shared_memory.py), if every rank can. check_others: raises if one has ended."""
+        memory = None
+        with suppress(UnsupportedError):
+            memory = SharedMemory(descriptor, self.rank, self.size, check_others)
+        if self.minimum(memory is not None):
+            self._memory = memory
 
     def all_gather(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]:
         """The tensors of all ranks."""
+        gathered = self._gather_briefly(x)
+        return gathered.clone() if self._memory is not None else gathered
+
+    def _gather_briefly(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]:
+        """The tensors of all ranks, perhaps in memory that the call after the next one overwrites."""
+        if self._memory is not None and 0 < x.nbytes <= CAPACITY:
+            return self._memory.all_gather(x)
         out = x.new_empty(self.size * x.numel())
         with _losses_named():
             self._group._allgather_base(out, x.flatten()).wait()

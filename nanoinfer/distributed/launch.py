@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.devices.process import log_once
-from nanoinfer.distributed import worker
+from nanoinfer.distributed import shared_memory, worker
 from nanoinfer.distributed.communicator import ProcessGroupCommunicator
 from nanoinfer.distributed.runner import LeadingRunner
 from nanoinfer.distributed.worker import Settings
@@ -97,15 +97,17 @@ def _spawn(config: EngineConfig, devices: list[str]) -> Ranks:
     """Start ranks 1, 2 and so on as processes of this one."""
     settings = _settings(config, devices[0])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    memory = shared_memory.create(settings.size) if devices[0] == "cpu" else None
+    inherited = [] if memory is None else [memory]
     connections, processes = [], []
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # the modules that this process finds
     for _ in devices[1:]:
         ours, theirs = Pipe()
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-P", "-m", worker.__name__, str(theirs.fileno())],
+                [sys.executable, "-P", "-m", worker.__name__, str(theirs.fileno()), *map(str, inherited)],
                 stdin=subprocess.PIPE,  # nothing is written: it is closed when this process ends
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *inherited],
                 env=os.environ | {"PYTHONPATH": path, "TQDM_DISABLE": "1"},
                 start_new_session=True,  # Ctrl-C is for this process only
             )
@@ -114,10 +116,21 @@ def _spawn(config: EngineConfig, devices: list[str]) -> Ranks:
         connections.append(ours)
     workers = Workers(connections, processes)
     of_ranks = [
-        replace(settings, rank=rank, config=replace(settings.config, device=devices[rank]), store_port=store.port)
+        replace(
+            settings,
+            rank=rank,
+            config=replace(settings.config, device=devices[rank]),
+            store_port=store.port,
+            has_shared_memory=memory is not None,
+        )
         for rank in range(1, len(devices))
     ]
-    return _connect(config, workers, store, settings, of_ranks)
+    ranks = _connect(config, workers, store, settings, of_ranks)
+    if memory is not None:
+        with workers.watched():
+            ranks.communicator.share_memory(memory, workers.check)
+        os.close(memory)
+    return ranks
 
 
 def _join(config: EngineConfig, device: str) -> Ranks:
@@ -184,6 +197,7 @@ def _settings(config: EngineConfig, device: str) -> Settings:
         size=size,
         config=of_workers,
         store_port=0,
+        has_shared_memory=False,
         num_threads=torch.get_num_threads(),
         matmul_precision=torch.get_float32_matmul_precision(),
     )

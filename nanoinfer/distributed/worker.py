@@ -36,6 +36,7 @@ class Settings:
     Attributes:
         config: of the engine, with this rank's device.
         store_port: of the store on this machine, by which the ranks find each other. 0: torchrun has one.
+        has_shared_memory: whether this process has inherited a descriptor for it.
         matmul_precision: torch's, which must be the same on all ranks.
     """
 
@@ -43,6 +44,7 @@ class Settings:
     size: int
     config: EngineConfig
     store_port: int
+    has_shared_memory: bool
     num_threads: int
     matmul_precision: str
 
@@ -76,6 +78,8 @@ def _run(connection: Connection, open_store: Callable[[Settings], dist.Store], d
         torch.device(config.device),
         is_one_machine=settings.store_port > 0,
     )
+    if settings.has_shared_memory:
+        communicator.share_memory(int(sys.argv[2]), lambda: None)  # rank 0 looks after the others, and ends this process
     model, _, has_independent_rows = load_optimized(Checkpoint.open(config.model), config, communicator)
     executor = UniProcExecutor(model, config, has_independent_rows=has_independent_rows, communicator=communicator)
     serve(connection, executor.runner, executor.device)

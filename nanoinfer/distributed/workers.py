@@ -63,6 +63,11 @@ class Workers:
         except OSError as error:
             raise RankLostError("a worker has ended") from error
 
+    def check(self) -> None:
+        """Raises: RankLostError if a worker has ended or failed: a worker that is well sends nothing."""
+        if any(connection.poll() for connection in self._connections):
+            raise RankLostError("a worker has ended")
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Surround work of all ranks. If it raises, they are no longer at the same place: the workers are ended.
