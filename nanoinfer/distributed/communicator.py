@@ -75,7 +75,7 @@ class ProcessGroupCommunicator:
         return gathered.clone() if self._memory is not None else gathered
 
     def _gather_briefly(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]:
-        """The tensors of all ranks, perhaps in memory that the call after the next one overwrites."""
+        """The tensors of all ranks, perhaps in memory that the next call overwrites."""
         if self._memory is not None and 0 < x.nbytes <= CAPACITY:
             return self._memory.all_gather(x)
         out = x.new_empty(self.size * x.numel())

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nanoinfer.devices import native
 
+SOURCE = Path(__file__).with_name("exchange.cpp")
 CAPACITY = 2**23  # bytes of a tensor. Larger ones go through gloo. Memory is taken when it is first used
 _LINE = 64  # bytes between the ranks' flags
 _PATIENCE = 100  # milliseconds, after which a rank that waits looks whether the others are alive
@@ -45,7 +46,7 @@ class SharedMemory:
 
     def __init__(self, descriptor: int, rank: int, size: int, check_others: Callable[[], None]) -> None:
         """check_others: raises if another rank has ended."""
-        library = native.load(Path(__file__).with_name("exchange.cpp"))
+        library = native.load(SOURCE)
         self._publish, self._await_all = library.publish, library.await_all
         self._publish.argtypes = [c_void_p, c_int, c_int, c_int64, c_int64, c_void_p, c_int64]
         self._publish.restype = None
@@ -56,7 +57,7 @@ class SharedMemory:
         self._address = torch.frombuffer(self._pages, dtype=torch.uint8).data_ptr()
 
     def all_gather(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]:
-        """The tensors of all ranks, of at most CAPACITY bytes. They are views, which the call after the next one overwrites."""
+        """The tensors of all ranks, of at most CAPACITY bytes. They are views, which the next call may overwrite."""
         x = x.contiguous()
         self._number += 1
         self._publish(self._address, self._rank, self._size, CAPACITY, self._number, x.data_ptr(), x.nbytes)
