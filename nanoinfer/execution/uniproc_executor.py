@@ -133,6 +133,7 @@ class UniProcExecutor:
         self.sampler = Sampler(
             stages, processed_logprobs=LOGPROBS_MODES[config.logprobs_mode] == "processed", graphs=sampler_graphs
         )
+        self._has_user_stages = self.sampler.has_user_stages  # they need full rows of logits
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused while the rows stay the same
 
     @property
@@ -161,7 +162,7 @@ class UniProcExecutor:
             if self._tracer is not None and self._tracer.wants_stages:
                 stage_tracer = StageTracer(self._tracer, sequences, self._tokenizer)
             sampling_batch = None if plan.num_top_logprobs else self._sampling_batch(sequences)
-            if sampling_batch is not None and stage_tracer is None and not self.sampler.has_user_stages:
+            if sampling_batch is not None and stage_tracer is None and not self._has_user_stages:
                 token_ids = self.runner.sample(hidden, batch.logits_indices, sampling_batch)
             if token_ids is None:
                 logits = self.runner.compute_logits(hidden, batch.logits_indices)  # of the rows that need logits
