@@ -11,6 +11,8 @@ import gguf
 import llama_cpp as llama
 import numpy as np
 
+_TYPES = {"bfloat16": gguf.GGMLQuantizationType.BF16, "float32": gguf.GGMLQuantizationType.F32}
+
 
 class Engine:
     def __init__(
@@ -35,7 +37,7 @@ class Engine:
         params.n_batch = self._max_batch = max(4096, max_model_len)
         params.n_seq_max = max_num_seqs
         params.n_threads = params.n_threads_batch = num_threads
-        params.type_k = params.type_v = getattr(llama, {"bfloat16": "GGML_TYPE_BF16", "float32": "GGML_TYPE_F32"}[dtype])
+        params.type_k = params.type_v = _TYPES[dtype]
         self._context = llama.llama_init_from_model(self._model, params)
         if not self._context:
             raise RuntimeError("llama.cpp has made no context; its messages are above")
@@ -108,7 +110,7 @@ def _convert(model: Path, path: Path, dtype: str) -> None:
     _add_sizes(writer, config)
     num_layers = config["n_layer"] if "n_layer" in config else config["num_hidden_layers"]
     names = gguf.get_tensor_name_map(arch, num_layers)
-    matrix_type = {"bfloat16": gguf.GGMLQuantizationType.BF16, "float32": gguf.GGMLQuantizationType.F32}[dtype]
+    matrix_type = _TYPES[dtype]
     for file in sorted(model.glob("*.safetensors")):
         for name, values in _read_safetensors(file):
             if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):  # GPT-2 stores them transposed
