@@ -1,13 +1,15 @@
 """A batch job on many machines: Ray Data hands batches of rows to actors, and each actor holds an engine.
 
 In: rows. Out: their results, in the order in which batches end. Only this process, the driver, writes them. Ray restarts an
-actor that dies and repeats its batches, without a limit. So Attempts counts the starts of each batch: one that was in
+actor that dies and repeats its batches, without a limit. So Attempts counts how often each batch has begun: one that was in
 MAX_DEATHS deaths is answered row by row, and a row that was alone in MAX_DEATHS more gets an error as its result.
 """
 
 import asyncio
+import logging
 import os
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -17,7 +19,7 @@ import pyarrow
 import ray
 import ray.data
 from pydantic_core import from_json, to_json
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError
 
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.errors import InvalidValueError, NanoinferError
@@ -53,7 +55,6 @@ def connected(address: str, *, num_cpus: int) -> Iterator[None]:
                 object_store_memory=LOCAL_OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 logging_level="WARNING",
-                _node_ip_address="127.0.0.1",  # the cluster executes what it is sent, from any interface it listens on
             )
         else:
             ray.init(address, logging_level="WARNING")
@@ -88,7 +89,9 @@ def answer_all_on_ray(
 
     Raises: what load or the engine raises in an actor. Then the rows without a result are unfinished.
     """
-    ray.data.DataContext.get_current().enable_progress_bars = False
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
     lines = (to_json(row.model_dump()) for row in rows)
     blocks = [pyarrow.table({"row": batch}) for batch in iter(lambda: list(islice(lines, batch_size)), [])]
     attempts = ray.remote(num_cpus=0)(Attempts).remote()
@@ -105,27 +108,37 @@ def answer_all_on_ray(
         for batch in results.iter_batches(batch_size=None, batch_format="pyarrow"):
             for result in batch["result"]:
                 write(from_json(result.as_py()))
-    except RayTaskError as error:
-        cause = error.cause
-        while not isinstance(cause, NanoinferError) and cause is not None:
-            cause = cause.__cause__
-        raise error if cause is None else cause from None
+    except RayError as error:  # its text has the traceback of the actor, and its class not that of the actor's error
+        own = re.findall(r"^nanoinfer\.errors\.\w+: (.+)$", str(error), re.MULTILINE)
+        if not own:
+            raise
+        raise NanoinferError(f"a replica failed: {own[-1]}") from error
 
 
 class Attempts:
-    """An actor that counts what has begun and not ended: how often actors have died with it."""
+    """An actor that keeps, for each batch that was begun, what a dead actor has left.
+
+    That is how often it has begun, and the results of rows that were answered alone. A result sets the count back to
+    MAX_DEATHS and the current beginning. So the beginnings after MAX_DEATHS are those at the row that follows.
+    """
 
     def __init__(self) -> None:
-        self._begun: Counter[str] = Counter()
+        self._num_begun: Counter[str] = Counter()
+        self._results: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
 
-    def begin(self, key: str) -> int:
-        """Returns the number of earlier beginnings."""
-        self._begun[key] += 1
-        return self._begun[key] - 1
+    def get(self, batch: str) -> tuple[int, list[dict[str, Any]]]:
+        return self._num_begun[batch], self._results[batch]
 
-    def end(self, *keys: str) -> None:
-        for key in keys:
-            self._begun.pop(key, None)
+    def begin(self, batch: str) -> None:
+        self._num_begun[batch] += 1
+
+    def add(self, batch: str, result: dict[str, Any]) -> None:
+        self._results[batch].append(result)
+        self._num_begun[batch] = MAX_DEATHS + 1
+
+    def end(self, batch: str) -> None:
+        self._num_begun.pop(batch, None)
+        self._results.pop(batch, None)
 
 
 class Replica:
@@ -141,19 +154,24 @@ class Replica:
     async def __call__(self, batch: pyarrow.Table) -> pyarrow.Table:
         """Column "row" of JSON to column "result" of JSON."""
         rows = [Row.model_validate(from_json(row.as_py())) for row in batch["row"]]
-        key = f"batch {rows[0].custom_id}"
-        results: list[dict[str, Any]] = []
-        async with self._turns:
-            if await self._attempts.begin.remote(key) < MAX_DEATHS:
+        key = rows[0].custom_id
+        num_deaths, results = await self._attempts.get.remote(key)
+        if num_deaths < MAX_DEATHS:
+            async with self._turns:
+                await self._attempts.begin.remote(key)
                 await answer_all(self._app, iter(rows), seed=self._seed, num_concurrent=len(rows), write=results.append)
-        if not results:
-            async with self._alone, self._turns, self._turns:  # all turns: no other batch may be what kills the actor
-                results += [await self._answer_alone(row) for row in rows]
-        await self._attempts.end.remote(key, *(f"row {row.custom_id}" for row in rows))
+        else:
+            async with self._alone, self._turns, self._turns:  # all turns: nothing else may kill the actor meanwhile
+                await self._attempts.begin.remote(key)
+                for row in rows[len(results) :]:
+                    results.append(await self._answer_alone(row, num_deaths - MAX_DEATHS))
+                    num_deaths = MAX_DEATHS
+                    await self._attempts.add.remote(key, results[-1])
+        await self._attempts.end.remote(key)
         return pyarrow.table({"result": [to_json(result) for result in results]})
 
-    async def _answer_alone(self, row: Row) -> dict[str, Any]:
-        if await self._attempts.begin.remote(f"row {row.custom_id}") < MAX_DEATHS:
+    async def _answer_alone(self, row: Row, num_deaths: int) -> dict[str, Any]:
+        if num_deaths < MAX_DEATHS:
             return await answer(self._app, row, self._seed)
         message = f"{2 * MAX_DEATHS} processes died while they answered this row, the last {MAX_DEATHS} of them nothing else"
         return to_result(row, self._seed, 500, error_body(500, message))
