@@ -147,7 +147,7 @@ async def _answer(
     from nanoinfer.server.app import create_app
     from nanoinfer.server.batch import answer_all
 
-    async_llm = AsyncLLM(load)
+    async_llm = AsyncLLM(load, streaming=False)
     app = create_app(async_llm, settings)
     num_concurrent = 2 * async_llm.engine.scheduler.config.max_num_seqs  # so that rows always wait
     try:

@@ -177,7 +177,9 @@ def check_packages(extra: str, *names: str) -> None:
     """Raises: NanoinferError if a package of an extra is not installed."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
-        raise NanoinferError(f'{", ".join(missing)} is not installed; pip install "nanoinfer[{extra}]"')
+        raise NanoinferError(
+            f'this needs packages that are not installed ({", ".join(missing)}); pip install "nanoinfer[{extra}]"'
+        )
 
 
 def ray_resources(engine: EngineOptions) -> dict[str, float]:

@@ -145,7 +145,7 @@ class Replica:
     """An actor that answers batches. Ray calls it for BATCHES_PER_ACTOR at once, in one event loop."""
 
     def __init__(self, load: Callable[[], "LLM"], settings: ServerSettings, seed: int, attempts: Any) -> None:
-        self._app = create_app(AsyncLLM(load), settings)
+        self._app = create_app(AsyncLLM(load, streaming=False), settings)
         self._seed = seed
         self._attempts = attempts
         self._turns = asyncio.Semaphore(BATCHES_PER_ACTOR)
