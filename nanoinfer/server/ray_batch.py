@@ -1,4 +1,4 @@
-"""A batch job on many machines: Ray Data hands batches of rows to actors, and each actor holds an engine.
+"""A batch job on many machines: Ray Data gives batches of rows to actors, and each actor holds an engine.
 
 In: rows. Out: their results, in the order in which batches end. Only this process, the driver, writes them. Ray restarts an
 actor that dies and repeats its batches, without a limit. So Attempts counts how often each batch has begun: one that was in
