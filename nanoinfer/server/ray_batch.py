@@ -87,7 +87,8 @@ def answer_all_on_ray(
         batch_size: Rows that an actor takes at a time.
         resources: num_cpus and num_gpus that an actor reserves.
 
-    Raises: what load or the engine raises in an actor. Then the rows without a result are unfinished.
+    Raises: NanoinferError with the message of load's or the engine's own error in an actor, else Ray's error. Then the rows
+    without a result are unfinished.
     """
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
