@@ -146,9 +146,11 @@ async def _answer(
     from nanoinfer.async_llm import AsyncLLM
     from nanoinfer.server.app import create_app
     from nanoinfer.server.batch import answer_all
+    from nanoinfer.server.run import share_the_process
 
     async_llm = AsyncLLM(load, streaming=False)
     app = create_app(async_llm, settings)
+    share_the_process()
     num_concurrent = 2 * async_llm.engine.scheduler.config.max_num_seqs  # so that rows always wait
     try:
         with writing as write:

@@ -19,10 +19,10 @@ from nanoinfer.cli.serve import (
     check_api_keys,
     load_async_llm,
     make_settings,
-    share_the_process,
 )
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.server.app import create_app
+from nanoinfer.server.run import share_the_process
 
 G = TypeVar("G")
 

@@ -1,6 +1,5 @@
 """`nanoinfer serve`: an OpenAI-compatible server for one model."""
 
-import gc
 import os
 import signal
 import sys
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from nanoinfer.server.app import ServerSettings
     from nanoinfer.tracing.recent import RecentRecorder
 
-SWITCH_INTERVAL = 0.0005  # seconds that a thread may keep the interpreter while another waits. Python's own is 0.005
 API_KEY_VARIABLE = "NANOINFER_API_KEY"
 SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -93,7 +91,7 @@ def serve(
     check_api_keys(options.api_key)
     check_packages("server", *SERVER_PACKAGES)
     signal.signal(signal.SIGTERM, _exit)  # while the model loads. Then uvicorn's handler is in its place
-    from nanoinfer.server.run import make_server
+    from nanoinfer.server.run import make_server, share_the_process
     from nanoinfer.tracing.recent import RecentRecorder
 
     recorder = RecentRecorder() if trace else None
@@ -160,13 +158,6 @@ def check_api_keys(api_keys: list[str] | None) -> None:
                 f"API key {number} is empty, has spaces around it, or has characters other than printable ASCII; "
                 f"give another --api-key or {API_KEY_VARIABLE}"
             )
-
-
-def share_the_process() -> None:
-    """Let the engine's thread and the event loop's delay each other little."""
-    gc.collect()
-    gc.freeze()  # else the collector examines all of torch now and then, and every stream waits some 0.2 s for it
-    sys.setswitchinterval(SWITCH_INTERVAL)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

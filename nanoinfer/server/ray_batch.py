@@ -27,6 +27,7 @@ from nanoinfer.server.app import ServerSettings, create_app
 from nanoinfer.server.batch import answer, answer_all, to_result
 from nanoinfer.server.errors import error_body
 from nanoinfer.server.ledger import Row
+from nanoinfer.server.run import share_the_process
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM
@@ -147,6 +148,7 @@ class Replica:
 
     def __init__(self, load: Callable[[], "LLM"], settings: ServerSettings, seed: int, attempts: Any) -> None:
         self._app = create_app(AsyncLLM(load, streaming=False), settings)
+        share_the_process()
         self._seed = seed
         self._attempts = attempts
         self._turns = asyncio.Semaphore(BATCHES_PER_ACTOR)
