@@ -19,7 +19,7 @@
 #include <vector>
 
 constexpr int LANES = 16;
-#include "cpu_numbers.h"
+#include "cpu_pages.h"
 
 namespace {
 
@@ -60,7 +60,7 @@ void attend(Partial& result, const Number* q, const Pages& keys, const Pages& va
     const int64_t num_tokens = last - first;
     Head queries[GROUP];
     for (int g = 0; g < GROUP; g++) {
-        queries[g] = load(q + g * HEAD_DIM);
+        queries[g] = load_head(q + g * HEAD_DIM);
         for (Floats& part : queries[g].part) part *= 1.0f / std::sqrt(float(HEAD_DIM));
     }
 
@@ -68,7 +68,7 @@ void attend(Partial& result, const Number* q, const Pages& keys, const Pages& va
     const int64_t num_vectors = (num_tokens + LANES - 1) / LANES;
     for (int g = 0; g < GROUP; g++) scores[g][num_vectors - 1] = Floats{} - INFINITY;  // for the lanes after the last token
     each(keys, first, last, values.at(first), [&](int64_t token, const Number* head) {
-        const Head key = load(head);
+        const Head key = load_head(head);
         for (int g = 0; g < GROUP; g++) ((float*)scores[g])[token - first] = dot(queries[g], key);
     });
 
@@ -86,7 +86,7 @@ void attend(Partial& result, const Number* q, const Pages& keys, const Pages& va
     }
 
     each(values, first, last, following, [&](int64_t token, const Number* head) {
-        const Head value = load(head);
+        const Head value = load_head(head);
         for (int g = 0; g < GROUP; g++) {
             const float weight = ((float*)scores[g])[token - first];
             for (int i = 0; i < HEAD_VECTORS; i++) result.values[g].part[i] += weight * value.part[i];
@@ -95,9 +95,7 @@ void attend(Partial& result, const Number* q, const Pages& keys, const Pages& va
 }
 
 void write(Number* out, const Head& values, float total) {
-    float numbers[HEAD_VECTORS * LANES];
-    std::memcpy(numbers, values.part, sizeof numbers);
-    for (int i = 0; i < HEAD_DIM; i++) out[i] = narrow(numbers[i] / total);
+    for (int i = 0; i < HEAD_VECTORS; i++) store(out + i * LANES, values.part[i] / total, std::min(HEAD_DIM - i * LANES, LANES));
 }
 
 struct Task {

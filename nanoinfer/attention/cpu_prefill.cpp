@@ -12,62 +12,15 @@
 
 #include <vector>
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 // A block is computed in the machine's registers: BROADCASTS numbers (of keys or values) by BLOCK vectors of rows.
 #ifdef __AVX512F__
 constexpr int LANES = 16, BROADCASTS = 8, BLOCK = 3;
 #else
 constexpr int LANES = 8, BROADCASTS = 4, BLOCK = 3;
 #endif
-#include "cpu_numbers.h"
+#include "cpu_pages.h"
 
 namespace {
-
-// A term is what a lane multiplies in one instruction: a float, or two bfloat16 numbers where the machine adds two products.
-#if defined(BF16) && defined(__AVX512BF16__)
-constexpr int PER_TERM = 2;
-typedef uint32_t Term;
-typedef Ints Terms;
-
-Term term_of(Number first, Number second) {
-    return first | Term(second) << 16;
-}
-
-Terms terms_of(const Floats* x) {  // x[0] and x[1], rounded, side by side in each lane
-    const Terms order = (Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}) * 0x10001 + 0x100000;
-    return (Terms)_mm512_permutexvar_epi16((__m512i)order, (__m512i)_mm512_cvtne2ps_pbh((__m512)x[1], (__m512)x[0]));
-}
-
-Floats add_products(Floats sum, Terms x, Term y) {
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)_mm512_set1_epi32(y));
-}
-#else
-constexpr int PER_TERM = 1;
-typedef float Term;
-typedef Floats Terms;
-
-Term term_of(Number first, Number) {
-#ifdef BF16
-    const uint32_t bits = uint32_t(first) << 16;
-    Term term;
-    std::memcpy(&term, &bits, sizeof term);
-    return term;
-#else
-    return first;
-#endif
-}
-
-Terms terms_of(const Floats* x) {
-    return x[0];
-}
-
-Floats add_products(Floats sum, Terms x, Term y) {
-    return sum + x * y;
-}
-#endif
 
 constexpr int TILE = 64;            // keys
 constexpr int VECTORS = 2 * BLOCK;  // of the rows of a task
@@ -92,27 +45,13 @@ struct Tile {
 typedef Floats Scores[TILE][BLOCK];
 typedef Terms Weights[TILE_TERMS][BLOCK];
 
-// Add the products of number i and vector j to sums[i][j], term after term.
-template <int NUMBER_STRIDE, int TERM_STRIDE, int VECTOR_STRIDE>
-inline void multiply(Floats (&sums)[BROADCASTS][BLOCK], const Term* numbers, const Terms* vectors, int num_terms) {
-    for (int term = 0; term < num_terms; term++) {
-#pragma GCC unroll 8
-        for (int i = 0; i < BROADCASTS; i++) {
-#pragma GCC unroll 3
-            for (int j = 0; j < BLOCK; j++) sums[i][j] = add_products(sums[i][j], vectors[j], numbers[i * NUMBER_STRIDE]);
-        }
-        numbers += TERM_STRIDE;
-        vectors += VECTOR_STRIDE;
-    }
-}
-
 // The scores of a block of rows with the first num_keys keys of a tile, and the largest score of each row so far.
 void find_scores(Scores& scores, Floats* largest, const Rows& rows, int block, const Tile& tile, int64_t first_key,
                  int num_keys) {
     const float scale = 1.0f / std::sqrt(float(HEAD_DIM));
     for (int key = 0; key < num_keys; key += BROADCASTS) {
         Floats sums[BROADCASTS][BLOCK] = {};
-        multiply<HEAD_TERMS, 1, VECTORS>(sums, tile.keys[key], &rows.queries[0][block], HEAD_TERMS);
+        multiply(sums, tile.keys[key], HEAD_TERMS, 1, &rows.queries[0][block], VECTORS, HEAD_TERMS);
         for (int i = 0; i < BROADCASTS; i++) {
             const int position = first_key + key + i;
             for (int j = 0; j < BLOCK; j++) {
@@ -157,7 +96,7 @@ void attend(Rows& rows, int block, const Tile& tile, int64_t first_key, int num_
         for (int i = 0; i < BROADCASTS; i++) {
             for (int j = 0; j < BLOCK; j++) sums[i][j] = rows.values[column + i][block + j] * factor[j];
         }
-        multiply<1, COLUMNS, BLOCK>(sums, &tile.values[0][column], weights[0], num_keys / PER_TERM);
+        multiply(sums, &tile.values[0][column], 1, COLUMNS, weights[0], BLOCK, num_keys / PER_TERM);
         for (int i = 0; i < BROADCASTS; i++) std::copy_n(sums[i], BLOCK, &rows.values[column + i][block]);
     }
 }
@@ -249,11 +188,12 @@ void attend(const Task& task, const Number* q, int64_t q_stride, const Pages& ke
         }
     }
 
+    Numbers results[HEAD_DIM][VECTORS];
     for (int d = 0; d < HEAD_DIM; d++) {
-        for (int j = 0; j < VECTORS; j++) rows.values[d][j] = rows.values[d][j] / rows.total[j] + 0.0f;  // +0 for -0
+        for (int j = 0; j < VECTORS; j++) results[d][j] = narrow(rows.values[d][j] / rows.total[j] + 0.0f);  // +0 for -0
     }
     task.each_row(out_stride, [&](int row, int64_t, int64_t place) {
-        for (int d = 0; d < HEAD_DIM; d++) out[place + d] = narrow(((const float*)rows.values[d])[row]);
+        for (int d = 0; d < HEAD_DIM; d++) out[place + d] = ((const Number*)results[d])[row];
     });
 }
 
