@@ -43,17 +43,21 @@ class DenseLinear(CPULinear):
         tile, per_term = (ctypes.c_int.in_dll(library, name).value for name in ("tile_size", "num_per_term"))
         if linear.in_features % per_term:
             raise UnsupportedError(f"dense_linear.cpp needs inputs in multiples of {per_term}, got {linear.in_features}")
-        self._sizes = (linear.out_features, linear.in_features, _ACTIVATIONS[activation])
         self._weight = _tiled(linear.weight.detach(), tile, per_term)
+        self._bias = None if self._bias is None else self._bias.to(dtype).contiguous()
+        # Found once, because a step of one row calls many layers.
+        self._pointers = (self._weight.data_ptr(), None if self._bias is None else self._bias.data_ptr())
+        self._sizes = (linear.out_features, linear.in_features, _ACTIVATIONS[activation])
 
     def product(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if x.dtype != self._weight.dtype:
             raise UnsupportedError(f"the layer's weight is in {self._weight.dtype}, got rows in {x.dtype}")
-        out = x.new_empty(len(x), self._sizes[0])
-        x, residual = x.contiguous(), None if residual is None else residual.contiguous()
-        arrays = (x, residual, out, self._weight, self._bias)
-        pointers = (None if array is None else array.data_ptr() for array in arrays)
-        self._kernel(*pointers, len(x), *self._sizes, torch.get_num_threads())
+        num_rows, x = x.shape[0], x.contiguous()
+        residual = None if residual is None else residual.contiguous()
+        out = x.new_empty((num_rows, self._sizes[0]))
+        residual_pointer = None if residual is None else residual.data_ptr()
+        num_threads = torch.get_num_threads()
+        self._kernel(x.data_ptr(), residual_pointer, out.data_ptr(), *self._pointers, num_rows, *self._sizes, num_threads)
         return out
 
 
