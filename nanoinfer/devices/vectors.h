@@ -136,9 +136,9 @@ inline Floats add_products(Floats sum, Terms x, Term y) {
 template <int NUMBERS, int VECTORS>
 inline __attribute__((always_inline)) void multiply(Floats (&sums)[NUMBERS][VECTORS], const Term* numbers, int64_t number_stride,
                                                     int64_t term_stride, const Terms* vectors, int64_t vector_stride,
-                                                    int64_t num_terms, const Terms* ahead = nullptr) {
+                                                    int64_t num_terms, const Terms* ahead = nullptr, int num_ahead = 0) {
     for (int64_t term = 0; term < num_terms; term++) {
-        if (ahead) __builtin_prefetch(ahead + term * vector_stride);
+        for (int i = 0; i < num_ahead; i++) __builtin_prefetch(ahead++);
 #pragma GCC unroll 8
         for (int i = 0; i < NUMBERS; i++) {
 #pragma GCC unroll 4

@@ -45,11 +45,11 @@ Floats activated(Floats x, int activation) {
 
 // Outputs of a tile for NUM rows from `row` on. Weights at `ahead` are fetched meanwhile, if it is not null.
 template <int NUM>
-void compute(const Layer& layer, int64_t tile, int64_t row, const Number* x, Number* out, const Terms* ahead) {
+void compute(const Layer& layer, int64_t tile, int64_t row, const Number* x, Number* out, const Terms* ahead, int num_ahead) {
     const int64_t num_terms = layer.num_in / PER_TERM;
     Floats sums[NUM][VECTORS] = {};
     multiply(sums, (const Term*)(x + row * layer.num_in), num_terms, 1, layer.weight + tile * num_terms * VECTORS, VECTORS,
-             num_terms, ahead);
+             num_terms, ahead, num_ahead);
     for (int i = 0; i < NUM; i++) {
         for (int j = 0; j < VECTORS; j++) {
             const int64_t first = tile * TILE + j * LANES, place = (row + i) * layer.num_out + first;
@@ -69,11 +69,12 @@ void compute_rows(const Layer& layer, int64_t tile, int64_t first, int64_t last,
     static_assert(ROWS <= 8);
     constexpr decltype(&compute<1>) FORMS[] = {compute<1>, compute<2>, compute<3>, compute<4>,
                                                compute<5>, compute<6>, compute<7>, compute<8>};
-    const Terms* next = layer.weight + (tile + 1) * layer.num_in / PER_TERM * VECTORS;
-    const bool fetches = is_last && last - first > ROWS * VECTORS;
-    for (int64_t row = first, pass = 0; row < last; row += ROWS, pass++) {
+    const int64_t num_terms = layer.num_in / PER_TERM, num_passes = (last - first + ROWS - 1) / ROWS;
+    const Terms* next = layer.weight + (tile + 1) * num_terms * VECTORS;
+    const int num_ahead = !is_last || num_passes == 1 ? 0 : (VECTORS + num_passes - 1) / num_passes;
+    for (int64_t row = first, fetched = 0; row < last; row += ROWS, fetched += num_ahead) {
         const int64_t num = std::min<int64_t>(ROWS, last - row);
-        FORMS[num - 1](layer, tile, row, x, out, fetches && pass < VECTORS ? next + pass : nullptr);
+        FORMS[num - 1](layer, tile, row, x, out, next + fetched * num_terms, fetched < VECTORS ? num_ahead : 0);
     }
 }
 
