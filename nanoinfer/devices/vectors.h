@@ -132,7 +132,7 @@ inline Floats add_products(Floats sum, Terms x, Term y) {
 #endif
 
 // Add the products of number i and vector j to sums[i][j], term after term. The strides are those of numbers i, of their terms,
-// and of the vectors' terms.
+// and of the vectors' terms. For each term, num_ahead vectors from `ahead` on are fetched into the processor's cache.
 template <int NUMBERS, int VECTORS>
 inline __attribute__((always_inline)) void multiply(Floats (&sums)[NUMBERS][VECTORS], const Term* numbers, int64_t number_stride,
                                                     int64_t term_stride, const Terms* vectors, int64_t vector_stride,
