@@ -95,7 +95,9 @@ void attend(Partial& result, const Number* q, const Pages& keys, const Pages& va
 }
 
 void write(Number* out, const Head& values, float total) {
-    for (int i = 0; i < HEAD_VECTORS; i++) store(out + i * LANES, values.part[i] / total, std::min(HEAD_DIM - i * LANES, LANES));
+    for (int i = 0; i < HEAD_VECTORS; i++) {
+        store(out + i * LANES, values.part[i] / total, std::min(HEAD_DIM - i * LANES, LANES));
+    }
 }
 
 struct Task {

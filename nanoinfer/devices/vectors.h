@@ -134,9 +134,9 @@ inline Floats add_products(Floats sum, Terms x, Term y) {
 // Add the products of number i and vector j to sums[i][j], term after term. The strides are those of numbers i, of their terms,
 // and of the vectors' terms. For each term, num_ahead vectors from `ahead` on are fetched into the processor's cache.
 template <int NUMBERS, int VECTORS>
-inline __attribute__((always_inline)) void multiply(Floats (&sums)[NUMBERS][VECTORS], const Term* numbers, int64_t number_stride,
-                                                    int64_t term_stride, const Terms* vectors, int64_t vector_stride,
-                                                    int64_t num_terms, const Terms* ahead = nullptr, int num_ahead = 0) {
+__attribute__((always_inline)) inline void multiply(
+    Floats (&sums)[NUMBERS][VECTORS], const Term* numbers, int64_t number_stride, int64_t term_stride, const Terms* vectors,
+    int64_t vector_stride, int64_t num_terms, const Terms* ahead = nullptr, int num_ahead = 0) {
     for (int64_t term = 0; term < num_terms; term++) {
         for (int i = 0; i < num_ahead; i++) __builtin_prefetch(ahead++);
 #pragma GCC unroll 8

@@ -2,9 +2,9 @@
 
 In: an nn.Linear. Out: a CPULinear. It is one of several forms of a layer: cpu_linear.py chooses the fastest on the machine.
 
-A call of oneDNN costs some 12 us before it reads the weight. dense_linear.cpp takes 0.45 to 0.85 of its time at one row, 0.6 to
-0.95 at 16, 0.9 to 1.0 at 64 and 0.97 to 1.07 at 1,020 (2 cores, AVX512-BF16). Where a processor has matrix units (AMX), oneDNN uses them, and
-this kernel does not.
+A call of oneDNN costs some 12 us before it reads the weight. dense_linear.cpp takes 0.45 to 0.9 of its time at one row, 0.6 to
+1.0 at 16, 0.9 to 1.0 at 64 and 0.97 to 1.07 at 1,020 (2 cores, AVX512-BF16). Where a processor has matrix units (AMX), oneDNN
+uses them, and this kernel does not.
 """
 
 import ctypes

@@ -3,9 +3,9 @@
 In: an nn.Linear, the activation that follows it, whether a residual is added. Out: one module that computes all of it, and a
 report of how every layer is computed. optimize.py decides which layers of a model become such modules.
 
-The kernels are oneDNN's (here) and one of this package (cpu_dense.py). They also apply the activation and add the residual, which
-is faster. The faster one is chosen by measuring. A row's bits may depend on the number of rows: devices/row_forms.py explains
-why, and finds the calls in which they do not. The result depends on a layer's sizes and not on its weights, so
+The kernels are oneDNN's (here) and one of this package (cpu_dense.py). They also apply the activation and add the residual,
+which is faster. The faster one is chosen by measuring. A row's bits may depend on the number of rows: devices/row_forms.py
+explains why, and finds the calls in which they do not. The result depends on a layer's sizes and not on its weights, so
 devices/machine_checks.py keeps it for the machine.
 """
 

@@ -3,7 +3,7 @@
 // At one row a layer takes the time of reading its weights, so they lie in memory in the order in which they are read. At many
 // rows it takes the time of the products: the sums of ROWS rows and a tile of outputs stay in the machine's registers.
 //
-// Rows are independent by construction. Whatever the number of rows, an output is one sum in fp32 over the inputs in their order.
+// Rows are independent by construction. For any number of rows, an output is one sum in fp32 over the inputs in their order.
 
 // With AVX-512 there are 32 vector registers: 24 for sums, 3 for weights, one for x. Otherwise 16: 12, 3 and one.
 #ifdef __AVX512F__
@@ -83,9 +83,10 @@ void compute_rows(const Layer& layer, int64_t tile, int64_t first, int64_t last,
 
 extern "C" const int tile_size = TILE, num_per_term = PER_TERM;
 
-// x: [num_rows, num_in], with num_in a multiple of PER_TERM. out: [num_rows, num_out]. The weight begins at a multiple of 64 bytes.
-extern "C" void linear(const Number* x, const Number* residual, Number* out, const Terms* weight, const Number* bias, int64_t num_rows,
-                       int64_t num_out, int64_t num_in, int activation, int num_threads) {
+// x: [num_rows, num_in], with num_in a multiple of PER_TERM. out: [num_rows, num_out]. The weight is aligned to 64 bytes.
+extern "C" void linear(
+    const Number* x, const Number* residual, Number* out, const Terms* weight, const Number* bias, int64_t num_rows,
+    int64_t num_out, int64_t num_in, int activation, int num_threads) {
     const Layer layer{weight, bias, residual, num_out, num_in, activation};
     const int64_t num_tiles = (num_out + TILE - 1) / TILE, num_parts = (num_rows + TASK_ROWS - 1) / TASK_ROWS;
 #pragma omp parallel for num_threads(num_threads) schedule(static)
