@@ -36,6 +36,7 @@ NOTEBOOKS = {
         "which parts turn a prompt into the next token, why only the last row meets the head, and what a seed decides.",
         40,
         ("tokenization/tokenizer.py", "models/gpt2.py", "sampling/sampler.py"),
+        ("00a",),
     ),
     "02_attention_with_and_without_a_kv_cache": Header(
         "why keys and values are kept and queries are not, how many bytes a token of the cache takes, and why GQA helps.",
