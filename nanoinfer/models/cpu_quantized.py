@@ -100,15 +100,19 @@ class QuantizedLinear(CPULinear):
         self._scales, self._zeros = _tiled(weight.scales), _tiled(weight.zeros)
         self._bias = None if self._bias is None else self._bias.float()
         self._kernel = _kernel()
+        # Found once, because a step of one row calls many layers.
+        arrays = (self._weight, self._scales, self._zeros, self._bias)
+        self._pointers = tuple(None if array is None else array.data_ptr() for array in arrays)
 
     def product(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if x.dtype != torch.bfloat16:
             raise UnsupportedError(f"a quantised linear layer computes in bfloat16, got {x.dtype}; load the model in bfloat16")
-        out = x.new_empty(len(x), self._sizes[0])
-        x, residual = x.contiguous(), None if residual is None else residual.contiguous()
-        arrays = (x, residual, out, self._weight, self._scales, self._zeros, self._bias)
-        pointers = (None if array is None else array.data_ptr() for array in arrays)
-        self._kernel(*pointers, len(x), *self._sizes, torch.get_num_threads())
+        num_rows, x = x.shape[0], x.contiguous()
+        residual = None if residual is None else residual.contiguous()
+        out = x.new_empty((num_rows, self._sizes[0]))
+        residual_pointer = None if residual is None else residual.data_ptr()
+        num_threads = torch.get_num_threads()
+        self._kernel(x.data_ptr(), residual_pointer, out.data_ptr(), *self._pointers, num_rows, *self._sizes, num_threads)
         return self.activated(out)
 
 
