@@ -36,6 +36,7 @@ NOTEBOOKS = {
         "which parts turn a prompt into the next token, why only the last row meets the head, and what a seed decides.",
         40,
         ("tokenization/tokenizer.py", "models/gpt2.py", "sampling/sampler.py"),
+        ("00a",),
     ),
     "02_attention_with_and_without_a_kv_cache": Header(
         "why keys and values are kept and queries are not, how many bytes a token of the cache takes, and why GQA helps.",
@@ -138,15 +139,16 @@ def header_of(stem: str) -> str:
     neighbours = [f"previous: {link_to(order[at - 1])}"] if at else []
     neighbours += [f"next: {link_to(order[at + 1])}"] if at + 1 < len(order) else []
     in_colab = REPOSITORY.replace("https://github.com", "https://colab.research.google.com/github")
+    folder = REPOSITORY.rsplit("/", 1)[1]
+    badge = "![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)"
     lines = [
         f"**You will be able to say** {header.answers}",
         f"**Read first:** {', '.join(before) or 'nothing'}. **Time:** {header.minutes} minutes.",
         f"**Sources:** {', '.join(sources)}. **Solutions of the exercises:** "
         f"[`{stem}.py`]({REPOSITORY}/blob/main/notebooks/solutions/{stem}.py).",
         f"**Neighbours:** {', '.join(neighbours)}.",
-        f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({in_colab}/blob/main/notebooks/{stem}.ipynb) "
-        f"In Colab, run this first: `!git clone -q {REPOSITORY} && pip install -q ./{REPOSITORY.rsplit('/', 1)[1]}`, then "
-        f"`%cd {REPOSITORY.rsplit('/', 1)[1]}/notebooks`.",
+        f"[{badge}]({in_colab}/blob/main/notebooks/{stem}.ipynb) In Colab, run this first: "
+        f"`!git clone -q {REPOSITORY} && pip install -q ./{folder}`, then `%cd {folder}/notebooks`.",
     ]
     return "\n\n".join(lines)
 

@@ -98,9 +98,15 @@ def test_a_number_that_no_cell_has_is_found():
 
     right = "There are 1,959 tokens, 26% of them long, in 12.5 ms, two or 3 at a time (Su et al. 2021), as notebook 12a says."
     assert missing_in(notebook(right)) == []
-    wrong = "There are 1,960 tokens, 27% of them, in 12.6 ms. Twenty of `400` are a hundred, which is 8 times, or nine times, .65."
+    wrong = (
+        "There are 1,960 tokens, 27% of them, in 12.6 ms. Twenty of `400` are a hundred, which is 8 times, or nine times, .65."
+    )
     assert missing_in(notebook(wrong)) == ["1,960", "27%", "12.6", "8 times", ".65", "Twenty", "hundred", "nine times"]
-    assert missing_in(notebook("## Exercises\n\n1. Try 500.")) == missing_in(notebook("Fine.\n\n## Exercises\n\n1. Try 500.")) == []
+    assert (
+        missing_in(notebook("## Exercises\n\n1. Try 500."))
+        == missing_in(notebook("Fine.\n\n## Exercises\n\n1. Try 500."))
+        == []
+    )
 
 
 if __name__ == "__main__":
