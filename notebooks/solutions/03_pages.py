@@ -50,10 +50,11 @@ for length in (37, 48):
 assert num_copies == {37: 3, 48: 0}
 
 # Exercise 3: answers of 300 to 400 tokens
+# To be quick, half of the requests in half of the pool.
 rng = random.Random(0)
-lens = [(rng.randint(8, 64), rng.randint(300, 400)) for _ in range(24)]
+lens = [(rng.randint(8, 64), rng.randint(300, 400)) for _ in range(12)]
 work = Workload(name="long", input_lens=tuple(i for i, _ in lens), output_lens=tuple(o for _, o in lens))
-llm = LLM(device="cpu", tracer=(recorder := Recorder()), block_size=16, kv_cache_memory=2048 * BYTES_PER_TOKEN)
+llm = LLM(device="cpu", tracer=(recorder := Recorder()), block_size=16, kv_cache_memory=1024 * BYTES_PER_TOKEN)
 prompts = [{"prompt_token_ids": ids} for ids in work.prompts(vocab_size=1959, run=0)]
 llm.generate(prompts, [replace(one, detokenize=False) for one in work.params()], use_tqdm=False)
 steps, batches = recorder.of(StepScheduled), recorder.of(BatchBuilt)
@@ -63,7 +64,7 @@ tokens = sum(sum(batch.seq_lens) for batch in batches)
 num_preempted = sum(len(step.preempted) for step in steps)
 print(f"at once: {max(num_running)} at most, {sum(num_running) / len(steps):.1f} on average, {num_preempted} preemptions")
 print(f"a reservation would be used to {tokens / reserved:.0%}")
-# The sequences come nearer to the length that a reservation assumes, so pages save less. Many start at once, because their prompts
-# are short, and as they grow the pool is full: the youngest are preempted.
+# The sequences come nearer to the length that a reservation assumes, so pages save less. Many start at once, because their
+# prompts are short, and as they grow the pool is full: the youngest are preempted.
 assert num_preempted > 0
-assert max(num_running) > 4
+assert max(num_running) > 1024 // llm.engine.max_model_len

@@ -15,8 +15,8 @@ for prompt, num_tokens in (("Once", 5), (notebook.START + " One sunny day,", 4),
     print(f"...{prompt[-20:]!r}{tokenizer.decode(ids)!r}: greedy {sum(logprobs):.3f}, exact {best:.3f}")
     if prompt == "Once":
         assert ids == best_ids
-# In such texts the model is sure at every token, or the first choice costs so much that no other start can make up for it. Greedy
-# fails where an unlikely token makes the rest certain.
+# In such texts the model is sure at every token, or the first choice costs so much that no other start can make up for it.
+# Greedy fails where an unlikely token makes the rest certain.
 assert ids != best_ids
 
 # Exercise 2: blocks of 1, 4 and 16 tokens
@@ -27,8 +27,8 @@ for block_size in (1, 4, 16):
     used, _, copies = notebook.replay(recorder)
     print(f"blocks of {block_size:2}: {copies:2} copies, at most {max(used) * block_size} slots")
     assert (copies == 0) == (block_size == 1)
-# A block of one token is full as soon as it is written, so nothing is copied, and no slot is empty. Larger blocks are copied more
-# often and waste more. But every block is an entry in a table that is kept and followed, so engines choose 16 or more.
+# A block of one token is full as soon as it is written, so nothing is copied, and no slot is empty. Larger blocks are copied
+# more often and waste more. But every block is an entry in a table that is kept and followed, so engines choose 16 or more.
 
 # Exercise 3: the best of 16 samples
 params = SamplingParams(n=16, temperature=0.7, seed=0, max_tokens=10, ignore_eos=True, logprobs=0)
@@ -37,6 +37,6 @@ answers = llm.generate(notebook.START, params, use_tqdm=False)[0].outputs
 best = max(answers, key=lambda answer: answer.cumulative_logprob)
 exact = notebook.exact(notebook.START, 10)[1]
 print(f"best of 16: {best.cumulative_logprob:.3f} {best.text!r}; exact {exact:.3f}")
-# Both compute 16 tokens per step. Beams drop what looks bad and share what they have in common, samples go on with everything, and
-# differ more.
+# Both compute 16 tokens per step. Beams drop what looks bad and share what they have in common, samples go on with everything,
+# and differ more.
 assert best.cumulative_logprob <= exact + 1e-4

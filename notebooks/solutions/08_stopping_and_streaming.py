@@ -35,8 +35,8 @@ for max_tokens in range(1, len(ids) + 1):
 recorder.clear()
 llm.generate("There was", params, use_tqdm=False)
 most = max(event.num_held_ids for event in recorder.of(TokenAppended))
-# At most three ids are held: the detokenizer knows characters of Unicode, of up to four bytes, not signs on the screen. So the stream
-# shows the woman after four tokens, before the rocket.
+# At most three ids are held: the detokenizer knows characters of Unicode, of up to four bytes, not signs on the screen. So the
+# stream shows the woman after four tokens, before the rocket.
 assert most == 3
 
 # Exercise 3: two stop strings that complete with the same token

@@ -32,7 +32,8 @@ for name, model in (("untied head", untied), ("tied table", tied)):
         print(f"{name}: {text}|{story}")
 # "Lily" at the beginning of a text is another token, without a space: no row that was swapped is read, and nothing changes.
 assert stories["original"][0] == stories["untied head"][0] == stories["tied table"][0]
-# Untied: " Lily" is read as before, so the pronouns are a girl's. Only where her name is predicted again, Tom's would be written.
+# Untied: " Lily" is read as before, so the pronouns are a girl's. Only where her name is predicted again, Tom's would be
+# written.
 assert stories["untied head"][1] == stories["original"][1]
 # Tied: " Lily" is read as Tom was, so the pronouns are a boy's: the story is the one that the model tells about Tom.
 assert stories["tied table"][1] == stories["original"][2]
@@ -46,8 +47,8 @@ for name, direction in (
     change = 5 * direction / (direction @ direction)
     added = rows @ change
     print(f"{name}: adds {added.mean():.2f} on average, from {added.min():.2f} to {added.max():.2f}")
-# The mean direction adds 5 on average by construction, and yet differs from place to place: a bias would need hidden rows that share
-# one component exactly. The least-squares row is the nearest that one row can come:
+# The mean direction adds 5 on average by construction, and yet differs from place to place: a bias would need hidden rows that
+# share one component exactly. The least-squares row is the nearest that one row can come:
 best = torch.linalg.lstsq(rows, torch.full((len(rows), 1), 5.0)).solution[:, 0]
 print(f"least squares on this text: from {(rows @ best).min():.2f} to {(rows @ best).max():.2f}, its length {best.norm():.2f}")
 assert ((rows @ best) - 5).norm() <= (rows @ change - 5).norm()
@@ -56,6 +57,6 @@ assert ((rows @ best) - 5).norm() <= (rows @ change - 5).norm()
 dropped = copy.deepcopy(qwen)
 dropped.embed_tokens.weight = torch.nn.Parameter(dropped.lm_head.weight.clone())
 print(f"loss {notebook.loss(qwen):.2f}, with the head's rows as embedding {notebook.loss(dropped):.2f}")
-# The layers were trained to read other rows. In training, a tied table is one parameter that both uses move, so layers and table
-# fit each other. After training, nothing makes two tables equal, and each is right in one place only.
+# The layers were trained to read other rows. In training, a tied table is one parameter that both uses move, so layers and
+# table fit each other. After training, nothing makes two tables equal, and each is right in one place only.
 assert notebook.loss(dropped) > 2 * notebook.loss(qwen)

@@ -23,7 +23,8 @@ for kind, logits in (("ordinary", ordinary), ("nine values", rounded)):
             num_same, num_plain[kind, margin] = notebook.both_ways(logits, batch)
         print(f"{kind:11} margin {margin:2}: {num_same} of {len(logits)} agree, {num_plain[kind, margin]} handed over")
         assert num_same == len(logits)
-# They still agree: without a margin nothing shows that no further token ties, so more rows are handed over. The margin is for speed.
+# They still agree: without a margin nothing shows that no further token ties, so more rows are handed over. The margin is for
+# speed.
 assert num_plain["ordinary", 0] > num_plain["ordinary", fast.TIE_MARGIN]
 
 # Exercise 2: the temperature at which top-p 0.9 begins to need more than 256 tokens
@@ -56,9 +57,8 @@ probabilities = falling.softmax(dim=-1)
 kept = probabilities.cumsum(dim=-1) - probabilities < 0.9
 floats = torch.zeros_like(exact).scatter(-1, ids, kept)
 num_differing = (exact != floats).sum(dim=-1)
-print(
-    f"{int((num_differing > 0).sum())} of 200 rows differ, by at most {int(num_differing.max())} tokens of {int(exact.sum(-1)[0])}"
-)
-# Thousands of tokens are kept here, and the float sum is wrong by a few units of its last place when it nears 0.9. Whether that is one
-# token or several depends on how likely a token is there.
+num_rows, most = int((num_differing > 0).sum()), int(num_differing.max())
+print(f"{num_rows} of 200 rows differ, by at most {most} tokens of {int(exact.sum(-1)[0])}")
+# Thousands of tokens are kept here, and the float sum is wrong by a few units of its last place when it nears 0.9. Whether that
+# is one token or several depends on how likely a token is there.
 assert num_differing.max() < 0.01 * exact.sum(dim=-1).max()

@@ -45,6 +45,6 @@ for name, place in (("before", at), ("after", at + 1)):
     with_stage = LLM(device="cpu", kv_cache_memory=2**26, stages=[*STAGES[:place], keep_above_epsilon, *STAGES[place:]])
     num_right[name] = notebook.right_stories(with_stage, 3.0)
     print(f"{name} the temperature: right stories of 16: {num_right[name]}")
-# Before the temperature, epsilon cuts the model's own tail, and what is left is good at any temperature. After it, the temperature
-# has lifted parts of the tail above epsilon, and where nothing is above it, only the likeliest token stays.
+# Before the temperature, epsilon cuts the model's own tail, and what is left is good at any temperature. After it, the
+# temperature has lifted parts of the tail above epsilon, and where nothing is above it, only the likeliest token stays.
 assert num_right["before"] > num_right["after"]
