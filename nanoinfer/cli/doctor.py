@@ -121,7 +121,7 @@ def _engine(device: torch.device, dtype: torch.dtype) -> list[tuple[str, str]]:
     ]
     if isinstance(backend, CPUBackend):
         backend.warm_up(KVCache(num_layers=1, num_blocks=1, block_size=1, num_kv_heads=1, head_dim=HEAD_DIM, dtype=dtype), 1)
-        chosen.append(("decode attention", backend.decode_form))
+        chosen.append(("attention computed in", backend.form))
     if device.type == "cpu":
         report = optimize_for_cpu(_gpt2_block(dtype))
         chosen += [(f"linear layer {kind}", form) for kind, form in report.forms.items()]

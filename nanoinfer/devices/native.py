@@ -1,7 +1,8 @@
 """C++ kernels of this package, compiled for this machine when they are first used.
 
-In: a .cpp file without headers of torch, and the sizes to compile in. Out: a library to call by ctypes. The compiler is $CXX or
-g++, and it is called once per machine: the library is kept in the folder of devices/machine_checks.py. Deleting it is safe.
+In: a .cpp file without headers of torch, and the sizes to compile in. It may include vectors.h and the .h files of its folder.
+Out: a library to call by ctypes. The compiler is $CXX or g++, and it is called once per machine: the library is kept in the
+folder of devices/machine_checks.py. Deleting it is safe.
 Where the folder cannot be written, every process compiles. Without a compiler the callers have a form in Python.
 
 Several processes may compile the same kernel at once. Each does so in a folder of its own and moves the library to its place
@@ -24,7 +25,8 @@ from nanoinfer.errors import UnsupportedError, first_line
 
 # The library is not linked with OpenMP's. Its symbols are found in the one that torch has loaded, so that both share one team
 # of threads.
-COMPILE = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-c")
+HEADERS = Path(__file__).parent
+COMPILE = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-c", "-I", str(HEADERS))
 
 
 @cache
@@ -39,7 +41,8 @@ def load(source: Path, *definitions: str) -> ctypes.CDLL:
         UnsupportedError: there is no C++ compiler, or it failed. The message has the reason.
     """
     command = [*_compiler(), *COMPILE, *(f"-D{definition}" for definition in definitions)]
-    everything = "\0".join([*command, source.read_text(encoding="utf-8"), processor()])
+    texts = [path.read_text(encoding="utf-8") for path in (source, *sorted({*source.parent.glob("*.h"), *HEADERS.glob("*.h")}))]
+    everything = "\0".join([*command, *texts, processor()])
     name = f"{source.stem}-{hashlib.sha256(everything.encode()).hexdigest()[:16]}.so"
     folder = cache_path().parent
     with suppress(OSError):  # not compiled yet, or damaged

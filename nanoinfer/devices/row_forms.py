@@ -51,7 +51,7 @@ class RowForm:
         x: Float[Tensor, "rows in"],
         residual: Float[Tensor, "rows out"] | None,
     ) -> Float[Tensor, "rows out"]:
-        num_rows = len(x)
+        num_rows = x.shape[0]  # half of the time of len(x)
         if num_rows == 0 or self.calls(num_rows):
             return product(x, residual)
         out = []

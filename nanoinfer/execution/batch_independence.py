@@ -57,7 +57,7 @@ def is_batch_independent(
     dtype_name = str(dtype).removeprefix("torch.")
     check = f"model {type(model).__name__} {digest} {dtype_name}, {type(backend).__name__}, blocks of {block_size}"
     if isinstance(backend, CPUBackend):
-        check += f", decode in {backend.decode_form}"
+        check += f", attention in {backend.form}"
     if has_single_queries:
         check += ", one query at a time"
 

@@ -1,14 +1,17 @@
-"""Linear layers on a CPU: weights packed once for oneDNN, in calls that keep rows independent.
+"""Linear layers on a CPU: weights laid out once for a fast kernel, in calls that keep rows independent.
 
 In: an nn.Linear, the activation that follows it, whether a residual is added. Out: one module that computes all of it, and a
 report of how every layer is computed. optimize.py decides which layers of a model become such modules.
 
-oneDNN's kernels also apply the activation and add the residual, which is faster. Packing does not make a row's bits independent
-of the number of rows. devices/row_forms.py explains why, and finds the calls in which they are. The result depends on a layer's
-sizes and not on its weights, so devices/machine_checks.py keeps it for the machine.
+The kernels are oneDNN's (here) and one of this package (cpu_dense.py). They also apply the activation and add the residual,
+which is faster. The faster one is chosen by measuring. A row's bits may depend on the number of rows: devices/row_forms.py
+explains why, and finds the calls in which they do not. The result depends on a layer's sizes and not on its weights, so
+devices/machine_checks.py keeps it for the machine.
 """
 
 import logging
+import math
+import timeit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +52,7 @@ class CPULinear(nn.Module):
         super().__init__()
         self._bias = None if linear.bias is None else linear.bias.detach()
         self._activation = activation
-        self._adds_residual = adds_residual
+        self.adds_residual = adds_residual
         self.form = row_forms.AS_IT_IS
 
     def forward(
@@ -65,7 +68,7 @@ class CPULinear(nn.Module):
 
     def find_form(self, linear: nn.Linear) -> row_forms.RowForm | None:
         """Find the form in which this machine gives a row the same bits among any number of rows. None if there is none."""
-        probes = row_forms.cancelling_rows(linear.weight, self._bias, has_residual=self._adds_residual)
+        probes = row_forms.cancelling_rows(linear.weight, self._bias, has_residual=self.adds_residual)
         return row_forms.find_row_form(self.product, probes, counts_of(linear))
 
 
@@ -127,8 +130,8 @@ class LinearReport:
 class LinearOptimizer:
     """Turns nn.Linear layers into the fastest CPULinear whose rows do not depend on each other, and reports the choices.
 
-    That is a packed one where this machine has it, in the first of ROW_FORMS that holds. Otherwise it is a plain one. If no
-    form holds, it is a packed one without a form.
+    Each class that this machine has is tried, in the first of ROW_FORMS that holds for it, and the fastest is chosen. A plain
+    layer is used if nothing else has a form. If no form holds, it is the first class without a form.
 
     Args:
         classes: those that a layer may become, by their names in verdicts. The preferred one is first.
@@ -152,7 +155,7 @@ class LinearOptimizer:
                 break
             try:
                 layers[name] = layer_class(linear, activation, adds_residual=adds_residual)
-            except (RuntimeError, AttributeError) as error:
+            except (RuntimeError, AttributeError, UnsupportedError) as error:
                 logger.debug("linear layer %s cannot be %s: %s", kind, name, first_line(error))
         if not layers:
             raise UnsupportedError(
@@ -195,10 +198,26 @@ class LinearOptimizer:
 
 
 def _find_form(linear: nn.Linear, layers: dict[str, CPULinear]) -> str:
+    """Find the fastest layer that has a form. The first one is kept if another takes more than 0.8 of its time.
+
+    A plain layer is not compared with others, because it is slow.
+    """
+    seconds: dict[str, float] = {}
     for name, layer in layers.items():
-        if form := layer.find_form(linear):
-            return f"{name}, {form.name}"
-    return _NONE
+        if not (seconds and isinstance(layer, PlainLinear)) and (form := layer.find_form(linear)):
+            layer.form = form
+            seconds[f"{name}, {form.name}"] = _seconds(layer, linear) / (0.8 if seconds else 1)
+    return min(seconds, key=lambda name: seconds[name], default=_NONE)
+
+
+def _seconds(layer: CPULinear, linear: nn.Linear) -> float:
+    """The geometric mean of the times of one row, as in a single stream, and of 64, as in a batch. Each is the fastest of 8."""
+    product = 1.0
+    for num_rows in (1, 64):
+        x, out = (linear.weight.new_ones(num_rows, size) for size in (linear.in_features, linear.out_features))
+        given = (x, out) if layer.adds_residual else (x,)
+        product *= min(timeit.repeat(partial(layer, *given), number=1, repeat=8))
+    return math.sqrt(product)
 
 
 def _is_measurable(weight: Tensor) -> bool:

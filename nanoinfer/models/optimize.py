@@ -21,7 +21,8 @@ from torch import nn
 
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.models.cpu_blocks import CPU_BLOCKS
-from nanoinfer.models.cpu_linear import CLASSES, LinearOptimizer, LinearReport
+from nanoinfer.models.cpu_dense import dense_classes
+from nanoinfer.models.cpu_linear import LinearOptimizer, LinearReport
 from nanoinfer.models.cpu_quantized import MULTIPLE, quantized_classes
 from nanoinfer.models.weights import progress_bar
 
@@ -46,7 +47,7 @@ def optimize_for_cpu(model: nn.Module, quantization: str | None = None) -> Linea
     """
     if quantization:
         _check_sizes(model, quantization)
-    linears = LinearOptimizer(quantized_classes(quantization) if quantization else CLASSES)
+    linears = LinearOptimizer(quantized_classes(quantization) if quantization else dense_classes())
 
     def optimized(module: nn.Module) -> nn.Module | None:
         if type(module) is nn.Linear:

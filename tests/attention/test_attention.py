@@ -1,5 +1,6 @@
 """Every paged backend equals dense attention over each sequence alone, whatever the batch, the lengths and the blocks."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from paged_cases import FAULTS, check_poison_free_reuse, compare, metadata_for
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention import base, cpu
 from nanoinfer.attention.base import register_backend, select_backend
-from nanoinfer.attention.cpu_kernel import DecodeKernel
+from nanoinfer.attention.cpu_kernel import DecodeKernel, PrefillKernel
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.attention.kv_cache import KVCache, finite_values
 from nanoinfer.attention.reference import ReferenceBackend
@@ -23,9 +24,11 @@ from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedErr
 from nanoinfer.execution.memory import available_cpu_memory, memory_for_cache
 
 CPU = torch.device("cpu")
+IN_PYTHON = cpu.CPUBackend(enforce_eager=True)
+NAMES = pytest.mark.parametrize("backend", ["reference", "cpu", IN_PYTHON], ids=["reference", "cpu", "cpu in Python"])
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@NAMES
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 90), st.sampled_from([1, 1, 2, 5, 40])), min_size=1, max_size=6),
@@ -39,13 +42,13 @@ def test_paged_attention_equals_dense_attention(backend, lengths, block_size, he
     assert error < 1e-5
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@NAMES
 def test_bf16_stays_within_its_rounding(backend):
     lengths = [(100, 1), (3, 1), (0, 20), (64, 30)]
     assert compare(backend, lengths, block_size=16, num_kv_heads=2, group=2, head_dim=16, dtype=torch.bfloat16) < 0.05
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@NAMES
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_comparison_notices_a_planted_fault(backend, fault):
     lengths = [(40, 1), (41, 1), (17, 5)]
@@ -55,15 +58,15 @@ def test_the_comparison_notices_a_planted_fault(backend, fault):
 POISONED = [(40, 1), (7, 1), (0, 30), (20, 9)]  # decodes, a prompt, a chunk after a cached prefix
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@NAMES
 @pytest.mark.parametrize("poisoned", [(0, 0), (2, 0), (2, 17), (3, 4)])
 def test_a_token_that_is_not_finite_reaches_later_queries_of_its_sequence_and_no_others(backend, poisoned):
     assert compare(backend, POISONED, block_size=16, num_kv_heads=2, group=2, head_dim=8, poisoned=poisoned) < 1e-5
 
 
 def test_that_test_notices_values_that_are_stored_as_they_are(monkeypatch):
-    monkeypatch.setattr("nanoinfer.attention.cpu.finite_values", lambda k, v: (k, v))
-    assert compare("cpu", POISONED, block_size=16, num_kv_heads=2, group=2, head_dim=8, poisoned=(2, 17)) == float("inf")
+    monkeypatch.setattr("nanoinfer.attention.kv_cache.finite_values", lambda k, v: (k, v))
+    assert compare(IN_PYTHON, POISONED, block_size=16, num_kv_heads=2, group=2, head_dim=8, poisoned=(2, 17)) == float("inf")
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -187,24 +190,63 @@ def test_the_kernel_stores_values_that_are_not_finite_as_finite_values_does(bad)
         assert torch.equal(found.nan_to_num(nan=7.0), stored.nan_to_num(nan=7.0))
 
 
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "dtype"),
+    [(2, 2, 64, torch.bfloat16), (7, 1, 5, torch.bfloat16), (4, 2, 80, torch.float32), (2, 2, 7, torch.float32)],
+)
+def test_a_row_of_the_prefill_kernel_has_the_same_bits_in_any_chunk_batch_and_number_of_threads(
+    num_heads, num_kv_heads, head_dim, dtype
+):
+    lens = [1, 63, 200, 130]
+    generator = torch.Generator().manual_seed(0)
+    metadata = metadata_for([(0, n) for n in lens], 16, 40, generator)
+    q, k, v = (
+        torch.randn(sum(lens), heads, head_dim, generator=generator).to(dtype)
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
+    q[100] = v[100] = 0.0  # exact zeros, which must have the same sign
+    kernel = PrefillKernel(dtype, head_dim)
+
+    def rows(chunks, num_threads=1):
+        """Attend in one call: (sequence, first token, end) of each chunk."""
+        packed = torch.cat([metadata.query_start_loc[i] + torch.arange(start, end) for i, start, end in chunks])
+        starts = torch.tensor([0] + [end - start for _, start, end in chunks]).cumsum(0) + 3  # counted from any token
+        which = [i for i, _, _ in chunks]
+        torch.set_num_threads(num_threads)
+        try:
+            return kernel(
+                q[packed], k[packed], v[packed], *pages, metadata.slot_mapping[packed], starts,
+                metadata.block_tables[which], torch.tensor([end for _, _, end in chunks]),
+            )  # fmt: skip
+        finally:
+            torch.set_num_threads(1)
+
+    pages = torch.full((2, 40, num_kv_heads, 16, head_dim), float("nan"), dtype=dtype)
+    whole = rows([(i, 0, n) for i, n in enumerate(lens)])
+    assert torch.equal(whole.view(torch.uint8), rows([(i, 0, n) for i, n in enumerate(lens)], 3).view(torch.uint8))
+    for i, n in enumerate(lens):
+        expected = whole[metadata.query_start_loc[i] : metadata.query_start_loc[i + 1]]
+        cuts = sorted({0, min(5, n), min(64, n), min(97, n), n})
+        parts = [rows([(i, start, end)]) for start, end in itertools.pairwise(cuts)]
+        assert torch.equal(torch.cat(parts).view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
 def test_without_a_compiler_the_plain_form_serves_and_the_log_says_why(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "/no/such/compiler -O3")
     native.load.cache_clear()
     llm = LLM(kv_cache_memory=2**22)
     backend = llm.engine.executor.runner.backend
-    assert (
-        backend.decode_form == "Python, because there is no C++ compiler '/no/such/compiler'; install g++, or name one in CXX"
-    )
-    assert caplog.text.count("decode attention without its C++ kernel, which is faster: there is no C++ compiler") == 1
+    assert backend.form == "Python, because there is no C++ compiler '/no/such/compiler'; install g++, or name one in CXX"
+    assert caplog.text.count("attention without its C++ kernels, which are faster: there is no C++ compiler") == 1
     params = SamplingParams(temperature=0, max_tokens=5)
     plain = llm.generate("Once upon a", params, use_tqdm=False)[0].outputs
     monkeypatch.delenv("CXX")
     llm = LLM(kv_cache_memory=2**22)
-    assert llm.engine.executor.runner.backend.decode_form == "C++"
+    assert llm.engine.executor.runner.backend.form == "C++"
     assert llm.generate("Once upon a", params, use_tqdm=False)[0].outputs == plain
     eager = LLM(kv_cache_memory=2**22, enforce_eager=True)
-    assert eager.engine.executor.runner.backend.decode_form == "Python, because enforce_eager=True"
+    assert eager.engine.executor.runner.backend.form == "Python, because enforce_eager=True"
     assert eager.generate("Once upon a", params, use_tqdm=False)[0].outputs == plain
 
 

@@ -10,6 +10,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.cpu import CPUBackend
 from nanoinfer.devices.machine_checks import verdicts
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.models.cpu_dense import DenseLinear
 from nanoinfer.models.cpu_linear import PackedLinear, PlainLinear
 from nanoinfer.models.optimize import optimize_for_cpu
 from nanoinfer.models.qwen import QwenForCausalLM
@@ -77,7 +78,18 @@ def test_so_is_an_attention_backend(qwen3_path, monkeypatch):
     assert not LLM(qwen3_path, kv_cache_memory=2**24).batch_independent
 
 
+def without(monkeypatch, *classes):
+    """Make classes of linear layers fail as on a machine that does not have them."""
+
+    def missing(self, linear, activation=None, *, adds_residual=False):
+        raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_reorder_linear_weight'")
+
+    for layer_class in classes:
+        monkeypatch.setattr(layer_class, "__init__", missing)
+
+
 def test_linear_layers_that_no_form_serves_run_packed_as_they_are_and_the_log_names_them(qwen3_path, monkeypatch, caplog):
+    without(monkeypatch, DenseLinear)
     monkeypatch.setattr("nanoinfer.devices.row_forms.find_row_form", lambda *args: None)
     caplog.set_level("INFO", logger="nanoinfer")
     llm = LLM(qwen3_path, kv_cache_memory=2**24)
@@ -89,19 +101,18 @@ def test_linear_layers_that_no_form_serves_run_packed_as_they_are_and_the_log_na
         LLM(qwen3_path, kv_cache_memory=2**24, batch_invariant=True)
 
 
+@pytest.mark.parametrize("layer_class", [PackedLinear, PlainLinear])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_without_onednns_operators_plain_layers_give_the_same_answers_in_calls_that_agree(qwen3_path, dtype, monkeypatch):
+def test_without_compiler_and_onednn_other_layers_give_the_same_answers_in_calls_that_agree(
+    qwen3_path, dtype, layer_class, monkeypatch
+):
     """As in builds without oneDNN (macOS on Arm), or for bfloat16 on a CPU that is too old."""
     rng = random.Random(0)
     prompts = [[rng.randrange(tiny_models.VOCAB_SIZE) for _ in range(length)] for length in (1, 9, 30, 31, 50)]
     expected = logprobs_of(LLM(qwen3_path, dtype=dtype, kv_cache_memory=2**24), prompts)
-
-    def missing(self, linear, activation=None, *, adds_residual=False):
-        raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_reorder_linear_weight'")
-
-    monkeypatch.setattr(PackedLinear, "__init__", missing)
+    without(monkeypatch, *{DenseLinear, PackedLinear} - {layer_class})
     llm = LLM(qwen3_path, dtype=dtype, kv_cache_memory=2**24)
-    assert isinstance(llm.engine.executor.runner.model.lm_head, PlainLinear)
+    assert isinstance(llm.engine.executor.runner.model.lm_head, layer_class)
     together = logprobs_of(llm, prompts)
     if dtype == "float32":
         likeliest = [[max(position, key=position.get) for answer in one for position in answer] for one in (together, expected)]

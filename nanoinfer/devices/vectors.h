@@ -1,0 +1,152 @@
+// Vectors of floats and products of them, for the C++ kernels. A kernel defines these constants before it includes the file:
+//
+//     LANES   floats of a vector
+//     BF16    defined if numbers in memory are bfloat16, otherwise they are float
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+// GCC's vectors. The compiler splits them where the machine's registers are shorter.
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+
+#ifdef BF16
+typedef uint16_t Number;  // the upper half of a float's bits
+typedef uint16_t Numbers __attribute__((vector_size(2 * LANES)));
+
+inline Floats widen(Numbers x) {
+    return (Floats)(__builtin_convertvector(x, Ints) << 16);
+}
+
+inline Numbers narrow(Floats x) {  // round to nearest, ties to even
+    const Ints bits = (Ints)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return __builtin_convertvector(x == x ? rounded : Ints{} + 0x7fc0, Numbers);
+}
+#else
+typedef float Number;
+typedef Floats Numbers;
+
+inline Floats widen(Numbers x) {
+    return x;
+}
+
+inline Numbers narrow(Floats x) {
+    return x;
+}
+#endif
+
+// Load and store the first `num` numbers of a vector. A call of memcpy for a size that is not known takes longer than the rest.
+inline Floats load(const Number* from, int num = LANES) {
+    Numbers numbers = {};
+    if (num == LANES) {
+        std::memcpy(&numbers, from, sizeof numbers);
+    } else {
+        std::memcpy(&numbers, from, num * sizeof(Number));
+    }
+    return widen(numbers);
+}
+
+inline void store(Number* to, Floats x, int num = LANES) {
+    const Numbers numbers = narrow(x);
+    if (num == LANES) {
+        std::memcpy(to, &numbers, sizeof numbers);
+    } else {
+        std::memcpy(to, &numbers, num * sizeof(Number));
+    }
+}
+
+inline float sum(Floats x) {
+    float lanes[LANES];
+    std::memcpy(lanes, &x, sizeof lanes);
+    for (int width = LANES / 2; width > 0; width /= 2) {
+        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+    }
+    return lanes[0];
+}
+
+// exp(x) for x <= 0: 2^n * exp(r) with |r| <= ln(2) / 2, and a Taylor polynomial for exp(r). Below -87 it is 0.
+inline Floats exp_of(Floats x) {
+    const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const Floats n = (x * 1.44269504f + round) - round;
+    const Floats r = x - n * 0.693145752f - n * 1.42860677e-6f;  // ln(2) in two parts
+    Floats y = r * (1.0f / 720) + 1.0f / 120;
+    y = y * r + 1.0f / 24;
+    y = y * r + 1.0f / 6;
+    y = y * r + 0.5f;
+    y = y * r + 1.0f;
+    y = y * r + 1.0f;
+    y *= (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
+    return x < -87.0f ? Floats{} : y;  // NaN stays NaN
+}
+
+// A term is what a lane multiplies in one instruction: a float, or two bfloat16 numbers where the machine adds two products.
+#if defined(BF16) && defined(__AVX512BF16__)
+constexpr int PER_TERM = 2;
+typedef uint32_t Term;
+typedef Ints Terms;
+
+inline Term term_of(Number first, Number second) {
+    return first | Term(second) << 16;
+}
+
+inline Terms terms_of(const Floats* x) {  // x[0] and x[1], rounded, side by side in each lane
+    const Terms order = (Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}) * 0x10001 + 0x100000;
+    return (Terms)_mm512_permutexvar_epi16((__m512i)order, (__m512i)_mm512_cvtne2ps_pbh((__m512)x[1], (__m512)x[0]));
+}
+
+inline Floats add_products(Floats sum, Terms x, Term y) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)_mm512_set1_epi32(y));
+}
+#else
+constexpr int PER_TERM = 1;
+typedef float Term;
+typedef Floats Terms;
+
+inline Term term_of(Number first, Number) {
+#ifdef BF16
+    const uint32_t bits = uint32_t(first) << 16;
+    Term term;
+    std::memcpy(&term, &bits, sizeof term);
+    return term;
+#else
+    return first;
+#endif
+}
+
+inline Terms terms_of(const Floats* x) {
+    return x[0];
+}
+
+inline Floats add_products(Floats sum, Terms x, Term y) {
+    return sum + x * y;
+}
+#endif
+
+// Add the products of number i and vector j to sums[i][j], term after term. The strides are those of numbers i, of their terms,
+// and of the vectors' terms. For each term, num_ahead vectors from `ahead` on are fetched into the processor's cache.
+template <int NUMBERS, int VECTORS>
+__attribute__((always_inline)) inline void multiply(
+    Floats (&sums)[NUMBERS][VECTORS], const Term* numbers, int64_t number_stride, int64_t term_stride, const Terms* vectors,
+    int64_t vector_stride, int64_t num_terms, const Terms* ahead = nullptr, int num_ahead = 0) {
+    for (int64_t term = 0; term < num_terms; term++) {
+        for (int i = 0; i < num_ahead; i++) __builtin_prefetch(ahead++);
+#pragma GCC unroll 8
+        for (int i = 0; i < NUMBERS; i++) {
+#pragma GCC unroll 4
+            for (int j = 0; j < VECTORS; j++) sums[i][j] = add_products(sums[i][j], vectors[j], numbers[i * number_stride]);
+        }
+        numbers += term_stride;
+        vectors += vector_stride;
+    }
+}
+
+}  // namespace
