@@ -12,20 +12,28 @@ from typing import Any
 _TEMPLATE = Path(__file__).with_name("viewer.html")
 _PLACE = "/* EVENTS */ []"
 _PLACE_OF_START = "/* START */"
+_PLACE_OF_DIFFERENCES = "/* DIFFERENCES */ null"
 
 
-def page(rows: Iterable[dict[str, Any]], *, at: str = "") -> str:
+def page(
+    rows: Iterable[dict[str, Any]], *, at: str = "", differences: dict[str, dict[int, str | None]] | None = None
+) -> str:
     """The page of some events.
 
     Args:
         rows: Dicts {"event": its class, its fields ...}.
         at: Where it opens, such as "step=17&token=4". An address with a # has precedence.
+        differences: For a page of a comparison: by sequence and position, the texts of the other run's tokens that differ.
     """
     template = _TEMPLATE.read_text(encoding="utf-8")
-    assert template.count(_PLACE) == template.count(_PLACE_OF_START) == 1
-    template = template.replace(_PLACE_OF_START, at)
-    events = json.dumps([_shortened(row) for row in rows], ensure_ascii=False, separators=(",", ":"))
-    return template.replace(_PLACE, events.replace("<", "\\u003c"))  # a text may contain "</script>"
+    assert all(template.count(place) == 1 for place in (_PLACE, _PLACE_OF_START, _PLACE_OF_DIFFERENCES))
+    template = template.replace(_PLACE_OF_START, at).replace(_PLACE_OF_DIFFERENCES, _as_script(differences))
+    return template.replace(_PLACE, _as_script([_shortened(row) for row in rows]))
+
+
+def _as_script(value: Any) -> str:
+    """A literal of JavaScript. A text in it may contain "</script>"."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def frame(page: str) -> str:

@@ -1,0 +1,88 @@
+"""Two recordings -> one HTML page that replays both side by side, and marks the tokens that differ.
+
+In: the events of two runs as plain dicts. Out: comparison.html with two pages of viewer.py in frames. Sequences of the two runs
+belong together if they are the same answer to the same prompt, in the order in which the requests were added.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.tracing import viewer
+
+_TEMPLATE = Path(__file__).with_name("comparison.html")
+_PLACE = "/* COMPARISON */ {}"
+
+Row = dict[str, Any]
+
+
+def page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str, str]) -> str:
+    """The page of two runs. Each is a list of dicts {"event": its class, its fields ...}."""
+    events = [list(run) for run in runs]
+    answers = [_answers(run) for run in events]
+    pairs = [(a, b) for key in answers[0] for a, b in zip(answers[0][key], answers[1].get(key, []), strict=False)]
+    tokens = [_tokens(run) for run in events]
+    frames = []
+    for side, run in enumerate(events):
+        other = 1 - side
+        matched = {pair[side]: _differences(tokens[side][pair[side]], tokens[other][pair[other]]) for pair in pairs}
+        frames.append(viewer.page(run, differences=matched))
+    data = {
+        "names": names,
+        "pages": frames,
+        "runs": [_facts(run) for run in events],
+        "pairs": [_pair(pair, tokens) for pair in pairs],
+    }
+    template = _TEMPLATE.read_text(encoding="utf-8")
+    assert template.count(_PLACE) == 1
+    return template.replace(_PLACE, json.dumps(data, ensure_ascii=False).replace("<", "\\u003c"))
+
+
+def _answers(events: list[Row]) -> dict[Any, list[str]]:
+    """{(prompt, number of the answer): the ids of its sequences, in the order of the requests}."""
+    prompts = {event["request_id"]: tuple(event["prompt_token_ids"]) for event in events if event["event"] == "RequestAdded"}
+    answers = defaultdict(list)
+    for sequence_id in _tokens(events):
+        request_id, _, answer = sequence_id.partition(".")
+        if request_id in prompts:
+            answers[prompts[request_id], answer].append((list(prompts).index(request_id), sequence_id))
+    return {key: [sequence_id for _, sequence_id in sorted(found)] for key, found in answers.items()}
+
+
+def _tokens(events: list[Row]) -> dict[str, dict[int, Row]]:
+    """{sequence id: {position: the event of the token there}}."""
+    tokens: dict[str, dict[int, Row]] = defaultdict(dict)
+    for event in events:
+        if event["event"] == "TokenAppended":
+            tokens[event["sequence_id"]][event["position"]] = event
+    return tokens
+
+
+def _differences(tokens: dict[int, Row], others: dict[int, Row]) -> dict[int, str | None]:
+    """{position: the text of the other run's token, None if it has none} where the token is another one."""
+    found = {}
+    for position, event in tokens.items():
+        other = others.get(position)
+        if other is None or other["token_id"] != event["token_id"]:
+            found[position] = other and other["token"]
+    return found
+
+
+def _pair(pair: tuple[str, str], tokens: list[dict[str, dict[int, Row]]]) -> Row:
+    """Two sequences that belong together: their lengths, the number of equal tokens and the first position that differs."""
+    left, right = tokens[0][pair[0]], tokens[1][pair[1]]
+    different = sorted({*_differences(left, right), *_differences(right, left)})
+    num_equal = len({*left, *right}) - len(different)
+    return {"ids": pair, "numTokens": [len(left), len(right)], "numEqual": num_equal, "first": next(iter(different), None)}
+
+
+def _facts(events: list[Row]) -> Row:
+    """What a run needed."""
+    scheduled = [event for event in events if event["event"] == "StepScheduled"]
+    return {
+        "steps": len(scheduled),
+        "most tokens in a step": max(sum(event["num_new_tokens"]) for event in scheduled),
+        "tokens drawn": sum(event["event"] == "TokenAppended" for event in events),
+    }
