@@ -1,25 +1,20 @@
 """Two recordings -> one HTML page that replays both side by side, and marks the tokens that differ.
 
-In: the events of two runs as plain dicts. Out: comparison.html with two pages of viewer.py in frames. Sequences of the two runs
+In: the events of two runs as plain dicts. Out: page/comparison.html with two pages of viewer.py in frames. Sequences of the two runs
 belong together if they are the same answer to the same prompt, in the order in which the requests were added.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from nanoinfer.tracing import viewer
-
-_TEMPLATE = Path(__file__).with_name("comparison.html")
-_PLACE = "/* COMPARISON */ {}"
 
 Row = dict[str, Any]
 
 
 def page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str, str]) -> str:
-    """The page of two runs. Each is a list of dicts {"event": its class, its fields ...}."""
+    """The page of two runs. The events are dicts {"event": its class, its fields ...}."""
     events = [list(run) for run in runs]
     answers = [_answers(run) for run in events]
     pairs = [(a, b) for key in answers[0] for a, b in zip(answers[0][key], answers[1].get(key, []), strict=False)]
@@ -35,9 +30,8 @@ def page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str, str]) -> s
         "runs": [_facts(run) for run in events],
         "pairs": [_pair(pair, tokens) for pair in pairs],
     }
-    template = _TEMPLATE.read_text(encoding="utf-8")
-    assert template.count(_PLACE) == 1
-    return template.replace(_PLACE, json.dumps(data, ensure_ascii=False).replace("<", "\\u003c"))
+    template = (viewer.FOLDER / "comparison.html").read_text(encoding="utf-8")
+    return viewer.fill(template, {"/* COMPARISON */ {}": viewer.as_script(data)})
 
 
 def _answers(events: list[Row]) -> dict[Any, list[str]]:
