@@ -1,10 +1,10 @@
 """Two recordings -> one HTML page that replays both side by side, and marks the tokens that differ.
 
-In: the events of two runs as plain dicts. Out: page/comparison.html with two pages of viewer.py in frames. Sequences of the two runs
-belong together if they are the same answer to the same prompt, in the order in which the requests were added.
+In: the events of two runs as plain dicts. Out: page/comparison.html with two pages of viewer.py in frames. Sequences of the
+two runs belong together if they are the same answer to the same prompt, in the order in which the requests were added.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +17,7 @@ def page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str, str]) -> s
     """The page of two runs. The events are dicts {"event": its class, its fields ...}."""
     events = [list(run) for run in runs]
     answers = [_answers(run) for run in events]
-    pairs = [(a, b) for key in answers[0] for a, b in zip(answers[0][key], answers[1].get(key, []), strict=False)]
+    pairs = [(answers[0][key], answers[1][key]) for key in answers[0] if key in answers[1]]
     tokens = [_tokens(run) for run in events]
     frames = []
     for side, run in enumerate(events):
@@ -34,15 +34,20 @@ def page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str, str]) -> s
     return viewer.fill(template, {"/* COMPARISON */ {}": viewer.as_script(data)})
 
 
-def _answers(events: list[Row]) -> dict[Any, list[str]]:
-    """{(prompt, number of the answer): the ids of its sequences, in the order of the requests}."""
-    prompts = {event["request_id"]: tuple(event["prompt_token_ids"]) for event in events if event["event"] == "RequestAdded"}
-    answers = defaultdict(list)
+def _answers(events: list[Row]) -> dict[Any, str]:
+    """{(prompt, number of earlier requests with this prompt, number of the answer): sequence id}, in order of the requests."""
+    sequences = defaultdict(list)
     for sequence_id in _tokens(events):
         request_id, _, answer = sequence_id.partition(".")
-        if request_id in prompts:
-            answers[prompts[request_id], answer].append((list(prompts).index(request_id), sequence_id))
-    return {key: [sequence_id for _, sequence_id in sorted(found)] for key, found in answers.items()}
+        sequences[request_id].append((int(answer or 0), sequence_id))
+    answers, num_added = {}, Counter[Any]()
+    for event in events:
+        if event["event"] == "RequestAdded":
+            prompt = tuple(event["prompt_token_ids"])
+            for number, sequence_id in sorted(sequences[event["request_id"]]):
+                answers[prompt, num_added[prompt], number] = sequence_id
+            num_added[prompt] += 1
+    return answers
 
 
 def _tokens(events: list[Row]) -> dict[str, dict[int, Row]]:
@@ -56,11 +61,11 @@ def _tokens(events: list[Row]) -> dict[str, dict[int, Row]]:
 
 def _differences(tokens: dict[int, Row], others: dict[int, Row]) -> dict[int, str | None]:
     """{position: the text of the other run's token, None if it has none} where the token is another one."""
-    found = {}
+    found: dict[int, str | None] = {}
     for position, event in tokens.items():
         other = others.get(position)
         if other is None or other["token_id"] != event["token_id"]:
-            found[position] = other and other["token"]
+            found[position] = other["token"] if other else None
     return found
 
 

@@ -1,7 +1,8 @@
 """Events -> one HTML page that replays a generation. It needs no network and no other file.
 
 In: the events as plain dicts, like the lines of Recorder.to_jsonl. Out: page/replay.html with its style sheet, its script and
-the events inserted. The script draws the timeline, the block pool, the bars, the intervals. A notebook shows the page in a frame.
+the events inserted. The script draws the timeline, the block pool, the bars, the intervals. A notebook shows the page in a
+frame.
 """
 
 import json
