@@ -223,12 +223,14 @@ function drawOf({ token, token_id, u, low, high, intervals: parts }) {
     el("p.small.muted", {}, `In order of token ids.${isWhole ? "" : " Hatched: all other tokens, too narrow to show."}`)];
 }
 
-/** Show the labels that fit, which is known after layout only. */
+/** Show the labels that fit, which is known after layout only. One layout for all: all are written, then all are read. */
 function labelIntervals() {
-  for (const part of document.querySelectorAll("#intervals [data-label]")) {
+  const parts = [...document.querySelectorAll("#intervals [data-label]")];
+  for (const part of parts) {
     part.textContent = part.dataset.label;
     part.classList.add("labelled");
-    if (part.scrollWidth <= part.clientWidth) continue;
+  }
+  for (const part of parts.filter(part => part.scrollWidth > part.clientWidth)) {
     part.textContent = "";
     part.classList.remove("labelled");
   }
