@@ -3,17 +3,23 @@
 import ast
 import os
 import re
+import runpy
+import sys
 from pathlib import Path
 
+import matplotlib
 import nbformat
 import pytest
+import torch
 from nbclient import NotebookClient
 
 import nanoinfer
 
 pytestmark = pytest.mark.slow
 
-NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+SOLUTIONS = sorted((FOLDER / "solutions").glob("[0-9]*.py"))
 PACKAGE = Path(nanoinfer.__file__).parent
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -30,8 +36,11 @@ def classes_in(source):
     return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)}
 
 
-def test_they_are_numbered_from_01():
-    assert [path.stem[:3] for path in NOTEBOOKS] == [f"{number:02}_" for number in range(1, 13)]
+def test_their_numbers_have_no_gap():
+    numbers = [re.fullmatch(r"(\d\d)([ab]?)_\w+", path.stem).groups() for path in NOTEBOOKS]
+    assert sorted({int(number) for number, _ in numbers} | {0}) == list(range(int(numbers[-1][0]) + 1))
+    for number in {number for number, letter in numbers if letter}:
+        assert [letter for other, letter in numbers if other == number] == ["a", "b"]
 
 
 @notebooks
@@ -40,7 +49,8 @@ def test_a_notebook_runs_anew_without_a_warning(path, tmp_path):
     first = nbformat.v4.new_code_cell("import warnings\nwarnings.simplefilter('error')")
     notebook.cells.insert(0, first)
     client = NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
-    client.execute(env=os.environ | {"OMP_NUM_THREADS": "1"})  # the other core is another test process's
+    path_of_drawing = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
+    client.execute(env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path_of_drawing})  # the other core is another test's
     assert all("traceback" not in output for cell in code_of(notebook) for output in cell.outputs)
     assert not list(tmp_path.iterdir())  # what a notebook writes, it writes to a temporary folder
 
@@ -62,8 +72,8 @@ def test_a_notebook_tells_more_than_it_shows_and_asks_at_the_end(path):
     text = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
     paragraphs = [paragraph for source in text for paragraph in source.split("\n\n")]
     assert len(paragraphs) >= 1.5 * len(code_of(notebook))
-    assert text[0].startswith(f"# {path.stem[:2]}")
-    assert any(line.startswith("## Questions") for source in text for line in source.splitlines())
+    assert text[0].startswith(f"# {path.stem.split('_')[0]} · ")
+    assert path.stem.startswith("00") or any(line.startswith("## Questions") for source in text for line in source.splitlines())
     assert any(line.startswith("## Exercises") for line in text[-1].splitlines())
 
 
@@ -72,3 +82,33 @@ def test_the_notebooks_take_the_package_apart_and_copy_none_of_it():
     assert len(of_the_package) > 100
     for path in NOTEBOOKS:
         assert not of_the_package & set().union(*(classes_in(cell.source) for cell in code_of(read(path)))), path.stem
+
+
+@pytest.fixture
+def solutions_imports(monkeypatch):
+    """What a solution may import besides the package, and the state of the process as it was, afterwards."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.syspath_prepend(str(FOLDER / "solutions"))
+    backend, num_threads, grad = matplotlib.get_backend(), torch.get_num_threads(), torch.is_grad_enabled()
+    matplotlib.use("agg")
+    yield
+    matplotlib.use(backend)
+    torch.set_num_threads(num_threads)
+    torch.set_grad_enabled(grad)
+    for name in ("definitions", "drawing"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("path", SOLUTIONS, ids=lambda path: path.stem)
+def test_the_solutions_run_offline(path, solutions_imports, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_exercise_has_a_solution():
+    assert [path.stem for path in SOLUTIONS] == [path.stem for path in NOTEBOOKS]
+    for notebook, solution in zip(NOTEBOOKS, SOLUTIONS, strict=True):
+        exercises = read(notebook).cells[-1].source.split("## Exercises")[1]
+        numbers = re.findall(r"^(\d+)\. ", exercises, re.MULTILINE)
+        assert re.findall(r"^# Exercise (\d+): ", solution.read_text(encoding="utf-8"), re.MULTILINE) == numbers, solution.stem

@@ -1,0 +1,170 @@
+"""Write the header of every notebook's first cell: what it answers, prerequisites, minutes, links, the Colab badge.
+
+The author writes the title and the introduction. Everything below the line `<!-- header -->` is written here, from the table
+`NOTEBOOKS`. Sorted file names are the reading order. `python notebooks/header.py` rewrites the cells, and a test compares them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+
+REPOSITORY = "https://github.com/nanoinfer/nanoinfer"  # the only place with the public address
+FOLDER = Path(__file__).parent
+MARK = "\n\n<!-- header -->\n"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is known of a notebook.
+
+    Args:
+        answers: the questions that a reader can answer afterwards, as a sentence that follows "You will be able to say".
+        minutes: reading time, running included.
+        sources: the files of the package that it explains, from the package's folder on.
+        needs: the numbers of the notebooks to read first.
+    """
+
+    answers: str
+    minutes: int
+    sources: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+
+
+NOTEBOOKS = {
+    "01_a_tokens_journey": Header(
+        "which parts turn a prompt into the next token, why only the last row meets the head, and what a seed decides.",
+        40,
+        ("tokenization/tokenizer.py", "models/gpt2.py", "sampling/sampler.py"),
+        ("00a",),
+    ),
+    "02_attention_with_and_without_a_kv_cache": Header(
+        "why keys and values are kept and queries are not, how many bytes a token of the cache takes, and why GQA helps.",
+        35,
+        ("attention/kv_cache.py", "attention/reference.py"),
+        ("01",),
+    ),
+    "03_pages": Header(
+        "what internal and external fragmentation are, how a slot mapping is computed, and how blocks are shared and evicted.",
+        35,
+        ("scheduling/block_manager.py", "attention/kv_cache.py"),
+        ("02",),
+    ),
+    "04_prefill_and_decode": Header(
+        "why a decode step of 4 sequences costs little more than one of 1, where that ends, and what a smaller dtype gains.",
+        35,
+        ("bench/roofline.py",),
+        ("02",),
+    ),
+    "05_scheduling": Header(
+        "what TTFT, TPOT and ITL are, what chunked prefill does to them, what happens when blocks run out, and why it cannot "
+        "loop for ever.",
+        40,
+        ("scheduling/scheduler.py", "scheduling/sequence.py"),
+        ("03", "04"),
+    ),
+    "06_the_sampler_stage_by_stage": Header(
+        "what a logit is, what each sampling parameter does, why the order of the stages matters, and why three ways of "
+        "drawing sample the same distribution.",
+        45,
+        ("sampling/stages.py", "sampling/draw.py"),
+        ("01",),
+    ),
+    "07_beam_search": Header(
+        "why the likeliest text is not found token by token, how beams share blocks, and when not to use beam search.",
+        30,
+        ("engine/beam_search.py",),
+        ("03", "06"),
+    ),
+    "08_stopping_and_streaming": Header(
+        "which rules end a text, and the two reasons for which a stream holds characters back.",
+        25,
+        ("engine/stopping.py", "tokenization/detokenizer.py"),
+        ("01",),
+    ),
+    "09_why_the_same_prompt_can_give_other_bits": Header(
+        "why temperature 0 can give different texts in different batches, and what it costs to prevent that.",
+        35,
+        ("models/cpu_linear.py", "devices/row_forms.py"),
+        ("05", "06"),
+    ),
+    "10_tied_and_untied_heads": Header(
+        "what tying the head saves, and what a loader that ignores it breaks.",
+        30,
+        ("models/weights.py", "models/gpt2.py"),
+        ("06",),
+    ),
+    "11_fast_top_k_and_top_p": Header(
+        "how a token is drawn from a large vocabulary without sorting it, and why the result equals the definition's exactly.",
+        30,
+        ("sampling/fast.py", "sampling/stages.py"),
+        ("06", "09"),
+    ),
+    "12a_write_your_own_model": Header(
+        "what a model and an attention backend must provide, and how to test them.",
+        30,
+        ("models/registry.py", "attention/base.py"),
+        ("02", "03"),
+    ),
+    "12b_write_your_own_stage": Header(
+        "when to write a sampling stage and when a logits processor, and what each of them receives.",
+        15,
+        ("sampling/sampler.py", "sampling/stages.py"),
+        ("06",),
+    ),
+}
+
+
+def number_of(stem: str) -> str:
+    """The number of a notebook, "03" or "12a"."""
+    return stem.split("_")[0]
+
+
+def title_of(stem: str) -> str:
+    """The first line of the notebook without its mark, such as "03 · Where is a sequence's memory?"."""
+    notebook = nbformat.read(FOLDER / f"{stem}.ipynb", as_version=4)
+    return notebook.cells[0].source.splitlines()[0].removeprefix("# ")
+
+
+def link_to(stem: str) -> str:
+    return f"[{title_of(stem)}]({stem}.ipynb)"
+
+
+def header_of(stem: str) -> str:
+    """The Markdown below the mark in the first cell of a notebook."""
+    header, order = NOTEBOOKS[stem], sorted(NOTEBOOKS)
+    at = order.index(stem)
+    before = [link_to(one) for one in order if number_of(one) in header.needs]
+    sources = [f"[`{path}`]({REPOSITORY}/blob/main/nanoinfer/{path})" for path in header.sources]
+    neighbours = [f"previous: {link_to(order[at - 1])}"] if at else []
+    neighbours += [f"next: {link_to(order[at + 1])}"] if at + 1 < len(order) else []
+    in_colab = REPOSITORY.replace("https://github.com", "https://colab.research.google.com/github")
+    folder = REPOSITORY.rsplit("/", 1)[1]
+    badge = "![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)"
+    lines = [
+        f"**You will be able to say** {header.answers}",
+        f"**Read first:** {', '.join(before) or 'nothing'}. **Time:** {header.minutes} minutes.",
+        f"**Sources:** {', '.join(sources)}. **Solutions of the exercises:** "
+        f"[`{stem}.py`]({REPOSITORY}/blob/main/notebooks/solutions/{stem}.py).",
+        f"**Neighbours:** {', '.join(neighbours)}.",
+        f"[{badge}]({in_colab}/blob/main/notebooks/{stem}.ipynb) In Colab, run this first: "
+        f"`!git clone -q {REPOSITORY} && pip install -q ./{folder}`, then `%cd {folder}/notebooks`.",
+    ]
+    return "\n\n".join(lines)
+
+
+def with_header(stem: str, source: str) -> str:
+    """The source of a first cell with its header replaced, or added."""
+    return source.split(MARK)[0].rstrip() + MARK + header_of(stem)
+
+
+def main() -> None:
+    for stem in NOTEBOOKS:
+        path = FOLDER / f"{stem}.ipynb"
+        notebook = nbformat.read(path, as_version=4)
+        notebook.cells[0].source = with_header(stem, notebook.cells[0].source)
+        nbformat.write(notebook, path)
+
+
+if __name__ == "__main__":
+    main()

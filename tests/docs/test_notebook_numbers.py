@@ -1,0 +1,114 @@
+"""Every number in a notebook's prose occurs in an output or in the code of the same notebook.
+
+So a figure cannot outlive the run that it was read from. The test does not understand the sentence: which of the notebook's
+numbers is meant, an assert says. `python tests/docs/test_notebook_numbers.py` lists what is missing.
+"""
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+
+# Numbers quoted from elsewhere, which no cell can compute. Each with its source.
+QUOTED: dict[str, dict[str, str]] = {}
+
+WORDS = "thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
+NUMBER_WORDS = {word: 13 + i for i, word in enumerate(WORDS)}
+NUMBER_WORDS |= {word: 20 + 10 * i for i, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split())}
+NUMBER_WORDS |= {"hundred": 100, "thousand": 1000}
+SMALL_WORDS = "one two three four five six seven eight nine ten eleven twelve".split()
+NUMBER_WORDS |= {word: 1 + i for i, word in enumerate(SMALL_WORDS)}
+
+NOT_PROSE = re.compile(
+    r"<!-- header -->.*"  # written by notebooks/header.py
+    r"|```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$\n]*\$"  # code, formulas
+    r"|\]\([^)]*\)|https?://\S+"  # link targets
+    r"|^#.*?$|^ {4}.*?$|^\s*\d+\.\s"  # headings, indented formulas, numbers of lists
+    r"|\b[Nn]otebooks? \d\d[ab]?(?:(?:, | and | to )\d\d[ab]?)*|\b[Ss]ections? \d+|\brule \d+|\bTrap \w+",
+    re.DOTALL | re.MULTILINE,
+)
+NUMBER = re.compile(r"(?<![\w.])(\d[\d,]*\d|\d)?(\.\d+)?(?![\d])(\s?%| times\b)?")
+WORD = re.compile(rf"\b({'|'.join(NUMBER_WORDS)})\b( times\b)?", re.IGNORECASE)
+MAX_SMALL = 12  # whole numbers up to this are words of the language: "two rows", "the 4th"
+
+
+def numbers_in(text: str) -> set[float]:
+    """The values of all numbers in code or an output."""
+    found = re.findall(r"\d[\d,_]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+", text)
+    return {float(one.replace(",", "").replace("_", "").rstrip(".") or 0) for one in found if one.strip(",_.")}
+
+
+def stated_in(markdown: str) -> list[str]:
+    """The numbers that the prose states, as they are written."""
+    text = NOT_PROSE.sub(" ", re.split("^## Exercises", markdown, flags=re.MULTILINE)[0])
+    found = []
+    for whole, fraction, unit in NUMBER.findall(text):
+        if not whole and not fraction:
+            continue
+        value = value_of(whole + fraction)
+        is_year = not fraction and "," not in whole and 1900 <= value <= 2099
+        if unit or (not is_year and (fraction or value > MAX_SMALL)):
+            found.append(whole + fraction + unit)
+    for word, unit in WORD.findall(text):
+        if unit or NUMBER_WORDS[word.lower()] > MAX_SMALL:
+            found.append(word + unit)
+    return found
+
+
+def value_of(stated: str) -> float:
+    digits = re.sub(r"[,%]| times", "", stated).strip()
+    return float(NUMBER_WORDS[digits.lower()] if digits.isalpha() else digits)
+
+
+def missing_in(notebook: nbformat.NotebookNode) -> list[str]:
+    """The stated numbers that neither an output nor the code of the notebook has."""
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    outputs = [output for cell in code for output in cell.outputs]
+    texts = [cell.source for cell in code]
+    texts += [output.get("text", "") for output in outputs]
+    texts += [data.get("text/plain", "") for data in (output.get("data", {}) for output in outputs) if "image/png" not in data]
+    known = set().union(*map(numbers_in, texts))
+    prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    return [
+        stated
+        for text in prose
+        for stated in stated_in(text)
+        if not {value_of(stated), value_of(stated) / 100 if "%" in stated else value_of(stated)} & known
+    ]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_number_in_the_prose_is_in_an_output_or_in_the_code(path):
+    missing = missing_in(nbformat.read(path, as_version=4))
+    assert [stated for stated in missing if stated not in QUOTED.get(path.stem, {})] == []
+
+
+def test_a_quoted_number_is_still_in_the_prose():
+    stated = {path.stem: missing_in(nbformat.read(path, as_version=4)) for path in NOTEBOOKS}
+    assert [(stem, one) for stem, quoted in QUOTED.items() for one in quoted if one not in stated[stem]] == []
+
+
+def test_a_number_that_no_cell_has_is_found():
+    def notebook(prose, code="x = 1959  # 0.26", output="12.50 ms"):
+        made = nbformat.v4.new_code_cell(code, outputs=[nbformat.v4.new_output("stream", name="stdout", text=output)])
+        return nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(prose), made])
+
+    right = "There are 1,959 tokens, 26% of them long, in 12.5 ms, two or 3 at a time (Su et al. 2021), as notebook 12a says."
+    assert missing_in(notebook(right)) == []
+    wrong = (
+        "There are 1,960 tokens, 27% of them, in 12.6 ms. Twenty of `400` are a hundred, which is 8 times, or nine times, .65."
+    )
+    assert missing_in(notebook(wrong)) == ["1,960", "27%", "12.6", "8 times", ".65", "Twenty", "hundred", "nine times"]
+    assert (
+        missing_in(notebook("## Exercises\n\n1. Try 500."))
+        == missing_in(notebook("Fine.\n\n## Exercises\n\n1. Try 500."))
+        == []
+    )
+
+
+if __name__ == "__main__":
+    for notebook_path in NOTEBOOKS:
+        print(notebook_path.stem, missing_in(nbformat.read(notebook_path, as_version=4)))
