@@ -7,8 +7,9 @@ function showStep() {
   const { event, times, batch } = now.step, isOpen = byId("batch")?.open ?? true;
   byId("step-title").textContent = `Step ${event.step}`;
   const runs = event.sequence_ids.map((id, i) => {
-    const sequence = run.sequences.get(id);
-    return owner(sequence, `: ${kindAt(sequence, now.step)} ${event.num_new_tokens[i]}`);
+    const sequence = run.sequences.get(id), draft = draftOf(sequence, now.step);
+    const kind = draft ? "decode" : kindAt(sequence, now.step), drafts = draft ? ` + ${plural(draft.ids.length, "draft")}` : "";
+    return owner(sequence, `: ${kind} ${event.num_new_tokens[i]}${drafts}`);
   });
   const counts = facts({ running: event.running.length, waiting: event.num_waiting,
                          "free blocks": `${event.num_free_blocks} of ${run.engine.num_blocks}`,
