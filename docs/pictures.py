@@ -134,7 +134,7 @@ def draw_sampling() -> None:
                 box(ax, x + 0.7, y, "", width=4 * share, height=0.5, fill=GREEN if i == 3 else BLUE)
             label(ax, x + 0.8 + 4 * share, y + 0.25, f"{share:.0%}", ha="left")
         if i:
-            arrow(ax, (x - 0.9, 6.2), (x + 0.2, 6.2))
+            arrow(ax, (x - 1.4, 6.2), (x - 0.4, 6.2))
     start, width, u = 3, 14, 0.5
     for token, share, fill in zip(tokens, shares, (GREEN, ORANGE, BLUE, RED, GREY), strict=True):
         if share:
