@@ -34,8 +34,8 @@ from nanoinfer.attention.kv_cache import KVCache, Layout
 MAX_HEAD_DIM = 256  # limited by the registers that a tile takes
 _TARGET_PROGRAMS = 512  # decode is split until it has this many programs (an H100 has 132 processors, each runs several)
 _MAX_SPLITS = 32
-_TILE = 64  # queries, and keys, of a tile
-_WIDE, _WIDE_TILE = 256, 32  # heads of more than _WIDE bytes have smaller tiles, to fit into shared memory
+_TILE = 64  # queries, and keys, of a tile. Heads wider than _WIDE, and fp32, have smaller ones
+_WIDE = 128
 _MIN_ROWS = 16  # of a matrix product on tensor cores
 
 
@@ -264,6 +264,7 @@ def prefill(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: 
         q, k_pages, v_pages, out, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables,
         q.stride(0), metadata.block_tables.stride(0), first_seq, head_dim**-0.5,
         block_size, num_heads, num_kv_heads, head_dim, dim, rows, tile,
+        num_warps=4 if q.element_size() == 2 else 8,
     )  # fmt: skip
 
 
@@ -285,9 +286,13 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: A
 
 
 def _tile_sizes(q: Tensor) -> tuple[int, int]:
-    """head_dim padded to a power of 2 that tensor cores support, and the number of tokens of a tile."""
+    """head_dim padded to a power of 2 that tensor cores support, and the number of tokens of a tile.
+
+    A tile must fit into the registers of its program. Larger ones are kept in memory, up to 10 KB a thread in fp32, which
+    tensor cores do not multiply exactly. tests/simulated_gpu.py shows what a compiled kernel takes.
+    """
     dim = max(triton.next_power_of_2(q.shape[2]), _MIN_ROWS)
-    return dim, _WIDE_TILE if dim * q.element_size() > _WIDE else _TILE
+    return dim, _TILE // (q.element_size() // 2) // (2 if dim > _WIDE else 1)
 
 
 def _with_packed_heads(x: Float[Tensor, "num_tokens heads head_dim"]) -> Float[Tensor, "num_tokens heads head_dim"]:

@@ -82,8 +82,8 @@ class RunOptions:
     compare: Annotated[
         str | None,
         typer.Option(
-            help="Engines that run the same work, in turns, with commas: transformers, openvino, vllm. Each of the last two "
-            "may have a Python of its own: openvino=/environment/bin/python."
+            help="Engines that run the same work, in turns, with commas: transformers, openvino, vllm, llama.cpp. Each of the "
+            "last three may have a Python of its own: openvino=/environment/bin/python."
         ),
     ] = None
 

@@ -14,8 +14,8 @@ https://arxiv.org/abs/2206.01861 (a scale per group, activations rounded as they
 
 import ctypes
 import logging
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from nanoinfer.devices import native
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.models.cpu_linear import Activation, CPULinear
+from nanoinfer.models.weights import QuantizedParameter, QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -38,28 +39,16 @@ MULTIPLE = 32  # of inputs, the smallest group
 TILE = 32  # outputs that quantized_linear.cpp computes together
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedWeight:
-    """weight = scales * (integers - zeros), for each output and group of inputs.
-
-    Attributes:
-        bits: 8 or 4. Integers are in 0 .. 2**bits - 1, and zeros too.
-    """
-
-    bits: int
-    integers: UInt8[Tensor, "out in"]
-    scales: Float[Tensor, "out groups"]
-    zeros: UInt8[Tensor, "out groups"]
-
-    @property
-    def group(self) -> int:
-        """The number of inputs that share a scale."""
-        return self.integers.shape[1] // self.scales.shape[1]
-
-    def widened(self) -> Float[Tensor, "out in"]:
-        """The weight in float32."""
-        shifted = self.integers.unflatten(1, (-1, self.group)).float() - self.zeros.unsqueeze(2)
-        return (shifted * self.scales.unsqueeze(2)).flatten(1)
+def quantized(linear: nn.Linear, bits: int) -> QuantizedWeight:
+    """Return a layer's weight in integers: those of the checkpoint, which lose nothing, or rounded ones."""
+    weight = linear.weight
+    stored = weight.read_integers() if isinstance(weight, QuantizedParameter) else None
+    if stored is None or stored.bits > bits:
+        return quantize(weight, bits)
+    # Fewer inputs to a group than in the file, where activations would lose more in a larger one.
+    group = math.gcd(stored.group, _group_size(stored.integers.shape[1], bits))
+    scales, zeros = (array.repeat_interleave(stored.group // group, dim=1) for array in (stored.scales, stored.zeros))
+    return QuantizedWeight(bits, stored.integers, scales, zeros)
 
 
 def quantize(weight: Float[Tensor, "out in"], bits: int) -> QuantizedWeight:
@@ -69,12 +58,16 @@ def quantize(weight: Float[Tensor, "out in"], bits: int) -> QuantizedWeight:
         weight: the number of inputs must be a multiple of MULTIPLE.
         bits: 8 or 4.
     """
-    group = next(group for group in GROUPS[bits] if weight.shape[1] % group == 0)
+    group = _group_size(weight.shape[1], bits)
     form = _in_eight_bits if bits == 8 else _in_four_bits
     rows = max(2**20 // weight.shape[1], 1)  # at a time, so that what is computed stays in the processor's cache
     parts = [form(part.unflatten(1, (-1, group)).float()) for part in weight.detach().split(rows)]
     integers, scales, zeros = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return QuantizedWeight(bits, integers, scales, zeros)
+
+
+def _group_size(num_inputs: int, bits: int) -> int:
+    return next(group for group in GROUPS[bits] if num_inputs % group == 0)
 
 
 def _in_eight_bits(groups: Float[Tensor, "out groups group"]) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,7 +94,7 @@ class QuantizedLinear(CPULinear):
         self, linear: nn.Linear, activation: Activation | None = None, *, adds_residual: bool = False, bits: int
     ) -> None:
         super().__init__(linear, activation, adds_residual=adds_residual)
-        weight = quantize(linear.weight, bits)
+        weight = quantized(linear, bits)
         self._sizes = (linear.out_features, linear.in_features, weight.group, bits)
         self._weight = _tiled_integers(weight)
         self._scales, self._zeros = _tiled(weight.scales), _tiled(weight.zeros)
@@ -126,7 +119,7 @@ class WidenedLinear(CPULinear):
         self, linear: nn.Linear, activation: Activation | None = None, *, adds_residual: bool = False, bits: int
     ) -> None:
         super().__init__(linear, activation, adds_residual=adds_residual)
-        self._weight = quantize(linear.weight, bits)
+        self._weight = quantized(linear, bits)
 
     def product(self, x: Tensor, residual: Tensor | None) -> Tensor:
         out = F.linear(x, self._weight.widened().to(x.dtype), self._bias)

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from nanoinfer.models.rope import RopeConfig, rope_frequencies
+from nanoinfer.models.weights import side_by_side
 
 
 class Embedding(nn.Embedding):
@@ -59,7 +60,7 @@ class SwiGLU(nn.Module):
 def merge_linears(*linears: nn.Linear) -> nn.Linear:
     """Join layers with the same input into one, whose output is theirs side by side: one large product, not several small."""
     merged = nn.Linear(linears[0].in_features, sum(linear.out_features for linear in linears), bias=False, device="meta")
-    merged.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
+    merged.weight = side_by_side([linear.weight for linear in linears])
     if linears[0].bias is not None:
         merged.bias = nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)
     return merged

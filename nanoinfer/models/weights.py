@@ -13,13 +13,14 @@ import logging
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float, UInt8
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -70,18 +71,80 @@ class TensorInfo:
     is_mapped: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """weight = scales * (integers - zeros), for each output and group of inputs.
+
+    Attributes:
+        bits: 8 or 4. Integers are in 0 .. 2**bits - 1.
+        zeros: the integers that stand for 0. In 4 bits a GPTQ checkpoint may have 16.
+    """
+
+    bits: int
+    integers: UInt8[Tensor, "out in"]
+    scales: Float[Tensor, "out groups"]
+    zeros: UInt8[Tensor, "out groups"]
+
+    @property
+    def group(self) -> int:
+        """The number of inputs that share a scale."""
+        return self.integers.shape[1] // self.scales.shape[1]
+
+    def widened(self) -> Float[Tensor, "out in"]:
+        """The weight in float32."""
+        shifted = self.integers.unflatten(1, (-1, self.group)).float() - self.zeros.unsqueeze(2)
+        return (shifted * self.scales.unsqueeze(2)).flatten(1)
+
+
+class QuantizedParameter(nn.Parameter):
+    """A matrix that the checkpoint has as integers. The tensor is their value, rounded to the model's dtype.
+
+    Attributes:
+        read_integers: reads them from the file. None: they do not have the form of a QuantizedWeight.
+    """
+
+    read_integers: Callable[[], QuantizedWeight | None]
+
+
+def side_by_side(weights: list[Tensor]) -> nn.Parameter:
+    """Join matrices [out, in] with the same inputs into one. It is a QuantizedParameter if all of them are."""
+    joined = torch.cat(weights)
+    readers = [weight.read_integers for weight in weights if isinstance(weight, QuantizedParameter)]
+    if len(readers) < len(weights):
+        return nn.Parameter(joined, requires_grad=False)
+
+    def read_integers() -> QuantizedWeight | None:
+        parts = [part for read in readers if (part := read()) is not None]
+        if len(parts) < len(readers) or len({part.group for part in parts}) > 1:
+            return None
+        integers, scales, zeros = (
+            torch.cat([getattr(part, name) for part in parts]) for name in ("integers", "scales", "zeros")
+        )
+        return QuantizedWeight(parts[0].bits, integers, scales, zeros)
+
+    parameter = QuantizedParameter(joined, requires_grad=False)
+    parameter.read_integers = read_integers
+    return parameter
+
+
 class Weights(Mapping[str, TensorInfo]):
     """The tensors of a checkpoint by name. A subclass says where they are.
 
     Attributes:
         has_empty_biases: whether layers without a bias may have one of zeros.
+        has_integers: whether `integers` returns some.
     """
 
     has_empty_biases: bool = False
+    has_integers: bool = False
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Return some rows of a tensor, on the CPU, in any float dtype."""
         raise NotImplementedError
+
+    def integers(self, name: str) -> QuantizedWeight | None:
+        """Return a matrix as the integers in the file. None: it has none, or they do not have the form of a QuantizedWeight."""
+        return None
 
     @cached_property
     def num_elements(self) -> int:
@@ -171,6 +234,9 @@ def load_weights(model: nn.Module, files: Weights, rules: WeightRules, dtype: to
             weight = torch.empty(target.shape, dtype=dtype, device=device)
             _copy(files, source, weight.T if is_transposed else weight)
         parameter = nn.Parameter(weight, requires_grad=False)
+        if files.has_integers and not is_transposed and device.type == "cpu":
+            parameter = QuantizedParameter(weight, requires_grad=False)
+            parameter.read_integers = partial(files.integers, source)
         for module, leaf in owners[target]:
             setattr(module, leaf, parameter)
     bar.close()

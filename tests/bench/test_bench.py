@@ -175,7 +175,7 @@ def test_the_roofline_reports_shares_of_the_limit_and_plots(tmp_path):
     [
         (("--workload", "A,Z"), "workload must be some of A, B16, B64, C, D, E, F, with commas between them, got 'Z'"),
         (("--workload", "A", "--num-prompts", "1"), "give workload, or num_prompts for one of your own, not both"),
-        (("--compare", "sglang"), "compare must be some of transformers, openvino, vllm, with commas, got 'sglang'"),
+        (("--compare", "sglang"), "compare must be some of transformers, openvino, vllm, llama.cpp, with commas, got 'sglang'"),
         (("--shape", "gpt5"), "shape must be one of gpt2,"),
         (("--shape", "gpt2", "--model", "tiny-gpt2"), "give a model or a shape, not both, got 'tiny-gpt2' and 'gpt2'"),
         (

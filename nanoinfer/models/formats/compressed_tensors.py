@@ -16,13 +16,13 @@ Source: compressors/pack_quantized of https://github.com/neuralmagic/compressed-
 
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from nanoinfer.errors import UnsupportedError, WeightsError, shown
-from nanoinfer.models.formats.packed import FLOATS, PackedWeights, ceil_div, require, unpack_words
+from nanoinfer.models.formats.packed import FLOATS, Fields, IntegerWeights, ceil_div, require, unpack_words
 
 
-class CompressedWeights(PackedWeights):
+class CompressedWeights(IntegerWeights):
     parts = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
 
     def read_settings(self) -> None:
@@ -38,7 +38,7 @@ class CompressedWeights(PackedWeights):
         found = {self._read_group(group) for group in groups.values()}
         if len(found) > 1:
             raise UnsupportedError(f"{self._config_path} quantises some layers differently from others, which is not supported")
-        [(self._bits, self._group_size)] = found
+        [(self.bits, self._group_size)] = found
 
     def _read_group(self, group: Any) -> tuple[int, int]:
         """Return the bits and the group size of one of config_groups. A group size of -1 is all inputs of an output."""
@@ -56,7 +56,7 @@ class CompressedWeights(PackedWeights):
         return require(weights, "num_bits", (4, 8), path), group_size
 
     def shape_of(self, layer: str) -> tuple[int, int]:
-        per_word = 32 // self._bits
+        per_word = 32 // self.bits
         num_outputs, num_words = self.part(layer, "weight_packed", ("I32",), None, None).shape
         shape = num_outputs, num_words * per_word
         self.part(layer, "weight_shape", ("I64", "I32"), 2)
@@ -70,14 +70,14 @@ class CompressedWeights(PackedWeights):
             self.part(layer, "weight_g_idx", ("I32", "I64"), shape[1])
         return shape
 
-    def unpack(self, layer: str, rows: slice) -> Tensor:
+    def fields(self, layer: str, rows: slice) -> Fields:
         num_outputs, num_inputs = self._shapes[layer]
         scales = self.files.read(layer + "weight_scale", rows).float()
-        integers = unpack_words(self.files.read(layer + "weight_packed", rows), self._bits).flatten(1)  # [rows, in]
+        integers = unpack_words(self.files.read(layer + "weight_packed", rows), self.bits).flatten(1)  # [rows, in]
         group_size = num_inputs if self._group_size == -1 else self._group_size
         groups = self.group_of_inputs(layer, "weight_g_idx", num_inputs, scales.shape[1], group_size)
         if layer + "weight_zero_point" not in self.files:
-            return (integers - 2 ** (self._bits - 1)) * scales[:, groups]
-        zeros = unpack_words(self.files.read(layer + "weight_zero_point"), self._bits)  # [out * bits / 32, groups, 32 / bits]
+            return Fields(integers, scales, torch.full_like(scales, 2 ** (self.bits - 1)), groups)
+        zeros = unpack_words(self.files.read(layer + "weight_zero_point"), self.bits)  # [out * bits / 32, groups, 32 / bits]
         zeros = zeros.transpose(1, 2).flatten(0, 1)[:num_outputs][rows]
-        return (integers - zeros[:, groups]) * scales[:, groups]
+        return Fields(integers, scales, zeros, groups)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanoinfer.models.formats.gguf import GGUFFile
 from nanoinfer.models.formats.gguf_families import LLAMA3_FACTORS, parameter_name
-from nanoinfer.models.weights import TensorInfo, Weights
+from nanoinfer.models.weights import QuantizedWeight, TensorInfo, Weights
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _GPT2_LINEAR = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # [in, out] in GPT-2's checkpoints, [out, in] in GGUF
@@ -27,6 +27,8 @@ class GGUFWeights(Weights):
     llama.cpp rotates neighbouring numbers of a head, (0, 1), (2, 3), ..., and Llama's checkpoints the two halves, (0, n/2),
     (1, n/2 + 1), ... The files of the architecture "llama" have the rows of q and k in llama.cpp's order. It is undone here.
     """
+
+    has_integers = True
 
     def __init__(self, file: GGUFFile) -> None:
         self._file = file
@@ -55,6 +57,17 @@ class GGUFWeights(Weights):
             return _to_halves(self._unpack(name), num_heads)[rows]
         return self._unpack(name, rows)
 
+    def integers(self, name: str) -> QuantizedWeight | None:
+        tensor = self._file.tensors[self._sources[name]]
+        if tensor.block_type.name not in _INTEGERS:
+            return None
+        bits, zero, unpack = _INTEGERS[tensor.block_type.name]
+        blocks = self._stored(name).reshape(-1, tensor.block_type.num_bytes)
+        integers, scales = unpack(blocks).view(tensor.shape), _half(blocks, 0).view(tensor.shape[0], -1)
+        if num_heads := self._num_rotated_heads(name):
+            integers, scales = _to_halves(integers, num_heads), _to_halves(scales, num_heads)
+        return QuantizedWeight(bits, integers, scales, torch.full_like(scales, zero, dtype=torch.uint8))
+
     def _is_transposed(self, name: str) -> bool:
         return self._file.architecture == "gpt2" and name.endswith(_GPT2_LINEAR)
 
@@ -66,13 +79,16 @@ class GGUFWeights(Weights):
 
     def _unpack(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Return rows of a tensor in the file's own order: in its dtype if it is a float, else in fp32."""
-        tensor = self._file.tensors[self._sources[name]]
-        stored = self._bytes[tensor.start : tensor.start + tensor.num_bytes]
+        tensor, stored = self._file.tensors[self._sources[name]], self._stored(name)
         if dtype := _FLOATS.get(tensor.block_type.name):
             return stored.view(dtype).view(tensor.shape)[rows]
         stored = stored.view(tensor.shape[0], -1)[rows]  # a row is whole blocks
         blocks = stored.reshape(-1, tensor.block_type.num_bytes)
         return _UNPACK[tensor.block_type.name](blocks).view(len(stored), *tensor.shape[1:])
+
+    def _stored(self, name: str) -> Tensor:
+        tensor = self._file.tensors[self._sources[name]]
+        return self._bytes[tensor.start : tensor.start + tensor.num_bytes]
 
 
 def _to_halves(weight: Tensor, num_heads: int) -> Tensor:
@@ -109,8 +125,12 @@ def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
     return scales.float(), minima.float()
 
 
+def _q4_0_integers(blocks: Tensor) -> Tensor:
+    return _fields(blocks[:, 2:], 4, 16)
+
+
 def _q4_0(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * (_fields(blocks[:, 2:], 4, 16).float() - 8)
+    return _half(blocks, 0) * (_q4_0_integers(blocks).float() - 8)
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
@@ -123,6 +143,10 @@ def _q5_0(blocks: Tensor) -> Tensor:
 
 def _q5_1(blocks: Tensor) -> Tensor:
     return _half(blocks, 0) * (_fields(blocks[:, 8:], 4, 16) | _high_bits(blocks[:, 4:8])) + _half(blocks, 2)
+
+
+def _q8_0_integers(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:] ^ 128  # signed + 128
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
@@ -159,4 +183,10 @@ _UNPACK: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+}
+
+# type -> (bits, the integer that stands for 0, blocks -> integers), of those that have a scale and no minimum
+_INTEGERS: dict[str, tuple[int, int, Callable[[Tensor], Tensor]]] = {
+    "Q4_0": (4, 8, _q4_0_integers),
+    "Q8_0": (8, 128, _q8_0_integers),
 }

@@ -11,17 +11,15 @@ Source: Frantar et al. 2022, https://arxiv.org/abs/2210.17323, and the files as 
 https://github.com/AutoGPTQ/AutoGPTQ).
 """
 
-from torch import Tensor
-
-from nanoinfer.models.formats.packed import FLOATS, PackedWeights, ceil_div, unpack_words
+from nanoinfer.models.formats.packed import FLOATS, Fields, IntegerWeights, ceil_div, unpack_words
 
 
-class GPTQWeights(PackedWeights):
+class GPTQWeights(IntegerWeights):
     parts = ("qweight", "qzeros", "scales", "g_idx")
     has_empty_biases = True  # AutoGPTQ writes a bias of zeros for a layer that has none
 
     def read_settings(self) -> None:
-        self._bits: int = self.setting("bits", (4, 8))
+        self.bits = self.setting("bits", (4, 8))
         self._group_size: int = self.setting("group_size", (-1, 16, 32, 64, 128, 256, 512, 1024))
         self.setting("pack_dtype", ("int32",), "int32")
         self.setting("dynamic", (None, {}))  # different bits for some layers
@@ -29,7 +27,7 @@ class GPTQWeights(PackedWeights):
         self._stored_zero = 1 if self.setting(name, ("gptq", "gptq_v2"), "gptq") == "gptq" else 0
 
     def shape_of(self, layer: str) -> tuple[int, int]:
-        per_word = 32 // self._bits
+        per_word = 32 // self.bits
         num_words, num_outputs = self.part(layer, "qweight", ("I32",), None, None).shape
         num_inputs = num_words * per_word
         num_groups = 1 if self._group_size == -1 else ceil_div(num_inputs, self._group_size)
@@ -39,12 +37,12 @@ class GPTQWeights(PackedWeights):
             self.part(layer, "g_idx", ("I32",), num_inputs)
         return num_outputs, num_inputs
 
-    def unpack(self, layer: str, rows: slice) -> Tensor:
+    def fields(self, layer: str, rows: slice) -> Fields:
         _, num_inputs = self._shapes[layer]
         scales = self.files.read(layer + "scales").float()[:, rows]
-        zeros = unpack_words(self.files.read(layer + "qzeros"), self._bits).flatten(1)[:, rows] + self._stored_zero
+        zeros = unpack_words(self.files.read(layer + "qzeros"), self.bits).flatten(1)[:, rows] + self._stored_zero
         words = self.files.read(layer + "qweight")[:, rows]
-        integers = unpack_words(words, self._bits).transpose(1, 2).flatten(0, 1)  # [in, rows]
+        integers = unpack_words(words, self.bits).transpose(1, 2).flatten(0, 1)  # [in, rows]
         group_size = num_inputs if self._group_size == -1 else self._group_size
         groups = self.group_of_inputs(layer, "g_idx", num_inputs, len(scales), group_size)
-        return ((integers - zeros[groups]) * scales[groups]).T
+        return Fields(integers.T, scales.T, zeros.T, groups)

@@ -7,13 +7,13 @@ one `weight` in their place, and computes rows of it when they are read. Layers 
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanoinfer.errors import UnsupportedError, WeightsError, shown
-from nanoinfer.models.weights import TensorInfo, WeightFiles, Weights
+from nanoinfer.models.weights import QuantizedWeight, TensorInfo, WeightFiles, Weights
 
 
 class PackedWeights(Weights):
@@ -90,6 +90,47 @@ class PackedWeights(Weights):
                 f"{expected}; are the weights and quantization_config of the same checkpoint?"
             )
         return info
+
+
+class Fields(NamedTuple):
+    """Rows of a quantised layer: weight[out, in] = scales[out, g] * (integers[out, in] - zeros[out, g]), g = groups[in].
+
+    Attributes:
+        integers: [rows, in] in fp32.
+        scales, zeros: [rows, number of groups] in fp32.
+        groups: [in], the group of each input.
+    """
+
+    integers: Tensor
+    scales: Tensor
+    zeros: Tensor
+    groups: Tensor
+
+
+class IntegerWeights(PackedWeights):
+    """The tensors of a checkpoint whose quantised layers are integers of `bits`, with a scale and a zero for each group."""
+
+    has_integers = True
+    bits: int
+
+    def fields(self, layer: str, rows: slice) -> Fields:
+        """Return rows of a quantised layer."""
+        raise NotImplementedError
+
+    def unpack(self, layer: str, rows: slice) -> Tensor:
+        integers, scales, zeros, groups = self.fields(layer, rows)
+        return (integers - zeros[:, groups]) * scales[:, groups]
+
+    def integers(self, name: str) -> QuantizedWeight | None:
+        layer = self._quantised_layer(name)
+        if layer is None:
+            return None
+        integers, scales, zeros, groups = self.fields(layer, slice(None))
+        num_inputs, num_groups = len(groups), scales.shape[1]
+        in_order = torch.arange(num_inputs) // ceil_div(num_inputs, num_groups)
+        if num_inputs % num_groups or not torch.equal(groups, in_order) or zeros.max() > 255:
+            return None
+        return QuantizedWeight(self.bits, integers.to(torch.uint8), scales, zeros.to(torch.uint8))
 
     def group_of_inputs(self, layer: str, name: str, num_inputs: int, num_groups: int, group_size: int) -> Tensor:
         """Return the group of each input. `name` is the tensor of groups out of their order, where the layer has one."""

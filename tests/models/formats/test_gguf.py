@@ -66,6 +66,18 @@ def test_blocks_are_unpacked_as_ggml_unpacks_them_in_whole_and_in_rows(name, tmp
     torch.testing.assert_close(weights.read("x"), expected, atol=0, rtol=1e-6)
     torch.testing.assert_close(weights.read("x", slice(2, 5)), expected[2:5], atol=0, rtol=1e-6)
     assert len(expected.unique()) > 100  # no block is trivial
+    assert (weights.integers("x") is not None) == (name in ("Q4_0", "Q8_0"))
+    if (kept := weights.integers("x")) is not None:
+        torch.testing.assert_close(kept.widened(), expected, atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0"])
+def test_integers_of_llamas_queries_are_in_the_order_of_the_checkpoint(name, tmp_path):
+    metadata = {"general.architecture": "llama", "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2}
+    tensor, _ = random_blocks(name, (4 * 8, 64), seed=4)
+    file = read_gguf(gguf_files.write(tmp_path / "x.gguf", metadata, {"blk.0.attn_q.weight": tensor}))
+    weights, query = GGUFWeights(file), "layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(weights.integers(query).widened(), weights.read(query), atol=0, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])

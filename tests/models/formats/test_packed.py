@@ -17,6 +17,8 @@ from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.errors import UnsupportedError, WeightsError
 from nanoinfer.models import loader
 from nanoinfer.models.checkpoint import Checkpoint
+from nanoinfer.models.cpu_quantized import quantized
+from nanoinfer.models.layers import merge_linears
 
 PROMPT = torch.arange(1, 41) * 31 % tiny_models.VOCAB_SIZE
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
@@ -199,6 +201,23 @@ def test_a_quantised_checkpoint_runs_in_8_bits_with_nearly_the_same_tokens(saved
     with torch.inference_mode():
         expected = model(torch.tensor([[1, 2, 3]])).logits[0, -1].argmax()
     assert tokens[0][0] == tokens[1][0] == expected
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "fp8"])
+def test_a_layer_in_few_bits_keeps_the_integers_of_the_file(name, saved):
+    checkpoint = Checkpoint.open(str(saved(name)[0]))
+    weights, model = loader.open_weights(checkpoint), loader.load_model(checkpoint, "bfloat16")
+    attention = model.layers[0].self_attn
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    exact = torch.cat([weights.read(name) for name in names])
+    merged = merge_linears(attention.q_proj, attention.k_proj, attention.v_proj)
+    for bits in (4, 8):
+        kept = quantized(merged, bits).widened()
+        if "act" in name or (bits == 4 and name in ("gptq 8 bits", "int8")):  # groups out of order, more bits: rounded again
+            assert weights.integers(names[0]) is None or bits == 4
+            assert 0 < (kept - exact).abs().max() < exact.abs().max() / (8 if bits == 4 else 100)
+        else:
+            assert torch.equal(kept, exact)
 
 
 # ---- what is refused

@@ -1,0 +1,55 @@
+"""Every kernel of a step is compiled for a GPU, without one. Registers and shared memory suffice, and arguments fit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+# A kernel that would read behind a tensor's end, and one that gets 32-bit slots.
+WRONG = """
+import torch
+from tests.simulated_gpu import Launch
+
+k = torch.empty(4, 2, 8, device="meta")
+slots = torch.empty(4, dtype=torch.int64)
+good = {"k": k, "v": k, "slots": slots, "k_stride": 16, "v_stride": 16, "HEADS": 2, "HEAD_DIM": 8}
+Launch("_store_kernel", (4,), good, None).check(torch.float32)
+for change in ({"k_stride": 24}, {"v": k[:3]}, {"slots": slots.int()}):
+    try:
+        Launch("_store_kernel", (4,), good | change, None).check(torch.float32)
+    except AssertionError as error:
+        print(error)
+"""
+
+
+def run_python(*arguments):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "options", [("90", "bfloat16", "Qwen3-0.6B"), ("80", "float32", "head_dim 256")], ids=lambda options: options[2]
+)
+def test_kernels_compile_within_the_limits_of_an_architecture(options):
+    arch, dtype, model = options
+    table = run_python("-m", "tests.simulated_gpu", "--arch", arch, "--dtype", dtype, "--model", model)
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) == 7
+    assert all(f"| {dtype} | {model} |" in row for row in rows)
+
+
+def test_a_launch_with_wrong_arguments_is_refused():
+    refused = run_python("-c", WRONG).splitlines()
+    assert len(refused) == 3
+    assert refused[0] == "_store_kernel reads 88 elements of k, which has 64"
+    assert "of v, which has 48" in refused[1]
+    assert "int32" in refused[2]

@@ -1,0 +1,263 @@
+"""A GPU that is simulated: every kernel of a step is compiled for it, and every launch is checked. Nothing runs.
+
+    python -m tests.simulated_gpu                    # a Markdown table: registers and shared memory on sm_80, sm_90 and sm_100
+    python -m tests.simulated_gpu --arch 90 --dtype float16 --model Qwen3-0.6B
+
+Needs Triton, which brings NVIDIA's assembler, and no GPU. The models have the sizes of published checkpoints, one layer, and
+weights on the meta device. Their steps pass through the same functions as on a GPU. Triton's driver is replaced: it names an
+architecture, so kernels are compiled for it, with the types and constants of the launch.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.attention.triton import TritonBackend
+from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.models.llama import LlamaForCausalLM
+from nanoinfer.models.optimize import optimize_for_cuda
+from nanoinfer.models.qwen import QwenForCausalLM
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
+
+SHARED_MEMORY = {
+    80: 163 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+}  # bytes that a program may have. Source: CUDA's guide, table 30
+MAX_SPILLED = 64  # bytes of a thread that may be kept in memory instead of registers
+MAX_GRID = (2**31 - 1, 2**16 - 1, 2**16 - 1)
+
+# name -> (class, config.json). The decoder layers of all three are kernels' users. GPT-2 uses those of attention alone.
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Qwen3-0.6B": (QwenForCausalLM, {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
+                                     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}),
+    "Qwen2.5-0.5B": (QwenForCausalLM, {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
+                                       "num_attention_heads": 14, "num_key_value_heads": 2}),
+    "Llama-3.2-1B": (LlamaForCausalLM, {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
+                                        "num_attention_heads": 32, "num_key_value_heads": 8}),
+    "head_dim 256": (LlamaForCausalLM, {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2048,
+                                        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256}),
+}  # fmt: skip
+COMMON = {"vocab_size": 1000, "num_hidden_layers": 1, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}
+
+# A kernel -> how many elements it touches from the start of a tensor, by the names of its parameters: a formula of its grid and
+# its other arguments.
+REACH: dict[str, dict[str, str]] = {
+    "_rms_norm_kernel": {"x": "grid[0] * SIZE", "weight": "SIZE", "out": "grid[0] * SIZE"},
+    "_silu_mul_kernel": {"gate_up": "grid[0] * 2 * SIZE", "out": "grid[0] * SIZE"},
+    "_rotate_kernel": {
+        "x": "(grid[0] - 1) * x_stride + NUM_HEADS * 2 * HALF",
+        "cos": "grid[0] * 2 * HALF",
+        "sin": "grid[0] * 2 * HALF",
+        "out": "grid[0] * NUM_HEADS * 2 * HALF",
+    },
+    "_store_kernel": {
+        "k": "(grid[0] - 1) * k_stride + HEADS * HEAD_DIM",
+        "v": "(grid[0] - 1) * v_stride + HEADS * HEAD_DIM",
+        "slots": "grid[0]",
+    },
+    "_prefill_kernel": {"query_start_loc": "first_seq + grid[0] + 1", "seq_lens": "first_seq + grid[0]"},
+    "_decode_kernel": {
+        "q": "(grid[0] - 1) * q_stride + NUM_HEADS * HEAD_DIM",
+        "partial_m": "grid[0] * NUM_HEADS * NUM_SPLITS",
+        "partial_l": "grid[0] * NUM_HEADS * NUM_SPLITS",
+        "partial_o": "grid[0] * NUM_HEADS * NUM_SPLITS * HEAD_DIM",
+    },
+    "_merge_kernel": {
+        "partial_m": "grid[0] * NUM_SPLITS",
+        "partial_l": "grid[0] * NUM_SPLITS",
+        "partial_o": "grid[0] * NUM_SPLITS * HEAD_DIM",
+        "out": "grid[0] * HEAD_DIM",
+    },
+}
+INTEGERS = {
+    "slots",
+    "query_start_loc",
+    "seq_lens",
+    "block_tables",
+}  # parameters that are int64. All others have the model's dtype
+PARTIAL = {"partial_m", "partial_l", "partial_o"}  # or are fp32
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel with its arguments by name, for a grid of programs."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    compiled: Any
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Raise AssertionError if the grid or an argument is not what the kernel assumes."""
+        assert all(1 <= size <= limit for size, limit in zip(self.grid, MAX_GRID, strict=False)), (self.kernel, self.grid)
+        tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
+        for name, tensor in tensors.items():
+            expected = torch.int64 if name in INTEGERS else torch.float32 if name in PARTIAL else dtype
+            assert tensor.dtype is expected, (self.kernel, name, tensor.dtype)
+            assert tensor.stride(-1) == 1, (self.kernel, name, tensor.stride())
+        for name, formula in REACH[self.kernel].items():
+            reach = eval(formula, {"grid": self.grid, **self.arguments})
+            assert reach == extent(tensors[name]), (
+                f"{self.kernel} reads {reach} elements of {name}, which has {extent(tensors[name])}"
+            )
+
+
+def extent(tensor: Tensor) -> int:
+    """Elements from the first to the last of a tensor in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+class Driver:
+    """What Triton asks of a driver when it compiles."""
+
+    def __init__(self, arch: int) -> None:
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.target.arch  # kernels are kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+@contextmanager
+def simulated_gpu(arch: int) -> Iterator[list[Launch]]:
+    """Compile what is launched, for an architecture such as 90, and list the launches."""
+    launches = []
+    compile_only = JITFunction.run
+
+    def run(kernel: JITFunction, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
+        compiled = compile_only(kernel, *args, grid=grid, warmup=True, **kwargs)
+        launches.append(Launch(kernel.__name__, grid, kernel.signature.bind(*args).arguments, compiled))
+
+    with mock.patch.object(JITFunction, "run", run), mock.patch.object(triton.runtime.driver, "_active", Driver(arch)):
+        yield launches
+
+
+def plans() -> dict[str, list[tuple[int, int]]]:
+    """Steps: the tokens in the cache and the new tokens of each sequence, single tokens first."""
+    decodes = [(100 + 37 * i, 1) for i in range(16)]
+    return {
+        "prefill": [(0, 1), (0, 300)],
+        "chunks and decodes": [*decodes, (64, 128), (0, 17)],
+        "decode": decodes,
+        "one row": [(3000, 1)],
+    }
+
+
+def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
+    """Run the steps of a model of MODELS."""
+    model_class, config = MODELS[name]
+    with torch.device("meta"):
+        model = model_class(model_class.Config.from_hf(COMMON | config)).to("meta", dtype)
+    optimize_for_cuda(model)
+    cache = KVCache(
+        num_layers=1, num_blocks=4096, block_size=block_size, num_kv_heads=model.config.num_key_value_heads,
+        head_dim=model.config.head_dim, dtype=dtype, device="meta",
+    )  # fmt: skip
+    for lengths in plans().values():
+        batch = ForwardBatch.build(_plan(lengths, block_size), block_size, torch.device("cpu"))
+        attend = TritonBackend().begin_step(cache, batch.attention)
+        with torch.inference_mode():
+            model(batch.input_ids.to("meta"), batch.positions.to("meta"), attend)
+
+
+def _plan(lengths: list[tuple[int, int]], block_size: int) -> StepPlan:
+    scheduled = []
+    for i, (num_cached, num_new) in enumerate(lengths):
+        total = num_cached + num_new
+        seq = Sequence(str(i), [1] * total, SamplingParams(), seed=0, max_num_tokens=total + 1)
+        seq.num_computed_tokens = num_cached
+        seq.block_table = list(range(-(-total // block_size)))
+        scheduled.append(ScheduledSequence(seq, num_new))
+    return StepPlan(tuple(scheduled))
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Registers of a thread, bytes that are spilled, and shared memory of a program, as the assembler reports them."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        tool = triton.knobs.nvidia.cuobjdump.path
+        report = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    [(registers, stack)] = re.findall(r"REG:(\d+) STACK:(\d+)", report)
+    return {
+        "registers": int(registers),
+        "spilled": int(stack),
+        "shared": compiled.metadata.shared,
+        "warps": compiled.metadata.num_warps,
+    }
+
+
+def compile_all(arch: int, dtypes: list[torch.dtype], models: list[str]) -> dict[tuple[str, str, str], dict[str, int]]:
+    """Compile the launches of models and check them. Return a kernel's largest resources by (kernel, dtype, model).
+
+    Raises:
+        AssertionError: a kernel that needs more than the architecture has, is launched with wrong arguments, or not at all.
+    """
+    found: dict[tuple[str, str, str], dict[str, int]] = {}
+    for dtype in dtypes:
+        for name in models:
+            with simulated_gpu(arch) as launches:
+                run_steps(name, dtype)
+            for launch in launches:
+                launch.check(dtype)
+            missing = set(REACH) - {launch.kernel for launch in launches}
+            assert not missing, f"{name} launches no {missing}"
+            for launch in {launch.compiled.hash: launch for launch in launches}.values():
+                key = launch.kernel, str(dtype).removeprefix("torch."), name
+                used = resources(launch.compiled)
+                found[key] = {part: max(count, found.get(key, used)[part]) for part, count in used.items()}
+                assert used["shared"] <= SHARED_MEMORY[arch], (key, used)
+                assert used["spilled"] <= MAX_SPILLED, (key, used)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, choices=SHARED_MEMORY, action="append")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], action="append")
+    parser.add_argument("--model", choices=MODELS, action="append")
+    args = parser.parse_args()
+    archs = args.arch or list(SHARED_MEMORY)
+    dtypes = [getattr(torch, name) for name in args.dtype or ("bfloat16", "float32")]
+    found = {arch: compile_all(arch, dtypes, args.model or list(MODELS)) for arch in archs}
+    print(f"Triton {triton.__version__}. Registers of a thread / KB of shared memory, + bytes spilled to memory.\n")
+    print("| kernel | dtype | model |", " | ".join(f"sm_{arch}" for arch in archs), "|")
+    print("|---|---|---|" + "---|" * len(archs))
+    for key in found[archs[0]]:
+        cells = []
+        for arch in archs:
+            used = found[arch][key]
+            cells.append(
+                f"{used['registers']} / {used['shared'] / 1024:.0f}" + (f" + {used['spilled']}" if used["spilled"] else "")
+            )
+        print("|", " | ".join([f"`{key[0].strip('_')}`", *key[1:], *cells]), "|")
+
+
+if __name__ == "__main__":
+    main()
