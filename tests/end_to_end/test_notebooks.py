@@ -6,14 +6,17 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import matplotlib
+import matplotlib.pyplot as plt
 import nbformat
 import pytest
 import torch
 from nbclient import NotebookClient
 
 import nanoinfer
+from nanoinfer.attention.base import BACKENDS
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +94,9 @@ def solutions_imports(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER / "solutions"))
     backend, num_threads, grad = matplotlib.get_backend(), torch.get_num_threads(), torch.is_grad_enabled()
     matplotlib.use("agg")
-    yield
+    with patch.dict(BACKENDS):  # a solution may register a backend
+        yield
+    plt.close("all")
     matplotlib.use(backend)
     torch.set_num_threads(num_threads)
     torch.set_grad_enabled(grad)
