@@ -32,6 +32,17 @@ class Header:
 
 
 NOTEBOOKS = {
+    "00a_attention_primer": Header(
+        "what a head, a query, a key and a value are, what softmax, residual, normalisation and MLP do, and what a logit is.",
+        30,
+        ("models/gpt2.py", "attention/dense.py"),
+    ),
+    "00b_an_engine_in_60_lines": Header(
+        "what a KV cache, a packed batch, continuous batching and a sampler are for, and write each of them in a few lines.",
+        40,
+        ("engine/llm_engine.py", "scheduling/scheduler.py", "execution/forward_batch.py", "sampling/draw.py"),
+        ("00a",),
+    ),
     "01_a_tokens_journey": Header(
         "which parts turn a prompt into the next token, why only the last row meets the head, and what a seed decides.",
         40,
@@ -111,6 +122,30 @@ NOTEBOOKS = {
         15,
         ("sampling/sampler.py", "sampling/stages.py"),
         ("06",),
+    ),
+    "13_speculative_decoding": Header(
+        "what speculation costs and saves, why the tokens stay the same, and when it loses.",
+        35,
+        ("speculative/speculator.py", "speculative/ngram.py", "speculative/draft_model.py", "speculative/cost.py"),
+        ("02", "06"),
+    ),
+    "14_many_devices": Header(
+        "which matrices are cut along which side, where tensor parallelism communicates, and when replicas are better.",
+        30,
+        ("models/gpt2.py",),
+        ("00a", "02"),
+    ),
+    "15_serving": Header(
+        "what happens to a request in a server, what TTFT and TPOT tell, and why a server refuses requests.",
+        30,
+        ("async_llm.py", "server/app.py", "server/answers.py", "engine/request_stream.py"),
+        ("05", "08"),
+    ),
+    "16_structured_output": Header(
+        "how a grammar becomes a mask, why EOS is masked, what a mask costs, and what it does to the probabilities.",
+        35,
+        ("structured_outputs.py", "tokenization/grammar.py", "sampling/structured.py"),
+        ("06", "08"),
     ),
 }
 
