@@ -28,7 +28,7 @@ lint: .venv/installed-test
 notebooks: .venv/installed-test
 	$(BIN)/python notebooks/run.py
 
-# The documentation site, in build/site. It opens from the disk or any server, and fetches nothing from elsewhere.
+# The documentation site, in build/site, which fetches nothing from elsewhere. To read it: python -m http.server -d build/site
 docs: .venv/installed-docs
 	$(BIN)/python -m mkdocs build
 

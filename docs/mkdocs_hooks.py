@@ -82,7 +82,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Convert the links and formulas of a notebook, which Markdown's extensions do not see."""
+    """Convert the links, formulas and badge of a notebook, which Markdown's extensions do not see."""
     if not page.file.src_uri.endswith(".ipynb"):
         return content
 
@@ -92,6 +92,7 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     for entry in page.toc.items[0].children:  # the anchor of a heading with code has the code, too, but not in the contents
         if found := re.search(rf'<h2 id="({re.escape(entry.id)}[^"]*)"', content):
             entry.id = found[1]
+    content = re.sub("<img[^>]*colab-badge[^>]*>", "Open in Colab", content)  # Google's picture
     content = re.sub(r'href="(\w+)\.ipynb(#[^"]*)?"', r'href="../\1/\2"', content)
     return MARKDOWN_CELL.sub(lambda cell: FORMULA.sub(formula, cell[0]), content)
 
