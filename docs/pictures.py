@@ -42,8 +42,6 @@ def screenshots() -> None:
             page = chromium.new_page(viewport={"width": 1280, "height": 1000}, color_scheme=scheme)
             page.goto(f"{page_path.as_uri()}#step={step}&token=0")
             page.get_by_text("The packed batch").click()  # closes the table
-            page.keyboard.press("Escape")
-            page.evaluate("document.activeElement.blur()")
             page.screenshot(path=FOLDER / f"replay-{scheme}.png")
         chromium.close()
 
