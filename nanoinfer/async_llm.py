@@ -52,7 +52,9 @@ class AsyncLLM:
     ', there was'
     """
 
-    def __init__(self, make_llm: Callable[[], LLM], *, max_num_queued_requests: int | None = None) -> None:
+    def __init__(
+        self, make_llm: Callable[[], LLM], *, max_num_queued_requests: int | None = None, streaming: bool = True
+    ) -> None:
         """Load the model, and start the engine's thread. Raises: what make_llm raises.
 
         Args:
@@ -60,6 +62,7 @@ class AsyncLLM:
                 first, and with a second team beside them they would not spin (devices/openmp.py).
             max_num_queued_requests: How many requests may wait beside the max_num_seqs that run. One with n answers counts n
                 times. None is no limit.
+            streaming: False delivers answers when they end, and nothing before. This costs less, for those who read no stream.
         """
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -67,6 +70,7 @@ class AsyncLLM:
         self._num_answers = 0  # of requests that are accepted, and not delivered to the end
         self._is_closing = False
         self._pacer = DeliveryPacer()
+        self._streaming = streaming
         self._watches_overdue = False
         self._error: str | None = None  # why the engine is dead
         self.on_deliver: Callable[[Updates], None] | None = None  # called in the event loop, once per step
@@ -280,6 +284,7 @@ class AsyncLLM:
 
     def _add(self, stream: "RequestStream") -> None:
         request = stream.request = self.engine.submit(stream.prepared, streaming=True)
+        stream.has_begun = not self._streaming  # the first deltas are as urgent as the last
         self._streams[request.request_id] = stream
         if self._error is not None:
             self.engine.fail(self._error, request.request_id)
@@ -318,7 +323,7 @@ class AsyncLLM:
                 is_urgent = stream.request.output is not None or not stream.has_begun
                 (urgent if is_urgent else others).append(stream)
                 stream.has_begun = True
-        is_due = self._pacer.is_due(time.perf_counter()) if others else False
+        is_due = self._pacer.is_due(time.perf_counter()) if others and self._streaming else False
         if not urgent and not is_due:
             return
         assert self._loop is not None

@@ -31,7 +31,7 @@ ATTENTION = [
 MODELS = [f"models.{name}" for name in ("registry", "loader", "weights", "layers", "rope", "gpt2", "qwen", "llama", "qwen_moe")]
 MODELS += [f"models.{name}" for name in ("optimize", "cpu_linear", "cpu_quantized", "cpu_blocks", "cuda_blocks")]
 EXECUTION = [f"execution.{name}" for name in ("forward_batch", "model_runner", "decode_graphs", "uniproc_executor")]
-ARITHMETIC = [*ATTENTION, *MODELS, *EXECUTION, "sampling", "devices.row_forms"]
+ARITHMETIC = [*ATTENTION, *MODELS, *EXECUTION, "sampling", "devices.row_forms", "distributed.split_sampling"]
 if importlib.util.find_spec("beartype"):  # `make gpu` takes the Python at hand
     import shape_checks
 

@@ -66,6 +66,17 @@ def test_many_at_once_get_the_tokens_of_generate(llm):
     assert all(output.finished for output in outputs)
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+def test_without_streaming_only_finished_answers_are_delivered(llm, streaming):
+    async def scenario(async_llm):
+        return [output async for output in async_llm.generate(PROMPTS[0], params(n=2, max_tokens=40))]
+
+    outputs = serve(scenario, streaming=streaming)
+    [expected] = llm.generate(PROMPTS[0], params(n=2, max_tokens=40), use_tqdm=False)
+    assert [answer.text for answer in outputs[-1].outputs] == [answer.text for answer in expected.outputs]
+    assert (len(outputs) > 1) == streaming
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_cumulative_outputs_grow_and_deltas_add_up(llm, n):
     its_params = params(n=n, temperature=0.8, logprobs=1)

@@ -1,9 +1,11 @@
 """`nanoinfer batch`: answer the requests of a file. The job can be interrupted at any time and goes on where it was."""
 
 import asyncio
+import math
 import secrets
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,12 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from tqdm import tqdm
 
-from nanoinfer.cli.options import EngineOptions, MaxModelLen, expand_options, load_llm
-from nanoinfer.cli.serve import check_server_packages, served_names
+from nanoinfer.cli.options import EngineOptions, MaxModelLen, check_packages, expand_options, load_llm, ray_resources
+from nanoinfer.cli.serve import SERVER_PACKAGES, served_names
+from nanoinfer.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM
-    from nanoinfer.server.ledger import Ledger, Row
+    from nanoinfer.server.app import ServerSettings
+    from nanoinfer.server.ledger import Row
 
 
 @expand_options
@@ -42,18 +46,27 @@ def batch(
         typer.Option(help="Name that requests give as model; may be given several times. Default: the model's."),
     ] = None,
     retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Answer the rows again that ended in an error.")] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Compute on a Ray cluster: host:port, auto, or local for this machine alone."),
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Engines, each in a process of its own. More than one need --ray.")] = 1,
 ) -> None:
     """Answer the requests of a file, as `nanoinfer serve` would.
 
     Results are appended to OUTPUT.partial as they end. The same command goes on after an interruption, a crash or a power
     failure. A row's seed comes from the job's seed and its custom_id, so the answers do not depend on the order.
     """
-    check_server_packages()
+    check_packages("server", *SERVER_PACKAGES)
+    if ray is not None:
+        check_packages("ray", "ray", "pyarrow", "pandas")
+    elif replicas > 1:
+        raise InvalidValueError(f"--replicas {replicas} requires --ray; give --ray local for several engines on this machine")
     from nanoinfer.models.checkpoint import DEFAULT_MODEL, file_digests, locate
+    from nanoinfer.server.app import ServerSettings
     from nanoinfer.server.ledger import Ledger, Manifest, check_rows, read_manifest, read_rows
 
     model = engine.model or DEFAULT_MODEL
-
     input_digest, num_rows = check_rows(input_file)
     begun = read_manifest(output)
     if seed is None:
@@ -81,10 +94,40 @@ def batch(
         batch_invariant=batch_invariant,
         seed=seed,
     )
+    settings = ServerSettings(served_model_names=served_names(served_model_name, model))
+    rows = (row for row in read_rows(input_file) if not ledger.is_finished(row.custom_id))
+    num_left = num_rows - ledger.num_finished
+
+    @contextmanager
+    def writing() -> Iterator[Callable[[dict[str, Any]], None]]:
+        """Append results to the ledger, and show how many there are."""
+        with tqdm(total=num_rows, initial=ledger.num_finished, unit=" rows", disable=None) as bar:
+
+            def write(result: dict[str, Any]) -> None:
+                ledger.append(result)
+                bar.update()
+
+            yield write
+
     try:
-        if not ledger.is_complete:
-            rows = (row for row in read_rows(input_file) if not ledger.is_finished(row.custom_id))
-            asyncio.run(_answer(load, served_names(served_model_name, model), rows, ledger, num_rows, seed))
+        if ledger.is_complete:
+            pass
+        elif ray is None:
+            asyncio.run(_answer(load, settings, rows, seed, writing()))
+        else:
+            from nanoinfer.server.ray_batch import answer_all_on_ray, connected
+
+            with connected(ray, num_cpus=replicas * (engine.threads or 1)), writing() as write:
+                answer_all_on_ray(
+                    rows,
+                    load,
+                    settings,
+                    seed=seed,
+                    num_replicas=replicas,
+                    batch_size=min(max_num_seqs, math.ceil(num_left / (4 * replicas))),
+                    resources=ray_resources(engine),
+                    write=write,
+                )
     except KeyboardInterrupt:
         print(f"{ledger.num_finished} of {num_rows} rows are finished; the same command goes on", file=sys.stderr)
         raise
@@ -94,22 +137,23 @@ def batch(
 
 
 async def _answer(
-    load: Callable[[], "LLM"], names: tuple[str, ...], rows: Iterator["Row"], ledger: "Ledger", num_rows: int, seed: int
+    load: Callable[[], "LLM"],
+    settings: "ServerSettings",
+    rows: Iterator["Row"],
+    seed: int,
+    writing: AbstractContextManager[Callable[[dict[str, Any]], None]],
 ) -> None:
     from nanoinfer.async_llm import AsyncLLM
-    from nanoinfer.server.app import ServerSettings, create_app
+    from nanoinfer.server.app import create_app
     from nanoinfer.server.batch import answer_all
+    from nanoinfer.server.run import share_the_process
 
-    async_llm = AsyncLLM(load)
-    app = create_app(async_llm, ServerSettings(served_model_names=names))
+    async_llm = AsyncLLM(load, streaming=False)
+    app = create_app(async_llm, settings)
+    share_the_process()
     num_concurrent = 2 * async_llm.engine.scheduler.config.max_num_seqs  # so that rows always wait
     try:
-        with tqdm(total=num_rows, initial=ledger.num_finished, unit=" rows", disable=None) as bar:
-
-            def write(result: dict[str, Any]) -> None:
-                ledger.append(result)
-                bar.update()
-
+        with writing as write:
             await answer_all(app, rows, seed=seed, num_concurrent=num_concurrent, write=write)
     finally:
         await async_llm.shutdown()

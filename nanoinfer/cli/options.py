@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import wraps
+from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -170,6 +171,28 @@ def load_llm(engine: EngineOptions, **more: Any) -> "LLM":
         lowered = f"max_model_len is {info.max_model_len}, not the model's {info.max_position_embeddings}"
         print(f"{lowered}: the KV cache holds no more; raise --kv-cache-memory", file=sys.stderr)
     return llm
+
+
+def check_packages(extra: str, *names: str) -> None:
+    """Raises: NanoinferError if a package of an extra is not installed."""
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise NanoinferError(
+            f'this needs packages that are not installed ({", ".join(missing)}); pip install "nanoinfer[{extra}]"'
+        )
+
+
+def ray_resources(engine: EngineOptions) -> dict[str, float]:
+    """What Ray reserves for one engine, in the cluster that this process is connected to.
+
+    A process without a reserved GPU sees none. So auto is a GPU where the cluster has GPUs.
+    """
+    import ray
+
+    if engine.device not in ("auto", "cpu", "cuda"):
+        raise InvalidValueError(f"on Ray --device must be auto, cpu or cuda, got {engine.device!r}; Ray chooses which GPU")
+    is_on_gpu = engine.device == "cuda" or (engine.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+    return {"num_cpus": engine.threads or 1, "num_gpus": float(is_on_gpu)}
 
 
 def resolve_sampling_params(llm: "LLM", sampling: SamplingOptions, **more: Any) -> SamplingParams:

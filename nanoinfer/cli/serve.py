@@ -1,27 +1,66 @@
 """`nanoinfer serve`: an OpenAI-compatible server for one model."""
 
-import gc
-import importlib.util
 import os
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanoinfer.cli.options import EngineOptions, MaxModelLen, expand_options, load_llm
+from nanoinfer.cli.options import EngineOptions, MaxModelLen, check_packages, expand_options, load_llm
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
+    from nanoinfer.async_llm import AsyncLLM
     from nanoinfer.llm import LLM
+    from nanoinfer.server.app import ServerSettings
+    from nanoinfer.tracing.recent import RecentRecorder
 
-SWITCH_INTERVAL = 0.0005  # seconds that a thread may keep the interpreter while another waits. Python's own is 0.005
 API_KEY_VARIABLE = "NANOINFER_API_KEY"
+SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """What decides the answers of a server, apart from the engine's options. Ray Serve takes the same (cli/ray_serve.py)."""
+
+    max_model_len: MaxModelLen = None
+    max_num_seqs: Annotated[int, typer.Option(help="Most sequences that run at once.")] = 256
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Most prompt tokens of a step.")] = 4096
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Compute common prefixes of prompts once.")] = True
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="Require that a seed gives the same tokens under any load.")
+    ] = False
+    seed: Annotated[int | None, typer.Option(help="For requests without their own seed. Default: drawn and printed.")] = None
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar=API_KEY_VARIABLE, help="Clients need one of these keys for /v1 and /trace; may be given several times."
+        ),
+    ] = None
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="Name that clients give as model; may be given several times. Default: the model's."),
+    ] = None
+    max_num_queued_requests: Annotated[
+        int,
+        typer.Option(min=0, help="Most requests that wait beside those that run, each counted n times. Others get 429."),
+    ] = 1024
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Larger bodies get 413.")] = 2**22
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="qwen3: parse <think> blocks; none. Default: by the model's chat template.")
+    ] = None
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="hermes: parse <tool_call> blocks; none. Default: by the model's chat template.")
+    ] = None
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin whose web pages may call the server, or *; may be given several times.")
+    ] = None
 
 
 @expand_options
@@ -29,41 +68,10 @@ def serve(
     *,
     model_argument: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")] = None,
     engine: EngineOptions,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Most sequences that run at once.")] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Most prompt tokens of a step.")] = 4096,
-    enable_prefix_caching: Annotated[bool, typer.Option(help="Compute common prefixes of prompts once.")] = True,
-    batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="Require that a seed gives the same tokens under any load.")
-    ] = False,
-    seed: Annotated[int | None, typer.Option(help="For requests without their own seed. Default: drawn and printed.")] = None,
+    options: ServerOptions,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            envvar=API_KEY_VARIABLE, help="Clients need one of these keys for /v1 and /trace; may be given several times."
-        ),
-    ] = None,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(help="Name that clients give as model; may be given several times. Default: the model's."),
-    ] = None,
-    max_num_queued_requests: Annotated[
-        int,
-        typer.Option(min=0, help="Most requests that wait beside those that run, each counted n times. Others get 429."),
-    ] = 1024,
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Larger bodies get 413.")] = 2**22,
     shutdown_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests have after SIGTERM.")] = 30,
-    reasoning_parser: Annotated[
-        str | None, typer.Option(help="qwen3: parse <think> blocks; none. Default: by the model's chat template.")
-    ] = None,
-    tool_call_parser: Annotated[
-        str | None, typer.Option(help="hermes: parse <tool_call> blocks; none. Default: by the model's chat template.")
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None, typer.Option(help="Origin whose web pages may call the server, or *; may be given several times.")
-    ] = None,
     trace: Annotated[
         bool,
         typer.Option(
@@ -80,39 +88,36 @@ def serve(
     if model_argument is not None and engine.model is not None:
         raise InvalidValueError(f"the model is given twice, {model_argument!r} and --model {engine.model!r}; leave one out")
     engine = replace(engine, model=model_argument or engine.model)
-    _check_api_keys(api_key)
-    check_server_packages()
+    check_api_keys(options.api_key)
+    check_packages("server", *SERVER_PACKAGES)
     signal.signal(signal.SIGTERM, _exit)  # while the model loads. Then uvicorn's handler is in its place
-    from nanoinfer.async_llm import AsyncLLM
-    from nanoinfer.models.checkpoint import DEFAULT_MODEL
-    from nanoinfer.server.app import ServerSettings
-    from nanoinfer.server.run import make_server
+    from nanoinfer.server.run import make_server, share_the_process
     from nanoinfer.tracing.recent import RecentRecorder
 
-    model = engine.model or DEFAULT_MODEL
     recorder = RecentRecorder() if trace else None
-    settings = ServerSettings(
-        served_model_names=served_names(served_model_name, model),
-        api_keys=tuple(api_key or ()),
-        max_body_bytes=max_body_bytes,
-        cors_origins=tuple(cors_origin or ()),
-        reasoning_parser=reasoning_parser,
-        tool_call_parser=tool_call_parser,
-        recorder=recorder,
-    )
+    async_llm = load_async_llm(engine, options, recorder)
+    settings = make_settings(engine, options, recorder)
+    server = make_server(async_llm, settings, host=host, port=port, shutdown_timeout=shutdown_timeout)
+    share_the_process()
+    server.run()
+
+
+def load_async_llm(engine: EngineOptions, options: ServerOptions, recorder: "RecentRecorder | None" = None) -> "AsyncLLM":
+    """Load a server's model, and print the seed if it was drawn."""
+    from nanoinfer.async_llm import AsyncLLM
 
     def load() -> "LLM":
         llm = load_llm(
             engine,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching,
-            batch_invariant=batch_invariant,
-            seed=seed,
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            enable_prefix_caching=options.enable_prefix_caching,
+            batch_invariant=options.batch_invariant,
+            seed=options.seed,
             tracer=recorder,
         )
-        if seed is None:
+        if options.seed is None:
             print(f"seed {llm.engine.seed} was drawn; --seed {llm.engine.seed} gives the same answers", file=sys.stderr)
         with suppress(NanoinferError):  # without llguidance, or a tokenizer that it can use
             # Converting the tokenizer takes seconds, for which every stream would wait at the first structured request.
@@ -120,16 +125,22 @@ def serve(
             llm.engine.inputs.prepare([0], first)
         return llm
 
-    async_llm = AsyncLLM(load, max_num_queued_requests=max_num_queued_requests)
-    server = make_server(async_llm, settings, host=host, port=port, shutdown_timeout=shutdown_timeout)
-    _share_the_process()
-    server.run()
+    return AsyncLLM(load, max_num_queued_requests=options.max_num_queued_requests)
 
 
-def check_server_packages() -> None:
-    """Raises: NanoinferError if the extra [server] is not installed."""
-    if any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn", "prometheus_client")):
-        raise NanoinferError('the server needs further packages; pip install "nanoinfer[server]"')
+def make_settings(engine: EngineOptions, options: ServerOptions, recorder: "RecentRecorder | None" = None) -> "ServerSettings":
+    from nanoinfer.models.checkpoint import DEFAULT_MODEL
+    from nanoinfer.server.app import ServerSettings
+
+    return ServerSettings(
+        served_model_names=served_names(options.served_model_name, engine.model or DEFAULT_MODEL),
+        api_keys=tuple(options.api_key or ()),
+        max_body_bytes=options.max_body_bytes,
+        cors_origins=tuple(options.cors_origin or ()),
+        reasoning_parser=options.reasoning_parser,
+        tool_call_parser=options.tool_call_parser,
+        recorder=recorder,
+    )
 
 
 def served_names(given: list[str] | None, model: str) -> tuple[str, ...]:
@@ -137,7 +148,7 @@ def served_names(given: list[str] | None, model: str) -> tuple[str, ...]:
     return tuple(given or [Path(model).name if os.path.exists(model) else model])
 
 
-def _check_api_keys(api_keys: list[str] | None) -> None:
+def check_api_keys(api_keys: list[str] | None) -> None:
     """Refuse keys that no client can send, or that are there by mistake. Messages never contain a key."""
     if not api_keys and API_KEY_VARIABLE in os.environ:
         raise InvalidValueError(f"{API_KEY_VARIABLE} is empty; set it to a key, or unset it for a server without keys")
@@ -147,13 +158,6 @@ def _check_api_keys(api_keys: list[str] | None) -> None:
                 f"API key {number} is empty, has spaces around it, or has characters other than printable ASCII; "
                 f"give another --api-key or {API_KEY_VARIABLE}"
             )
-
-
-def _share_the_process() -> None:
-    """Let the engine's thread and the event loop's delay each other little."""
-    gc.collect()
-    gc.freeze()  # else the collector examines all of torch now and then, and every stream waits some 0.2 s for it
-    sys.setswitchinterval(SWITCH_INTERVAL)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

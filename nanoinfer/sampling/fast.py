@@ -33,12 +33,14 @@ NUM_TRIED = 256  # largest logits that top_p reads before it sorts all
 SCRATCH_BYTES = 2**20  # on a CPU: of logits at a time, so that one pass finds in the cache what the pass before it wrote
 GROUP_SIZE = 8  # ids of a group of _ids_of_largest
 FEW_LOGITS = 2**16  # on a CPU, one operator over so many takes no longer than several over parts of them
-NUM_PARTS, LEAST_WIDTH = 64, 64  # the parts of a row, of _first_largest
+NUM_PARTS, LEAST_WIDTH = 64, 64  # the parts of a row, of first_largest
 BLOCK = 512  # ids of a block of _draw_from_blocks
 
 Logits = Float[Tensor, "batch vocab"]
 Weights = Int[Tensor, "batch vocab"]
 Ids = Int[Tensor, " batch"]
+Candidates = Float[Tensor, "batch parts columns"]  # the largest logits of each part of a row, in the order of the ids
+CandidateIds = Int[Tensor, "batch parts columns"]
 Largest = Float[Tensor, " batch"]  # of each row's logits; not finite where no token can be drawn
 
 
@@ -46,12 +48,12 @@ def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     """Choose one token id per row, greedily or by the draw. A row whose largest logit is not finite gets an arbitrary id."""
     groups = batch.groups
     if groups.all_greedy:
-        return _first_largest(logits)
+        return first_largest(logits)
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     largest = torch.empty(len(logits), dtype=logits.dtype, device=logits.device)
     if groups.greedy_rows:
         rows = on_device(torch.tensor(groups.greedy_rows), logits.device)
-        token_ids[rows], largest[rows] = _first_largest(logits[rows])
+        token_ids[rows], largest[rows] = first_largest(logits[rows])
     routes: tuple[tuple[tuple[int, ...], Callable[[Logits, SamplingBatch], tuple[Ids, Largest]]], ...] = (
         (groups.top_k_rows, _sample_top_k),
         (groups.top_p_rows, _sample_top_p),
@@ -75,7 +77,7 @@ def can_read(logits: Logits) -> bool:
 
 def sample_greedily(logits: Logits) -> Ids:
     """Take the argmax of every row, or -1 where the largest logit is not finite."""
-    token_ids, largest = _first_largest(logits)
+    token_ids, largest = first_largest(logits)
     return torch.where(largest.isfinite(), token_ids, -1)
 
 
@@ -84,7 +86,7 @@ def sample_both_ways(logits: Logits, batch: SamplingBatch) -> Ids:
 
     -1 for a row whose largest logit is not finite.
     """
-    argmax, (drawn, largest) = _first_largest(logits)[0], _sample_by_threshold(logits, batch)
+    argmax, (drawn, largest) = first_largest(logits)[0], _sample_by_threshold(logits, batch)
     token_ids = drawn if batch.columns.greedy is None else torch.where(batch.columns.greedy, argmax, drawn)
     return torch.where(largest.isfinite(), token_ids, -1)
 
@@ -98,36 +100,57 @@ def sample_plainly(logits: Logits, batch: SamplingBatch) -> Ids:
 
 def _sample_top_k(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     """Work on [batch, k + margin]. The temperature keeps the order, so the k-th largest logit stays the k-th largest."""
-    vocab_size = logits.shape[-1]
-    num_columns = min(batch.columns.max_top_k + TIE_MARGIN, vocab_size)
-    candidates, ids = _largest(logits, num_columns)
-    kept = stages.keep_top_k(stages.keep_min_p(stages.apply_temperature(candidates, batch), batch), batch)
-    token_ids = _pick(ids, draw(stages.keep_top_p(kept, batch), batch.u))
-    if num_columns < vocab_size:  # if a candidate is dropped, every id that ties with the k-th is a candidate
-        token_ids = _plainly_where(kept.amin(dim=-1) > float("-inf"), token_ids, logits, batch)
+    num_columns = min(batch.columns.max_top_k + TIE_MARGIN, logits.shape[-1])
+    candidates, ids = largest_columns(logits, num_columns)
+    token_ids, is_undecided = decide_top_k(candidates.unsqueeze(1), ids.unsqueeze(1), batch)
+    if num_columns < logits.shape[-1]:
+        token_ids = _plainly_where(is_undecided, token_ids, logits, batch)
     return token_ids, candidates.amax(dim=-1)
+
+
+def decide_top_k(candidates: Candidates, ids: CandidateIds, batch: SamplingBatch) -> tuple[Ids, Bool[Tensor, " batch"]]:
+    """Draw from the largest logits of each part of the rows, k + margin of each.
+
+    Returns:
+        The token ids, and which rows the candidates do not decide, if they are not whole parts. If a candidate of a part is
+        dropped, every id of the part that ties with the k-th largest logit is a candidate.
+    """
+    scaled = stages.apply_temperature(candidates.flatten(1), batch)
+    kept = stages.keep_top_k(stages.keep_min_p(scaled, batch), batch)
+    token_ids = _pick(ids.flatten(1), draw(stages.keep_top_p(kept, batch), batch.u))
+    return token_ids, (kept.view_as(candidates).amin(dim=-1) > float("-inf")).any(dim=-1)
 
 
 def _sample_top_p(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     """Work on the largest logits and the total weight of all."""
-    assert batch.columns.top_p is not None
-    top_p = batch.columns.top_p
-    total = torch.cat([weights.sum(dim=-1) for weights, _ in _weights(logits, batch)])  # [batch]
-    candidates, ids = _largest(logits, min(NUM_TRIED, logits.shape[-1]))
-    scaled = stages.apply_temperature(candidates, batch)
-    kept = stages.drop_beyond(scaled, top_p, total)  # what min_p drops is not in the total, and comes last in the order
-    token_ids = _pick(ids, draw(kept, batch.u))
+    total = torch.cat([weights.sum(dim=-1) for weights, _ in weights_in_chunks(logits, batch)])  # [batch]
+    candidates, ids = largest_columns(logits, min(NUM_TRIED, logits.shape[-1]))
+    token_ids, is_undecided = decide_top_p(candidates.unsqueeze(1), ids.unsqueeze(1), total, batch)
     if candidates.shape[-1] < logits.shape[-1]:
-        # Which ids that tie with the smallest candidate are candidates is arbitrary, so the larger ones must be enough.
-        above = scaled > scaled.amin(dim=-1, keepdim=True)
-        reached = (integer_weights(scaled) * above).sum(dim=-1)
-        token_ids = _plainly_where(reached < top_p * total, token_ids, logits, batch)
+        token_ids = _plainly_where(is_undecided, token_ids, logits, batch)
     return token_ids, candidates.amax(dim=-1)
+
+
+def decide_top_p(
+    candidates: Candidates, ids: CandidateIds, total: Int[Tensor, " batch"], batch: SamplingBatch
+) -> tuple[Ids, Bool[Tensor, " batch"]]:
+    """Draw from the largest logits of each part of the rows. total: the weight of all ids that min_p keeps.
+
+    Returns:
+        The token ids, and which rows the candidates do not decide, if they are not whole parts. Which ids that tie with the
+        smallest candidate of a part are candidates is arbitrary, so the larger ones must be enough.
+    """
+    assert batch.columns.top_p is not None
+    scaled = stages.apply_temperature(candidates.flatten(1), batch)
+    kept = stages.drop_beyond(scaled, batch.columns.top_p, total)  # what min_p drops is not in the total, and comes last
+    token_ids = _pick(ids.flatten(1), draw(kept, batch.u))
+    above = scaled > scaled.view_as(candidates).amin(dim=-1).amax(dim=-1, keepdim=True)
+    return token_ids, (integer_weights(scaled) * above).sum(dim=-1) < batch.columns.top_p * total
 
 
 def _sample_other(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     """Draw from all weights, since every token may be drawn."""
-    token_ids = [draw_from_weights(weights, batch.u[rows]) for weights, rows in _weights(logits, batch)]
+    token_ids = [draw_from_weights(weights, batch.u[rows]) for weights, rows in weights_in_chunks(logits, batch)]
     return torch.cat(token_ids), logits.amax(dim=-1)
 
 
@@ -178,7 +201,7 @@ def _beyond(logits: Logits, weights: Weights, top_p: Float[Tensor, " batch"]) ->
     return dropped & (top_p < 1.0).unsqueeze(-1)
 
 
-def _first_largest(logits: Logits) -> tuple[Ids, Largest]:
+def first_largest(logits: Logits) -> tuple[Ids, Largest]:
     """argmax and maximum: of equal maxima the lowest id. The part of the row that holds the maximum is found first.
 
     A maximum alone is taken of many numbers at once. A search for its index reads them one by one, and takes 3 times as long.
@@ -197,7 +220,7 @@ def _first_largest(logits: Logits) -> tuple[Ids, Largest]:
     return ids.gather(-1, logits.gather(-1, ids).argmax(dim=-1, keepdim=True)).squeeze(-1), largest
 
 
-def _largest(logits: Logits, num_columns: int) -> tuple[Float[Tensor, "batch columns"], Int[Tensor, "batch columns"]]:
+def largest_columns(logits: Logits, num_columns: int) -> tuple[Float[Tensor, "batch columns"], Int[Tensor, "batch columns"]]:
     """The largest logits of each row with their ids, in the order of the ids."""
     if num_columns == logits.shape[-1]:
         return logits, torch.arange(num_columns, device=logits.device).expand_as(logits)
@@ -226,13 +249,19 @@ def _ids_of_largest(logits: Logits, num_columns: int) -> Int[Tensor, "batch colu
     return candidates.gather(-1, logits.gather(-1, candidates).topk(num_columns, dim=-1, sorted=False).indices)
 
 
-def _weights(logits: Logits, batch: SamplingBatch) -> Iterator[tuple[Weights, slice]]:
-    """draw.integer_weights of full rows after temperature and min_p, some rows at a time, with the slice of these rows."""
-    num_at_a_time = max(SCRATCH_BYTES // (logits.shape[-1] * 4), 1) if logits.device.type == "cpu" else len(logits)
+def weights_in_chunks(logits: Logits, batch: SamplingBatch, largest: Largest | None = None) -> Iterator[tuple[Weights, slice]]:
+    """draw.integer_weights after temperature and min_p, some rows at a time, with the slice of these rows.
+
+    largest: of the full rows, if the logits are only a part of them. It takes part as one more column.
+    """
+    vocab_size = logits.shape[-1]
+    num_at_a_time = max(SCRATCH_BYTES // (vocab_size * 4) if logits.device.type == "cpu" else len(logits), 1)
     for start in range(0, len(logits), num_at_a_time):
         rows = slice(start, start + num_at_a_time)
         part = batch if len(logits) <= num_at_a_time else batch.only_rows(rows)
-        yield integer_weights(stages.keep_min_p(stages.apply_temperature(logits[rows], part), part)), rows
+        columns = logits[rows] if largest is None else torch.cat((logits[rows], largest[rows].unsqueeze(-1)), dim=-1)
+        weights = integer_weights(stages.keep_min_p(stages.apply_temperature(columns, part), part))
+        yield weights[:, :vocab_size], rows
 
 
 def _pick(ids: Tensor, columns: Ids) -> Ids:

@@ -44,16 +44,20 @@ async def answer_all(
 
 async def answer(app: ASGIApp, row: Row, job_seed: int) -> dict[str, Any]:
     """The result of one row. Raises: EngineDeadError."""
-    seed = row_seed(job_seed, row.custom_id)
-    body = row.body if row.body.get("seed") is not None else row.body | {"seed": seed}
+    body = row.body if row.body.get("seed") is not None else row.body | {"seed": row_seed(job_seed, row.custom_id)}
     if body.get("stream"):
         status, reply = 400, error_body(400, "stream is not supported in a batch; leave it out", param="stream")
     else:
         status, reply = await post(app, row.url, body)
     if status == 503:
         raise EngineDeadError(reply["error"]["message"])
-    identity, error = f"{seed:016x}", None
-    if status == 200:  # what differs from run to run is left out, so that equal jobs give equal bytes
+    return to_result(row, job_seed, status, reply)
+
+
+def to_result(row: Row, job_seed: int, status: int, reply: dict[str, Any]) -> dict[str, Any]:
+    """A line of the output. What differs from run to run is left out of reply, so that equal jobs give equal bytes."""
+    identity, error = f"{row_seed(job_seed, row.custom_id):016x}", None
+    if status == 200:
         kind = reply["id"].partition("-")[0]
         reply |= {"id": f"{kind}-{identity}", "created": 0}
         del reply["usage"]["prompt_tokens_details"]

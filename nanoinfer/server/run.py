@@ -5,7 +5,9 @@ a time limit, and those that take longer end with an error, so no client waits f
 """
 
 import asyncio
+import gc
 import socket
+import sys
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -15,6 +17,7 @@ from nanoinfer.server.app import ServerSettings, create_app
 from nanoinfer.server.limits import MAX_HEADER_BYTES
 
 KEEP_ALIVE_SECONDS = 5
+SWITCH_INTERVAL = 0.0005  # seconds that a thread may keep the interpreter while another waits. Python's own is 0.005
 FLUSH_SECONDS = 5  # for the last bytes of aborted requests. A client that does not read them is cut off
 
 
@@ -70,3 +73,10 @@ def make_server(async_llm: AsyncLLM, settings: ServerSettings, *, host: str, por
         timeout_graceful_shutdown=int(shutdown_timeout + FLUSH_SECONDS),
     )
     return Server(config, async_llm, shutdown_timeout)
+
+
+def share_the_process() -> None:
+    """Let the engine's thread and the event loop's delay each other little."""
+    gc.collect()
+    gc.freeze()  # else the collector examines all of torch now and then, and every stream waits some 0.2 s for it
+    sys.setswitchinterval(SWITCH_INTERVAL)

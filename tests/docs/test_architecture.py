@@ -25,6 +25,7 @@ ALLOWED = {
     "models": {"words", "devices", "tokenization", "attention"},
     "sampling": {"words", "tracing", "devices", "tokenization", "scheduling"},
     "execution": {"words", "tracing", "devices", "tokenization", "scheduling", "attention", "models", "sampling"},
+    "distributed": {"words", "devices", "tokenization", "scheduling", "attention", "models", "sampling", "execution"},
     "speculative": {"words", "tracing", "scheduling", "execution"},
     "engine": {"words", "tracing", "tokenization", "scheduling", "models", "execution", "speculative"},
     "llm": {"words", "tracing", "tokenization", "sampling", "engine"},

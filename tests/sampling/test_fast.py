@@ -6,20 +6,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from sampling_rows import BAD, PARAMS, batch_of, random_logits, random_params, sequence
 
-from nanoinfer import SamplingParams
 from nanoinfer.sampling import fast
-from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.sampler import STAGES, Sampler
-from nanoinfer.scheduling.sequence import Sequence
 
 INF, NAN = math.inf, math.nan
-PARAMS = {  # that put a row into each group of RowGroups
-    "greedy": {"temperature": 0},
-    "top_k": {"top_k": 5, "top_p": 0.95},
-    "top_p": {"top_p": 0.9},
-    "other": {"temperature": 0.8, "min_p": 0.01},
-}
 
 
 def unchanged(logits, batch):
@@ -33,16 +25,6 @@ def as_on_a_gpu(logits, batch):
 
 # A user's stage runs all rows stage by stage.
 SAMPLERS = {"fast": Sampler(), "plain": Sampler((*STAGES, unchanged)), "as on a GPU": as_on_a_gpu}
-
-
-def sequence(seed=0, prompt=(0,), output=(), **params):
-    seq = Sequence("r", list(prompt), SamplingParams(max_tokens=None, **params), seed, 9999)
-    seq.token_ids += output
-    return seq
-
-
-def batch_of(sequences, vocab_size):
-    return SamplingBatch.build(sequences, vocab_size, torch.device("cpu"))
 
 
 def disagreeing(logits, batch):
@@ -69,24 +51,6 @@ def plain_rows(monkeypatch):
 # ---- random rows
 
 
-def random_params(rng, vocab_size, group=None):
-    """A random choice of the last four parameters. With a group's name, one that belongs to the group."""
-    group = group or rng.choice(["greedy", "top_k", "top_k", "top_p", "top_p", "other"])
-    if group == "greedy":
-        return {"temperature": 0, "top_k": rng.choice([0, 3]), "top_p": rng.choice([1.0, 0.5])}
-    params = {
-        "temperature": rng.choice([1.0, 1.0, rng.uniform(0.1, 3), 0.7, 1e-30, 1e-300, 1e30, 1e300]),
-        "min_p": rng.choice([0, 0, 0.05, rng.random(), 1.0]),
-        "top_p": rng.choice([0.9, 0.999999, 1e-6, 0.5, rng.random() or 0.5]),
-    }
-    if group == "top_k":  # at least one token must go, or it is off
-        params["top_k"] = min(rng.choice([1, 2, 5, 40, rng.randint(1, vocab_size)]), max(vocab_size - 1, 1))
-        params["top_p"] = rng.choice([1.0, params["top_p"]])
-    if group == "other":
-        params |= {"top_p": 1.0, "top_k": rng.choice([0, vocab_size, vocab_size + 7])}
-    return params
-
-
 def random_history(rng, vocab_size):
     """Masks, biases and penalties, so that the stages before the temperature leave -inf, ties and changed logits."""
     pool = rng.sample(range(vocab_size), min(vocab_size, 8))
@@ -110,18 +74,6 @@ def random_batch(rng, num_rows, vocab_size, group=None):
             params |= random_history(rng, vocab_size)
         sequences.append(sequence(rng.getrandbits(64), **params))
     return batch_of(sequences, vocab_size)
-
-
-def random_logits(kind, num_rows, vocab_size):
-    generator = torch.Generator().manual_seed(num_rows + vocab_size)
-    scale = torch.tensor([0.1, 1.0, 4.0, 30.0]).repeat(num_rows // 4 + 1)[:num_rows, None]
-    if kind == "constant":
-        return torch.zeros(num_rows, vocab_size) + scale
-    if kind == "few values":
-        return torch.randint(0, 3, (num_rows, vocab_size), generator=generator) * scale
-    if kind == "rounded to bf16":
-        return (torch.randn(num_rows, vocab_size, generator=generator) * scale).bfloat16().float()
-    return torch.randn(num_rows, vocab_size, generator=generator) * scale
 
 
 @pytest.mark.parametrize("kind", ["random", "rounded to bf16", "few values", "constant"])
@@ -220,15 +172,6 @@ def test_the_comparison_notices_ties_that_do_not_run_the_plain_stages(params, mo
 
 
 # ---- rows without a token
-
-BAD = {
-    "all nan": lambda row: row.fill_(NAN),
-    "one nan": lambda row: row.index_fill_(0, torch.tensor([len(row) // 2]), NAN),
-    "all -inf": lambda row: row.fill_(-INF),
-    "all inf": lambda row: row.fill_(INF),
-    "one inf": lambda row: row.index_fill_(0, torch.tensor([len(row) - 1]), INF),
-    "nan and inf": lambda row: row.index_fill_(0, torch.tensor([0]), NAN).index_fill_(0, torch.tensor([1]), INF),
-}
 
 
 @pytest.mark.parametrize("bad", BAD)

@@ -100,13 +100,13 @@ def test_a_key_that_no_client_can_send_is_refused(monkeypatch, arguments, variab
 def test_a_second_model_or_a_missing_package_is_one_sentence(monkeypatch):
     from typer.testing import CliRunner
 
-    from nanoinfer.cli import serve
+    from nanoinfer.cli import options
     from nanoinfer.cli.main import app
 
     twice = CliRunner().invoke(app, ["serve", "tiny-qwen3", "--model", "tiny-gpt2"])
     assert twice.exit_code == 1
     assert "the model is given twice" in twice.output
-    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(options, "find_spec", lambda name: None)
     missing = CliRunner().invoke(app, ["serve"])
     assert missing.exit_code == 1
     assert 'pip install "nanoinfer[server]"' in missing.output

@@ -1,0 +1,81 @@
+"""The server as a Ray Serve deployment: `serve run nanoinfer.cli.ray_serve:build_app model=Qwen/Qwen3-0.6B`.
+
+In: the options of `nanoinfer serve` by their Python names, from the command line or from a Serve config file. Out: an
+application, whose replicas each have an engine and the endpoints. Ray's configuration says how many there are, and where.
+"""
+
+import os
+from dataclasses import fields
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from ray import serve
+from starlette.types import ASGIApp
+
+from nanoinfer.cli.options import EngineOptions, parse_size, ray_resources
+from nanoinfer.cli.serve import (
+    API_KEY_VARIABLE,
+    ServerOptions,
+    check_api_keys,
+    load_async_llm,
+    make_settings,
+)
+from nanoinfer.errors import InvalidValueError
+from nanoinfer.server.app import create_app
+from nanoinfer.server.run import share_the_process
+
+G = TypeVar("G")
+
+
+def build_app(args: dict[str, Any]) -> serve.Application:
+    """Make the application of one deployment, named nanoinfer.
+
+    Args:
+        args: Fields of EngineOptions and ServerOptions. Text is converted. Without api_key, the environment's keys are used.
+
+    Raises: InvalidValueError for a name that is no option, or a value that cannot be converted.
+    """
+    names = {field.name for group in (EngineOptions, ServerOptions) for field in fields(group)}
+    if unknown := sorted(args.keys() - names):
+        raise InvalidValueError(f"{', '.join(unknown)} is no option of the server; the options are {', '.join(sorted(names))}")
+    keys = {"api_key": os.environ[API_KEY_VARIABLE].split()} if API_KEY_VARIABLE in os.environ else {}
+    engine, options = _read(EngineOptions, args), _read(ServerOptions, keys | args)
+    check_api_keys(options.api_key)
+    deployment = serve.deployment(
+        name="nanoinfer",
+        ray_actor_options=ray_resources(engine),
+        max_ongoing_requests=options.max_num_seqs + options.max_num_queued_requests,  # AsyncLLM refuses more
+    )
+    return deployment(serve.ingress()(Replica)).bind(engine, options)
+
+
+class Replica:
+    """One engine and its endpoints. Ray makes the application when the engine is loaded."""
+
+    def __init__(self, engine: EngineOptions, options: ServerOptions) -> None:
+        self._async_llm = load_async_llm(engine, options)
+        self._settings = make_settings(engine, options)
+        share_the_process()
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return create_app(self._async_llm, self._settings)
+
+    def check_health(self) -> None:
+        """Ray replaces a replica in which this raises."""
+        self._async_llm.check_health()
+
+
+def _read(group: type[G], args: dict[str, Any]) -> G:
+    """Make a group of options. One text stands for a list of one."""
+    hints = get_type_hints(group)
+    given = {field.name: args[field.name] for field in fields(group) if field.name in args}  # type: ignore[arg-type]
+    for name, value in given.items():
+        if name == "kv_cache_memory":
+            given[name] = parse_size(str(value))
+        elif isinstance(value, str) and hints[name] == list[str] | None:
+            given[name] = [value]
+    try:
+        return TypeAdapter(group).validate_python(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidValueError(f"{first['loc'][0]}: {first['msg']}, got {first['input']!r}") from error

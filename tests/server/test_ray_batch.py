@@ -1,0 +1,136 @@
+"""A batch job on Ray: an actor that dies loses and doubles nothing, and a row that kills every actor becomes an error."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:::ray"), pytest.mark.filterwarnings("ignore:::pydantic")]
+pytest.importorskip("ray.data", reason='ray is not installed; pip install "nanoinfer[ray]"')
+
+from test_batch import SEED, manifest_of, results, row, run, some_rows, write_rows  # noqa: E402
+
+from nanoinfer import LLM  # noqa: E402
+from nanoinfer.errors import EngineDeadError, NanoinferError  # noqa: E402
+from nanoinfer.server.app import ServerSettings  # noqa: E402
+from nanoinfer.server.ledger import Ledger, read_rows  # noqa: E402
+from nanoinfer.server.ray_batch import answer_all_on_ray, connected  # noqa: E402
+
+RESOURCES = {"num_cpus": 1, "num_gpus": 0}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with connected("local", num_cpus=2):
+        yield
+
+
+def loader(marker):
+    """A function that Ray sends to the actors as it is. The row "poison" ends its process, the row "once" the first time."""
+
+    def load():
+        llm = LLM("tiny-qwen3", seed=0, kv_cache_memory=2**24)
+        submit = llm.engine.submit
+
+        def deadly_submit(prepared, **options):
+            if "poison" in prepared.prompt or ("once" in prepared.prompt and not marker.exists()):
+                marker.touch()
+                os._exit(1)
+            return submit(prepared, **options)
+
+        llm.engine.submit = deadly_submit
+        return llm
+
+    return load
+
+
+def test_actors_that_die_lose_and_double_nothing(cluster, llm, tmp_path):
+    rows = [*some_rows(20), row("once", prompt="once", max_tokens=4), row("poison", prompt="poison", max_tokens=4)]
+    path, whole = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "whole.jsonl"
+    run(llm, path, whole)
+    ledger, marker = Ledger(tmp_path / "out.jsonl", manifest_of(path)), tmp_path / "has died once"
+    settings = ServerSettings(served_model_names=("tiny",))
+    options = {"seed": SEED, "num_replicas": 2, "batch_size": 4, "resources": RESOURCES, "write": ledger.append}
+    answer_all_on_ray(read_rows(path), loader(marker), settings, **options)
+    ledger.close()
+    assert marker.exists()
+    expected, found = results(whole), results(tmp_path / "out.jsonl")
+    assert found.pop("poison")["error"] == {
+        "code": "500",
+        "message": "4 processes died while they answered this row, the last 2 of them nothing else",
+    }
+    del expected["poison"]
+    assert found == expected
+    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == len(rows)
+
+
+def failing_loaders():
+    """Functions of a function, which Ray sends as they are: it imports a module's own, and tests are no modules there."""
+
+    def load_nothing():
+        return LLM("./nowhere")
+
+    def load_dead():
+        def prepare_prompt(*arguments):
+            raise EngineDeadError("3 steps in a row have failed")
+
+        llm = LLM("tiny-qwen3", seed=0, kv_cache_memory=2**24)
+        llm.engine.inputs.prepare_prompt = prepare_prompt
+        return llm
+
+    return [(load_nothing, "there is no folder './nowhere'"), (load_dead, "3 steps in a row have failed")]
+
+
+@pytest.mark.parametrize(("load", "message"), failing_loaders())
+def test_an_error_of_an_actor_ends_the_job_with_its_own_message(load, message, cluster, tmp_path):
+    path = write_rows(tmp_path / "in.jsonl", some_rows(3))
+    settings = ServerSettings(served_model_names=("tiny",))
+    options = {"seed": SEED, "num_replicas": 1, "batch_size": 4, "resources": RESOURCES, "write": pytest.fail}
+    with pytest.raises(NanoinferError, match=message):
+        answer_all_on_ray(read_rows(path), load, settings, **options)
+
+
+def actors_of(driver):
+    """The process ids of the actors that a job on a local cluster has now. They are descendants of its process."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    family, num_known = {driver}, 0
+    while len(family) > num_known:
+        num_known = len(family)
+        family |= {pid for pid, parent in parents.items() if parent in family}
+    actors = []
+    for pid in family:
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_text().startswith("ray::MapWorker"):
+                actors.append(pid)
+    return actors
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the actors in /proc")
+def test_twenty_killed_actors_change_no_byte(tmp_path):
+    path = write_rows(tmp_path / "in.jsonl", some_rows(10_000))
+    command = [sys.executable, "-m", "nanoinfer", "batch", str(path), "--seed", str(SEED), "-o"]
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert subprocess.run([*command, whole]).returncode == 0
+    process, partial = subprocess.Popen([*command, output, "--ray", "local", "--replicas", "2"]), tmp_path / "out.jsonl.partial"
+    num_kills, num_results, draw = 0, 0, random.Random(0)
+    while num_kills < 20 and process.poll() is None:
+        time.sleep(0.5 * draw.random())
+        size = partial.stat().st_size if partial.exists() else 0
+        actors = actors_of(process.pid)
+        if actors and size >= num_results:
+            with suppress(ProcessLookupError):
+                os.kill(draw.choice(actors), signal.SIGKILL)
+                num_kills, num_results = num_kills + 1, size + 1
+    assert process.wait() == 0
+    assert num_kills == 20
+    assert sorted(output.read_bytes().splitlines()) == sorted(whole.read_bytes().splitlines())
