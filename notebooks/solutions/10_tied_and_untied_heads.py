@@ -48,10 +48,13 @@ for name, direction in (
     added = rows @ change
     print(f"{name}: adds {added.mean():.2f} on average, from {added.min():.2f} to {added.max():.2f}")
 # The mean direction adds 5 on average by construction, and yet differs from place to place: a bias would need hidden rows that
-# share one component exactly. The least-squares row is the nearest that one row can come:
+# share one component exactly. With 128 numbers one row can be made to fit the positions of this text, but not those of another
+# one:
 best = torch.linalg.lstsq(rows, torch.full((len(rows), 1), 5.0)).solution[:, 0]
-print(f"least squares on this text: from {(rows @ best).min():.2f} to {(rows @ best).max():.2f}, its length {best.norm():.2f}")
-assert ((rows @ best) - 5).norm() <= (rows @ change - 5).norm()
+elsewhere = notebook.hidden_rows(tied, "Tom was a brave bear. Every morning, he ate three pancakes for breakfast.") @ best
+print(f"fitted: from {(rows @ best).min():.2f} to {(rows @ best).max():.2f}", end=", ")
+print(f"on another text from {elsewhere.min():.2f} to {elsewhere.max():.2f}")
+assert (rows @ best - 5).abs().max() < 0.1 < (elsewhere - 5).abs().max()
 
 # Exercise 3: tiny-qwen3 without its embedding
 dropped = copy.deepcopy(qwen)

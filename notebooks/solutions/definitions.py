@@ -1,6 +1,7 @@
 """Take the functions of a notebook without running it, so that its solutions need no copy of them."""
 
 import ast
+import builtins
 from pathlib import Path
 from types import ModuleType
 
@@ -22,7 +23,7 @@ def definitions(stem: str) -> ModuleType:
             is_constant = isinstance(node, ast.Assign) and all(
                 isinstance(target, ast.Name) and target.id.isupper() for target in node.targets
             )
-            if is_constant and not _names_of(node) <= set(vars(module)) | set(dir(__builtins__)):
+            if is_constant and not _names_of(node) <= set(vars(module)) | set(dir(builtins)):
                 continue
             if is_constant or isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef):
                 code = compile(ast.Module([node], type_ignores=[]), f"{stem}.ipynb", "exec")

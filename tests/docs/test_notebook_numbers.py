@@ -12,9 +12,6 @@ import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
-# Numbers quoted from elsewhere, which no cell can compute. Each with its source.
-QUOTED: dict[str, dict[str, str]] = {}
-
 WORDS = "thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
 NUMBER_WORDS = {word: 13 + i for i, word in enumerate(WORDS)}
 NUMBER_WORDS |= {word: 20 + 10 * i for i, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split())}
@@ -82,13 +79,7 @@ def missing_in(notebook: nbformat.NotebookNode) -> list[str]:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_number_in_the_prose_is_in_an_output_or_in_the_code(path):
-    missing = missing_in(nbformat.read(path, as_version=4))
-    assert [stated for stated in missing if stated not in QUOTED.get(path.stem, {})] == []
-
-
-def test_a_quoted_number_is_still_in_the_prose():
-    stated = {path.stem: missing_in(nbformat.read(path, as_version=4)) for path in NOTEBOOKS}
-    assert [(stem, one) for stem, quoted in QUOTED.items() for one in quoted if one not in stated[stem]] == []
+    assert missing_in(nbformat.read(path, as_version=4)) == []
 
 
 def test_a_number_that_no_cell_has_is_found():
