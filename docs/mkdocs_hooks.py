@@ -25,7 +25,18 @@ from header import REPOSITORY  # noqa: E402
 
 import nanoinfer  # noqa: E402
 
-GUIDE = ["usage", "supported", "serving", "scaling", "checkpoints", "reading", "architecture", "glossary", "teaching", "contributing"]
+GUIDE = [
+    "usage",
+    "supported",
+    "serving",
+    "scaling",
+    "checkpoints",
+    "reading",
+    "architecture",
+    "glossary",
+    "teaching",
+    "contributing",
+]
 LINK = re.compile(r"(\]\(|(?:src|srcset)=\")(?!https?:|#)([^)#\"]+)(#[^)\"]*)?(?=[)\"])")  # Markdown's, and those of pictures
 MARKDOWN_CELL = re.compile(r'<div class="[^"]*jp-RenderedMarkdown.*?</div>', re.DOTALL)
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", re.DOTALL)
