@@ -7,7 +7,7 @@ BIN := .venv/$(PROGRAMS)
 LOWEST := .venv-lowest/$(PROGRAMS)
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) $(if $(filter cpu,$(TORCH)),--extra-index-url https://download.pytorch.org/whl/cpu)
 
-.PHONY: demo test test-lowest lint notebooks gpu clean
+.PHONY: demo test test-lowest lint notebooks docs gpu clean
 
 demo: .venv/installed
 	$(BIN)/nanoinfer generate "Once upon a time" --echo --seed 1
@@ -27,6 +27,10 @@ lint: .venv/installed-test
 # Run every notebook anew and keep its output. The figures in it are then this machine's.
 notebooks: .venv/installed-test
 	$(BIN)/python notebooks/run.py
+
+# The documentation site, in build/site, which fetches nothing from elsewhere. To read it: python -m http.server -d build/site
+docs: .venv/installed-docs
+	$(BIN)/python -m mkdocs build
 
 # On a machine with a CUDA device, with the Python at hand. Installs nothing, and adds an entry to BENCHMARKS.md.
 gpu:
@@ -53,4 +57,8 @@ clean:
 
 .venv/installed-test .venv-lowest/installed-test: %/installed-test: %/installed
 	$*/$(PROGRAMS)/python $(PIP_INSTALL) -e ".[test]"
+	touch $@
+
+.venv/installed-docs: %/installed-docs: %/installed
+	$*/$(PROGRAMS)/python $(PIP_INSTALL) -e ".[docs]"
 	touch $@

@@ -20,7 +20,7 @@ The map. Imports point downwards, one folder to another, without a circle; tests
     scheduling/           sequences, cache blocks, and which sequences run in a step. No torch
     speculative/          speculative decoding: n-gram and draft-model proposers, and when drafts pay. No torch
     execution/            a step's plan -> tensors, the model, sampled tokens
-    distributed/          one model on several processes: tensor parallelism
+    distributed/          one model on several ranks
     sampling/             logits -> token ids, stage by stage
     models/               checkpoints, weights, GPT-2, Llama and Qwen; linear layers and kernels that make them fast
     attention/            the paged KV cache and the backends that read it

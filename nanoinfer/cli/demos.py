@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.tracing import BlocksShared, Recorder, RequestAdded, StepScheduled, TokenAppended
+from nanoinfer.tracing import BlocksShared, Recorder, RequestAdded, StepScheduled, StepTimed, TokenAppended, TokensDrafted
 
 
 class Moment(NamedTuple):
@@ -81,6 +81,24 @@ def find_chunks(recorder: Recorder) -> list[Moment]:
     return [Moment(first.step, name, f"{chunk} {beside}"), Moment(last.step, name, drawn)]
 
 
+def find_drafts(recorder: Recorder) -> list[Moment]:
+    drafts = {event.step: event.draft_token_ids[0] for event in recorder.of(TokensDrafted)}
+    num_drawn, since = {}, 0
+    for event in recorder.events:
+        since += isinstance(event, TokenAppended)
+        if isinstance(event, StepTimed):
+            num_drawn[event.step], since = since, 0
+    num_rejected = {step: 1 + len(draft) - num_drawn[step] for step, draft in drafts.items()}
+    best = max(drafts, key=lambda step: num_drawn[step])
+    worst = max(drafts, key=lambda step: num_rejected[step])
+    right = f"All {len(drafts[best])} drafts are accepted: one step gives {num_drawn[best]} tokens."
+    wrong = (
+        f"{num_rejected[worst]} of {len(drafts[worst])} drafts are rejected: their rows of the batch were computed for nothing."
+    )
+    whole = f"The end: {sum(num_drawn.values())} tokens in {len(num_drawn)} steps."
+    return [Moment(best, "0", right), Moment(worst, "0", wrong), Moment(max(num_drawn), "0", whole)]
+
+
 def num_new_tokens(step: StepScheduled, sequence_id: str) -> int:
     return dict(zip(step.sequence_ids, step.num_new_tokens, strict=True)).get(sequence_id, 0)
 
@@ -112,5 +130,19 @@ DEMOS = {
         engine={"block_size": 8, "chunk_size": 16, "max_num_batched_tokens": 16},
         params=SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
         find=find_chunks,
+    ),
+    "drafts": Demo(
+        prompts=[f"{STORY} One Wednesday, he"],
+        engine={
+            "block_size": 8,
+            "speculative_config": {
+                "method": "draft_model",
+                "model": "tiny-gpt2",
+                "num_speculative_tokens": 5,
+                "adaptive": False,
+            },
+        },
+        params=SamplingParams(temperature=0.7, seed=3, max_tokens=60, ignore_eos=True),
+        find=find_drafts,
     ),
 }

@@ -156,7 +156,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def load_llm(engine: EngineOptions, **more: Any) -> "LLM":
-    """Make the LLM, and say if its context is shorter than the model's. more: other arguments of LLM."""
+    """Make the LLM, and say if its context is shorter than the model's. more: arguments of LLM that replace engine's."""
     import torch  # takes a second, which --help and --version need not wait for
 
     from nanoinfer.llm import LLM
@@ -168,7 +168,7 @@ def load_llm(engine: EngineOptions, **more: Any) -> "LLM":
         arguments["lora"] = dict(map(parse_adapter, engine.lora))
     if engine.speculative_config is not None:
         arguments["speculative_config"] = read_json("--speculative-config", engine.speculative_config)
-    llm = LLM(**arguments, **more)
+    llm = LLM(**(arguments | more))
     info = llm.engine.executor.info
     if more.get("max_model_len") is None and info.max_model_len < info.max_position_embeddings:  # else LLM logs it
         lowered = f"max_model_len is {info.max_model_len}, not the model's {info.max_position_embeddings}"

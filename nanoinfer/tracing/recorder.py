@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.tracing import viewer
+from nanoinfer.tracing import comparison, viewer
 from nanoinfer.tracing.events import Candidate, EngineStarted, Event, Interval, StepScheduled
 
 E = TypeVar("E")
@@ -83,14 +83,26 @@ class Recorder:
         Raises:
             InvalidValueError: If no step was recorded.
         """
-        events = self._last_run()
-        if not events:
-            raise InvalidValueError(
-                "there is no step of generate(), stream() or chat() to show (beam search makes steps of its own); give the "
-                "recorder to an LLM, LLM(tracer=recorder), generate something, then call to_html(path)"
-            )
+        page = viewer.page(rows(self._run_to_show()))
         with open(path, "w", encoding="utf-8") as file:
-            file.write(viewer.page(rows(events)))
+            file.write(page)
+
+    def to_comparison(
+        self, path: str | os.PathLike[str], other: "Recorder", *, names: tuple[str, str] = ("this run", "the other run")
+    ) -> None:
+        """Write a page that replays this run and another one side by side, and marks the tokens that differ.
+
+        The pages are aligned by token or by step. Answers to equal prompts belong together.
+
+        Args:
+            names: What this run and the other one are called on the page.
+
+        Raises:
+            InvalidValueError: If one of them has no step.
+        """
+        page = comparison.page((rows(self._run_to_show()), rows(other._run_to_show())), names)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(page)
 
     def _repr_html_(self) -> str | None:
         """The page of to_html in a frame, which Jupyter shows. Without a step it shows repr()."""
@@ -105,6 +117,16 @@ class Recorder:
             f"<p>{self!r} makes a page of more than {MAX_FRAME_CHARS / 1e6:.0f} MB, which is too large for a notebook. "
             '<code>recorder.to_html("trace.html")</code> writes it to a file.</p>'
         )
+
+    def _run_to_show(self) -> list[Any]:
+        """The events of _last_run. Raises: InvalidValueError if there are none."""
+        events = self._last_run()
+        if not events:
+            raise InvalidValueError(
+                "there is no step of generate(), stream() or chat() to show (beam search makes steps of its own); give the "
+                "recorder to an LLM, LLM(tracer=recorder), generate something, then write the page"
+            )
+        return events
 
     def _last_run(self) -> list[Any]:
         """The events from the last EngineStarted on, or none if there is no step among them."""

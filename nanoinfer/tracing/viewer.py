@@ -1,31 +1,50 @@
 """Events -> one HTML page that replays a generation. It needs no network and no other file.
 
-In: the events as plain dicts, like the lines of Recorder.to_jsonl. Out: the page: viewer.html with the events inserted. Its
-script draws the rest: the timeline, the block pool, the bars, the intervals. A notebook shows the page in a frame.
+In: the events as plain dicts, like the lines of Recorder.to_jsonl. Out: page/replay.html with its style sheet, its script and
+the events inserted. The script draws the timeline, the block pool, the bars, the intervals. A notebook shows the page in a
+frame.
 """
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-_TEMPLATE = Path(__file__).with_name("viewer.html")
-_PLACE = "/* EVENTS */ []"
-_PLACE_OF_START = "/* START */"
+FOLDER = Path(__file__).with_name("page")
+_SCRIPTS = ("recording.js", "timeline.js", "step.js", "token.js", "moving.js")  # in the order in which they run
 
 
-def page(rows: Iterable[dict[str, Any]], *, at: str = "") -> str:
+def page(rows: Iterable[dict[str, Any]], *, at: str = "", differences: dict[str, dict[int, str | None]] | None = None) -> str:
     """The page of some events.
 
     Args:
         rows: Dicts {"event": its class, its fields ...}.
         at: Where it opens, such as "step=17&token=4". An address with a # has precedence.
+        differences: For a page of a comparison: by sequence and position, the texts of the other run's tokens that differ.
     """
-    template = _TEMPLATE.read_text(encoding="utf-8")
-    assert template.count(_PLACE) == template.count(_PLACE_OF_START) == 1
-    template = template.replace(_PLACE_OF_START, at)
-    events = json.dumps([_shortened(row) for row in rows], ensure_ascii=False, separators=(",", ":"))
-    return template.replace(_PLACE, events.replace("<", "\\u003c"))  # a text may contain "</script>"
+    code = {"/* STYLE */": _read("replay.css"), "/* SCRIPT */": "\n".join(map(_read, _SCRIPTS))}
+    values = {
+        "/* EVENTS */ []": as_script([_shortened(row) for row in rows]),
+        "/* DIFFERENCES */ null": as_script(differences),
+        "/* START */": at,
+    }
+    return fill(fill(_read("replay.html"), code), values)
+
+
+def fill(template: str, parts: dict[str, str]) -> str:
+    """The template with each place replaced by its part. A part may contain what looks like a place."""
+    assert all(template.count(place) == 1 for place in parts)
+    return re.sub("|".join(map(re.escape, parts)), lambda match: parts[match[0]], template)
+
+
+def _read(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def as_script(value: Any) -> str:
+    """A literal of JavaScript. A text in it may contain "</script>"."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def frame(page: str) -> str:

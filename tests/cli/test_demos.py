@@ -10,23 +10,32 @@ from typer.testing import CliRunner
 from nanoinfer import LLM, Recorder
 from nanoinfer.cli.demos import DEMOS, num_new_tokens
 from nanoinfer.cli.main import app
-from nanoinfer.tracing import BlocksFreed, BlocksShared, RequestAdded, RequestFinished, StepScheduled, TokenAppended
+from nanoinfer.tracing import (
+    BlocksFreed,
+    BlocksShared,
+    RequestAdded,
+    RequestFinished,
+    StepScheduled,
+    StepTimed,
+    TokenAppended,
+    TokensDrafted,
+)
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "async_scheduling"])
 def run(request):
-    """run(name): the recording of a demo, its moments and its steps."""
+    return lambda name: run_demo(name, async_scheduling=request.param)
 
-    def run_demo(name):
-        demo, recorder = DEMOS[name], Recorder(stages=True)
-        memory = {"dtype": "float32", "kv_cache_memory": demo.kv_cache_memory}
-        llm = LLM(tracer=recorder, async_scheduling=request.param, **memory, **demo.engine)
-        llm.generate(demo.prompts, demo.params, use_tqdm=False)
-        return recorder, demo.find(recorder), {step.step: step for step in recorder.of(StepScheduled)}
 
-    return run_demo
+def run_demo(name, *, async_scheduling=False):
+    """The recording of a demo, its moments and its steps."""
+    demo, recorder = DEMOS[name], Recorder(stages=True)
+    memory = {"dtype": "float32", "kv_cache_memory": demo.kv_cache_memory}
+    llm = LLM(tracer=recorder, async_scheduling=async_scheduling, **memory, **demo.engine)
+    llm.generate(demo.prompts, demo.params, use_tqdm=False)
+    return recorder, demo.find(recorder), {step.step: step for step in recorder.of(StepScheduled)}
 
 
 def test_preemption(run):
@@ -70,6 +79,16 @@ def test_chunked(run):
     assert all(num_new_tokens(steps[step], "0") == 1 for step in range(first.step, last.step + 1))
 
 
+def test_drafts():
+    recorder, (best, worst, last), _ = run_demo("drafts")
+    drafts = {event.step: event.draft_token_ids[0] for event in recorder.of(TokensDrafted)}
+    tokens = recorder.of(TokenAppended)
+    assert len(recorder.of(StepTimed)) < len(tokens) / 2
+    assert f"one step gives {1 + len(drafts[best.step])} tokens" in best.words
+    assert not worst.words.startswith("0 of")
+    assert f"{len(tokens)} tokens in {last.step + 1} steps" in last.words
+
+
 @pytest.mark.parametrize("name", DEMOS)
 def test_the_command_writes_the_page_and_links_to_its_moments(name, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -90,7 +109,7 @@ def test_the_command_writes_the_page_and_links_to_its_moments(name, tmp_path, mo
     ("arguments", "words"),
     [
         ([], "give a prompt or --demo"),
-        (["--demo", "magic"], "--demo must be one of preemption, sharing, stop-string, chunked, got 'magic'"),
+        (["--demo", "magic"], "--demo must be one of preemption, sharing, stop-string, chunked, drafts, got 'magic'"),
         (["Lily", "--demo", "sharing", "--top-k", "5", "--model", "x"], "leave out prompts, --model, --top-k"),
         (["--demo", "sharing", "--max-tokens", "32"], "leave out --max-tokens"),
     ],

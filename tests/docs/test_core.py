@@ -1,4 +1,4 @@
-"""The core, what a token passes on a CPU, is small enough to read in an evening. README says how many lines it has."""
+"""The core, what a token passes on a CPU, is small enough to read in an evening. docs/reading.md says how many lines it has."""
 
 import ast
 import io
@@ -8,7 +8,7 @@ import tokenize
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "nanoinfer"
-README = PACKAGE.parent / "README.md"
+PAGE = PACKAGE.parent / "docs" / "reading.md"
 SENTENCE = re.compile(r"([\d,]+) lines of code \(([\d,]+) with docstrings, comments and blank lines\)")
 
 # In the order of a token's journey through a loaded Qwen model, from LLM.generate to the RequestOutput. No loading, no errors.
@@ -50,10 +50,10 @@ def test_code_lines_are_those_with_code():
     )
 
 
-def test_the_core_is_under_4000_lines_and_readme_says_the_number():
+def test_the_core_is_under_4000_lines_and_the_page_says_the_number():
     num_code, num_all = count()
     assert num_code < 4000
-    assert SENTENCE.search(README.read_text(encoding="utf-8")).groups() == (f"{num_code:,}", f"{num_all:,}"), (
+    assert SENTENCE.search(PAGE.read_text(encoding="utf-8")).groups() == (f"{num_code:,}", f"{num_all:,}"), (
         "run: python tests/docs/test_core.py"
     )
 
@@ -62,6 +62,6 @@ if __name__ == "__main__":
     num_code, num_all = count()
     text = SENTENCE.sub(
         f"{num_code:,} lines of code ({num_all:,} with docstrings, comments and blank lines)",
-        README.read_text(encoding="utf-8"),
+        PAGE.read_text(encoding="utf-8"),
     )
-    sys.exit(README.write_text(text, encoding="utf-8") == 0)
+    sys.exit(PAGE.write_text(text, encoding="utf-8") == 0)

@@ -28,6 +28,16 @@ def test_a_page_links_to_files_and_headings_that_exist(page):
             assert anchor in [re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles]
 
 
+def test_each_lesson_fills_its_time_and_every_notebook_is_in_a_lesson():
+    page = (ROOT / "docs" / "teaching.md").read_text(encoding="utf-8")
+    lessons = page.split("\n## ")[1:]
+    assert len(lessons) == 4
+    for lesson in lessons:
+        assert sum(int(minutes) for minutes in re.findall(r"^\| (\d+) \|", lesson, re.MULTILINE)) == 90
+        assert (ROOT / "docs" / re.search(r"\]\((pictures/[\w-]+\.png)\)", lesson)[1]).exists()
+    assert set(re.findall(r"notebooks/(\S+\.ipynb)\)", page)) == {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
+
+
 def test_the_import_table_on_the_page_is_the_tested_one():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `?(\w+)(?:/|\.py)?`? \| [^|]+ \| ([^|]+) \|$", page.split("## The folders")[1], re.MULTILINE)

@@ -1,13 +1,14 @@
-"""README's reading path points at the right lines. `python tests/docs/test_reading_path.py` puts them right after a change."""
+"""The reading path points at the right lines. `python tests/docs/test_reading_path.py` puts them right after a change."""
 
 import ast
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# | [engine.py 2-4](nanoinfer/engine.py#L2-L4) `step` | ... : from the first line of the names to the last
+PAGE = ROOT / "docs" / "reading.md"
+# | [engine.py 2-4](../nanoinfer/engine.py#L2-L4) `step` | ... : from the first line of the names to the last
 ROW = re.compile(
-    r"^\| \[(?P<file>\S+) \d+-\d+\]\(nanoinfer/(?P=file)#L\d+-L\d+\) (?P<names>`[\w.]+`(?:, `[\w.]+`)*) \|", re.MULTILINE
+    r"^\| \[(?P<file>\S+) \d+-\d+\]\(\.\./nanoinfer/(?P=file)#L\d+-L\d+\) (?P<names>`[\w.]+`(?:, `[\w.]+`)*) \|", re.MULTILINE
 )
 
 
@@ -27,31 +28,28 @@ def names_of(node):
     return {getattr(node, "name", None)}
 
 
-def with_lines(readme):
+def with_lines(text):
     def row(match):
         file, names = match["file"], re.findall(r"`([\w.]+)`", match["names"])
         spans = [lines_of(file, name) for name in names]
         first, last = min(span[0] for span in spans), max(span[1] for span in spans)
-        return f"| [{file} {first}-{last}](nanoinfer/{file}#L{first}-L{last}) {match['names']} |"
+        return f"| [{file} {first}-{last}](../nanoinfer/{file}#L{first}-L{last}) {match['names']} |"
 
-    return ROW.sub(row, readme)
+    return ROW.sub(row, text)
 
 
 def test_the_reading_path_points_at_the_lines_it_names():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(ROW.findall(readme)) > 20
-    path = readme.split("## A reading path")[1].split("\n## ")[0]
-    assert len(ROW.findall(path)) == path.count("\n| [")
-    assert with_lines(readme) == readme, "run: python tests/docs/test_reading_path.py"
+    text = PAGE.read_text(encoding="utf-8")
+    assert len(ROW.findall(text)) == text.count("\n| [") > 20
+    assert with_lines(text) == text, "run: python tests/docs/test_reading_path.py"
 
 
 def test_a_line_that_is_off_by_one_is_noticed():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    number = re.search(r"\[engine/llm_engine.py (\d+)", readme)[1]
-    moved = readme.replace(f"[engine/llm_engine.py {number}", f"[engine/llm_engine.py {int(number) + 1}")
-    assert with_lines(moved) == readme != moved
+    text = PAGE.read_text(encoding="utf-8")
+    number = re.search(r"\[engine/llm_engine.py (\d+)", text)[1]
+    moved = text.replace(f"[engine/llm_engine.py {number}", f"[engine/llm_engine.py {int(number) + 1}")
+    assert with_lines(moved) == text != moved
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(with_lines(path.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_lines(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -28,15 +28,16 @@ for dtype in ("float32", "bfloat16"):
         torch.set_num_threads(1 if dtype == "float32" else 2)
         given = ["--part=bits", "--requests=8", "--seed=0", "--dtype", dtype, "--family", family, "--enforce-eager"]
         assert random_run.main(given) == 0
-test_readme.run_the_sessions()
+for page in test_readme.PAGES:
+    test_readme.run_the_sessions(page)
 """
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] if "CORE" in name else []) for name in INSTRUCTION_SETS]
 )
-def test_requests_get_the_same_bits_alone_and_together_and_the_readme_holds(name, tmp_path):
-    """The README's texts are fp32 of the bundled models; test_readme.py shows how far each draw is from another token."""
+def test_requests_get_the_same_bits_alone_and_together_and_the_sessions_hold(name, tmp_path):
+    """The sessions' texts are fp32 of the bundled models; test_readme.py shows how far each draw is from another token."""
     done = subprocess.run(
         [sys.executable, "-c", CODE],
         env=os.environ | INSTRUCTION_SETS[name] | {"PYTHONPATH": str(ROOT)},

@@ -652,6 +652,53 @@ def test_the_bars_are_the_stages_and_the_intervals_are_the_draw(recorded, show):
     assert {"model", "apply_repetition_penalty", "apply_temperature", "keep_min_p", "keep_top_k", "keep_top_p"} <= names
 
 
+def test_the_explanation_says_what_the_events_say(recorded, show):
+    page = show(recorded.path)
+    stages = {}
+    for event in recorded.recorder.of(StageApplied):
+        stages.setdefault((event.sequence_id, event.position), []).append(event)
+    draws = {(event.sequence_id, event.position): event for event in recorded.recorder.of(TokenDrawn)}
+    added = {event.request_id: event for event in recorded.recorder.of(RequestAdded)}
+
+    def explanation(sequence_id, index):
+        tokens = [event for event in recorded.recorder.of(TokenAppended) if event.sequence_id == sequence_id]
+        page.evaluate(
+            "([id, i]) => { const s = run.sequences.get(id); goTo(s.tokens[i].step.index, s, s.tokens[i]); }",
+            [sequence_id, index],
+        )
+        return tokens[index], page.inner_text("#explanation")
+
+    token, text = explanation("0", 0)
+    assert text.startswith(f"Step 0 computed {token.position} tokens of a prompt of {token.position} (prefill). The model gave")
+    assert "from the row of another answer" in explanation("0.1", 0)[1]
+    token, text = explanation("0", 9)
+    assert f"decode). The keys and values of the {token.position - 1} tokens before were read from the cache." in text
+    for index in range(1, 60, 7):
+        token, text = explanation("0", index)
+        applied, draw = stages["0", token.position], draws["0", token.position]
+        removed = {after.stage: before.num_left - after.num_left for before, after in pairwise(applied)}
+        for stage, name in [("keep_top_k", "top_k=5"), ("keep_top_p", "top_p=0.9"), ("keep_min_p", "min_p=0.001")]:
+            num = removed.get(stage, 0)  # a stage that changes nothing has no event
+            assert (f"{name} removed {num:,} token" in text) == (num > 0)
+        assert f"{applied[-1].num_left} w" in text
+        assert f"u = {draw.u:.4f} is in its interval [{draw.low:.4f}, {draw.high:.4f})" in text
+    token, text = explanation("2", 0)  # greedy, with a prefix cache hit
+    num_prompt = len(added["2"].prompt_token_ids)
+    assert "of the 16 tokens before were read" in text
+    assert f"of a prompt of {num_prompt} (prefill)" in text
+    assert "A greedy row (temperature=0) takes" in text
+    num_tokens = sum(event.sequence_id == "3" for event in recorded.recorder.of(TokenAppended))
+    assert explanation("3", num_tokens - 1)[1].endswith("It ended the sequence: stop.")
+
+
+def test_the_explanation_of_a_token_after_a_preemption_says_what_was_recomputed(crowded, show):
+    sentences = """() => run.rows.flatMap(sequence => sequence.tokens.map(token => explanationOf(token, sequence)))
+        .filter(text => text.includes("again, after a preemption"))"""
+    found = show(crowded.path).evaluate(sentences)
+    assert found
+    assert all(re.match(r"Step \d+ computed \d+ tokens? of prompt and output again, after a preemption", one) for one in found)
+
+
 def check_stage(shown, stage, token):
     """Dropped candidates are shown only if they were among the ten most probable."""
     candidates = [one for i, one in enumerate(stage.candidates) if one.after > 0 or i < 10]
@@ -782,16 +829,25 @@ def test_drafts_are_rows_of_the_batch_and_their_tokens_can_be_visited(show, tmp_
         facts = dict(zip(texts(page, "#step dt"), texts(page, "#step dd"), strict=True))
         accepted, total = re.fullmatch(r"(\d+) of (\d+) accepted", facts["drafts"]).groups()
         assert (int(total), facts["packed tokens"]) == (len(draft), str(1 + len(draft)))
+        assert page.locator("#step .draft.accepted").count() == int(accepted)
+        assert page.locator("#step .draft.rejected").count() == len(draft) - int(accepted)
         rows = texts(page, "#batch tbody tr")
         assert ["accepted" in row for row in rows] == [False] + [i < int(accepted) for i in range(len(draft))]
         assert ["rejected" in row for row in rows] == [False] + [i >= int(accepted) for i in range(len(draft))]
         num_accepted += int(accepted)
     assert 0 < num_accepted == 30 - len(recorder.of(StepTimed))
+    cells = page.locator(".cell.drafts").all_inner_texts()
+    assert (len(cells), sum(int(label or 0) for label in cells)) == (len(steps), num_accepted)
+    assert f"{num_accepted} of {sum(len(event.draft_token_ids[0]) for event in steps.values())}" in page.inner_text("#facts")
+    assert page.locator(".drawn-token.accepted").count() == num_accepted
     go_to(page, 0)
-    titles = [page.inner_text("#token-title")]
+    titles, sentences = [page.inner_text("#token-title")], []
     for _ in range(29):
         page.keyboard.press("n")
         titles.append(page.inner_text("#token-title"))
+        sentences.append(page.inner_text("#explanation"))
+    assert sum("which was therefore accepted" in sentence for sentence in sentences) == num_accepted
+    assert any("differs from it and was rejected" in sentence for sentence in sentences)
     tokens = [event.token for event in recorder.of(TokenAppended)]
     assert [event.token_id for event in recorder.of(TokenAppended)] == output.outputs[0].token_ids
     assert titles == [f"Token “{as_seen(token)}”" for token in tokens]

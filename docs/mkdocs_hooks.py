@@ -1,0 +1,123 @@
+"""MkDocs hooks: the site has the repository's files at their own paths, so that their relative links work on both.
+
+README, BENCHMARKS and CHANGELOG, docs/ and notebooks/ are pages. The API reference is made from the docstrings, and the gallery
+by gallery.py. A link to any other file of the repository leads to its public address. Formulas become MathML, which needs no
+script. At the end every link inside the site is checked.
+"""
+
+import html
+import re
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs"), str(ROOT / "notebooks")]
+from gallery import write  # noqa: E402
+from header import REPOSITORY  # noqa: E402
+
+import nanoinfer  # noqa: E402
+
+GUIDE = [
+    "usage",
+    "supported",
+    "serving",
+    "scaling",
+    "checkpoints",
+    "reading",
+    "architecture",
+    "glossary",
+    "teaching",
+    "contributing",
+]
+LINK = re.compile(r"(\]\(|(?:src|srcset)=\")(?!https?:|#)([^)#\"]+)(#[^)\"]*)?(?=[)\"])")  # Markdown's, and those of pictures
+MARKDOWN_CELL = re.compile(r'<div class="[^"]*jp-RenderedMarkdown.*?</div>', re.DOTALL)
+FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", re.DOTALL)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """The navigation, and the link to the repository. (Material's own, repo_url, would call GitHub's API from every page.)"""
+    config.extra["social"] = [{"icon": "fontawesome/brands/github", "link": REPOSITORY}]
+    notebooks = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("notebooks/*.ipynb"))]
+    more = sorted({path.stem for path in ROOT.glob("docs/*.md")} - set(GUIDE))
+    guide = [f"docs/{name}.md" for name in GUIDE + more]
+    project: list[dict[str, str]] = [{"Benchmarks": "BENCHMARKS.md"}, {"Changelog": "CHANGELOG.md"}]
+    config.nav = [
+        {"Home": "README.md"},
+        {"Notebooks": notebooks},
+        {"Gallery": "gallery/index.md"},
+        {"Guide": guide},
+        {"API": "api.md"},
+        *project,
+    ]
+    return config
+
+
+@event_priority(100)  # before mkdocs-jupyter, which converts the notebooks
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """The files of the site, at the paths that they have in the repository. README is the first page."""
+
+    def file(path: Path, folder: Path) -> File:
+        return File(path.relative_to(folder).as_posix(), str(folder), config.site_dir, config.use_directory_urls)
+
+    patterns = ["README.md", "BENCHMARKS.md", "CHANGELOG.md", "docs/*.md", "docs/pictures/*.png", "notebooks/*.ipynb"]
+    of_the_theme = [one for one in files if one.src_dir != config.docs_dir]
+    found = Files(of_the_theme + [file(path, ROOT) for pattern in patterns for path in sorted(ROOT.glob(pattern))])
+    gallery = Path(config.site_dir).parent / "gallery"
+    found.append(File.generated(config, "gallery/index.md", content=write(gallery)))
+    for path in sorted(gallery.glob("*.html")):
+        found.append(file(path, gallery.parent))
+    names = [f"::: {module}.{name}" for name, module in nanoinfer._PUBLIC.items()]
+    found.append(File.generated(config, "api.md", content="\n\n".join(["# API", *names])))
+    return found
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links to files that are no pages lead to the repository."""
+
+    def link(match: re.Match[str]) -> str:
+        target = (ROOT / page.file.src_uri).parent.joinpath(match[2]).resolve()
+        uri = target.relative_to(ROOT).as_posix() if target.is_relative_to(ROOT) else ""
+        if files.get_file_from_path(uri) or not target.exists():
+            return match[0]
+        return f"{match[1]}{REPOSITORY}/{'tree' if target.is_dir() else 'blob'}/main/{uri}{match[3] or ''}"
+
+    return LINK.sub(link, markdown)
+
+
+def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Convert the links, formulas and badge of a notebook, which Markdown's extensions do not see."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return content
+
+    def formula(match: re.Match[str]) -> str:
+        return convert(html.unescape(match[1] or match[2]), display="block" if match[1] else "inline")
+
+    for entry in page.toc.items[0].children:  # the anchor of a heading with code has the code, too, but not in the contents
+        if found := re.search(rf'<h2 id="({re.escape(entry.id)}[^"]*)"', content):
+            entry.id = found[1]
+    content = re.sub("<img[^>]*colab-badge[^>]*>", "Open in Colab", content)  # Google's picture
+    content = re.sub(r'href="(\w+)\.ipynb(#[^"]*)?"', r'href="../\1/\2"', content)
+    return MARKDOWN_CELL.sub(lambda cell: FORMULA.sub(formula, cell[0]), content)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Raise an error if a link inside the site leads nowhere. MkDocs does not look into notebooks and raw HTML."""
+    site, broken = Path(config.site_dir), []
+    pages = {path: path.read_text(encoding="utf-8") for path in site.rglob("index.html")}
+    for path, text in pages.items():
+        for link in set(re.findall(r'(?:href|src|srcset)="(?!https?:|data:|mailto:)([^"]+)"', text)):
+            name, _, anchor = html.unescape(link).partition("#")
+            target = path.parent.joinpath(unquote(name)).resolve() if name else path
+            target = target / "index.html" if target.is_dir() else target
+            if not target.exists() or (anchor and target in pages and f'id="{unquote(anchor)}"' not in pages[target]):
+                broken.append(f"{path.relative_to(site)}: {link}")
+    if broken:
+        raise PluginError("links that lead nowhere:\n" + "\n".join(sorted(broken)))

@@ -1,0 +1,172 @@
+"""Draw the pictures of README and of the lecturer's page: screenshots of the replay page, and one diagram for each lesson.
+
+`python docs/pictures.py` writes them to docs/pictures/. The screenshots need Playwright and Chromium. The diagrams have the
+style of the notebooks.
+"""
+
+import shutil
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from nanoinfer import LLM, Recorder, SamplingParams
+from nanoinfer.tracing import TokenDrawn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
+from drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, arrow, box, canvas, label, row
+
+FOLDER = Path(__file__).with_name("pictures")
+SCALE = 0.45  # inches per unit: small, so that the text is large on a slide
+PROMPTS = ["Once upon a time, there was a kind duck", "Lily was", "Once upon a time, there was a kind duck named Max"]
+
+
+def screenshots() -> None:
+    """The replay page in both colour schemes, at the draw with the most even chances."""
+    from playwright.sync_api import sync_playwright
+
+    params = SamplingParams(temperature=0.8, top_k=20, top_p=0.95, seed=5, max_tokens=40, ignore_eos=True)
+    for _ in range(2):  # the first run warms up, so that the times of the second are typical
+        recorder = Recorder(stages=True)
+        llm = LLM(tracer=recorder, block_size=8, dtype="float32", kv_cache_memory=2**18)
+        llm.generate(PROMPTS, params, use_tqdm=False)
+    draws = [draw for draw in recorder.of(TokenDrawn) if draw.sequence_id == "0"]
+    step = min(range(len(draws)), key=lambda i: max(part.high - part.low for part in draws[i].intervals))
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        page_path = Path(folder) / "replay.html"
+        recorder.to_html(page_path)
+        chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for scheme in ("light", "dark"):
+            page = chromium.new_page(viewport={"width": 1280, "height": 1000}, color_scheme=scheme)
+            page.goto(f"{page_path.as_uri()}#step={step}&token=0")
+            page.get_by_text("The packed batch").click()  # closes the table
+            page.screenshot(path=FOLDER / f"replay-{scheme}.png")
+        chromium.close()
+
+
+def save(name: str) -> None:
+    """On white: a slide may have any colour."""
+    plt.savefig(FOLDER / f"{name}.png", dpi=150, facecolor="white", bbox_inches="tight", pad_inches=0.2)
+    plt.close()
+
+
+def draw_engine() -> None:
+    """Lesson 1: one step of the loop."""
+    ax = canvas(20, 6.4, scale=SCALE)
+    names = ["tokenizer", "scheduler", "batch", "model", "sampler", "detokenizer"]
+    fills = [GREY, ORANGE, ORANGE, BLUE, GREEN, GREY]
+    results = [
+        "token ids",
+        "which sequences,\nwhich blocks",
+        "packed ids,\nslots",
+        "logits",
+        "one token id\nper sequence",
+        "text",
+    ]
+    boxes = [
+        box(ax, 0.3 + 3.3 * i, 3, name, width=2.4, height=1.2, fill=fill)
+        for i, (name, fill) in enumerate(zip(names, fills, strict=True))
+    ]
+    for left, right in pairwise(boxes):
+        arrow(ax, left.right, right.left)
+    for one, words in zip(boxes, results, strict=True):
+        label(ax, one.top[0] + (0.9 if words == "logits" else 0), 2.2, words)  # beside the arrow to the cache
+    arrow(ax, boxes[4].top, boxes[1].top, bend=0.25)
+    label(ax, 10, 5.9, "the token joins its sequence: the next step")
+    cache = box(ax, 9.9, 0.2, "KV cache", width=3, height=1, fill=PURPLE)
+    arrow(ax, boxes[3].bottom, cache.top)
+    arrow(ax, cache.top, boxes[3].bottom)
+    save("lesson-1")
+
+
+def draw_pages() -> None:
+    """Lesson 2: two sequences share a prefix in a pool of blocks, and steps mix prefill and decode."""
+    ax = canvas(20, 7, scale=SCALE)
+    label(ax, 2.4, 6.5, "block tables")
+    label(ax, 8.6, 6.5, "pool of blocks")
+    texts = [["Once", "upon", "a", "time"], ["there", "was", "a", "kind"], ["duck", "", "", ""], ["fox", "named", "Leo", ""]]
+    fills = [[GREEN] * 4, [GREEN] * 4, [BLUE, (BLUE, 0.3), (BLUE, 0.3), (BLUE, 0.3)], [ORANGE] * 3 + [(ORANGE, 0.3)]]
+    blocks = [
+        row(ax, 6.2, 5 - 1.5 * i, words, width=1.2, fill=fill) for i, (words, fill) in enumerate(zip(texts, fills, strict=True))
+    ]
+    for name, table, y, fill in [("A", (0, 1, 2), 4.4, BLUE), ("B", (0, 1, 3), 1.4, ORANGE)]:
+        entries = row(ax, 1.2, y, [str(block) for block in table], width=0.8, fill=fill)
+        label(ax, 0.6, y + 0.5, name)
+        arrow(ax, entries[-1].right, blocks[table[-1]][0].left, colour=fill)
+        arrow(ax, entries[0].top, blocks[0][0].left, colour=GREEN, bend=-0.1)
+    label(ax, 8.6, 0.0, "green: shared by both (prefix cache)")
+    label(ax, 15.8, 6.5, "steps")
+    plan = [("A", [4, 4, 1, 1, 1, 1]), ("B", [0, 0, 4, 4, 3, 1]), ("C", [0, 0, 0, 0, 0, 2])]
+    for i, (name, counts) in enumerate(plan):
+        label(ax, 12.6, 5.1 - 1.4 * i, name)
+        for step, num in enumerate(counts):
+            fill = "none" if num == 0 else GREY if num == 1 else RED
+            box(ax, 13 + step, 4.6 - 1.4 * i, str(num or ""), fill=fill)
+    label(ax, 16, 0.9, "red: prefill, in chunks of 4. grey: decode, one token")
+    save("lesson-2")
+
+
+def normalised(weights: list[float]) -> list[float]:
+    return [weight / sum(weights) for weight in weights]
+
+
+def draw_sampling() -> None:
+    """Lesson 3: probabilities after each stage, and the draw."""
+    ax = canvas(20, 6.6, scale=SCALE)
+    shares = [0.4, 0.3, 0.15, 0.1, 0.05]
+    stages = {"model": shares}
+    stages["temperature = 0.7"] = shares = normalised([share ** (1 / 0.7) for share in shares])
+    stages["top_k = 3"] = shares = normalised([*shares[:3], 0, 0])
+    num_kept = next(k for k in range(1, 6) if sum(shares[:k]) >= 0.8)  # the token that crosses top_p stays
+    stages["top_p = 0.8"] = shares = normalised([*shares[:num_kept], *[0] * (5 - num_kept)])
+    tokens = ["duck", "fox", "goat", "frog", "tree"]
+    for i, (name, parts) in enumerate(stages.items()):
+        x = 0.8 + 4.9 * i
+        label(ax, x + 1.6, 6.2, name)
+        for j, (token, share) in enumerate(zip(tokens, parts, strict=True)):
+            y = 5.2 - 0.72 * j
+            label(ax, x + 0.5, y + 0.25, token, ha="right")
+            if share:
+                box(ax, x + 0.7, y, "", width=4 * share, height=0.5, fill=GREEN if i == 3 else BLUE)
+            label(ax, x + 0.8 + 4 * share, y + 0.25, f"{share:.0%}", ha="left")
+        if i:
+            arrow(ax, (x - 1.4, 6.2), (x - 0.4, 6.2))
+    start, width, u = 3, 14, 0.5
+    for token, share, fill in zip(tokens, shares, (GREEN, ORANGE, BLUE, RED, GREY), strict=True):
+        if share:
+            box(ax, start, 0.9, token, width=width * share, fill=fill)
+        start += width * share
+    arrow(ax, (3 + width * u, 0.1), (3 + width * u, 0.9), colour=RED)
+    label(ax, 3.2 + width * u, 0.4, f"u = {u}: the token whose interval contains it is drawn", ha="left")
+    save("lesson-3")
+
+
+def draw_serving() -> None:
+    """Lesson 4: many clients, one engine; drafts; ranks."""
+    ax = canvas(20, 6.8, scale=SCALE)
+    clients = [box(ax, 0.2, 5 - 1.5 * i, f"client {i + 1}", width=2.2, fill=GREY) for i in range(3)]
+    server = box(ax, 3.8, 3, "server\nqueue, limits", width=2.8, height=1.6, fill=ORANGE)
+    engine = box(ax, 8, 3, "engine\none thread", width=2.6, height=1.6, fill=BLUE)
+    for one in clients:
+        arrow(ax, one.right, server.left)
+    arrow(ax, server.right, engine.left)
+    arrow(ax, engine.bottom, server.bottom, bend=-0.35)
+    label(ax, 6.9, 1.5, "tokens, as they are drawn")
+    label(ax, 15.6, 6.4, "speculative decoding: one step, several tokens")
+    row(ax, 12.2, 4.8, ["a", "kind", "duck", "ran"], width=1.6, fill=[GREEN, GREEN, GREEN, RED])
+    label(ax, 18.8, 5.3, "drafts", ha="left")
+    label(ax, 15.6, 4.3, "accepted where the sampled token is the same")
+    label(ax, 15.6, 3.2, "tensor parallelism: each rank has a part of every matrix")
+    ranks = [box(ax, 12.4 + 3.6 * i, 1.4, f"rank {i}", width=2.6, height=1.1, fill=PURPLE) for i in range(2)]
+    arrow(ax, ranks[0].right, ranks[1].left)
+    arrow(ax, ranks[1].left, ranks[0].right)
+    label(ax, 15.6, 0.8, "all-reduce twice per layer")
+    save("lesson-4")
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for draw in (draw_engine, draw_pages, draw_sampling, draw_serving, screenshots):
+        draw()
