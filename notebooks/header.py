@@ -132,7 +132,7 @@ NOTEBOOKS = {
     "14_many_devices": Header(
         "which matrices are cut along which side, where tensor parallelism communicates, and when replicas are better.",
         30,
-        ("models/gpt2.py",),
+        ("models/sharding.py", "distributed/runner.py", "distributed/communicator.py"),
         ("00a", "02"),
     ),
     "15_serving": Header(
