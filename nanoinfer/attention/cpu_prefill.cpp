@@ -1,7 +1,7 @@
 // Paged prefill attention on a CPU: store the keys and values of prompt chunks, then attend with each of their queries.
 //
-// The same computation as causal_attention in cpu.py, which is the text to read first. Keys are taken in tiles. A query keeps
-// the largest score so far, the sum of its weights and the weighted sum of values. Both sums are scaled when a larger score is
+// The same computation as causal_attention in cpu.py, which should be read first. Keys are taken in tiles. Each query has the
+// largest score so far, the sum of its weights and the weighted sum of values. Both sums are scaled when a larger score is
 // found (Dao et al. 2022, https://arxiv.org/abs/2205.14135). So scores stay in the processor's cache.
 //
 // A vector holds LANES rows, a row being a query of a head. Everything that belongs to a row (scores, maximum, sums) is in one
@@ -29,7 +29,7 @@ constexpr int HEAD_TERMS = (HEAD_DIM + PER_TERM - 1) / PER_TERM;
 constexpr int TILE_TERMS = TILE / PER_TERM;
 constexpr int COLUMNS = (HEAD_DIM + BROADCASTS - 1) / BROADCASTS * BROADCASTS;  // of values
 
-// Some queries of one KV head, and what is known of them so far. A query has a row for each of its heads.
+// Some queries of one KV head, and their partial results. A query has a row for each of its heads.
 struct Rows {
     Terms queries[HEAD_TERMS][VECTORS];
     Ints positions[VECTORS];
@@ -103,7 +103,7 @@ void attend(Rows& rows, int block, const Tile& tile, int64_t first_key, int num_
 
 const Number ZEROS[HEAD_DIM] = {};
 
-// Where the heads of the tokens first .. first + TILE - 1 are. Those from num_tokens on are zeros.
+// Where the heads of the tokens first .. first + TILE - 1 are stored. Tokens from num_tokens on are zeros.
 struct Places {
     const Number* of[TILE];
 
@@ -201,7 +201,7 @@ void attend(const Task& task, const Number* q, int64_t q_stride, const Pages& ke
 
 // q, out: [num_tokens, num_kv_heads * group, HEAD_DIM]. k, v: [num_tokens, num_kv_heads, HEAD_DIM]. The strides of tokens are
 // in numbers. k_pages, v_pages: [num_blocks, num_kv_heads, block_size, HEAD_DIM]. slots: of the tokens.
-// starts: [num_chunks + 1], the first token of each chunk, counted from any token. block_tables: [num_chunks, max_blocks].
+// starts: [num_chunks + 1], the first token of each chunk, relative to any origin. block_tables: [num_chunks, max_blocks].
 // seq_lens: tokens of each sequence so far, its chunk included.
 extern "C" void prefill(
     const Number* q, const Number* k, const Number* v, Number* out, int64_t q_stride, int64_t k_stride, int64_t v_stride,

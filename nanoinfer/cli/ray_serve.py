@@ -33,7 +33,7 @@ def build_app(args: dict[str, Any]) -> serve.Application:
     Args:
         args: Fields of EngineOptions and ServerOptions. Text is converted. Without api_key, the environment's keys are used.
 
-    Raises: InvalidValueError for a name that is no option, or a value that cannot be converted.
+    Raises: InvalidValueError for a name that is not an option, or a value that cannot be converted.
     """
     names = {field.name for group in (EngineOptions, ServerOptions) for field in fields(group)}
     if unknown := sorted(args.keys() - names):
@@ -50,7 +50,7 @@ def build_app(args: dict[str, Any]) -> serve.Application:
 
 
 class Replica:
-    """One engine and its endpoints. Ray makes the application when the engine is loaded."""
+    """One engine and its endpoints. Ray makes the application once the engine is loaded."""
 
     def __init__(self, engine: EngineOptions, options: ServerOptions) -> None:
         self._async_llm = load_async_llm(engine, options)
@@ -61,12 +61,12 @@ class Replica:
         return create_app(self._async_llm, self._settings)
 
     def check_health(self) -> None:
-        """Ray replaces a replica in which this raises."""
+        """Raise if the engine is dead. Ray then replaces the replica."""
         self._async_llm.check_health()
 
 
 def _read(group: type[G], args: dict[str, Any]) -> G:
-    """Make a group of options. One text stands for a list of one."""
+    """Make a group of options. For a list, a single string becomes a list of one."""
     hints = get_type_hints(group)
     given = {field.name: args[field.name] for field in fields(group) if field.name in args}  # type: ignore[arg-type]
     for name, value in given.items():

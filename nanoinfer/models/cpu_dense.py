@@ -2,9 +2,9 @@
 
 In: an nn.Linear. Out: a CPULinear. It is one of several forms of a layer: cpu_linear.py chooses the fastest on the machine.
 
-A call of oneDNN costs some 12 us before it reads the weight. dense_linear.cpp takes 0.45 to 0.9 of its time at one row, 0.6 to
-1.0 at 16, 0.9 to 1.0 at 64 and 0.97 to 1.07 at 1,020 (2 cores, AVX512-BF16). Where a processor has matrix units (AMX), oneDNN
-uses them, and this kernel does not.
+A call of oneDNN costs some 12 us before it reads the weight. dense_linear.cpp takes 0.45 to 0.9 of oneDNN's time at one row,
+0.6 to 1.0 at 16, 0.9 to 1.0 at 64 and 0.97 to 1.07 at 1,020 (2 cores, AVX512-BF16). Where a processor has matrix units (AMX),
+oneDNN uses them, and this kernel does not.
 """
 
 import ctypes
@@ -62,7 +62,7 @@ class DenseLinear(CPULinear):
 
 
 def _tiled(weight: Shaped[Tensor, "out in"], tile: int, per_term: int) -> Shaped[Tensor, "tiles terms tile per_term"]:
-    """A tile of outputs after the other, in each the terms of all of its outputs, filled up with zeros."""
+    """Lay out the weight tile by tile. A tile has each term of all its outputs in turn. The last one is padded with zeros."""
     num_out, num_terms = len(weight), weight.shape[1] // per_term
     num_whole, rest = divmod(num_out, tile)
     tiled = weight.new_empty(num_whole + (rest > 0), num_terms, tile, per_term)

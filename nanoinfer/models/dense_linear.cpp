@@ -1,11 +1,11 @@
 // A linear layer in float32 or bfloat16: out = residual + activation(x @ weight.T + bias). cpu_dense.py lays out the weight.
 //
-// At one row a layer takes the time of reading its weights, so they lie in memory in the order in which they are read. At many
+// At one row a layer takes the time of reading its weights, so they are stored in the order in which they are read. At many
 // rows it takes the time of the products: the sums of ROWS rows and a tile of outputs stay in the machine's registers.
 //
 // Rows are independent by construction. For any number of rows, an output is one sum in fp32 over the inputs in their order.
 
-// With AVX-512 there are 32 vector registers: 24 for sums, 3 for weights, one for x. Otherwise 16: 12, 3 and one.
+// With AVX-512 there are 32 vector registers: 24 for sums, 3 for weights and one for x. Otherwise there are 16: 12, 3 and one.
 #ifdef __AVX512F__
 constexpr int LANES = 16, ROWS = 8, VECTORS = 3;
 #else
@@ -64,7 +64,7 @@ void compute(const Layer& layer, int64_t tile, int64_t row, const Number* x, Num
 }
 
 // A task: a tile for the rows first .. last - 1. The passes over the rows fetch the next tile from memory meanwhile, num_ahead
-// vectors for each term. Without it, reading and multiplying take turns: 16 rows took 1.3 to 1.6 times as long. With one row
+// vectors for each term. Without this, reading and multiplying alternate: 16 rows took 1.3 to 1.6 times as long. With one row
 // there is too little to do meanwhile, and the processor fetches ahead by itself.
 void compute_rows(const Layer& layer, int64_t tile, int64_t first, int64_t last, const Number* x, Number* out, bool is_last) {
     static_assert(ROWS <= 8);

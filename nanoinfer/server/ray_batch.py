@@ -1,8 +1,8 @@
 """A batch job on many machines: Ray Data gives batches of rows to actors, and each actor holds an engine.
 
 In: rows. Out: their results, in the order in which batches end. Only this process, the driver, writes them. Ray restarts an
-actor that dies and repeats its batches, without a limit. So Attempts counts how often each batch has begun: one that was in
-MAX_DEATHS deaths is answered row by row, and a row that was alone in MAX_DEATHS more gets an error as its result.
+actor that dies and repeats its batches, without a limit. So Attempts counts how often each batch has begun. If MAX_DEATHS
+actors die during a batch, its rows are answered one by one. A row during which MAX_DEATHS more die gets an error as its result.
 """
 
 import asyncio
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 MAX_DEATHS = 2
 BATCHES_PER_ACTOR = 2  # in flight, so that the engine has rows while a batch ends
-LOCAL_OBJECT_STORE_BYTES = 2**28  # rows in flight. What does not fit is on the disk
+LOCAL_OBJECT_STORE_BYTES = 2**28  # for the rows in flight. What does not fit is spilled to disk
 
 
 @contextmanager
 def connected(address: str, *, num_cpus: int) -> Iterator[None]:
-    """Join a Ray cluster, or start one in this machine for as long as the context lasts.
+    """Join a Ray cluster, or start one on this machine for as long as the context lasts.
 
     Args:
         address: "local", "auto" or host:port.
-        num_cpus: that a local cluster offers, in Ray's accounts. They reserve nothing in the machine.
+        num_cpus: The CPUs that a local cluster offers. Ray only counts them, and reserves nothing on the machine.
 
     Raises: InvalidValueError if there is no cluster.
     """
@@ -88,8 +88,8 @@ def answer_all_on_ray(
         batch_size: Rows that an actor takes at a time.
         resources: num_cpus and num_gpus that an actor reserves.
 
-    Raises: NanoinferError with the message of load's or the engine's own error in an actor, else Ray's error. Then the rows
-    without a result are unfinished.
+    Raises: NanoinferError if load or the engine raised one in an actor, with the message of that error. Otherwise Ray's error.
+    The rows without a result are then unfinished.
     """
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
@@ -110,7 +110,7 @@ def answer_all_on_ray(
         for batch in results.iter_batches(batch_size=None, batch_format="pyarrow"):
             for result in batch["result"]:
                 write(from_json(result.as_py()))
-    except RayError as error:  # its text has the traceback of the actor, and its class not that of the actor's error
+    except RayError as error:  # its text has the actor's traceback. Its class is not that of the actor's error
         own = re.findall(r"^nanoinfer\.errors\.\w+: (.+)$", str(error), re.MULTILINE)
         if not own:
             raise
@@ -118,10 +118,10 @@ def answer_all_on_ray(
 
 
 class Attempts:
-    """An actor that keeps, for each batch that was begun, what a dead actor has left.
+    """An actor that keeps, for each unfinished batch, what must survive the death of a Replica.
 
-    That is how often it has begun, and the results of rows that were answered alone. A result sets the count back to
-    MAX_DEATHS and the current beginning. So the beginnings after MAX_DEATHS are those at the row that follows.
+    This is how often the batch has begun, and the results of rows that were answered alone. Each such result sets the count to
+    MAX_DEATHS, plus one for the attempt that is running. So the attempts beyond MAX_DEATHS are those at the next row.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class Attempts:
 
 
 class Replica:
-    """An actor that answers batches. Ray calls it for BATCHES_PER_ACTOR at once, in one event loop."""
+    """An actor that answers batches. Ray calls it for up to BATCHES_PER_ACTOR at once, in one event loop."""
 
     def __init__(self, load: Callable[[], "LLM"], settings: ServerSettings, seed: int, attempts: Any) -> None:
         self._app = create_app(AsyncLLM(load, streaming=False), settings)
@@ -155,7 +155,7 @@ class Replica:
         self._alone = asyncio.Lock()
 
     async def __call__(self, batch: pyarrow.Table) -> pyarrow.Table:
-        """Column "row" of JSON to column "result" of JSON."""
+        """Turn the column "row" of JSON into a column "result" of JSON."""
         rows = [Row.model_validate(from_json(row.as_py())) for row in batch["row"]]
         key = rows[0].custom_id
         num_deaths, results = await self._attempts.get.remote(key)
