@@ -350,8 +350,8 @@ def test_torchruns_number_of_processes_must_be_the_llms(monkeypatch):
 
 def test_under_torchrun_rank_0_runs_the_script_and_the_others_serve_it():
     example = Path(__file__).parents[2] / "examples" / "tensor_parallel.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", str(example)]
-    run = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("the text of one process: True") == 1  # one of them prints
 
