@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator
@@ -115,6 +116,7 @@ def batch(
         elif ray is None:
             asyncio.run(_answer(load, settings, rows, seed, writing()))
         else:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends usage statistics by default
             from nanoinfer.server.ray_batch import answer_all_on_ray, connected
 
             with connected(ray, num_cpus=replicas * (engine.threads or 1)), writing() as write:

@@ -13,8 +13,8 @@ Importing the package changes nothing. An engine applies these effects. It logs 
     SIGINT handler         Ctrl-C is deferred to the end of a step, in the main thread. engine/guards.py. The previous handler
                            is restored after each step.
 
-The command `nanoinfer` (cli/), the benchmarks (bench/) and the training scripts (bundled/stories/) own their process. They also
-configure logging and seed torch's generators. `nanoinfer serve` also sets the interpreter's switch interval, and exempts what
+The command `nanoinfer` (cli/), the benchmarks (bench/), the training scripts (bundled/stories/) and the ranks above 0
+(distributed/worker.py) own their process. They also configure logging and seed torch's generators. `nanoinfer serve` also sets the interpreter's switch interval, and exempts what
 was loaded from garbage collection.
 """
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from nanoinfer.devices.process import set_cuda_device
 from nanoinfer.distributed.shared_memory import CAPACITY, SharedMemory
 from nanoinfer.errors import NanoinferError, UnsupportedError, first_line
 
@@ -34,7 +35,7 @@ class ProcessGroupCommunicator:
         self._memory: SharedMemory | None = None
         with _losses_named():
             if device.type == "cuda":
-                torch.cuda.set_device(device)
+                set_cuda_device(device)
                 self._group: Any = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
             elif is_one_machine:
                 gloo: Any = dist.ProcessGroupGloo

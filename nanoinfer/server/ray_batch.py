@@ -7,7 +7,6 @@ actors die during a batch, its rows are answered one by one. A row during which 
 
 import asyncio
 import logging
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -47,7 +46,6 @@ def connected(address: str, *, num_cpus: int) -> Iterator[None]:
 
     Raises: InvalidValueError if there is no cluster.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends usage statistics by default
     try:
         if address == "local":
             ray.init(

@@ -76,11 +76,12 @@ EFFECTS = {
     r"\bset_device\(": {"devices/process.py"},
     r"\bsignal\.signal\(": {"llm.py", "engine/guards.py"},
     r"name=\"nanoinfer-openmp-team\"": {"devices/openmp.py"},
-    r"set_num_(interop_)?threads\(|set_default_\w+\(|set_float32_matmul_precision\(|use_deterministic_algorithms\(": set(),
+    r"set_num_threads\(": {"distributed/launch.py"},
+    r"set_num_interop_threads\(|set_default_\w+\(|set_float32_matmul_precision\(|use_deterministic_algorithms\(": set(),
     r"torch\.manual_seed\(|environ\[[^]]*\] = |environ\.(update|setdefault)\(|putenv\(": set(),
     r"basicConfig\(|simplefilter\(|filterwarnings\(|captureWarnings\(|setrecursionlimit\(|\bchdir\(": set(),
 }
-OWN_THEIR_PROCESS = ("cli/", "bench/", "bundled/stories/")
+OWN_THEIR_PROCESS = ("cli/", "bench/", "bundled/stories/", "distributed/worker.py")
 
 
 @pytest.mark.parametrize("call", EFFECTS)
