@@ -14,8 +14,8 @@ Importing the package changes nothing. An engine applies these effects. It logs 
                            is restored after each step.
 
 The command `nanoinfer` (cli/), the benchmarks (bench/), the training scripts (bundled/stories/) and the ranks above 0
-(distributed/worker.py) own their process. They also configure logging and seed torch's generators. `nanoinfer serve` also sets the interpreter's switch interval, and exempts what
-was loaded from garbage collection.
+(distributed/worker.py) own their process. They also configure logging and seed torch's generators. `nanoinfer serve` also sets
+the interpreter's switch interval, and exempts what was loaded from garbage collection.
 """
 
 import ctypes
