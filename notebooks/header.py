@@ -127,13 +127,13 @@ NOTEBOOKS = {
         "what speculation costs and saves, why the tokens stay the same, and when it loses.",
         35,
         ("speculative/speculator.py", "speculative/ngram.py", "speculative/draft_model.py", "speculative/cost.py"),
-        ("02", "06"),
+        ("02", "04", "06"),
     ),
     "14_many_devices": Header(
         "which matrices are cut along which side, where tensor parallelism communicates, and when replicas are better.",
         30,
         ("models/sharding.py", "distributed/runner.py", "distributed/communicator.py"),
-        ("00a", "02"),
+        ("00a", "02", "04"),
     ),
     "15_serving": Header(
         "what happens to a request in a server, what TTFT and TPOT tell, and why a server refuses requests.",

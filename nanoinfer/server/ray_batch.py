@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MAX_DEATHS = 2
 BATCHES_PER_ACTOR = 2  # in flight, so that the engine has rows while a batch ends
-LOCAL_OBJECT_STORE_BYTES = 2**28  # for the rows in flight. What does not fit is spilled to disk
+LOCAL_OBJECT_STORE_BYTES = 2**28  # for the rows: all are sent to it before the job starts. What does not fit is spilled to disk
 
 
 @contextmanager
@@ -174,5 +174,8 @@ class Replica:
     async def _answer_alone(self, row: Row, num_deaths: int) -> dict[str, Any]:
         if num_deaths < MAX_DEATHS:
             return await answer(self._app, row, self._seed)
-        message = f"{2 * MAX_DEATHS} processes died while they answered this row, the last {MAX_DEATHS} of them nothing else"
+        message = (
+            f"{2 * MAX_DEATHS} processes died while they answered this row, "
+            f"in the last {MAX_DEATHS} cases with no other row running"
+        )
         return to_result(row, self._seed, 500, error_body(500, message))

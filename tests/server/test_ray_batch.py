@@ -63,7 +63,7 @@ def test_actors_that_die_lose_and_double_nothing(cluster, llm, tmp_path):
     expected, found = results(whole), results(tmp_path / "out.jsonl")
     assert found.pop("poison")["error"] == {
         "code": "500",
-        "message": "4 processes died while they answered this row, the last 2 of them nothing else",
+        "message": "4 processes died while they answered this row, in the last 2 cases with no other row running",
     }
     del expected["poison"]
     assert found == expected
