@@ -93,7 +93,7 @@ def examine(
             config, parameters = built.config, dict(built.named_parameters())
             num_parameters = sum(weight.numel() for weight in parameters.values())
             match_tensors(parameters, weights, built.weight_rules)
-        tokenizer = loader.load_tokenizer(checkpoint.path)
+        tokenizer = loader.load_tokenizer(checkpoint.path, checkpoint.gguf)
         has_tokenizer, has_chat_template = tokenizer is not None, tokenizer is not None and bool(tokenizer.get_chat_template())
     except (UnsupportedError, CheckpointError) as error:
         reason = str(error)

@@ -174,7 +174,7 @@ class UniProcExecutor:
                     self.sampler(logits, sampling_batch, stage_tracer) if token_ids is None else self.sampler.drawn(token_ids)
                 )
             prompt_logprobs = [self._prompt_logprobs(part, hidden) for part in plan.prompt_rows]
-            must_sync = self.sampler.has_user_stages or bool(prompt_logprobs) or any(map(_must_sync, sequences))
+            must_sync = self._has_user_stages or bool(prompt_logprobs) or any(map(_must_sync, sequences))
             traced = stage_tracer.seconds if stage_tracer else 0.0
             sampled = time.perf_counter() - forwarded - traced
             seconds = {"build": built - start, "forward": forwarded - built, "sample": sampled, "trace": traced}

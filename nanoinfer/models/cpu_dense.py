@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from nanoinfer.devices import native
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.models.cpu_linear import CLASSES, Activation, CPULinear
+from nanoinfer.models.cpu_linear import CLASSES, Activation, CompiledLinear, CPULinear
 
 _DEFINITIONS = {torch.float32: (), torch.bfloat16: ("BF16",)}
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}  # as in dense_linear.cpp
 
 
-class DenseLinear(CPULinear):
+class DenseLinear(CompiledLinear):
     """The weight laid out for dense_linear.cpp, which also applies the activation and adds the residual.
 
     Raises:
@@ -37,28 +37,20 @@ class DenseLinear(CPULinear):
         if dtype not in _DEFINITIONS:
             raise UnsupportedError(f"dense_linear.cpp supports float32 and bfloat16, not {dtype}")
         library = native.load(Path(__file__).with_name("dense_linear.cpp"), *_DEFINITIONS[dtype])
-        self._kernel = library.linear
-        self._kernel.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2
-        self._kernel.restype = None
+        kernel = library.linear
+        kernel.argtypes, kernel.restype = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2, None
         tile, per_term = (ctypes.c_int.in_dll(library, name).value for name in ("tile_size", "num_per_term"))
         if linear.in_features % per_term:
             raise UnsupportedError(f"dense_linear.cpp needs inputs in multiples of {per_term}, got {linear.in_features}")
         self._weight = _tiled(linear.weight.detach(), tile, per_term)
         self._bias = None if self._bias is None else self._bias.to(dtype).contiguous()
-        # Found once, because a step of one row calls many layers.
-        self._pointers = (self._weight.data_ptr(), None if self._bias is None else self._bias.data_ptr())
-        self._sizes = (linear.out_features, linear.in_features, _ACTIVATIONS[activation])
+        sizes = (linear.out_features, linear.in_features, _ACTIVATIONS[activation])
+        self.set_kernel(kernel, (self._weight, self._bias), sizes)
 
     def product(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if x.dtype != self._weight.dtype:
             raise UnsupportedError(f"the layer's weight is in {self._weight.dtype}, got rows in {x.dtype}")
-        num_rows, x = x.shape[0], x.contiguous()
-        residual = None if residual is None else residual.contiguous()
-        out = x.new_empty((num_rows, self._sizes[0]))
-        residual_pointer = None if residual is None else residual.data_ptr()
-        num_threads = torch.get_num_threads()
-        self._kernel(x.data_ptr(), residual_pointer, out.data_ptr(), *self._pointers, num_rows, *self._sizes, num_threads)
-        return out
+        return self.call_kernel(x, residual)
 
 
 def _tiled(weight: Shaped[Tensor, "out in"], tile: int, per_term: int) -> Shaped[Tensor, "tiles terms tile per_term"]:

@@ -12,10 +12,10 @@ devices/machine_checks.py keeps it for the machine.
 import logging
 import math
 import timeit
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +70,28 @@ class CPULinear(nn.Module):
         """Find the form in which this machine gives a row the same bits among any number of rows. None if there is none."""
         probes = row_forms.cancelling_rows(linear.weight, self._bias, has_residual=self.adds_residual)
         return row_forms.find_row_form(self.product, probes, counts_of(linear))
+
+
+class CompiledLinear(CPULinear):
+    """A layer that a C++ kernel of this package computes."""
+
+    def set_kernel(self, kernel: Any, arrays: Sequence[Tensor | None], sizes: tuple[int, ...]) -> None:
+        """Keep what every call of the kernel gets: arrays between the output and the number of rows, and sizes after it.
+
+        sizes begins with the number of outputs. The layer holds the arrays, whose addresses are taken once: a step of one row
+        calls many layers.
+        """
+        self._kernel, self._sizes = kernel, sizes
+        self._pointers = tuple(None if array is None else array.data_ptr() for array in arrays)
+
+    def call_kernel(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        num_rows, x = x.shape[0], x.contiguous()
+        residual = None if residual is None else residual.contiguous()
+        out = x.new_empty((num_rows, self._sizes[0]))
+        residual_pointer = None if residual is None else residual.data_ptr()
+        num_threads = torch.get_num_threads()
+        self._kernel(x.data_ptr(), residual_pointer, out.data_ptr(), *self._pointers, num_rows, *self._sizes, num_threads)
+        return out
 
 
 class PackedLinear(CPULinear):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from nanoinfer.devices import native
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.models.cpu_linear import Activation, CPULinear
+from nanoinfer.models.cpu_linear import Activation, CompiledLinear, CPULinear
 from nanoinfer.models.weights import QuantizedParameter, QuantizedWeight
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def _in_four_bits(groups: Float[Tensor, "out groups group"]) -> tuple[Tensor, Te
     return integers.to(torch.uint8).flatten(1), scales, zeros.to(torch.uint8).squeeze(2)
 
 
-class QuantizedLinear(CPULinear):
+class QuantizedLinear(CompiledLinear):
     """The weight laid out for quantized_linear.cpp, which also adds the bias and the residual. x is in bfloat16."""
 
     def __init__(
@@ -95,25 +95,16 @@ class QuantizedLinear(CPULinear):
     ) -> None:
         super().__init__(linear, activation, adds_residual=adds_residual)
         weight = quantized(linear, bits)
-        self._sizes = (linear.out_features, linear.in_features, weight.group, bits)
         self._weight = _tiled_integers(weight)
         self._scales, self._zeros = _tiled(weight.scales), _tiled(weight.zeros)
         self._bias = None if self._bias is None else self._bias.float()
-        self._kernel = _kernel()
-        # Found once, because a step of one row calls many layers.
-        arrays = (self._weight, self._scales, self._zeros, self._bias)
-        self._pointers = tuple(None if array is None else array.data_ptr() for array in arrays)
+        sizes = (linear.out_features, linear.in_features, weight.group, bits)
+        self.set_kernel(_kernel(), (self._weight, self._scales, self._zeros, self._bias), sizes)
 
     def product(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if x.dtype != torch.bfloat16:
             raise UnsupportedError(f"a quantised linear layer computes in bfloat16, got {x.dtype}; load the model in bfloat16")
-        num_rows, x = x.shape[0], x.contiguous()
-        residual = None if residual is None else residual.contiguous()
-        out = x.new_empty((num_rows, self._sizes[0]))
-        residual_pointer = None if residual is None else residual.data_ptr()
-        num_threads = torch.get_num_threads()
-        self._kernel(x.data_ptr(), residual_pointer, out.data_ptr(), *self._pointers, num_rows, *self._sizes, num_threads)
-        return self.activated(out)
+        return self.activated(self.call_kernel(x, residual))
 
 
 class WidenedLinear(CPULinear):

@@ -29,7 +29,7 @@ from nanoinfer.models.checkpoint import Checkpoint, check_file, locate
 from nanoinfer.models.formats.awq import AWQWeights
 from nanoinfer.models.formats.compressed_tensors import CompressedWeights
 from nanoinfer.models.formats.fp8 import FP8Weights
-from nanoinfer.models.formats.gguf import read_gguf
+from nanoinfer.models.formats.gguf import GGUFFile, read_gguf
 from nanoinfer.models.formats.gguf_weights import GGUFWeights
 from nanoinfer.models.formats.gptq import GPTQWeights
 from nanoinfer.models.formats.lora import LoraWeights
@@ -91,7 +91,7 @@ def load(config: EngineConfig, communicator: Communicator | None = None) -> Load
     checkpoint = Checkpoint.open(config.model, config.revision)
     model, num_parameters, has_independent_rows = load_optimized(checkpoint, config, communicator)
     tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
-    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path, checkpoint.gguf if config.tokenizer is None else None)
     if config.tokenizer is not None and tokenizer is None:
         raise CheckpointNotFoundError(f"{tokenizer_path} holds no tokenizer files, such as tokenizer.json")
     eos_token_ids = checkpoint.eos_token_ids
@@ -132,10 +132,10 @@ def load_optimized(checkpoint: Checkpoint, config: EngineConfig, communicator: C
     return model, num_parameters, False
 
 
-def load_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer of a folder or of a GGUF file, or None where there is none."""
-    if path.is_file():
-        return tokenizer_from_gguf(read_gguf(path).metadata, path)
+def load_tokenizer(path: Path, file: GGUFFile | None = None) -> Tokenizer | None:
+    """The tokenizer of a folder or of a GGUF file, or None where there is none. file: the GGUF file's, if it has been read."""
+    if file is not None or path.is_file():
+        return tokenizer_from_gguf((file or read_gguf(path)).metadata, path)
     _check_tokenizer_files(path)
     return Tokenizer.load(path)
 

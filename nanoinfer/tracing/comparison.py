@@ -31,7 +31,7 @@ def page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str, str]) -> s
         "pairs": [_pair(pair, tokens) for pair in pairs],
     }
     template = (viewer.FOLDER / "comparison.html").read_text(encoding="utf-8")
-    return viewer.fill(template, {"/* COMPARISON */ {}": viewer.as_script(data)})
+    return viewer.fill(template, {"/* COLOURS */": viewer.colours(), "/* COMPARISON */ {}": viewer.as_script(data)})
 
 
 def _answers(events: list[Row]) -> dict[Any, str]:

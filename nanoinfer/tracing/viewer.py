@@ -23,7 +23,7 @@ def page(rows: Iterable[dict[str, Any]], *, at: str = "", differences: dict[str,
         at: Where it opens, such as "step=17&token=4". An address with a # has precedence.
         differences: For a page of a comparison: by sequence and position, the texts of the other run's tokens that differ.
     """
-    code = {"/* STYLE */": _read("replay.css"), "/* SCRIPT */": "\n".join(map(_read, _SCRIPTS))}
+    code = {"/* STYLE */": colours() + _read("replay.css"), "/* SCRIPT */": "\n".join(map(_read, _SCRIPTS))}
     values = {
         "/* EVENTS */ []": as_script([_shortened(row) for row in rows]),
         "/* DIFFERENCES */ null": as_script(differences),
@@ -36,6 +36,11 @@ def fill(template: str, parts: dict[str, str]) -> str:
     """The template with each place replaced by its part. A part may contain what looks like a place."""
     assert all(template.count(place) == 1 for place in parts)
     return re.sub("|".join(map(re.escape, parts)), lambda match: parts[match[0]], template)
+
+
+def colours() -> str:
+    """The style sheet's colours, which a page of a comparison shares with its frames."""
+    return _read("colours.css")
 
 
 def _read(name: str) -> str:
