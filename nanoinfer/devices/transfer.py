@@ -17,9 +17,9 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def integers_on_device(lists: list[list[int]], device: torch.device) -> list[Int[Tensor, "..."]]:
-    """Tensors of the lists, copied in one transfer. On a CPU, where nothing is copied, each is made by itself."""
+    """Tensors of the lists: parts of one tensor, which is copied in one transfer."""
     if device.type == "cpu":
-        return [torch.tensor(numbers, dtype=torch.int64) for numbers in lists]
+        return list(torch.tensor(list(chain.from_iterable(lists)), dtype=torch.int64).split(list(map(len, lists))))
     # Each starts at a multiple of 16 bytes, because Triton compiles another kernel for other pointers.
     even = [numbers + [0] * (len(numbers) % 2) for numbers in lists]
     parts = on_device(torch.tensor(list(chain.from_iterable(even)), dtype=torch.int64), device).split(list(map(len, even)))

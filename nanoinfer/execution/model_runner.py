@@ -14,16 +14,30 @@ from nanoinfer.execution.decode_graphs import DecodeGraphs
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.greedy import GreedyKernel
 
 
 class ModelRunner:
-    """Runs the model. graphs: replays decode steps. None runs every step eagerly."""
+    """Runs the model.
 
-    def __init__(self, model: Model, cache: KVCache, backend: AttentionBackend, graphs: DecodeGraphs | None = None) -> None:
+    Args:
+        graphs: replays decode steps. None runs every step eagerly.
+        greedy: chooses the tokens of greedy rows. None leaves them to the sampler.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        backend: AttentionBackend,
+        graphs: DecodeGraphs | None = None,
+        greedy: GreedyKernel | None = None,
+    ) -> None:
         self.model = model
         self.cache = cache
         self.backend = backend
         self.graphs = graphs
+        self.greedy = greedy
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         """The hidden rows of a step. They are valid until the next forward, which may write to the same memory."""
@@ -42,8 +56,10 @@ class ModelRunner:
     def sample(
         self, hidden: Float[Tensor, "num_tokens hidden"], rows: Int[Tensor, " num_rows"], batch: SamplingBatch
     ) -> Int[Tensor, " num_rows"] | None:
-        """The sampler's tokens, where they can be drawn without full rows of logits: distributed/runner.py. -1: not finite."""
-        return None
+        """The sampler's tokens, where they can be chosen in less time than by the sampler. -1: not finite."""
+        if self.greedy is None or not self.greedy.supports(batch):
+            return None
+        return self.greedy(self.model.compute_logits(hidden[rows]))
 
     def _run(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         attend = self.backend.begin_step(self.cache, batch.attention)

@@ -6,7 +6,7 @@ graphs, model runner and sampler.
 
 import logging
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from nanoinfer.attention.kv_cache import KVCache, bytes_per_block_of
 from nanoinfer.config import LOGPROBS_MODES, EngineConfig
 from nanoinfer.devices import openmp
 from nanoinfer.devices.cuda_graphs import CUDACapture
-from nanoinfer.errors import InvalidValueError
+from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.execution.batch_independence import cannot_be_invariant, is_batch_independent
 from nanoinfer.execution.decode_graphs import DecodeGraphs
 from nanoinfer.execution.executor import ExecutorInfo, PromptLogprobs, SequenceOutput, StepOutput
@@ -31,6 +31,7 @@ from nanoinfer.models.registry import Model
 from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.cuda_graphs import SamplerGraphs
+from nanoinfer.sampling.greedy import GreedyKernel
 from nanoinfer.sampling.logprobs import token_logprobs
 from nanoinfer.sampling.sampler import NOT_FINITE, STAGES, Drawn, Sampler
 from nanoinfer.sampling.stage_trace import StageTracer
@@ -116,7 +117,11 @@ class UniProcExecutor:
         )
         if isinstance(backend, CPUBackend):
             backend.warm_up(cache, model.config.num_attention_heads)
-        self.runner = ModelRunner(model, cache, backend, graphs)
+        greedy = None
+        if self.device.type == "cpu" and not config.enforce_eager:
+            with suppress(UnsupportedError):
+                greedy = GreedyKernel(self.dtype, model.config.vocab_size)
+        self.runner = ModelRunner(model, cache, backend, graphs, greedy)
         self._num_threads = torch.get_num_threads()
         self._batch_invariant = config.scheduler.batch_invariant
         self._is_batch_independent = has_independent_rows and is_batch_independent(

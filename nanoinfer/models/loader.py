@@ -5,7 +5,7 @@ In: an EngineConfig. Out: the model with its weights, optimised for its device (
 
 import dataclasses
 import logging
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,7 +250,7 @@ def read_config(checkpoint: Checkpoint) -> tuple[type[Any], Any]:
         is_size = field.type is int or (field.type == int | None and value is not None)
         if is_size and (type(value) is not int or not 1 <= value < 2**31):
             allowed = "a number >= 1 and below 2**31"
-        elif field.type is float and (type(value) not in (int, float) or not abs(value) < math.inf):
+        elif field.type is float and (type(value) not in (int, float) or not abs(value) <= sys.float_info.max):
             allowed = "a finite number"
         elif field.type is bool and type(value) is not bool:
             allowed = "true or false"

@@ -105,6 +105,7 @@ class SamplingBatch:
     entries: StageEntries = StageEntries()
     processors: tuple[RowProcessors, ...] = ()
     u: Float[Tensor, " batch"]  # float64: draw.uniform(seed, index of the token in prompt + output), or 0 if all are greedy
+    is_stateful: bool = False  # whether a row may have entries or processors, in any step
 
     @classmethod
     def build(
@@ -119,11 +120,14 @@ class SamplingBatch:
             last: an earlier batch of the same vocabulary and device. Its columns are reused if the rows are the same.
         """
         params = tuple(seq.params for seq in sequences)
-        positions = drawn_positions(sequences)
         if last is not None and len(last.params) == len(params) and all(map(operator.is_, last.params, params)):
-            columns, groups = last.columns, last.groups
+            columns, groups, is_stateful = last.columns, last.groups, last.is_stateful
+            if groups.all_greedy and not is_stateful:
+                return last
         else:
             columns, groups = _columns_and_groups(params, vocab_size, device)
+            is_stateful = any(_is_stateful(seq) for seq in sequences)
+        positions = drawn_positions(sequences)
         if groups.all_greedy:
             u = torch.zeros(len(sequences), dtype=torch.float64)
         else:
@@ -132,13 +136,14 @@ class SamplingBatch:
             params=params,
             columns=columns,
             groups=groups,
-            entries=_entries(sequences, positions, vocab_size, device),
+            entries=_entries(sequences, positions, vocab_size, device) if is_stateful else StageEntries(),
             processors=tuple(
                 RowProcessors(row, tuple(seq.params.logits_processors), seq.prompt_token_ids, seq.output_token_ids)
                 for row, seq in enumerate(sequences)
                 if seq.params.logits_processors
             ),
             u=on_device(u, device),
+            is_stateful=is_stateful,
         )
 
     @property
@@ -167,6 +172,12 @@ class SamplingBatch:
             top_p=pick(self.columns.top_p),
         )
         return SamplingBatch(columns=columns, u=self.u[rows])
+
+
+def _is_stateful(seq: Sequence) -> bool:
+    params = seq.params
+    has_lists = bool(seq.bad_words or params.logits_processors) or seq.grammar is not None
+    return has_lists or params.needs_state or params.min_tokens > 0
 
 
 def drawn_positions(sequences: Iterable[Sequence]) -> list[int]:

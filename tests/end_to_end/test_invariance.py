@@ -52,7 +52,7 @@ def logits_of(llm, prompts, watched, params=PARAMS):
         return sampler(logits, batch, watch)
 
     watching.has_user_stages = sampler.has_user_stages
-    llm.engine.executor.sampler = watching
+    llm.engine.executor.sampler, llm.engine.executor.runner.greedy = watching, None
     SamplingBatch.build = Watching.build
     try:
         while llm.engine.num_unfinished:

@@ -233,6 +233,7 @@ def tokens_of(path, capture, params=SAMPLED, **options):
     llm = LLM(str(path), device="cpu", kv_cache_memory=2**24, max_num_seqs=5, **options)
     if capture:
         llm.engine.executor.sampler = Sampler(graphs=SamplerGraphs(5, capture))
+        llm.engine.executor.runner.greedy = None  # of a CPU
     lengths = (3, 9, 14, 7, 2, 8)  # the row with a penalty ends soon: until then no draw is replayed
     params = [
         SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, seed=n, **its)

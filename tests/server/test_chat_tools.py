@@ -65,7 +65,8 @@ def test_a_required_call_is_the_same_streamed_and_whole(tool_client, options, ch
     for name, arguments in calls:
         check_call(name, arguments)
     parts = [part for chunk in chunks for choice in chunk.choices for part in choice.delta.tool_calls or []]
-    assert len(parts) > len(calls)  # the arguments came in fragments
+    # Arguments come in fragments, if there are any: the weights are random.
+    assert len(parts) > len(calls) or all(arguments == "{}" for _, arguments in calls)
     assert {part.type for part in parts if part.id} == {"function"}
 
 

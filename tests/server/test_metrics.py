@@ -42,7 +42,8 @@ def test_requests_are_counted(server):
     assert grown("request_success_total", "length") == 4
     assert grown("request_success_total", "error") == 0
     assert grown("time_to_first_token_seconds_count") == grown("e2e_request_latency_seconds_count") == 2
-    assert grown("inter_token_latency_seconds_count") == grown("request_generation_tokens_count") * 8 == 16
+    assert grown("request_generation_tokens_count") == 2
+    assert 0 < grown("inter_token_latency_seconds_count") <= 16  # two short steps may be delivered as one
     assert 0 < grown("time_to_first_token_seconds_sum") <= grown("e2e_request_latency_seconds_sum")
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert after["nanoinfer:" + name, None] == 0

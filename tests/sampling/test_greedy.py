@@ -1,0 +1,68 @@
+"""The kernel for greedy rows chooses the sampler's tokens."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sampling_rows import batch_of, sequence
+
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.sampling.greedy import GreedyKernel
+from nanoinfer.sampling.sampler import Sampler
+
+SPECIAL = [0.0, -0.0, 1.0, float("inf"), float("-inf"), float("nan")]
+
+
+def kernel(dtype, vocab_size):
+    try:
+        return GreedyKernel(dtype, vocab_size)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+
+
+def greedy_rows(num_rows, **params):
+    return batch_of([sequence(**{"temperature": 0, **params}) for _ in range(num_rows)], 50)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 1024, 1025, 5000])
+def test_random_rows_with_ties(vocab_size, dtype):
+    choose = kernel(dtype, vocab_size)
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randint(-2, 3 if seed % 2 else 2000, (7, vocab_size), generator=generator).to(dtype)
+        assert torch.equal(choose(logits), logits.argmax(dim=-1))
+
+
+@given(st.data())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_with_numbers_that_are_not_finite(dtype, data):
+    vocab_size = data.draw(st.sampled_from([3, 16, 40, 1030]))
+    row = [data.draw(st.sampled_from(SPECIAL))] * vocab_size
+    for _ in range(data.draw(st.integers(0, 6))):
+        row[data.draw(st.integers(0, vocab_size - 1))] = data.draw(st.sampled_from(SPECIAL))
+    logits = torch.tensor([row, [1.0] * vocab_size]).to(dtype)
+    expected = Sampler()(logits.float(), greedy_rows(2)).read().token_ids
+    assert kernel(dtype, vocab_size)(logits).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("params", "is_supported"),
+    [
+        ({}, True),
+        ({"temperature": 0.5}, False),
+        ({"logprobs": 0}, False),
+        ({"repetition_penalty": 1.5}, False),
+        ({"logit_bias": {3: 1.0}}, False),
+        ({"allowed_token_ids": [3]}, False),
+        ({"logits_processors": [lambda ids, row: row]}, False),
+    ],
+)
+def test_rows_that_a_stage_may_change_are_the_samplers(params, is_supported):
+    assert GreedyKernel.supports(greedy_rows(2, **params)) == is_supported
+
+
+def test_no_rows_are_the_samplers_and_float16_is_refused():
+    assert not GreedyKernel.supports(batch_of([], 50))
+    with pytest.raises(UnsupportedError, match=r"greedy.cpp supports float32 and bfloat16, not torch.float16"):
+        GreedyKernel(torch.float16, 50)
