@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
-from nanoinfer.attention.cpu_kernel import DecodeKernel, PrefillKernel
+from nanoinfer.attention.cpu_kernel import DecodeKernel, KernelRows, PrefillKernel
 from nanoinfer.attention.kv_cache import KVCache, Layout, finite_values
 from nanoinfer.devices.process import keep_freed_memory
 from nanoinfer.errors import UnsupportedError
@@ -154,7 +154,7 @@ class CPUBackend:
         return None if device.type == "cpu" else f"it runs on cpu only, not on {device}"
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
-        return _Step(cache, metadata, self)
+        return CPUStep(cache, metadata, self)
 
     def warm_up(self, cache: KVCache, num_heads: int) -> None:
         """Choose the form of the attention, when a model is loaded. Compiles the kernels if they have to be."""
@@ -169,6 +169,11 @@ class CPUBackend:
             except UnsupportedError as error:
                 self.form = f"Python, because {error}"
                 logger.warning("attention without its C++ kernels, which are faster: %s", error)
+
+    @property
+    def decode_kernel(self) -> DecodeKernel | None:
+        """The kernel that computes `decode`. None if it is a function in Python, or of a subclass."""
+        return None if self._kernels is None or type(self) is not CPUBackend else self._kernels[0]
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, rows: DecodeRows) -> Tensor:
         """paged_decode, by the kernel or by the function itself."""
@@ -198,7 +203,7 @@ class CPUBackend:
         return out
 
 
-class _Step:
+class CPUStep:
     """One step's attend: the decoding sequences and the prompt chunks, each by a function of the backend."""
 
     def __init__(self, cache: KVCache, metadata: AttentionMetadata, backend: CPUBackend) -> None:
@@ -207,6 +212,17 @@ class _Step:
         slots, tables, lens = metadata.slot_mapping, metadata.block_tables, metadata.seq_lens
         self._rows = DecodeRows(slots[:n], tables[:n], lens[:n])
         self._chunks = PrefillChunks(slots[n:], metadata.query_start_loc[n:], tables[n:], lens[n:])
+        self._metadata = metadata
+
+    @property
+    def decode_kernel(self) -> DecodeKernel | None:
+        """The kernel of a step in which every sequence decodes. It may compute all layers in one call: see decode_rows."""
+        is_decode = self._num_decodes == len(self._metadata.slot_mapping)
+        return self._backend.decode_kernel if is_decode else None
+
+    def decode_rows(self, kernel: DecodeKernel) -> KernelRows:
+        _, num_kv_heads, block_size, _ = self._cache.layer(0)[0].shape
+        return kernel.rows(*self._rows, self._metadata.seq_lens_cpu, (num_kv_heads, block_size), self._cache.addresses)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n = self._num_decodes

@@ -1,28 +1,27 @@
 """The C++ kernels of the attention, cpu_decode.cpp and cpu_prefill.cpp, as callables on tensors."""
 
+import ctypes
 from collections.abc import Iterator
 from ctypes import c_int, c_int64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.devices import native
+from nanoinfer.devices.program import Step
 from nanoinfer.errors import UnsupportedError
 
 FOLDER = Path(__file__).parent
 DTYPES = {torch.float32: [], torch.bfloat16: ["BF16"]}  # and what they define in the source
 
 
-def _function(name: str, dtype: torch.dtype, head_dim: int, *definitions: str) -> Any:
-    """The function `name` of cpu_`name`.cpp."""
+def _library(name: str, dtype: torch.dtype, head_dim: int, *definitions: str) -> ctypes.CDLL:
     if dtype not in DTYPES:
         raise UnsupportedError(f"it supports float32 and bfloat16, not {str(dtype).removeprefix('torch.')}")
-    function = native.load(FOLDER / f"cpu_{name}.cpp", f"HEAD_DIM={head_dim}", *definitions, *DTYPES[dtype])[name]
-    function.restype = None
-    return function
+    return native.load(FOLDER / f"cpu_{name}.cpp", f"HEAD_DIM={head_dim}", *definitions, *DTYPES[dtype])
 
 
 def _with_whole_heads(*tensors: Tensor) -> Iterator[Tensor]:
@@ -38,8 +37,12 @@ class DecodeKernel:
     """
 
     def __init__(self, dtype: torch.dtype, head_dim: int, group: int) -> None:
-        self._function = _function("decode", dtype, head_dim, f"GROUP={group}")
-        self._function.argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_void_p] * 5 + [c_int64] * 4 + [c_int]
+        library = _library("decode", dtype, head_dim, f"GROUP={group}")
+        self._decode, self._find_spans, self._decode_step = library.decode, library.find_spans, library.decode_step
+        self._decode.argtypes, self._decode.restype = [c_void_p, c_void_p, c_int], None
+        self._find_spans.argtypes, self._find_spans.restype = [c_void_p], None
+        sizes = (c_int64.in_dll(library, name).value for name in ("span_tokens", "span_bytes", "partial_bytes"))
+        self._span_tokens, self._span_bytes, self._partial_bytes = sizes
 
     def __call__(
         self,
@@ -55,14 +58,54 @@ class DecodeKernel:
         """See cpu.paged_decode. The last three arguments are contiguous, int64, and their values are not checked."""
         q, k, v = _with_whole_heads(q, k, v)
         out = torch.empty(q.shape, dtype=q.dtype)
-        num_seqs, max_blocks = block_tables.shape
         _, num_kv_heads, block_size, _ = k_pages.shape
-        self._function(
+        rows = self.rows(slots, block_tables, seq_lens, seq_lens.tolist(), (num_kv_heads, block_size))
+        heads = (c_int64 * 9)(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), q.stride(0), k.stride(0), v.stride(0),
-            k_pages.data_ptr(), v_pages.data_ptr(), slots.data_ptr(), block_tables.data_ptr(), seq_lens.data_ptr(),
-            num_seqs, max_blocks, num_kv_heads, block_size, torch.get_num_threads(),
+            k_pages.data_ptr(), v_pages.data_ptr(),
         )  # fmt: skip
+        self._decode(rows.array.data_ptr(), heads, torch.get_num_threads())
         return out
+
+    def rows(
+        self,
+        slots: Int[Tensor, " num_seqs"],
+        block_tables: Int[Tensor, "num_seqs max_blocks"],
+        seq_lens: Int[Tensor, " num_seqs"],
+        lens: list[int],
+        sizes: tuple[int, int],
+        pages: Int[Tensor, " pages"] | None = None,
+    ) -> "KernelRows":
+        """What the layers of a step share. lens: the values of seq_lens. sizes: num_kv_heads and block_size.
+
+        pages: KVCache.addresses, for `step`.
+        """
+        num_kv_heads, block_size = sizes
+        num_spans = sum(-(-num // self._span_tokens) for num in lens)
+        scratch = torch.empty(num_spans * (self._span_bytes + num_kv_heads * self._partial_bytes) + 64, dtype=torch.uint8)
+        partials = -(-scratch.data_ptr() // 64) * 64
+        spans = partials + num_spans * num_kv_heads * self._partial_bytes
+        num_seqs, max_blocks = block_tables.shape
+        array = torch.tensor([
+            slots.data_ptr(), block_tables.data_ptr(), seq_lens.data_ptr(), num_seqs, max_blocks, num_spans,
+            num_kv_heads, block_size, spans, partials, 0 if pages is None else pages.data_ptr(),
+        ])  # fmt: skip
+        self._find_spans(array.data_ptr())
+        return KernelRows(array, (slots, block_tables, seq_lens, pages, scratch))
+
+    def step(self, qkv: int, out: int, rows: int, *, layer: int) -> Step:
+        """A layer's attention in a program. qkv, out, rows: arrays of its batch. The last one is that of KernelRows.
+
+        qkv: [num_seqs, num_heads + 2 * num_kv_heads, head_dim], the queries first, the values last.
+        """
+        return Step(self._decode_step, (qkv, out, rows, layer))
+
+
+class KernelRows(NamedTuple):
+    """The rows of a decode step as cpu_decode.cpp reads them."""
+
+    array: Int[Tensor, " fields"]
+    kept: tuple[Tensor | None, ...]  # what it points to
 
 
 class PrefillKernel:
@@ -73,7 +116,8 @@ class PrefillKernel:
     """
 
     def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
-        self._function = _function("prefill", dtype, head_dim)
+        self._function = _library("prefill", dtype, head_dim).prefill
+        self._function.restype = None
         self._function.argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_void_p] * 6 + [c_int64] * 5 + [c_int]
 
     def __call__(

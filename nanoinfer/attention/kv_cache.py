@@ -11,6 +11,7 @@ A slot holds one token: slot = block * block_size + offset. The attention backen
 import math
 import mmap
 from contextlib import suppress
+from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
 
@@ -50,6 +51,11 @@ class KVCache:
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """The keys and the values of one layer, each in the cache's layout."""
         return self._layers[layer]
+
+    @cached_property
+    def addresses(self) -> Int[Tensor, " pages"]:
+        """Where the keys and the values of each layer are in memory, for kernels that compute several layers in a call."""
+        return torch.tensor([pages.data_ptr() for pages in chain.from_iterable(self._layers)])
 
     def write(
         self,

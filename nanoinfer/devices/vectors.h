@@ -9,7 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -24,6 +24,9 @@ typedef uint16_t Number;  // the upper half of a float's bits
 typedef uint16_t Numbers __attribute__((vector_size(2 * LANES)));
 
 inline Floats widen(Numbers x) {
+#ifdef __AVX512F__
+    if constexpr (LANES == 16) return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16);
+#endif
     return (Floats)(__builtin_convertvector(x, Ints) << 16);
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.models.cpu_linear import LinearOptimizer
+from nanoinfer.models.cpu_program import Array, LayerSteps
 from nanoinfer.models.gpt2 import GPT2MLP, GPT2Attention, GPT2Block
 from nanoinfer.models.layers import RMSNorm, SwiGLU, apply_rotary
 from nanoinfer.models.parallel_layers import AllReduced
@@ -41,6 +42,17 @@ class CPUGPT2Block(nn.Module):
         """x + attention. A method, so that q, k and v are freed before the MLP."""
         q, k, v = self.qkv_proj(self.ln_1(x)).unflatten(-1, self.heads).unbind(1)
         return self.out_proj(attend(self.layer, q, k, v).flatten(1), x)
+
+    def describe(self, steps: LayerSteps) -> None:
+        """`forward` as steps of a program."""
+        _, num_heads, head_dim = self.heads
+        steps.norm(self.ln_1, Array.X, Array.NORMED)
+        steps.linear(self.qkv_proj, Array.NORMED, Array.QKV)
+        steps.attend(self.layer, num_heads, num_heads, head_dim)
+        steps.linear(self.out_proj, Array.ATTENDED, Array.X)
+        steps.norm(self.ln_2, Array.X, Array.NORMED)
+        steps.linear(self.up_proj, Array.NORMED, Array.HIDDEN)
+        steps.linear(self.down_proj, Array.HIDDEN, Array.X)
 
 
 class CPUQwenDecoderLayer(nn.Module):
@@ -91,6 +103,19 @@ class CPUQwenDecoderLayer(nn.Module):
             qk = self.norm(qk)
         q, k = apply_rotary(qk, cos, sin).split([self.num_heads, self.num_kv_heads], dim=1)
         return self.o_proj(attend(self.layer, q, k, v).flatten(1), x)
+
+    def describe(self, steps: LayerSteps) -> None:
+        """`forward` as steps of a program."""
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+        steps.norm(self.input_layernorm, Array.X, Array.NORMED)
+        steps.linear(self.qkv_proj, Array.NORMED, Array.QKV)
+        steps.rotate(self.norm if self.qk_norm else None, *heads)
+        steps.attend(self.layer, *heads)
+        steps.linear(self.o_proj, Array.ATTENDED, Array.X)
+        steps.norm(self.post_attention_layernorm, Array.X, Array.NORMED)
+        steps.linear(self.gate_proj, Array.NORMED, Array.HIDDEN)
+        steps.linear(self.up_proj, Array.NORMED, Array.HIDDEN, factor=Array.HIDDEN)
+        steps.linear(self.down_proj, Array.HIDDEN, Array.X)
 
 
 class CPUSwiGLU(nn.Module):

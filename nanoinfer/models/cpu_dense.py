@@ -21,7 +21,6 @@ from nanoinfer.errors import UnsupportedError
 from nanoinfer.models.cpu_linear import CLASSES, Activation, CompiledLinear, CPULinear
 
 _DEFINITIONS = {torch.float32: (), torch.bfloat16: ("BF16",)}
-_ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}  # as in dense_linear.cpp
 
 
 class DenseLinear(CompiledLinear):
@@ -37,15 +36,12 @@ class DenseLinear(CompiledLinear):
         if dtype not in _DEFINITIONS:
             raise UnsupportedError(f"dense_linear.cpp supports float32 and bfloat16, not {dtype}")
         library = native.load(Path(__file__).with_name("dense_linear.cpp"), *_DEFINITIONS[dtype])
-        kernel = library.linear
-        kernel.argtypes, kernel.restype = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2, None
         tile, per_term = (ctypes.c_int.in_dll(library, name).value for name in ("tile_size", "num_per_term"))
         if linear.in_features % per_term:
             raise UnsupportedError(f"dense_linear.cpp needs inputs in multiples of {per_term}, got {linear.in_features}")
         self._weight = _tiled(linear.weight.detach(), tile, per_term)
         self._bias = None if self._bias is None else self._bias.to(dtype).contiguous()
-        sizes = (linear.out_features, linear.in_features, _ACTIVATIONS[activation])
-        self.set_kernel(kernel, (self._weight, self._bias), sizes)
+        self.set_kernel(library.linear, (self._weight, self._bias), (linear.out_features, linear.in_features))
 
     def product(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if x.dtype != self._weight.dtype:

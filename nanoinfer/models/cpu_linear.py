@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from nanoinfer.devices import row_forms
 from nanoinfer.devices.machine_checks import verdict
+from nanoinfer.devices.program import Program, Step
 from nanoinfer.errors import UnsupportedError, first_line
 from nanoinfer.models.layers import gelu_tanh, merge_linears
 from nanoinfer.models.parallel_layers import AllReduced
@@ -32,8 +33,10 @@ logger = logging.getLogger(__name__)
 
 Activation = Literal["silu", "gelu_tanh"]
 
+_SMALL_WEIGHT = 2**18
 _ROWS_HINT = 64  # rows to expect. From 16 on, the packing serves any number.
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
+ACTIVATION_CODES = {None: 0, "silu": 1, "gelu_tanh": 2}  # as in activations.h
 _ONEDNN_NAMES = {None: ("none", ""), "silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh")}
 
 
@@ -73,24 +76,34 @@ class CPULinear(nn.Module):
 
 
 class CompiledLinear(CPULinear):
-    """A layer that a C++ kernel of this package computes."""
+    """A layer that a C++ kernel of this package computes, alone or as a step of a program.
 
-    def set_kernel(self, kernel: Any, arrays: Sequence[Tensor | None], sizes: tuple[int, ...]) -> None:
-        """Keep what every call of the kernel gets: arrays between the output and the number of rows, and sizes after it.
+    Args:
+        kernel: the function `linear` of a kernel.
+        arrays, sizes: the fields of its struct Layer.
+        scratch_bytes: memory that the kernel needs for each row.
+    """
 
-        sizes begins with the number of outputs. The layer holds the arrays, whose addresses are taken once: a step of one row
-        calls many layers.
+    def set_kernel(self, kernel: Any, arrays: Sequence[Tensor | None], sizes: tuple[int, ...], scratch_bytes: int = 0) -> None:
+        self._kernel, self.num_out, self.scratch_bytes = kernel, sizes[0], scratch_bytes
+        self._arrays = arrays  # kept alive
+        pointers = (0 if array is None else array.data_ptr() for array in arrays)
+        self._fields = (*pointers, *sizes, ACTIVATION_CODES[self._activation])
+        self._program = Program([self.step(x=0, residual=1, out=2, scratch=3)])
+
+    def step(self, *, x: int, out: int, scratch: int, factor: int = -1, residual: int = -1) -> Step:
+        """The layer in a program. The arguments are arrays of its batch, and out may be one of the last two.
+
+        factor, residual: out = residual + factor * activation(...). -1: none.
         """
-        self._kernel, self._sizes = kernel, sizes
-        self._pointers = tuple(None if array is None else array.data_ptr() for array in arrays)
+        return Step(self._kernel, (x, factor, residual, out, *self._fields, scratch))
 
     def call_kernel(self, x: Tensor, residual: Tensor | None) -> Tensor:
         num_rows, x = x.shape[0], x.contiguous()
         residual = None if residual is None else residual.contiguous()
-        out = x.new_empty((num_rows, self._sizes[0]))
-        residual_pointer = None if residual is None else residual.data_ptr()
-        num_threads = torch.get_num_threads()
-        self._kernel(x.data_ptr(), residual_pointer, out.data_ptr(), *self._pointers, num_rows, *self._sizes, num_threads)
+        out = x.new_empty((num_rows, self.num_out))
+        scratch = x.new_empty(num_rows * self.scratch_bytes, dtype=torch.uint8) if self.scratch_bytes else None
+        self._program(num_rows, (x, residual, out, scratch))
         return out
 
 
@@ -222,11 +235,13 @@ class LinearOptimizer:
 def _find_form(linear: nn.Linear, layers: dict[str, CPULinear]) -> str:
     """Find the fastest layer that has a form. The first one is kept if another takes more than 0.8 of its time.
 
-    A plain layer is not compared with others, because it is slow.
+    A plain layer is not compared with others, because it is slow. Nor are small layers: their time is mostly that of a call,
+    which a program saves (cpu_program.py).
     """
     seconds: dict[str, float] = {}
     for name, layer in layers.items():
-        if not (seconds and isinstance(layer, PlainLinear)) and (form := layer.find_form(linear)):
+        is_compared = linear.weight.numel() > _SMALL_WEIGHT and not isinstance(layer, PlainLinear)
+        if (is_compared or not seconds) and (form := layer.find_form(linear)):
             layer.form = form
             seconds[f"{name}, {form.name}"] = _seconds(layer, linear) / (0.8 if seconds else 1)
     return min(seconds, key=lambda name: seconds[name], default=_NONE)

@@ -12,7 +12,6 @@ Sources: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339 (8 bits for weig
 https://arxiv.org/abs/2206.01861 (a scale per group, activations rounded as they come).
 """
 
-import ctypes
 import logging
 import math
 from collections.abc import Callable
@@ -88,7 +87,7 @@ def _in_four_bits(groups: Float[Tensor, "out groups group"]) -> tuple[Tensor, Te
 
 
 class QuantizedLinear(CompiledLinear):
-    """The weight laid out for quantized_linear.cpp, which also adds the bias and the residual. x is in bfloat16."""
+    """The weight laid out for quantized_linear.cpp. x is in bfloat16."""
 
     def __init__(
         self, linear: nn.Linear, activation: Activation | None = None, *, adds_residual: bool = False, bits: int
@@ -99,12 +98,13 @@ class QuantizedLinear(CompiledLinear):
         self._scales, self._zeros = _tiled(weight.scales), _tiled(weight.zeros)
         self._bias = None if self._bias is None else self._bias.float()
         sizes = (linear.out_features, linear.in_features, weight.group, bits)
-        self.set_kernel(_kernel(), (self._weight, self._scales, self._zeros, self._bias), sizes)
+        scratch_bytes = linear.in_features + 8 * (linear.in_features // weight.group)  # integers, and a scale and sum per group
+        self.set_kernel(_kernel(), (self._weight, self._scales, self._zeros, self._bias), sizes, scratch_bytes)
 
     def product(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if x.dtype != torch.bfloat16:
             raise UnsupportedError(f"a quantised linear layer computes in bfloat16, got {x.dtype}; load the model in bfloat16")
-        return self.activated(self.call_kernel(x, residual))
+        return self.call_kernel(x, residual)
 
 
 class WidenedLinear(CPULinear):
@@ -133,12 +133,10 @@ def quantized_classes(quantization: str) -> dict[str, Callable[..., CPULinear]]:
 def _kernel() -> Any:
     """The function of quantized_linear.cpp, or None if this machine cannot compile it."""
     try:
-        function = native.load(Path(__file__).with_name("quantized_linear.cpp")).quantized_linear
+        return native.load(Path(__file__).with_name("quantized_linear.cpp")).linear
     except UnsupportedError as error:
         logger.warning("quantised layers are widened at each call, which saves memory and is slow: %s", error)
         return None
-    function.argtypes, function.restype = [ctypes.c_void_p] * 7 + [ctypes.c_int] * 6, None
-    return function
 
 
 def _tiled(array: Shaped[Tensor, "out columns"]) -> Shaped[Tensor, "tiles columns tile"]:

@@ -23,6 +23,7 @@ from nanoinfer.errors import UnsupportedError
 from nanoinfer.models.cpu_blocks import CPU_BLOCKS
 from nanoinfer.models.cpu_dense import dense_classes
 from nanoinfer.models.cpu_linear import LinearOptimizer, LinearReport
+from nanoinfer.models.cpu_program import compile_layers
 from nanoinfer.models.cpu_quantized import MULTIPLE, quantized_classes
 from nanoinfer.models.weights import progress_bar
 
@@ -59,6 +60,7 @@ def optimize_for_cpu(model: nn.Module, quantization: str | None = None) -> Linea
 
     with torch.inference_mode(), progress_bar("packing weights", _num_linears(model)) as bar:
         _replace_modules(model, optimized)
+        compile_layers(model)
     return linears.report()
 
 

@@ -1,44 +1,38 @@
-// A linear layer with weights in 8 or 4 bits: out = residual + x @ weight.T + bias. cpu_quantized.py lays out and explains its arrays.
+// A linear layer with weights in 8 or 4 bits: out = residual + factor * activation(x @ weight.T + bias). cpu_quantized.py lays out
+// and explains its arrays.
 //
 // Each row of x is first rounded to integers in -127 .. 127, with a scale per group of inputs. The products of a group are then
 // sums of integers, which are exact in any order. The groups are added in fp32, one after the other. So the bits of a row do not
 // depend on the number of rows, whichever instructions add the integers.
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <vector>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+
+#define BF16
+constexpr int LANES = 16;
+#include "activations.h"
+#include "program.h"
 
 namespace {
 
 constexpr int TILE = 32;  // outputs that are computed together, and lie together in memory
 constexpr int MOST_ROWS = 8;  // rows that are computed together, so that a weight is loaded once for all of them
 
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef float Floats __attribute__((vector_size(64)));
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 
 template <typename Vector, typename Element>
-Vector load(const Element* from) {
+Vector vector_at(const Element* from) {
   Vector vector;
   std::memcpy(&vector, from, sizeof vector);
   return vector;
 }
 
-float widened(uint16_t bfloat16) {
-  const uint32_t bits = uint32_t(bfloat16) << 16;
+float widened(Number number) {
+  const uint32_t bits = uint32_t(number) << 16;
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
-}
-
-uint16_t rounded(float value) {  // to bfloat16, to nearest even
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return value != value ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
 // sum[i] + the four unsigned bytes of weights[i] times the four signed bytes of x
@@ -68,13 +62,16 @@ struct Layer {
   const float* scales;    // [N / TILE, K / group, TILE]
   const uint8_t* zeros;   // [N / TILE, K / group, TILE]: the integers that stand for 0
   const float* bias;      // [N] or null
-  int num_out, num_in, group;
+  int64_t num_out, num_in, group, bits, activation;
 };
 
+// The rows of a batch. factor and residual: null if there is none.
 struct Rows {
-  std::vector<int8_t> integers;  // [rows, K]
-  std::vector<float> scales;     // [rows, K / group]
-  std::vector<int32_t> sums;     // [rows, K / group], of the integers
+  int8_t* integers;  // [num_rows, K]: x, rounded
+  float* scales;     // [num_rows, K / group]
+  int32_t* sums;     // [num_rows, K / group], of the integers
+  const Number *factor, *residual;  // [num_rows, N]
+  Number* out;       // [num_rows, N]
 };
 
 int32_t nearest(float value) {  // integer, of a value below 2^22: added to 1.5 * 2^23, it is in the low bits
@@ -84,7 +81,7 @@ int32_t nearest(float value) {  // integer, of a value below 2^22: added to 1.5 
   return bits - 0x4b400000;
 }
 
-void quantize(const uint16_t* x, int group, int8_t* integers, float* scale, int32_t* sum) {
+void quantize(const Number* x, int group, int8_t* integers, float* scale, int32_t* sum) {
   uint32_t largest = 0;  // as bits, so that NaN is larger than any number
   for (int k = 0; k < group; ++k) largest = std::max(largest, uint32_t(x[k] & 0x7fff));
   const float limit = widened(uint16_t(largest)), factor = limit > 0 ? 127 / limit : 0;
@@ -99,88 +96,88 @@ void quantize(const uint16_t* x, int group, int8_t* integers, float* scale, int3
 
 // Outputs of one tile for NUM rows.
 template <int NUM, int BITS>
-void compute(const Layer& layer, int tile, const Rows& rows, int first, const uint16_t* residual, uint16_t* out) {
+void compute(const Layer& layer, int tile, const Rows& rows, int first) {
   const int num_in = layer.num_in, group = layer.group, num_groups = num_in / group;
   const uint8_t* weight = layer.weight + size_t(tile) * TILE * num_in * BITS / 8;
-  const int8_t* x = rows.integers.data() + size_t(first) * num_in;
+  const int8_t* x = rows.integers + size_t(first) * num_in;
   Floats total[NUM][2] = {};
   for (int g = 0; g < num_groups; ++g) {
     const size_t at = (size_t(tile) * num_groups + g) * TILE;
     Ints dot[NUM][2];
     for (int half = 0; half < 2; ++half) {
-      const Ints zero = __builtin_convertvector(load<Bytes>(layer.zeros + at + half * 16), Ints);
+      const Ints zero = __builtin_convertvector(vector_at<Bytes>(layer.zeros + at + half * 16), Ints);
       for (int row = 0; row < NUM; ++row) dot[row][half] = zero * -rows.sums[size_t(first + row) * num_groups + g];
     }
     for (int k = g * group; k < (g + 1) * group; k += 32 / BITS) {
       for (int half = 0; half < 2; ++half) {
-        const Ints packed = load<Ints>(weight + half * 64);
+        const Ints packed = vector_at<Ints>(weight + half * 64);
         if (BITS == 8) {
-          for (int row = 0; row < NUM; ++row) dot[row][half] = add_products(dot[row][half], packed, load<int32_t>(x + row * num_in + k));
+          for (int row = 0; row < NUM; ++row) dot[row][half] = add_products(dot[row][half], packed, vector_at<int32_t>(x + row * num_in + k));
         } else {
           const Ints low = packed & 0x0f0f0f0f, high = (packed >> 4) & 0x0f0f0f0f;
           for (int row = 0; row < NUM; ++row) {
-            dot[row][half] = add_products(dot[row][half], low, load<int32_t>(x + row * num_in + k));
-            dot[row][half] = add_products(dot[row][half], high, load<int32_t>(x + row * num_in + k + 4));
+            dot[row][half] = add_products(dot[row][half], low, vector_at<int32_t>(x + row * num_in + k));
+            dot[row][half] = add_products(dot[row][half], high, vector_at<int32_t>(x + row * num_in + k + 4));
           }
         }
       }
       weight += 2 * 64;
     }
     for (int half = 0; half < 2; ++half) {
-      const Floats scale = load<Floats>(layer.scales + at + half * 16);
+      const Floats scale = vector_at<Floats>(layer.scales + at + half * 16);
       for (int row = 0; row < NUM; ++row)
         total[row][half] += __builtin_convertvector(dot[row][half], Floats) * rows.scales[size_t(first + row) * num_groups + g] * scale;
     }
   }
-  const int start = tile * TILE, num = std::min(TILE, layer.num_out - start);
   for (int row = 0; row < NUM; ++row) {
-    float sums[TILE];
-    std::memcpy(sums, total[row], sizeof sums);
-    const size_t at = size_t(first + row) * layer.num_out + start;
-    for (int i = 0; i < num; ++i) {
-      float sum = sums[i];
-      if (layer.bias) sum += layer.bias[start + i];
-      if (residual) sum += widened(residual[at + i]);
-      out[at + i] = rounded(sum);
+    for (int half = 0; half < 2; ++half) {
+      const int64_t start = tile * TILE + half * LANES, place = (first + row) * layer.num_out + start;
+      const int num = std::clamp<int64_t>(layer.num_out - start, 0, LANES);
+      Floats result = total[row][half];
+      for (int i = 0; layer.bias && i < num; ++i) result[i] += layer.bias[start + i];
+      result = activated(result, layer.activation);
+      if (rows.factor) result *= load(rows.factor + place, num);
+      if (rows.residual) result += load(rows.residual + place, num);
+      store(rows.out + place, result, num);
     }
   }
 }
 
 template <int BITS>
-void compute_rows(const Layer& layer, int tile, const Rows& rows, int num_rows, const uint16_t* residual, uint16_t* out) {
+void compute_rows(const Layer& layer, int tile, const Rows& rows, int num_rows) {
   int row = 0;
-  for (; row + MOST_ROWS <= num_rows; row += MOST_ROWS) compute<MOST_ROWS, BITS>(layer, tile, rows, row, residual, out);
-  if (num_rows - row >= 4) compute<4, BITS>(layer, tile, rows, row, residual, out), row += 4;
-  if (num_rows - row >= 2) compute<2, BITS>(layer, tile, rows, row, residual, out), row += 2;
-  if (num_rows - row >= 1) compute<1, BITS>(layer, tile, rows, row, residual, out);
+  for (; row + MOST_ROWS <= num_rows; row += MOST_ROWS) compute<MOST_ROWS, BITS>(layer, tile, rows, row);
+  if (num_rows - row >= 4) compute<4, BITS>(layer, tile, rows, row), row += 4;
+  if (num_rows - row >= 2) compute<2, BITS>(layer, tile, rows, row), row += 2;
+  if (num_rows - row >= 1) compute<1, BITS>(layer, tile, rows, row);
 }
 
 }  // namespace
 
-// x, residual (or null), out: bfloat16, [num_rows, num_in or num_out]
-extern "C" void quantized_linear(
-    const uint16_t* x, const uint16_t* residual, uint16_t* out, const uint8_t* weight, const float* scales, const uint8_t* zeros,
-    const float* bias, int num_rows, int num_out, int num_in, int group, int bits, int num_threads) {
-  const Layer layer{weight, scales, zeros, bias, num_out, num_in, group};
-  const int num_groups = num_in / group, num_tiles = (num_out + TILE - 1) / TILE;
-  static thread_local Rows kept;  // kept, because allocating and touching memory takes as long as the products of a row
-  Rows& rows = kept;
-  rows.integers.resize(size_t(num_rows) * num_in);
-  rows.scales.resize(size_t(num_rows) * num_groups);
-  rows.sums.resize(size_t(num_rows) * num_groups);
-#pragma omp parallel num_threads(num_threads)
-  {
+struct Arguments {
+  int64_t x, factor, residual, out;  // arrays of the batch, or -1. out may be factor or residual.
+  Layer layer;
+  int64_t scratch;  // an array of the batch
+};
+
+extern "C" void linear(const Arguments* arguments, const Batch& batch) {
+  const Layer& layer = arguments->layer;
+  const int64_t num_rows = batch.num_rows, num_groups = layer.num_in / layer.group, num_tiles = (layer.num_out + TILE - 1) / TILE;
+  const Number* x = batch.at<Number>(arguments->x);
+  int8_t* integers = batch.at<int8_t>(arguments->scratch);
+  float* scales = (float*)(integers + num_rows * layer.num_in);
+  const Rows rows{integers, scales, (int32_t*)(scales + num_rows * num_groups), batch.at<Number>(arguments->factor),
+                  batch.at<Number>(arguments->residual), batch.at<Number>(arguments->out)};
 #pragma omp for schedule(static)
-    for (int i = 0; i < num_rows * num_groups; ++i) {
-      const size_t at = size_t(i) * group;
-      quantize(x + at, group, rows.integers.data() + at, &rows.scales[i], &rows.sums[i]);
-    }
+  for (int64_t i = 0; i < num_rows * num_groups; ++i) {
+    const size_t at = size_t(i) * layer.group;
+    quantize(x + at, layer.group, rows.integers + at, &rows.scales[i], &rows.sums[i]);
+  }
 #pragma omp for schedule(static)
-    for (int tile = 0; tile < num_tiles; ++tile) {
-      if (bits == 8)
-        compute_rows<8>(layer, tile, rows, num_rows, residual, out);
-      else
-        compute_rows<4>(layer, tile, rows, num_rows, residual, out);
-    }
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    if (layer.bits == 8)
+      compute_rows<8>(layer, tile, rows, num_rows);
+    else
+      compute_rows<4>(layer, tile, rows, num_rows);
   }
 }

@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).parents[2] / "nanoinfer"
 PAGE = PACKAGE.parent / "docs" / "reading.md"
 SENTENCE = re.compile(r"([\d,]+) lines of code \(([\d,]+) with docstrings, comments and blank lines\)")
 
-# In the order of a token's journey through a loaded Qwen model, from LLM.generate to the RequestOutput. No loading, no errors.
+# In the order of a token's journey through a loaded Qwen model, from LLM.generate to the RequestOutput. No loading, no errors,
+# no C++ kernels and no modules that call them: these files define what they compute.
 CORE = """
     llm.py sampling_params.py engine/inputs.py tokenization/tokenizer.py
     engine/llm_engine.py engine/guards.py engine/request.py
@@ -19,7 +20,7 @@ CORE = """
     execution/executor.py execution/uniproc_executor.py execution/forward_batch.py execution/model_runner.py
     devices/transfer.py devices/openmp.py
     models/qwen.py models/layers.py models/cpu_blocks.py models/cpu_linear.py
-    attention/base.py attention/kv_cache.py attention/cpu.py attention/cpu_kernel.py
+    attention/base.py attention/kv_cache.py attention/cpu.py
     sampling/sampler.py sampling/batch.py sampling/state.py sampling/stages.py sampling/draw.py sampling/fast.py
     sampling/logprobs.py
     engine/stopping.py tokenization/detokenizer.py outputs.py

@@ -69,12 +69,12 @@ def test_so_is_a_kind_of_layer_that_is_not_the_first(tmp_path, monkeypatch):
 
 
 def test_so_is_an_attention_backend(qwen3_path, monkeypatch):
-    decode = CPUBackend.decode
+    prefill = CPUBackend.prefill
 
-    def decode_of_many(self, q, *args):
-        return decode(self, q, *args) * (1.001 if len(q) > 1 else 1.0)
+    def prefill_of_many(self, q, *args):
+        return prefill(self, q, *args) * (1.001 if len(q) > 40 else 1.0)
 
-    monkeypatch.setattr(CPUBackend, "decode", decode_of_many)
+    monkeypatch.setattr(CPUBackend, "prefill", prefill_of_many)
     assert not LLM(qwen3_path, kv_cache_memory=2**24).batch_independent
 
 
