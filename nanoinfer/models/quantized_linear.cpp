@@ -17,6 +17,7 @@ constexpr int LANES = 16;
 namespace {
 
 constexpr int TILE = 32;  // outputs that are computed together, and lie together in memory
+constexpr int FETCH_AHEAD = 4096;  // bytes
 constexpr int MOST_ROWS = 8;  // rows that are computed together, so that a weight is loaded once for all of them
 
 typedef uint8_t Bytes __attribute__((vector_size(16)));
@@ -110,6 +111,7 @@ void compute(const Layer& layer, int tile, const Rows& rows, int first) {
     }
     for (int k = g * group; k < (g + 1) * group; k += 32 / BITS) {
       for (int half = 0; half < 2; ++half) {
+        if (NUM == 1) __builtin_prefetch(weight + FETCH_AHEAD + half * 64);  // more rows have enough to do meanwhile
         const Ints packed = vector_at<Ints>(weight + half * 64);
         if (BITS == 8) {
           for (int row = 0; row < NUM; ++row) dot[row][half] = add_products(dot[row][half], packed, vector_at<int32_t>(x + row * num_in + k));
