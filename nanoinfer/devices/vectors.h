@@ -135,13 +135,14 @@ inline Floats add_products(Floats sum, Terms x, Term y) {
 #endif
 
 // Add the products of number i and vector j to sums[i][j], term after term. The strides are those of numbers i, of their terms,
-// and of the vectors' terms. For each term, num_ahead vectors from `ahead` on are fetched into the processor's cache.
+// and of the vectors' terms. For each term, num_ahead vectors from `ahead` on are fetched into the processor's cache. Those of a
+// single number are read once, and fetched with the hint that they need not stay: they displace less of Python's code and data.
 template <int NUMBERS, int VECTORS>
 __attribute__((always_inline)) inline void multiply(
     Floats (&sums)[NUMBERS][VECTORS], const Term* numbers, int64_t number_stride, int64_t term_stride, const Terms* vectors,
     int64_t vector_stride, int64_t num_terms, const Terms* ahead = nullptr, int num_ahead = 0) {
     for (int64_t term = 0; term < num_terms; term++) {
-        for (int i = 0; i < num_ahead; i++) __builtin_prefetch(ahead++);
+        for (int i = 0; i < num_ahead; i++) __builtin_prefetch(ahead++, 0, NUMBERS == 1 ? 0 : 3);
 #pragma GCC unroll 8
         for (int i = 0; i < NUMBERS; i++) {
 #pragma GCC unroll 4

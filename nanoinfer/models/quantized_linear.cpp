@@ -111,7 +111,7 @@ void compute(const Layer& layer, int tile, const Rows& rows, int first) {
     }
     for (int k = g * group; k < (g + 1) * group; k += 32 / BITS) {
       for (int half = 0; half < 2; ++half) {
-        if (NUM == 1) __builtin_prefetch(weight + FETCH_AHEAD + half * 64);  // more rows have enough to do meanwhile
+        if (NUM == 1) __builtin_prefetch(weight + FETCH_AHEAD + half * 64, 0, 0);  // as in vectors.h
         const Ints packed = vector_at<Ints>(weight + half * 64);
         if (BITS == 8) {
           for (int row = 0; row < NUM; ++row) dot[row][half] = add_products(dot[row][half], packed, vector_at<int32_t>(x + row * num_in + k));
