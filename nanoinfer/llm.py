@@ -110,7 +110,7 @@ class LLM:
                 whether the bits are the same in any batch, prefix hits and preemptions aside.
             attention_backend: "auto" (the best one that is installed and supports the model, which the log explains), "cpu",
                 "flash", "triton", "torch" or "reference".
-            enforce_eager: Neither compile nor capture CUDA graphs.
+            enforce_eager: Capture no CUDA graphs. On a CPU, compute the attention in Python, without its C++ kernels.
             async_scheduling: Prepare a step while the one before it runs. The tokens are the same. None is True on a GPU only.
             speculative_config: Speculative decoding: guess tokens, and check several in one step. {"method": "ngram"} repeats
                 earlier text. {"method": "draft_model", "model": name} asks a smaller model with the same vocabulary. More keys:

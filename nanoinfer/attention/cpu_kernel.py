@@ -12,16 +12,12 @@ from torch import Tensor
 
 from nanoinfer.devices import native
 from nanoinfer.devices.program import Step
-from nanoinfer.errors import UnsupportedError
 
 FOLDER = Path(__file__).parent
-DTYPES = {torch.float32: [], torch.bfloat16: ["BF16"]}  # and what they define in the source
 
 
 def _library(name: str, dtype: torch.dtype, head_dim: int, *definitions: str) -> ctypes.CDLL:
-    if dtype not in DTYPES:
-        raise UnsupportedError(f"it supports float32 and bfloat16, not {str(dtype).removeprefix('torch.')}")
-    return native.load(FOLDER / f"cpu_{name}.cpp", f"HEAD_DIM={head_dim}", *definitions, *DTYPES[dtype])
+    return native.load(FOLDER / f"cpu_{name}.cpp", f"HEAD_DIM={head_dim}", *definitions, *native.definitions_of(dtype))
 
 
 def _with_whole_heads(*tensors: Tensor) -> Iterator[Tensor]:

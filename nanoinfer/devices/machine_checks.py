@@ -23,7 +23,7 @@ import torch
 
 from nanoinfer import __version__
 
-REVISION = 2  # of the checks. A new number invalidates every verdict.
+REVISION = 3  # of the checks. A new number invalidates every verdict.
 # Prefixes of the variables that torch, oneDNN, MKL and OpenBLAS read to choose kernels. CXX is the C++ compiler.
 SETTINGS = ("ATEN_", "ONEDNN_", "DNNL_", "MKL_", "OPENBLAS_", "CXX")
 

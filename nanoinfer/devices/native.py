@@ -20,6 +20,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from nanoinfer.devices.machine_checks import cache_path, processor
 from nanoinfer.errors import UnsupportedError, first_line
 
@@ -27,6 +29,18 @@ from nanoinfer.errors import UnsupportedError, first_line
 # of threads.
 HEADERS = Path(__file__).parent
 COMPILE = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-c", "-I", str(HEADERS))
+
+
+def definitions_of(dtype: torch.dtype) -> tuple[str, ...]:
+    """What a dtype defines in the source of a kernel: see vectors.h.
+
+    Raises:
+        UnsupportedError: the dtype is neither float32 nor bfloat16.
+    """
+    if dtype not in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        raise UnsupportedError(f"C++ kernels support float32 and bfloat16, not {name}")
+    return ("BF16",) if dtype == torch.bfloat16 else ()
 
 
 @cache

@@ -25,9 +25,11 @@ typedef uint16_t Numbers __attribute__((vector_size(2 * LANES)));
 
 inline Floats widen(Numbers x) {
 #ifdef __AVX512F__
-    if constexpr (LANES == 16) return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16);
-#endif
+    static_assert(LANES == 16);
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16);
+#else
     return (Floats)(__builtin_convertvector(x, Ints) << 16);
+#endif
 }
 
 inline Numbers narrow(Floats x) {  // round to nearest, ties to even
@@ -135,8 +137,8 @@ inline Floats add_products(Floats sum, Terms x, Term y) {
 #endif
 
 // Add the products of number i and vector j to sums[i][j], term after term. The strides are those of numbers i, of their terms,
-// and of the vectors' terms. For each term, num_ahead vectors from `ahead` on are fetched into the processor's cache. Those of a
-// single number are read once, and fetched with the hint that they need not stay: they displace less of Python's code and data.
+// and of the vectors' terms. For each term, num_ahead vectors from `ahead` on are fetched into the processor's cache. The vectors
+// of a single number are read once. They are fetched with the hint that they need not stay, and displace less of Python's code.
 template <int NUMBERS, int VECTORS>
 __attribute__((always_inline)) inline void multiply(
     Floats (&sums)[NUMBERS][VECTORS], const Term* numbers, int64_t number_stride, int64_t term_stride, const Terms* vectors,

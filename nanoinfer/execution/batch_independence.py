@@ -25,6 +25,7 @@ from nanoinfer.devices.row_forms import same_bits
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.scratch import scratch_sequences
+from nanoinfer.models.cpu_program import CompiledLayers
 from nanoinfer.models.parallel_layers import Communicator
 from nanoinfer.models.registry import Model
 from nanoinfer.scheduling.sequence import Sequence
@@ -143,9 +144,12 @@ def _one_layer_of_each_kind(model: Model) -> Iterator[None]:
     A model without a list of layers keeps all of its layers.
     """
     for name, child in cast(nn.Module, model).named_children():
-        if isinstance(child, nn.ModuleList) and len(child) == model.config.num_hidden_layers:
-            kinds = {repr(layer): layer for layer in child}
-            setattr(model, name, nn.ModuleList(kinds.values()))
+        if not isinstance(child, nn.ModuleList):
+            continue
+        blocks = child[0].blocks if len(child) == 1 and isinstance(child[0], CompiledLayers) else child
+        if len(blocks) == model.config.num_hidden_layers:
+            kinds = nn.ModuleList({repr(layer): layer for layer in blocks}.values())
+            setattr(model, name, kinds if blocks is child else nn.ModuleList([CompiledLayers(kinds)]))
             try:
                 yield
             finally:

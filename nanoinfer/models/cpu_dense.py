@@ -11,7 +11,6 @@ import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Shaped
 from torch import Tensor, nn
@@ -19,8 +18,6 @@ from torch import Tensor, nn
 from nanoinfer.devices import native
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.models.cpu_linear import CLASSES, Activation, CompiledLinear, CPULinear
-
-_DEFINITIONS = {torch.float32: (), torch.bfloat16: ("BF16",)}
 
 
 class DenseLinear(CompiledLinear):
@@ -33,9 +30,7 @@ class DenseLinear(CompiledLinear):
     def __init__(self, linear: nn.Linear, activation: Activation | None = None, *, adds_residual: bool = False) -> None:
         super().__init__(linear, activation, adds_residual=adds_residual)
         dtype = linear.weight.dtype
-        if dtype not in _DEFINITIONS:
-            raise UnsupportedError(f"dense_linear.cpp supports float32 and bfloat16, not {dtype}")
-        library = native.load(Path(__file__).with_name("dense_linear.cpp"), *_DEFINITIONS[dtype])
+        library = native.load(Path(__file__).with_name("dense_linear.cpp"), *native.definitions_of(dtype))
         tile, per_term = (ctypes.c_int.in_dll(library, name).value for name in ("tile_size", "num_per_term"))
         if linear.in_features % per_term:
             raise UnsupportedError(f"dense_linear.cpp needs inputs in multiples of {per_term}, got {linear.in_features}")

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 Activation = Literal["silu", "gelu_tanh"]
 
-_SMALL_WEIGHT = 2**18
+_SMALL_WEIGHT = 2**18  # numbers: reading them takes no longer than a call
 _ROWS_HINT = 64  # rows to expect. From 16 on, the packing serves any number.
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
 ACTIVATION_CODES = {None: 0, "silu": 1, "gelu_tanh": 2}  # as in activations.h
@@ -76,15 +76,17 @@ class CPULinear(nn.Module):
 
 
 class CompiledLinear(CPULinear):
-    """A layer that a C++ kernel of this package computes, alone or as a step of a program.
-
-    Args:
-        kernel: the function `linear` of a kernel.
-        arrays, sizes: the fields of its struct Layer.
-        scratch_bytes: memory that the kernel needs for each row.
-    """
+    """A layer that a C++ kernel of this package computes, alone or as a step of a program."""
 
     def set_kernel(self, kernel: Any, arrays: Sequence[Tensor | None], sizes: tuple[int, ...], scratch_bytes: int = 0) -> None:
+        """Say which kernel computes the layer.
+
+        Args:
+            kernel: its function `linear`.
+            arrays: the first fields of its struct Layer. None is a null pointer.
+            sizes: the other fields but the activation. The first one is the number of outputs.
+            scratch_bytes: memory that it needs for each row. 0 if its struct Arguments has no scratch.
+        """
         self._kernel, self.num_out, self.scratch_bytes = kernel, sizes[0], scratch_bytes
         self._arrays = arrays  # kept alive
         pointers = (0 if array is None else array.data_ptr() for array in arrays)
@@ -92,9 +94,9 @@ class CompiledLinear(CPULinear):
         self._program = Program([self.step(x=0, residual=1, out=2, scratch=3)])
 
     def step(self, *, x: int, out: int, scratch: int, factor: int = -1, residual: int = -1) -> Step:
-        """The layer in a program. The arguments are arrays of its batch, and out may be one of the last two.
+        """The layer in a program: out = residual + factor * activation(x @ weight.T + bias).
 
-        factor, residual: out = residual + factor * activation(...). -1: none.
+        The arguments are indices of its batch's arrays, -1 for no factor or no residual. out may be one of these two.
         """
         return Step(self._kernel, (x, factor, residual, out, *self._fields, scratch))
 

@@ -9,6 +9,7 @@ that wait for each other (bfloat16, 2 cores).
 """
 
 import logging
+import math
 import struct
 from enum import IntEnum, auto
 from pathlib import Path
@@ -19,10 +20,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.attention.cpu import CPUStep
-from nanoinfer.attention.cpu_kernel import DTYPES, DecodeKernel
+from nanoinfer.attention.cpu_kernel import DecodeKernel
 from nanoinfer.devices import native
 from nanoinfer.devices.program import Program, Step
-from nanoinfer.devices.row_forms import AS_IT_IS
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.models.cpu_linear import CompiledLinear
 from nanoinfer.models.layers import RMSNorm
@@ -58,24 +58,29 @@ class LayerSteps:
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        if dtype not in DTYPES:
-            raise UnsupportedError(f"layers.cpp supports float32 and bfloat16, not {dtype}")
-        self._library = native.load(Path(__file__).with_name("layers.cpp"), *DTYPES[dtype])
+        self._library = native.load(Path(__file__).with_name("layers.cpp"), *native.definitions_of(dtype))
         self.parts: list[list[Step]] = [[]]
         self.attention = (0, 0, 0, 0)
         self.widths: dict[Array, int] = {}
         self.scratch_bytes = 0
 
     def norm(self, norm: nn.LayerNorm | RMSNorm, x: Array, out: Array) -> None:
-        function = self._library.rms_norm if isinstance(norm, RMSNorm) else self._library.layer_norm
+        is_rms_norm = isinstance(norm, RMSNorm)
+        if norm.weight is None or norm.weight.ndim != 1 or not (is_rms_norm or norm.bias is not None):
+            raise UnsupportedError("a norm without a weight or a bias, or over several axes, is no step of a program")
+        function = self._library.rms_norm if is_rms_norm else self._library.layer_norm
         bias = 0 if isinstance(norm, RMSNorm) else norm.bias.data_ptr()
-        self._add(Step(function, (x, out, norm.weight.data_ptr(), bias, norm.weight.shape[-1], _bits(norm.eps))))
-        self.widths[out] = norm.weight.shape[-1]
+        self._add(Step(function, (x, out, norm.weight.data_ptr(), bias, len(norm.weight), _bits(norm.eps))))
+        self.widths[out] = len(norm.weight)
 
     def linear(self, linear: nn.Module, x: Array, out: Array, *, factor: int = -1) -> None:
-        """A linear layer. factor: an array that multiplies its outputs. A residual is what `out` holds before."""
-        if not isinstance(linear, CompiledLinear) or linear.form != AS_IT_IS:
-            raise UnsupportedError(f"a {type(linear).__name__} is no step of a program")
+        """A linear layer. factor: an array that multiplies its outputs. A residual is what `out` holds before.
+
+        The kernels' rows are independent for any number of rows, so a form's limit of the rows that were compared is not kept.
+        """
+        if not isinstance(linear, CompiledLinear) or (linear.form.least, linear.form.multiple) != (1, 1):
+            name, form = type(linear).__name__, getattr(linear, "form", None)
+            raise UnsupportedError(f"a {name} is no step of a program" + (f" ({form.name})" if form else ""))
         residual = out if linear.adds_residual else -1
         self._add(linear.step(x=x, out=out, scratch=Array.SCRATCH, factor=factor, residual=residual))
         self.widths[out] = linear.num_out
@@ -108,6 +113,7 @@ class CompiledLayers(nn.Module):
         super().__init__()
         self.blocks = blocks
         self._layers = [_steps_of(block) for block in blocks]
+        self._dtype = next(blocks.parameters()).dtype
         self._parts = [(Program(before), Program(behind)) for before, behind in (layer.parts for layer in self._layers)]
         widths = {array: max(layer.widths[array] for layer in self._layers) for array in self._layers[0].widths}
         self._narrow = max(widths[Array.NORMED], widths[Array.ATTENDED])
@@ -121,11 +127,13 @@ class CompiledLayers(nn.Module):
         *others: Any,  # cos and sin for a model with rotary positions, and the attention
     ) -> Float[Tensor, "num_tokens hidden"]:
         *rotary, attend = others
-        num_tokens, out = len(x), x.clone()
+        if x.dtype != self._dtype:
+            raise UnsupportedError(f"the layers' weights are in {self._dtype}, got rows in {x.dtype}")
+        num_tokens, out = len(x), x.clone(memory_format=torch.contiguous_format)
         normed, qkv = x.new_empty(num_tokens, self._narrow), x.new_empty(num_tokens, self._wide)
         scratch = torch.empty(num_tokens, self._scratch_bytes, dtype=torch.uint8)
         # attended and hidden take the memory of normed and qkv, which have been read by then
-        arrays = [out, normed, qkv, normed, qkv, *(rotary or (None, None)), scratch, None]
+        arrays = [out, normed, qkv, normed, qkv, *([part.contiguous() for part in rotary] or (None, None)), scratch, None]
         kernel = attend.decode_kernel if isinstance(attend, CPUStep) else None
         if kernel is not None:
             rows = attend.decode_rows(kernel)
@@ -135,7 +143,8 @@ class CompiledLayers(nn.Module):
         for layer, (before, behind) in zip(self._layers, self._parts, strict=True):
             before(num_tokens, arrays)
             index, num_heads, num_kv_heads, head_dim = layer.attention
-            heads = qkv.flatten()[: num_tokens * layer.widths[Array.QKV]].view(num_tokens, -1, head_dim)
+            shape = num_tokens, num_heads + 2 * num_kv_heads, head_dim
+            heads = qkv.flatten()[: math.prod(shape)].view(shape)
             q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
             arrays[Array.ATTENDED] = attend(index, q, k, v).contiguous()
             arrays[Array.QKV] = arrays[Array.HIDDEN] = qkv = torch.empty_like(qkv)  # `attend` may have kept q, k and v
@@ -154,18 +163,26 @@ class CompiledLayers(nn.Module):
 
 
 class CompiledNorm(nn.Module):
-    """A norm outside the layers."""
+    """A norm outside the layers.
+
+    Raises:
+        UnsupportedError: as LayerSteps.norm.
+    """
 
     def __init__(self, norm: nn.LayerNorm | RMSNorm) -> None:
         super().__init__()
         self.norm = norm
-        steps = LayerSteps(norm.weight.dtype)
+        steps = LayerSteps(norm.weight.dtype if norm.weight is not None else torch.float32)
         steps.norm(norm, Array.X, Array.NORMED)
         self._program = Program(steps.parts[0])
 
-    def forward(self, x: Float[Tensor, "num_tokens hidden"]) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
+        weight = self.norm.weight
+        if x.dtype != weight.dtype or x.shape[-1:] != weight.shape:
+            return self.norm(x)  # with torch's own error
+        x = x.contiguous()
         out = torch.empty_like(x)
-        self._program(len(x), (x.contiguous(), out))
+        self._program(x.numel() // len(weight), (x, out))
         return out
 
 
@@ -176,13 +193,17 @@ def _steps_of(block: Any) -> LayerSteps:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Replace a model's list of blocks by a list of one CompiledLayers, and its last norm, where the kernels compute them.
+    """Replace a model's list of blocks by a list of one CompiledLayers, and the norms beside it, where kernels compute them.
 
-    A block describes itself in the class that has its `forward`: a subclass may compute something else.
+    A block describes itself in the class that has its `forward`, because a subclass may compute something else. So may a model
+    with a `forward` of its own: it may stop at some layer, or read what is between two.
     """
+    owner = next(cls for cls in type(model).__mro__ if "forward" in vars(cls))
+    if not owner.__module__.startswith("nanoinfer.models."):
+        return
     for name, part in list(model.named_children()):
         try:
-            if isinstance(part, nn.ModuleList) and all("describe" in vars(type(block)) for block in part):
+            if isinstance(part, nn.ModuleList) and len(part) and all("describe" in vars(type(block)) for block in part):
                 setattr(model, name, nn.ModuleList([CompiledLayers(part)]))
             elif isinstance(part, nn.LayerNorm | RMSNorm) and type(part) in (nn.LayerNorm, RMSNorm):
                 setattr(model, name, CompiledNorm(part))

@@ -63,8 +63,9 @@ void compute(const Layer& layer, const Rows& rows, int64_t tile, int64_t row, co
 
 // A task: a tile for the rows first .. last - 1. The passes over the rows fetch the next tile from memory meanwhile, num_ahead
 // vectors for each term. Without this, reading and multiplying alternate: 16 rows took 1.3 to 1.6 times as long. With one row
-// there is nothing to do meanwhile, and what is fetched is FETCH_AHEAD vectors ahead in the same tile.
-void compute_rows(const Layer& layer, const Rows& rows, int64_t tile, int64_t first, int64_t last, bool is_last) {
+// there is nothing to do meanwhile, and what is fetched is FETCH_AHEAD vectors ahead in the same tile. Only the last part of the
+// rows fetches the next tile: the others are computed with the same one again.
+void compute_rows(const Layer& layer, const Rows& rows, int64_t tile, int64_t first, int64_t last, bool is_last_part) {
     static_assert(ROWS <= 8);
     constexpr decltype(&compute<1>) FORMS[] = {compute<1>, compute<2>, compute<3>, compute<4>,
                                                compute<5>, compute<6>, compute<7>, compute<8>};
@@ -75,7 +76,7 @@ void compute_rows(const Layer& layer, const Rows& rows, int64_t tile, int64_t fi
         return;
     }
     const Terms* next = weight + num_terms * VECTORS;
-    const int num_ahead = is_last ? (VECTORS + num_passes - 1) / num_passes : 0;
+    const int num_ahead = is_last_part ? (VECTORS + num_passes - 1) / num_passes : 0;
     for (int64_t row = first, fetched = 0; row < last; row += ROWS, fetched += num_ahead) {
         const int64_t num = std::min<int64_t>(ROWS, last - row);
         FORMS[num - 1](layer, rows, tile, row, next + fetched * num_terms, fetched < VECTORS ? num_ahead : 0);
@@ -90,7 +91,7 @@ extern "C" const int tile_size = TILE, num_per_term = PER_TERM;
 struct Arguments {
     int64_t x, factor, residual, out;  // arrays of the batch, or -1. out may be factor or residual.
     Layer layer;
-};
+};  // CompiledLinear.step adds an array for scratch memory, which this kernel does not need
 
 extern "C" void linear(const Arguments* arguments, const Batch& batch) {
     const Layer& layer = arguments->layer;
@@ -98,7 +99,8 @@ extern "C" void linear(const Arguments* arguments, const Batch& batch) {
                     batch.at<Number>(arguments->out)};
     const int64_t num_tiles = (layer.num_out + TILE - 1) / TILE;
     // A small layer has few tiles. Its rows are divided then, so that every thread has some.
-    const int64_t least_parts = 4 * omp_get_num_threads() / num_tiles, part_rows = batch.num_rows / std::max<int64_t>(least_parts, 1);
+    const int64_t least_parts = std::max<int64_t>(4 * omp_get_num_threads() / num_tiles, 1);
+    const int64_t part_rows = batch.num_rows / least_parts;
     const int64_t task_rows = std::clamp<int64_t>((part_rows + ROWS - 1) / ROWS * ROWS, ROWS, TASK_ROWS);
     const int64_t num_parts = (batch.num_rows + task_rows - 1) / task_rows;
 #pragma omp for schedule(static)

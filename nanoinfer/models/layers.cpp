@@ -43,7 +43,9 @@ extern "C" void rms_norm(const Norm* norm, const Batch& batch) {
         const Number* x = batch.at<Number>(norm->x) + row * norm->size;
         Number* out = batch.at<Number>(norm->out) + row * norm->size;
         const float scale = inverse_root_mean_square(x, norm->size, norm->eps);
-        each(norm->size, [&](int64_t i, int num) { store(out + i, scaled(load(x + i, num) * scale, norm->weight + i, num), num); });
+        each(norm->size, [&](int64_t i, int num) {
+            store(out + i, scaled(load(x + i, num) * scale, norm->weight + i, num), num);
+        });
     }
 }
 
@@ -81,7 +83,8 @@ extern "C" void rotate(const Rotary* rotary, const Batch& batch) {
     for (int64_t task = 0; task < batch.num_rows * num_rotated; task++) {
         const int64_t row = task / num_rotated, place = task % num_rotated;
         Number* head = batch.at<Number>(rotary->qkv) + (row * (num_rotated + rotary->num_kv_heads) + place) * head_dim;
-        const Number *cos = batch.at<Number>(rotary->cos) + row * head_dim, *sin = batch.at<Number>(rotary->sin) + row * head_dim;
+        const Number* cos = batch.at<Number>(rotary->cos) + row * head_dim;
+        const Number* sin = batch.at<Number>(rotary->sin) + row * head_dim;
         const Number* weight = place < rotary->num_heads ? rotary->q_weight : rotary->k_weight;
         const float scale = weight ? inverse_root_mean_square(head, head_dim, rotary->eps) : 1;
         each(half, [&](int64_t i, int num) {

@@ -1,5 +1,5 @@
-// A linear layer with weights in 8 or 4 bits: out = residual + factor * activation(x @ weight.T + bias). cpu_quantized.py lays out
-// and explains its arrays.
+// A linear layer with weights in 8 or 4 bits: out = residual + factor * activation(x @ weight.T + bias). cpu_quantized.py lays
+// out and explains its arrays.
 //
 // Each row of x is first rounded to integers in -127 .. 127, with a scale per group of inputs. The products of a group are then
 // sums of integers, which are exact in any order. The groups are added in fp32, one after the other. So the bits of a row do not
@@ -164,7 +164,8 @@ struct Arguments {
 
 extern "C" void linear(const Arguments* arguments, const Batch& batch) {
   const Layer& layer = arguments->layer;
-  const int64_t num_rows = batch.num_rows, num_groups = layer.num_in / layer.group, num_tiles = (layer.num_out + TILE - 1) / TILE;
+  const int64_t num_rows = batch.num_rows, num_groups = layer.num_in / layer.group;
+  const int64_t num_tiles = (layer.num_out + TILE - 1) / TILE;
   const Number* x = batch.at<Number>(arguments->x);
   int8_t* integers = batch.at<int8_t>(arguments->scratch);
   float* scales = (float*)(integers + num_rows * layer.num_in);

@@ -117,7 +117,8 @@ class SamplingBatch:
             sequences: one per row, in the order of the rows. A sequence with draft tokens is there once more for each.
             vocab_size: the model's.
             device: of the logits.
-            last: an earlier batch of the same vocabulary and device. Its columns are reused if the rows are the same.
+            last: an earlier batch of the same vocabulary and device. Its columns are reused if the rows are the same, and it is
+                returned itself if they are greedy and have no state.
         """
         params = tuple(seq.params for seq in sequences)
         if last is not None and len(last.params) == len(params) and all(map(operator.is_, last.params, params)):

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from nanoinfer.devices import native
 from nanoinfer.devices.program import Program, Step
-from nanoinfer.errors import UnsupportedError
+from nanoinfer.sampling import fast
 from nanoinfer.sampling.batch import SamplingBatch
-
-_DEFINITIONS = {torch.float32: (), torch.bfloat16: ("BF16",)}
 
 
 class GreedyKernel:
@@ -26,9 +24,8 @@ class GreedyKernel:
     """
 
     def __init__(self, dtype: torch.dtype, vocab_size: int) -> None:
-        if dtype not in _DEFINITIONS:
-            raise UnsupportedError(f"greedy.cpp supports float32 and bfloat16, not {dtype}")
-        library = native.load(Path(__file__).with_name("greedy.cpp"), *_DEFINITIONS[dtype])
+        library = native.load(Path(__file__).with_name("greedy.cpp"), *native.definitions_of(dtype))
+        self._dtype, self._vocab_size = dtype, vocab_size
         self._program = Program([Step(library.find_largest, (0, 1, vocab_size))])
 
     @staticmethod
@@ -37,7 +34,12 @@ class GreedyKernel:
         return batch.groups.all_greedy and bool(batch.params) and not (batch.changes_logits or batch.groups.logprobs)
 
     def __call__(self, logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, " batch"]:
-        """The id of each row's largest logit: of equal ones the lowest, -1 if it is not finite or one is NaN."""
+        """The id of each row's largest logit: of equal ones the lowest, -1 if it is not finite or one is NaN.
+
+        A model of one's own may compute logits of another dtype or width than the kernel's.
+        """
+        if logits.dtype != self._dtype or logits.shape[-1] != self._vocab_size:
+            return fast.sample_greedily(logits.float())
         token_ids = torch.empty(len(logits), dtype=torch.int64)
         self._program(len(logits), (logits.contiguous(), token_ids))
         return token_ids

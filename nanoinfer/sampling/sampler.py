@@ -152,7 +152,10 @@ class Sampler:
         return Drawn(torch.empty(0, dtype=torch.int64), lambda _: SamplerOutput([], {}))
 
     def drawn(self, token_ids: Int[Tensor, " batch"]) -> Drawn:
-        """A CUDA graph or several ranks have drawn. No stage has removed a row's last token, so -1 means: no finite logit."""
+        """A CUDA graph, several ranks or the kernel for greedy rows have drawn.
+
+        No stage has removed a row's last token, so -1 means: no finite logit.
+        """
 
         def read(sampled: list[int]) -> SamplerOutput:
             return SamplerOutput(sampled, {row: NOT_FINITE for row, token_id in enumerate(sampled) if token_id < 0})

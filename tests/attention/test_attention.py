@@ -253,7 +253,7 @@ def test_without_a_compiler_the_plain_form_serves_and_the_log_says_why(monkeypat
 def test_a_dtype_that_the_kernel_does_not_support_is_left_to_the_plain_form(caplog):
     lengths = [(40, 1), (3, 1)]
     assert compare("cpu", lengths, block_size=16, num_kv_heads=1, group=1, head_dim=8, dtype=torch.float16) < 0.01
-    assert "it supports float32 and bfloat16, not float16" in caplog.text
+    assert "C++ kernels support float32 and bfloat16, not float16" in caplog.text
 
 
 def test_an_unknown_or_unsupported_backend_is_refused_by_name(caplog):

@@ -228,6 +228,24 @@ def test_a_row_without_finite_logits_ends_with_an_error_and_the_others_finish(mo
     assert "not finite" in requests[1].output.outputs[0].error
 
 
+def test_so_does_a_row_whose_token_the_greedy_kernel_chooses(model, monkeypatch):
+    engine = engine_for(model)
+    if engine.executor.runner.greedy is None:
+        pytest.skip("no C++ compiler")
+    requests = [engine.add_request([i + 1], greedy(5)) for i in range(3)]
+    compute_logits = model.compute_logits
+
+    def broken(hidden):
+        logits = compute_logits(hidden)
+        if len(logits) == 3:
+            logits[1] = float("nan")
+        return logits
+
+    monkeypatch.setattr(model, "compute_logits", broken)
+    assert [answer.finish_reason for answer in run(engine, requests)] == ["length", "error", "length"]
+    assert "not finite" in requests[1].output.outputs[0].error
+
+
 def test_a_step_that_raises_leaves_the_requests_as_they_were(model):
     engine = engine_for(model)
     request = engine.add_request([1, 2, 3], greedy(5))

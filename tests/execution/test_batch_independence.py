@@ -7,9 +7,11 @@ import tiny_models
 import torch
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.attention.base import BACKENDS
 from nanoinfer.attention.cpu import CPUBackend
 from nanoinfer.devices.machine_checks import verdicts
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.execution import batch_independence
 from nanoinfer.models.cpu_dense import DenseLinear
 from nanoinfer.models.cpu_linear import PackedLinear, PlainLinear
 from nanoinfer.models.optimize import optimize_for_cpu
@@ -76,6 +78,28 @@ def test_so_is_an_attention_backend(qwen3_path, monkeypatch):
 
     monkeypatch.setattr(CPUBackend, "prefill", prefill_of_many)
     assert not LLM(qwen3_path, kv_cache_memory=2**24).batch_independent
+
+
+class DependentDecode(CPUBackend):
+    def decode(self, q, *args):
+        return super().decode(q, *args) * (1.001 if len(q) > 1 else 1.0)
+
+
+def test_so_is_a_decode_of_ones_own(qwen3_path, monkeypatch):
+    monkeypatch.setitem(BACKENDS, "mine", DependentDecode)
+    assert not LLM(qwen3_path, attention_backend="mine", kv_cache_memory=2**24).batch_independent
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2_moe"])
+def test_one_layer_of_each_kind_is_checked(family, tmp_path):
+    path = tiny_models.save(family, tmp_path)
+    model = LLM(path, kv_cache_memory=2**24).engine.executor.runner.model
+    layers = model.h if family == "gpt2" else model.layers
+    with batch_independence._one_layer_of_each_kind(model):
+        kept = model.h if family == "gpt2" else model.layers
+        blocks = [block for part in kept for block in getattr(part, "blocks", [part])]
+        assert len(blocks) == (1 if family == "gpt2" else 2)
+    assert (model.h if family == "gpt2" else model.layers) is layers
 
 
 def without(monkeypatch, *classes):

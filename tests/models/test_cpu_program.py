@@ -7,6 +7,7 @@ from torch import nn
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.cpu import CPUStep
+from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.devices.program import Program
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.models import loader, optimize
@@ -14,7 +15,7 @@ from nanoinfer.models.checkpoint import Checkpoint
 from nanoinfer.models.cpu_blocks import CPU_BLOCKS, CPUGPT2Block, CPUQwenDecoderLayer
 from nanoinfer.models.cpu_linear import CLASSES
 from nanoinfer.models.cpu_program import Array, CompiledLayers, CompiledNorm, LayerSteps
-from nanoinfer.models.gpt2 import GPT2Block
+from nanoinfer.models.gpt2 import GPT2Block, GPT2LMHeadModel
 from nanoinfer.models.layers import RMSNorm, apply_rotary
 from nanoinfer.models.optimize import optimize_for_cpu
 
@@ -57,6 +58,15 @@ def test_norms_give_the_numbers_of_torch_and_a_row_the_same_bits_in_any_batch(si
         assert torch.equal(CompiledNorm(norm)(x[4:5]), ours[4:5])
         largest = norm(x).float().abs().max().clamp(min=1)
         assert (ours.float() - norm(x).float()).abs().max() <= 4 * tolerance * largest
+        folded = x.reshape(3, 3, size).transpose(0, 1)
+        assert torch.equal(CompiledNorm(norm)(folded), ours.reshape(3, 3, size).transpose(0, 1))
+        assert torch.equal(CompiledNorm(norm)(x[4]), ours[4])
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(8, bias=False), nn.LayerNorm(8, elementwise_affine=False), nn.LayerNorm((2, 8))])
+def test_other_norms_are_left_alone(norm):
+    with pytest.raises(UnsupportedError, match="a norm without a weight or a bias, or over several axes"):
+        CompiledNorm(norm)
 
 
 @torch.inference_mode()
@@ -109,7 +119,8 @@ def test_one_call_gives_the_bits_of_a_call_for_each_layer(family, quantization, 
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, detokenize=False, logprobs=3)
 
     def answers():
-        llm = LLM(path, dtype="bfloat16", quantization=quantization, kv_cache_memory=2**24)
+        dtype = "bfloat16" if quantization else "float32"  # not every processor has a kernel for dense layers in bfloat16
+        llm = LLM(path, dtype=dtype, quantization=quantization, kv_cache_memory=2**24)
         outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
         return [(output.token_ids, [entry.values() for entry in output.logprobs]) for output in outputs]
 
@@ -134,6 +145,29 @@ def test_a_block_whose_forward_is_its_own_is_not_described_by_its_base_class(tmp
     monkeypatch.setitem(CPU_BLOCKS, GPT2Block, Doubled)
     model = compiled(tiny_models.save("gpt2", tmp_path))
     assert {type(block) for block in model.h} == {Doubled}
+
+
+class EarlyExit(GPT2LMHeadModel):
+    def forward(self, input_ids, positions, attend):
+        x = self.wte(input_ids) + self.wpe(positions)
+        for block in self.h[:1]:
+            x = block(x, attend)
+        return self.ln_f(x)
+
+
+def test_a_model_whose_forward_is_its_own_keeps_its_list_of_blocks(tmp_path):
+    model = loader.load_model(Checkpoint.open(str(tiny_models.save("gpt2", tmp_path))), "float32", "cpu")
+    model.__class__ = EarlyExit
+    optimize_for_cpu(model)
+    assert {type(block) for block in model.h} == {CPUGPT2Block}
+
+
+def test_rows_of_another_dtype_are_refused_and_no_rows_give_none(tmp_path):
+    model = compiled(tiny_models.save("gpt2", tmp_path))
+    [layers] = model.h
+    with pytest.raises(UnsupportedError, match=r"weights are in torch.float32, got rows in torch.bfloat16"):
+        layers(torch.zeros(2, 48, dtype=torch.bfloat16), DenseAttention())
+    assert layers(torch.zeros(0, 48), lambda layer, q, k, v: q).shape == (0, 48)
 
 
 def test_a_layer_that_no_kernel_computes_keeps_the_blocks(tmp_path, monkeypatch):

@@ -62,7 +62,14 @@ def test_rows_that_a_stage_may_change_are_the_samplers(params, is_supported):
     assert GreedyKernel.supports(greedy_rows(2, **params)) == is_supported
 
 
+@pytest.mark.parametrize(
+    "logits", [torch.randn(3, 40).bfloat16(), torch.randn(3, 60), torch.randn(40, 3).T, torch.randn(3, 80)[:, ::2]]
+)
+def test_logits_of_another_dtype_width_or_layout_give_their_largest(logits):
+    assert torch.equal(kernel(torch.float32, 40)(logits), logits.float().argmax(dim=-1))
+
+
 def test_no_rows_are_the_samplers_and_float16_is_refused():
     assert not GreedyKernel.supports(batch_of([], 50))
-    with pytest.raises(UnsupportedError, match=r"greedy.cpp supports float32 and bfloat16, not torch.float16"):
+    with pytest.raises(UnsupportedError, match="support float32 and bfloat16, not float16"):
         GreedyKernel(torch.float16, 50)
