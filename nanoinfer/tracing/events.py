@@ -252,8 +252,8 @@ class StepTimed:
     """The time of one step in seconds, by phase, in the order of LLMEngine.step.
 
     A GPU continues after `forward` has returned. There, `sample` includes the wait for it. On a CPU, `forward` includes the
-    choice of the tokens where all rows are greedy and a kernel chooses them. `trace` is the cost of Recorder(stages=True), which
-    no phase includes.
+    choice of the tokens where all rows are greedy and a kernel chooses them. `trace` is the cost of Recorder(stages=True). No
+    phase includes it.
 
     >>> round(StepTimed(step=0, schedule=1, build=2, forward=30, sample=4, advance=3).outside_model_and_sampler)
     6
