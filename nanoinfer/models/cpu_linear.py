@@ -36,7 +36,7 @@ Activation = Literal["silu", "gelu_tanh"]
 _SMALL_WEIGHT = 2**18  # numbers: reading them takes no longer than a call
 _ROWS_HINT = 64  # rows to expect. From 16 on, the packing serves any number.
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
-ACTIVATION_CODES = {None: 0, "silu": 1, "gelu_tanh": 2}  # as in activations.h
+_ACTIVATION_CODES = {None: 0, "silu": 1, "gelu_tanh": 2}  # as in activations.h
 _ONEDNN_NAMES = {None: ("none", ""), "silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh")}
 
 
@@ -90,7 +90,7 @@ class CompiledLinear(CPULinear):
         self._kernel, self.num_out, self.scratch_bytes = kernel, sizes[0], scratch_bytes
         self._arrays = arrays  # kept alive
         pointers = (0 if array is None else array.data_ptr() for array in arrays)
-        self._fields = (*pointers, *sizes, ACTIVATION_CODES[self._activation])
+        self._fields = (*pointers, *sizes, _ACTIVATION_CODES[self._activation])
         self._program = Program([self.step(x=0, residual=1, out=2, scratch=3)])
 
     def step(self, *, x: int, out: int, scratch: int, factor: int = -1, residual: int = -1) -> Step:

@@ -7,8 +7,10 @@ fast form.
 To add a form for a family of your own, write a module whose `forward` has the arguments of your block and gives its result. Its
 constructor takes the block, and on a CPU also a LinearOptimizer, which packs the linear layers. Its attribute `parts` names the
 classes of the modules inside the block that it computes. Add it to the table (`CPU_BLOCKS[MyBlock] = MyCPUBlock`) before the
-model is loaded. tests/models/test_optimize.py shows how to compare it with your block. A model without an entry runs too: on a
-CPU each nn.Linear is packed by itself, on a GPU each RMSNorm becomes one kernel.
+model is loaded. tests/models/test_optimize.py shows how to compare it with your block. If it also has a method `describe`, its
+kernels run in one call with those of the other layers (cpu_program.py). This is for model files of this package, whose
+`forward` runs the layers one after the other. A model without an entry runs too: on a CPU each nn.Linear is packed by itself,
+on a GPU each RMSNorm becomes one kernel.
 """
 
 import logging
