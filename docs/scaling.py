@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from nanoinfer.attention.kv_cache import bytes_per_block_of
+from nanoinfer.bench.random_models import RANDOM_MODELS
 from nanoinfer.bench.roofline import Machine, Part, count
-from nanoinfer.bench.shapes import SHAPES
 from nanoinfer.config import CacheConfig
 from nanoinfer.models.qwen import QwenForCausalLM
 
@@ -30,7 +30,7 @@ NUM_GPUS, NUM_NODES = 8, 100
 RANKS = (1, 2, 4, 8)
 CONTEXT, LONG_CONTEXT = 4096, 32768
 
-SMALLEST = SHAPES["qwen3-0.6b"][1] | {"model_type": "qwen3"}
+SMALLEST = RANDOM_MODELS["qwen3-0.6b"][1] | {"model_type": "qwen3"}
 MODELS = {  # name -> what differs from Qwen3-0.6B. Source: config.json of Qwen/Qwen3-1.7B and so on, on the hub
     "0.6B": {},
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144},

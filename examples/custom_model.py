@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from nanoinfer import LLM, SamplingParams, register_model
-from nanoinfer.models.checkpoint import Checkpoint
+from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.models.gpt2 import GPT2LMHeadModel
 
 CAP = 5.0

@@ -18,5 +18,5 @@ print(output.prompt + output.outputs[0].text)
 print("the text of one process:", output.outputs[0].text == expected.outputs[0].text)
 
 for name, one in {"one process": whole, "each of two": llm}.items():
-    info = one.engine.executor.info
+    info = one.info
     print(f"{name}: {info.num_cache_bytes // info.num_blocks:,} bytes for {info.block_size} tokens in the KV cache")

@@ -7,28 +7,40 @@ One token's journey, from the prompt to the output:
 
 The map. Imports point downwards, one folder to another, without a circle; tests/docs/test_architecture.py holds the table.
 
+The public vocabulary:
+
     llm.py                LLM: generate, stream, chat, beam_search
     async_llm.py          AsyncLLM: the same for asyncio, many requests at once
     sampling_params.py    what one request may ask for
-    structured_outputs.py the form that an answer must have: JSON schema, regex, choice, grammar
     outputs.py            RequestOutput, CompletionOutput, Delta, RequestMetrics
-    config.py             CacheConfig, SchedulerConfig, EngineConfig
-    errors.py             the error classes and the argument checks that raise them
-    cli/                  the `nanoinfer` command: generate, chat, serve, explain, models, inspect, bench, doctor
-    server/               `nanoinfer serve`: OpenAI's API over HTTP
+    config.py             EngineArgs, what LLM takes, and the EngineConfig that is made of them
+    errors.py             the error classes, and the checks of values that raise them
+    vllm_compat.py        which of vLLM's further arguments are accepted, and how wrong ones are refused
+
+What every token needs. docs/reading.md walks through it:
+
     engine/               requests in, outputs out: LLMEngine, prompts, stopping, beam search. No torch
     scheduling/           sequences, cache blocks, and which sequences run in a step. No torch
-    speculative/          speculative decoding: n-gram and draft-model proposers, and when drafts pay. No torch
     execution/            a step's plan -> tensors, the model, sampled tokens
-    distributed/          one model on several ranks
-    sampling/             logits -> token ids, stage by stage
-    models/               checkpoints, weights, GPT-2, Llama and Qwen; linear layers and kernels that make them fast
     attention/            the paged KV cache and the backends that read it
-    devices/              CPU and GPU details: copies, CUDA graphs, OpenMP threads, measured row invariance
-    tokenization/         text -> token ids, token ids -> text; chat templates, tools, answers -> messages
+    models/               GPT-2, Llama and Qwen as in a textbook
+    sampling/             logits -> token ids, stage by stage
+    tokenization/         text -> token ids, token ids -> text. No torch
+    loading/              checkpoints -> weights: folders, hub names, GGUF, GPTQ, AWQ, FP8, LoRA
+    system/               copies to a device, effects on the whole process, a helper process with limits
+
+What is imported when it is used:
+
+    fast/                 the same numbers in less time: traced and fused layers, C++ and Triton kernels, CUDA graphs
+    chat/                 messages, chat templates, tools, and answers as messages
+    structured/           the form that an answer must have: JSON schema, regex, choice, grammar
+    speculative/          speculative decoding: n-gram and draft-model proposers, and when drafts pay. No torch
+    distributed/          one model on several ranks
     tracing/              events, Recorder, the HTML replay
-    bench/                throughput, latency, the roofline; peers/ runs other engines beside this one
-    bundled/              tiny-gpt2, tiny-qwen3, and the stories they were trained on
+    server/               `nanoinfer serve`: OpenAI's API over HTTP
+    cli/                  the `nanoinfer` command: generate, chat, serve, explain, models, inspect, bench, doctor
+    bench/                `nanoinfer bench`: throughput, latency, the roofline, a server
+    bundled/              tiny-gpt2, tiny-qwen3, and the grammar of the stories they were trained on
 
 Axes, in the shapes written everywhere: num_tokens (packed tokens of one step), num_seqs (sequences of one step), num_rows or
 batch (rows that get a token), hidden, vocab, num_heads (query heads), num_kv_heads, head_dim, num_blocks, block_size.
@@ -40,6 +52,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from nanoinfer.async_llm import AsyncLLM as AsyncLLM
     from nanoinfer.attention.base import register_backend as register_backend
+    from nanoinfer.chat.parsing import ChatParser as ChatParser
+    from nanoinfer.chat.parsing import parse_chat_answer as parse_chat_answer
+    from nanoinfer.config import AsyncEngineArgs as AsyncEngineArgs
+    from nanoinfer.config import EngineArgs as EngineArgs
     from nanoinfer.engine.inputs import PromptType as PromptType
     from nanoinfer.engine.inputs import TextPrompt as TextPrompt
     from nanoinfer.engine.inputs import TokensPrompt as TokensPrompt
@@ -53,8 +69,6 @@ if TYPE_CHECKING:
     from nanoinfer.sampling_params import BeamSearchParams as BeamSearchParams
     from nanoinfer.sampling_params import SamplingParams as SamplingParams
     from nanoinfer.sampling_params import StructuredOutputsParams as StructuredOutputsParams
-    from nanoinfer.tokenization.chat_parsing import ChatParser as ChatParser
-    from nanoinfer.tokenization.chat_parsing import parse_chat_answer as parse_chat_answer
     from nanoinfer.tracing import Recorder as Recorder
 
 __version__ = "0.1.0"
@@ -63,6 +77,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "LLM": "nanoinfer.llm",
     "AsyncLLM": "nanoinfer.async_llm",
+    "EngineArgs": "nanoinfer.config",
+    "AsyncEngineArgs": "nanoinfer.config",
     "SamplingParams": "nanoinfer.sampling_params",
     "BeamSearchParams": "nanoinfer.sampling_params",
     "StructuredOutputsParams": "nanoinfer.sampling_params",
@@ -75,8 +91,8 @@ _PUBLIC = {
     "Delta": "nanoinfer.outputs",
     "NanoinferError": "nanoinfer.errors",
     "Recorder": "nanoinfer.tracing",
-    "ChatParser": "nanoinfer.tokenization.chat_parsing",
-    "parse_chat_answer": "nanoinfer.tokenization.chat_parsing",
+    "ChatParser": "nanoinfer.chat.parsing",
+    "parse_chat_answer": "nanoinfer.chat.parsing",
     "register_model": "nanoinfer.models.registry",
     "register_backend": "nanoinfer.attention.base",
 }

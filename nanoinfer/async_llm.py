@@ -1,49 +1,50 @@
-"""AsyncLLM: an LLM for asyncio. One thread owns the engine, and any number of coroutines generate at once.
+"""AsyncLLM: an LLM for asyncio, with which any number of coroutines generate at once.
 
-In: prompts and SamplingParams. Out: RequestOutputs, or merged Deltas, as they grow. The server (server/) stands on it.
+In: prompts and SamplingParams. Out: RequestOutputs, or merged Deltas, as they grow. The server (server/) is built on it.
 
-    coroutine                       the engine's thread
-    add_request   -- command -->    submit
-                                    step, step, step ...
-    stream  <-- one call per step --  the new Deltas of all requests (per several steps, if delivering them costs too much)
+    event loop                         the engine's thread (engine/engine_thread.py)
+    submit          -- command -->     queue the request
+                                       step, step, step ...
+    RequestStreams  <-- one call --    the new Deltas of all requests
 
-Prompts are parsed, rendered and tokenised in further threads, so a long prompt delays nobody. Grammars are compiled in threads
-of their own, so a request without a grammar never waits for them. Deltas that wait to be read are merged into one per answer,
-so a slow reader costs little memory.
+Prompts are prepared in further threads, so that a long prompt delays no other request, and grammars are compiled in threads of
+their own, so that a request without a grammar never waits for them.
 """
 
 import asyncio
-import logging
-import queue
-import threading
-import time
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
 from functools import partial
+from itertools import count
 from typing import Literal
 
+from nanoinfer.config import AsyncEngineArgs, EngineArgs
+from nanoinfer.engine.engine_thread import EngineThread
 from nanoinfer.engine.inputs import PreparedRequest, PromptType
+from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.metrics import Metric
-from nanoinfer.engine.request_stream import MAX_HOLD_SECONDS, DeliveryPacer, RequestStream, merge
-from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError, QueueFullError, first_line
+from nanoinfer.engine.request import Request
+from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError, QueueFullError, shown
 from nanoinfer.llm import LLM
-from nanoinfer.outputs import Delta, RequestOutput
+from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput, sum_of_logprobs
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.vllm_compat import arguments_of, check_argument_names
 
-logger = logging.getLogger(__name__)
-
-Updates = list[tuple[RequestStream, list[Delta]]]  # what one delivery adds to the streams
 OutputKind = Literal["cumulative", "delta", "final_only"]
 OUTPUT_KINDS = ("cumulative", "delta", "final_only")
 NUM_GRAMMAR_THREADS = 8  # most of them wait for the one process that tries new grammars, and give up after MAX_WAIT_SECONDS
-MAX_FAILED_STEPS = 3  # in a row: the engine is dead
+# An event costs tens of microseconds of CPU in the event loop, and as much in a client on the same machine. So a token is held
+# for 1 ms per stream, to be delivered together with later ones, which limits the cost to about 5% of the time.
+HOLD_SECONDS_PER_STREAM = 0.001
+MAX_HOLD_SECONDS = 0.05
 
 
 class AsyncLLM:
-    """Serves many requests at once from one event loop.
+    """Serves many requests at once from one event loop. The arguments are those of LLM, and two of its own (AsyncEngineArgs).
 
     >>> async def main():
-    ...     llm = AsyncLLM(lambda: LLM("tiny-qwen3"))
+    ...     llm = AsyncLLM("tiny-qwen3")
     ...     async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=3, temperature=0)):
     ...         text = output.outputs[0].text
     ...     await llm.shutdown()
@@ -52,47 +53,36 @@ class AsyncLLM:
     ', there was'
     """
 
-    def __init__(
-        self, make_llm: Callable[[], LLM], *, max_num_queued_requests: int | None = None, streaming: bool = True
-    ) -> None:
-        """Load the model, and start the engine's thread. Raises: what make_llm raises.
-
-        Args:
-            make_llm: Returns the LLM. It is called in the engine's thread: OpenMP's threads belong to the thread that computes
-                first, and with a second team beside them they would not spin (devices/openmp.py).
-            max_num_queued_requests: How many requests may wait beside the max_num_seqs that run. One with n answers counts n
-                times. None is no limit.
-            streaming: False delivers answers when they end, and nothing before. This costs less, for those who read no stream.
-        """
-        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+    @arguments_of(AsyncEngineArgs, "AsyncLLM()")
+    def __init__(self, args: AsyncEngineArgs) -> None:
+        self._streams: dict[str, RequestStream] = {}  # of accepted requests that were not delivered to the end, by id
+        self._unused_ids = map(str, count())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grammar_threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, "nanoinfer grammar")
-        self._num_answers = 0  # of requests that are accepted, and not delivered to the end
         self._is_closing = False
-        self._pacer = DeliveryPacer()
-        self._streaming = streaming
-        self._watches_overdue = False
-        self._error: str | None = None  # why the engine is dead
-        self.on_deliver: Callable[[Updates], None] | None = None  # called in the event loop, once per step
-        # used by the engine's thread alone
-        self._streams: dict[str, RequestStream] = {}  # of unfinished requests, by id
-        self._num_failures: dict[str, int] = {}  # failed steps that a request was in, by id
-        self._has_ended = False
-        loaded: Future[LLM] = Future()
-        self._thread = threading.Thread(target=self._run, args=(make_llm, loaded), name="nanoinfer engine", daemon=True)
-        self._thread.start()
-        self.llm = loaded.result()
-        self.engine = self.llm.engine
-        self._limit = None
-        if max_num_queued_requests is not None:
-            self._limit = self.engine.scheduler.config.max_num_seqs + max_num_queued_requests
+        self._streaming = args.streaming
+        self._is_delivery_planned = False
+        self._last_delivery = 0.0  # on the event loop's clock
+        self.on_deliver: Callable[[list[list[Delta]]], None] | None = None  # called in the event loop with each stream's news
 
-    # ---- for coroutines
+        def load() -> LLMEngine:
+            self.llm = LLM(**{field.name: getattr(args, field.name) for field in fields(EngineArgs)})
+            return self.llm.engine
 
+        self._thread = EngineThread(load, self._publish)
+        self.engine = self._thread.engine
+        self._max_num_answers: int | None = None
+        if args.max_num_queued_requests is not None:
+            self._max_num_answers = self.engine.scheduler.config.max_num_seqs + args.max_num_queued_requests
+
+    # ---- requests
+
+    @check_argument_names("generate()")
     async def generate(
         self,
         prompt: PromptType,
         sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
         *,
         output_kind: OutputKind = "cumulative",
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -101,6 +91,7 @@ class AsyncLLM:
         Args:
             prompt: As for LLM.generate, one prompt.
             sampling_params: None is the checkpoint's default.
+            request_id: For abort(). Different from the ids of all unfinished requests. None makes one.
             output_kind: "cumulative": everything so far. "delta": what is new. "final_only": one output, the finished one.
 
         Raises:
@@ -110,36 +101,38 @@ class AsyncLLM:
         """
         if output_kind not in OUTPUT_KINDS:
             raise InvalidValueError(f"output_kind must be one of {', '.join(OUTPUT_KINDS)}, got {output_kind!r}")
-        stream = await self.add_request(prompt, sampling_params)
-        so_far: dict[int, Delta] = {}
+        params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
+        num_answers = params.n if isinstance(params, SamplingParams) else 1  # prepare_prompt refuses anything else
+        prepare = partial(self.engine.inputs.prepare_prompt, prompt, params)
+        stream = await self.submit(prepare, num_answers=num_answers, request_id=request_id)
+        so_far: list[Delta] = []
         try:
             async for deltas in stream:
-                if output_kind != "final_only":
-                    so_far = merge(so_far, deltas)
+                if output_kind == "cumulative":
+                    deltas = so_far = merged(so_far + deltas)
                 if stream.output is not None and output_kind != "delta":
                     yield stream.output
                 elif output_kind != "final_only":
-                    yield stream.partial_output([so_far[index] for index in sorted(so_far)])
-                if output_kind == "delta":
-                    so_far.clear()
+                    yield stream.partial_output(deltas)
         finally:
             stream.close()
 
-    async def add_request(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> "RequestStream":
-        """Queue a request, and return its stream, which the caller closes whatever happens. Raises: as generate does."""
-        params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
-        num_answers = params.n if isinstance(params, SamplingParams) else 1  # prepare refuses anything else
-        return await self.submit(lambda: self.engine.inputs.prepare_prompt(prompt, params), num_answers=num_answers)
-
     async def submit(
-        self, prepare: Callable[[], PreparedRequest], has_news: asyncio.Event | None = None, *, num_answers: int
+        self,
+        prepare: Callable[[], PreparedRequest],
+        has_news: asyncio.Event | None = None,
+        *,
+        num_answers: int,
+        request_id: str | None = None,
     ) -> "RequestStream":
-        """Queue what prepare() returns, as add_request does. It runs in a thread of its own, and may raise.
+        """Queue a request, and return its stream, which the caller closes whatever happens. Raises: as generate does.
 
         Args:
-            prepare: Leaves the grammar out, as InputProcessor.prepare_prompt does. It is compiled here.
+            prepare: Returns the request without its grammar, as InputProcessor.prepare_prompt does, or raises. It is called in
+                another thread.
             has_news: Set when the stream has deltas. Several streams may share one, to be read together with take().
             num_answers: The n of the request. Each answer is a sequence, which counts towards the limit.
+            request_id: As for generate.
         """
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
@@ -147,36 +140,49 @@ class AsyncLLM:
         self._loop = loop
         self.check_health()
         self.check_capacity(num_answers)
-        if self._limit is not None and self._num_answers + num_answers > self._limit:
-            raise QueueFullError(f"{self._num_answers} answers run or wait, and at most {self._limit} may; try again later")
-        self._num_answers += num_answers
+        if self._max_num_answers is not None and (num := self.num_unfinished_answers) + num_answers > self._max_num_answers:
+            raise QueueFullError(f"{num} answers run or wait, and at most {self._max_num_answers} may; try again later")
+        stream = RequestStream(self._checked_id(request_id), num_answers, has_news or asyncio.Event(), self._thread.abort)
+        self._streams[stream.request_id] = stream
         try:
-            prepared = await asyncio.to_thread(prepare)
+            stream.prepared = await asyncio.to_thread(prepare)
+            if stream.prepared.params.structured_outputs is not None:
+                compile_grammar = self.engine.inputs.compile_grammar
+                stream.prepared = await loop.run_in_executor(self._grammar_threads, compile_grammar, stream.prepared)
             self.check_health()
-            if prepared.params.structured_outputs is not None:
-                prepared = await self._loop.run_in_executor(self._grammar_threads, self.engine.inputs.compile_grammar, prepared)
-                self.check_health()
         except BaseException:
-            self._num_answers -= num_answers
+            del self._streams[stream.request_id]
             raise
-        complete = partial(self._complete, num_answers)
-        stream = RequestStream(prepared, has_news or asyncio.Event(), on_close=self._close, on_complete=complete)
-        self._commands.put(lambda: self._add(stream))
+        self._thread.submit(stream.prepared, stream.request_id)
+        if stream.is_closed:  # by abort(), meanwhile
+            self._thread.abort(stream.request_id)
         return stream
 
     async def abort(self, request_id: str) -> None:
-        """End a request. Its stream ends with finish_reason "abort". Unknown and finished ids are ignored."""
-        self._commands.put(lambda: self.engine.abort(request_id))
+        """Finish a request. Its stream ends with finish_reason "abort". Unknown and finished ids are ignored."""
+        if stream := self._streams.get(request_id):
+            stream.close()
+
+    def _checked_id(self, request_id: str | None) -> str:
+        if request_id is None:
+            return next(unused for unused in self._unused_ids if unused not in self._streams)
+        if not isinstance(request_id, str) or request_id in self._streams:
+            raise InvalidValueError(
+                f"request_id must be a string that no unfinished request has, got {shown(request_id)}; leave it out to get one"
+            )
+        return request_id
+
+    # ---- the state of the engine
 
     @property
-    def errored(self) -> bool:
-        """Whether the engine is dead: MAX_FAILED_STEPS steps in a row have raised."""
-        return self._error is not None
+    def num_unfinished_answers(self) -> int:
+        """The number of answers of requests that were accepted and not delivered to the end."""
+        return sum(stream.num_answers for stream in self._streams.values())
 
     def check_health(self) -> None:
         """Raises: EngineDeadError if the engine is dead or shut down."""
-        if self._error is not None:
-            raise EngineDeadError(f"the engine is dead: {self._error}; it must be restarted")
+        if self._thread.error is not None:
+            raise EngineDeadError(f"the engine is dead: {self._thread.error}; it must be restarted")
         if self._is_closing:
             raise EngineDeadError("the engine is shutting down and accepts no requests")
         if not self._thread.is_alive():
@@ -184,9 +190,9 @@ class AsyncLLM:
 
     def check_capacity(self, num_answers: int) -> None:
         """Raises: InvalidValueError for more answers than can be accepted even while nothing runs."""
-        if self._limit is not None and num_answers > self._limit:
+        if self._max_num_answers is not None and num_answers > self._max_num_answers:
             raise InvalidValueError(
-                f"{num_answers} answers are requested, and at most {self._limit} may run or wait; "
+                f"{num_answers} answers are requested, and at most {self._max_num_answers} may run or wait; "
                 "use fewer prompts or a smaller n"
             )
 
@@ -194,17 +200,10 @@ class AsyncLLM:
         """See LLM.get_metrics. They are read by the engine's thread between two steps."""
         if self._is_closing or not self._thread.is_alive():
             return await asyncio.to_thread(self.engine.get_metrics)
-        metrics: Future[list[Metric]] = Future()
-
-        def read() -> None:
-            if metrics.set_running_or_notify_cancel():  # False: nobody waits for them any more
-                metrics.set_result(self.engine.get_metrics())
-
-        self._commands.put(read)
-        return await asyncio.wrap_future(metrics)
+        return await asyncio.wrap_future(self._thread.call(self.engine.get_metrics))
 
     async def shutdown(self, timeout: float | None = 0.0) -> None:
-        """Refuse new requests, wait for the unfinished ones, abort those that take longer, and end the engine's thread.
+        """Refuse new requests, wait for the unfinished ones, abort those that take longer, and close the LLM.
 
         Args:
             timeout: Seconds to wait. None is without limit.
@@ -212,125 +211,133 @@ class AsyncLLM:
         self._is_closing = True
         clock = asyncio.get_running_loop().time
         start = clock()
-        while self._num_answers and self._thread.is_alive() and (timeout is None or clock() - start < timeout):
+        while self._streams and self._thread.is_alive() and (timeout is None or clock() - start < timeout):
             await asyncio.sleep(0.02)
-        self._commands.put(self._end)
+        self._thread.close()
         await asyncio.to_thread(self._thread.join)
         self._grammar_threads.shutdown(wait=False)
-        await asyncio.sleep(0)  # the last deltas are delivered
+        await asyncio.to_thread(self.llm.close)  # meanwhile the last deltas are delivered
 
-    def _close(self, stream: "RequestStream") -> None:
-        """Abort the request of a stream that is not read any more. If it is still on its way to the engine, _add does it."""
+    # ---- deliveries: the first and the last deltas of a request at once, all others together with those of later steps
 
-        def abort() -> None:
-            if stream.request is not None:
-                self.engine.abort(stream.request.request_id)
-
-        self._commands.put(abort)
-
-    def _complete(self, num_answers: int) -> None:
-        self._num_answers -= num_answers
-
-    def _deliver(self, streams: list[RequestStream]) -> None:
-        """Give streams their new deltas."""
-        updates = [(stream, deltas) for stream in streams if (deltas := stream.deliver())]
-        if updates and self.on_deliver is not None:
-            self.on_deliver(updates)
-        if not self._watches_overdue:
-            self._watches_overdue = True
-            self._deliver_overdue()
-
-    def _deliver_all(self, streams: list[RequestStream]) -> None:
-        """Give all streams their new deltas, and measure the cost, until the tasks that wait for them have run."""
-        loop, cpu_start = asyncio.get_running_loop(), time.thread_time()
-        self._pacer.begin(time.perf_counter())
-        self._deliver(streams)
-        # the tasks run in the next iteration of the loop, and their bytes are sent at its end
-        loop.call_soon(loop.call_soon, lambda: self._pacer.finish(time.thread_time() - cpu_start))
-
-    def _deliver_overdue(self) -> None:
-        """Deliver what has been held for too long, because the engine's thread is in a long step. While there are requests."""
-        self._watches_overdue = bool(self._streams)
-        if self._watches_overdue:
-            seconds = self._pacer.seconds_left(time.perf_counter())
-            if seconds <= 0:
-                self._deliver_all(list(self._streams.values()))
-                seconds = MAX_HOLD_SECONDS
-            asyncio.get_running_loop().call_later(seconds, self._deliver_overdue)
-
-    # ---- in the engine's thread
-
-    def _run(self, make_llm: Callable[[], LLM], loaded: "Future[LLM]") -> None:
+    def _publish(self, requests: list[Request]) -> None:
+        """Let the event loop deliver the new deltas of these requests. Called by the engine's thread."""
+        assert self._loop is not None, "there is a request"
+        urgent = []
+        for request in requests:
+            if stream := self._streams.get(request.request_id):  # else its last delta has been delivered already
+                if request.output is not None or (self._streaming and stream.request is None):
+                    urgent.append(stream)
+                stream.request = request
         try:
-            engine = (llm := make_llm()).engine
-        except BaseException as error:
-            loaded.set_exception(error)
-            return
-        loaded.set_result(llm)
-        num_failed = 0
-        while not self._has_ended:
-            try:
-                if not engine.num_unfinished:
-                    self._commands.get()()  # idle: wait for a command
-                while not self._commands.empty():
-                    self._commands.get()()
-                if engine.num_unfinished:
-                    engine.step()
-                    num_failed = 0
-            except BaseException as error:  # also a panic of a library in Rust. Ctrl-C never arrives in this thread
-                num_failed += 1
-                self._step_failed(error, is_dead=num_failed == MAX_FAILED_STEPS)
-            self._publish()
-
-    def _add(self, stream: "RequestStream") -> None:
-        request = stream.request = self.engine.submit(stream.prepared, streaming=True)
-        stream.has_begun = not self._streaming  # the first deltas are as urgent as the last
-        self._streams[request.request_id] = stream
-        if self._error is not None:
-            self.engine.fail(self._error, request.request_id)
-        elif stream.is_closed:
-            self.engine.abort(request.request_id)
-
-    def _end(self) -> None:
-        self.engine.abort(*self._streams)
-        self._has_ended = True
-
-    def _step_failed(self, error: BaseException, *, is_dead: bool) -> None:
-        """Fail the requests that were in two failed steps, or all of them. The engine computes the others again."""
-        logger.exception("a step failed")
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        for request_id in self.engine.interrupted_request_ids:
-            self._num_failures[request_id] = self._num_failures.get(request_id, 0) + 1
-        failing = [request_id for request_id, num in self._num_failures.items() if num > 1]
-        if is_dead:
-            self._error = f"{MAX_FAILED_STEPS} steps in a row have failed: {reason}"
-            failing = list(self._streams)
-        self.engine.fail(reason, *failing)
-
-    def _publish(self) -> None:
-        """Pass the new deltas of all requests to the event loop, in one call, when the pacer says so.
-
-        A request's first and last deltas are never held.
-        """
-        urgent: list[RequestStream] = []
-        others: list[RequestStream] = []
-        for request_id, stream in list(self._streams.items()):
-            assert stream.request is not None
-            if stream.request.output is not None:
-                del self._streams[request_id]
-                self._num_failures.pop(request_id, None)
-            if stream.request.deltas:
-                is_urgent = stream.request.output is not None or not stream.has_begun
-                (urgent if is_urgent else others).append(stream)
-                stream.has_begun = True
-        is_due = self._pacer.is_due(time.perf_counter()) if others and self._streaming else False
-        if not urgent and not is_due:
-            return
-        assert self._loop is not None
-        try:
-            if is_due:
-                self._loop.call_soon_threadsafe(self._deliver_all, urgent + others)
-            else:
+            if urgent:
                 self._loop.call_soon_threadsafe(self._deliver, urgent)
+            if self._streaming and len(urgent) < len(requests) and not self._is_delivery_planned:
+                self._is_delivery_planned = True
+                self._loop.call_soon_threadsafe(self._deliver_all)
         except RuntimeError:  # the loop is closed, so nobody reads any more
-            self._end()
+            self._thread.close()
+
+    def _deliver_all(self) -> None:
+        """Deliver everything when it is due."""
+        loop = asyncio.get_running_loop()
+        due = self._last_delivery + min(HOLD_SECONDS_PER_STREAM * len(self._streams), MAX_HOLD_SECONDS)
+        if loop.time() < due:
+            loop.call_at(due, self._deliver_all)
+            return
+        self._last_delivery = loop.time()
+        self._is_delivery_planned = False  # before the deltas are taken, so that later ones are delivered, too
+        self._deliver(list(self._streams.values()))
+
+    def _deliver(self, streams: list["RequestStream"]) -> None:
+        news = [deltas for stream in streams if (deltas := stream.deliver())]
+        for deltas in news:
+            if deltas[-1].output is not None:
+                del self._streams[deltas[-1].request_id]
+        if news and self.on_deliver is not None:
+            self.on_deliver(news)
+
+
+class RequestStream:
+    """The deltas of one request: an asynchronous iterator over lists of at most one Delta per answer, each of which merges all
+    that have arrived since the last list.
+
+    prepared: the request. request: the engine's, from the first delivery on. is_closed: the request is to be aborted.
+    output: the RequestOutput, as soon as its last delta was yielded.
+    """
+
+    prepared: PreparedRequest
+
+    def __init__(self, request_id: str, num_answers: int, has_news: asyncio.Event, abort: Callable[[str], object]) -> None:
+        self.request_id, self.num_answers = request_id, num_answers
+        self.request: Request | None = None
+        self.output: RequestOutput | None = None
+        self.is_closed = False
+        self._has_news, self._abort = has_news, abort
+        self._waiting: list[Delta] = []
+        self._is_complete = False
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        if self.output is not None:
+            raise StopAsyncIteration
+        await self._has_news.wait()
+        self._has_news.clear()
+        return self.take()
+
+    def take(self) -> list[Delta]:
+        """Return what the iterator would yield, or no deltas if there are none now."""
+        deltas, self._waiting = merged(self._waiting), []
+        self.output = next((delta.output for delta in deltas if delta.output is not None), self.output)
+        return deltas
+
+    def close(self) -> None:
+        """Abort the request if it is unfinished. The stream then ends with finish_reason "abort"."""
+        self.is_closed = True
+        if not self._is_complete:  # else the id may belong to another request by now
+            self._abort(self.request_id)
+
+    def deliver(self) -> list[Delta]:
+        """Take the request's new deltas from the engine, and return them. Called in the event loop."""
+        deltas: list[Delta] = []
+        while self.request is not None and self.request.deltas:
+            deltas.append(self.request.deltas.popleft())
+        if deltas:
+            self._waiting += deltas
+            self._is_complete = deltas[-1].output is not None
+            self._has_news.set()
+        return deltas
+
+    def partial_output(self, deltas: list[Delta]) -> RequestOutput:
+        """These deltas as a RequestOutput. Log-probabilities of the prompt are in the last one."""
+        names = [field.name for field in fields(CompletionOutput) if field.name != "cumulative_logprob"]
+        answers = []
+        for delta in deltas:
+            cumulative = sum_of_logprobs(delta.token_ids, delta.logprobs)
+            answers.append(CompletionOutput(**{name: getattr(delta, name) for name in names}, cumulative_logprob=cumulative))
+        if self.output is not None:
+            return replace(self.output, outputs=answers)
+        assert self.request is not None, "it has deltas"
+        prompt, prompt_token_ids = self.prepared.prompt, self.prepared.prompt_token_ids
+        return RequestOutput(self.request_id, prompt, prompt_token_ids, answers, False, self.request.metrics)
+
+
+def merged(deltas: list[Delta]) -> list[Delta]:
+    """Join successive deltas of the same answer. Returns at most one for each answer, in the order of the answers."""
+    by_index: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        by_index.setdefault(delta.index, []).append(delta)
+    return [_joined(by_index[index]) for index in sorted(by_index)]
+
+
+def _joined(deltas: list[Delta]) -> Delta:
+    if len(deltas) == 1:
+        return deltas[0]
+    return replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+        logprobs=[one for delta in deltas for one in delta.logprobs or ()] or None,
+    )

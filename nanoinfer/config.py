@@ -1,20 +1,19 @@
-"""The engine's settings, split by owner. Frozen and checked: derived values are returned, never written back.
+"""The engine's settings: EngineArgs as users give them, and the checked EngineConfig, split by owner, that is made of them.
 
-In: the arguments of LLM. Out: values that are valid by themselves. What depends on the model or on the machine (max_model_len,
-the number of blocks) is computed in execution/uniproc_executor.py and execution/memory.py.
+In: the arguments of LLM and AsyncLLM. Out: frozen values that are valid by themselves. Derived values are returned, never
+written back. What depends on the model or on the machine (max_model_len, the number of blocks) is computed in execution/.
 """
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import TYPE_CHECKING
 
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
     UnsupportedError,
-    check_argument_names,
     check_flag,
     check_integer,
     check_number,
@@ -23,10 +22,10 @@ from nanoinfer.errors import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from nanoinfer.sampling.sampler import Stage
     from nanoinfer.tracing import Tracer
-
-T = TypeVar("T")
 
 MAX_ROWS_WITH_DRAFTS = 256  # of a step, unless max_num_seqs is larger
 
@@ -43,14 +42,7 @@ LOGPROBS_MODES = {"raw": "raw", "raw_logprobs": "raw", "processed": "processed",
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """Settings of the paged KV cache.
-
-    Args:
-        block_size: Tokens per block. None is the attention backend's own.
-        kv_cache_memory: Bytes for the cache on any device. None computes it (see execution/memory.py).
-        gpu_memory_utilization: Share of a GPU's memory for weights and cache together, in (0, 1]. Used on CUDA only.
-        enable_prefix_caching: Keep finished blocks, and reuse them for prompts that begin with the same tokens.
-    """
+    """Settings of the paged KV cache. EngineArgs explains them."""
 
     block_size: int | None = None
     kv_cache_memory: int | None = None
@@ -67,15 +59,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """How much runs in one step.
-
-    Args:
-        max_num_seqs: Maximum number of running sequences.
-        max_num_batched_tokens: Maximum number of prompt tokens per step. Every running decode adds its one token.
-        chunk_size: Prompts are cut at absolute multiples of this (and of max_num_batched_tokens, if that is smaller).
-        batch_invariant: Attend with one query at a time, so that a token's bits depend on the tokens before it alone, and on
-            no chunk, prefix hit or preemption.
-    """
+    """How much runs in one step. EngineArgs explains the settings."""
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 4096
@@ -162,23 +146,23 @@ def lora_adapters(given: object) -> tuple[tuple[str, float], ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What engine/factory.load_engine needs: the model, the device, and the settings of the parts."""
+    """What engine/factory.load_engine needs: the model, the device, and the settings of the parts. EngineArgs explains them."""
 
-    model: str | None = None  # a folder, a hub name, the name of a bundled model. None: the bundled default
-    tokenizer: str | None = None  # a folder or hub name. None: the model's own
+    model: str | None = None
+    tokenizer: str | None = None
     revision: str | None = None
-    dtype: str = "auto"
-    quantization: str | None = None  # or "int8" or "int4": linear layers in 8 or 4 bits
-    lora: tuple[tuple[str, float], ...] = ()  # adapters to merge into the weights, each with its strength
+    dtype: str = "auto"  # a key of DTYPES
+    quantization: str | None = None
+    lora: tuple[tuple[str, float], ...] = ()  # adapters, each with its strength
     device: str = "auto"
-    tensor_parallel_size: int = 1  # ranks among which the model is split
-    max_model_len: int | None = None  # tokens of prompt + output. None: the model's own
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None
     attention_backend: str = "auto"
     enforce_eager: bool = False
-    async_scheduling: bool | None = None  # launch a step before the previous one is read. None: on a GPU
-    seed: int | None = None  # None: the engine draws one
+    async_scheduling: bool | None = None
+    seed: int | None = None
     tracer: "Tracer | None" = None
-    stages: "tuple[Stage, ...] | None" = None  # the sampler's. None: sampling.sampler.STAGES
+    stages: "tuple[Stage, ...] | None" = None
     logprobs_mode: str = "raw"  # a key of LOGPROBS_MODES
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -228,86 +212,131 @@ class EngineConfig:
         return max(num_rows, min(MAX_ROWS_WITH_DRAFTS, num_rows * (1 + self.speculative.num_speculative_tokens)))
 
 
-# vLLM's arguments that nanoinfer does not have, with the values that change nothing here. The first one is how nanoinfer acts.
-# Any different value requests what is not supported.
-_GENERATE: dict[str, tuple[object, ...]] = {
-    "lora_request": (None,),
-    "priority": (None,),
-    "prompt_adapter_request": (None,),
-    "tokenization_kwargs": (None, {}),
-}
-NEUTRAL_VALUES: dict[str, dict[str, tuple[object, ...]]] = {
-    "LLM()": {
-        "runner": ("generate", "auto"),
-        "task": ("generate", "auto", None),
-        "convert": ("none", "auto"),
-        "pipeline_parallel_size": (1,),
-        "data_parallel_size": (1,),
-        "distributed_executor_backend": (None, "uni"),
-        "trust_remote_code": (False, True),  # a permission: there is no remote code to run
-        "disable_log_stats": (True, False),
-        "load_format": ("auto", "safetensors"),
-        "config_format": ("auto", "hf"),
-        "generation_config": ("auto",),
-        "override_generation_config": (None, {}),
-        "hf_overrides": (None, {}),
-        "hf_token": (None,),
-        "download_dir": (None,),
-        "code_revision": (None,),
-        "tokenizer_revision": (None,),
-        "tokenizer_mode": ("auto",),
-        "skip_tokenizer_init": (False,),
-        "enable_chunked_prefill": (True, None),
-        "disable_sliding_window": (False,),
-        "disable_custom_all_reduce": (False, True),  # there is one device
-        "enable_lora": (False, None),
-        "limit_mm_per_prompt": (None, {}),
-        "mm_processor_kwargs": (None,),
-        "logits_processors": (None, []),
-        "max_logprobs": (-1,),  # no limit
-        "structured_outputs_config": (None,),
-        "compilation_config": (None,),
-        "kv_cache_dtype": ("auto",),
-        "kv_cache_memory_bytes": (None,),
-        "num_gpu_blocks_override": (None,),
-        "cpu_offload_gb": (0,),
-        "swap_space": (0, 4),  # GiB that may be swapped out, 4 was vLLM's default
-        "scheduling_policy": ("fcfs",),
-    },
-    "generate()": _GENERATE,
-    "chat()": {
-        **_GENERATE,
-        "chat_template_content_format": ("auto", "string"),
-        "continue_final_message": (False,),
-        "mm_processor_kwargs": (None,),
-    },
-    "beam_search()": {"lora_request": (None,), "use_tqdm": (False,), "concurrency_limit": (None,)},
-    "SamplingParams": {
-        "guided_decoding": (None,),
-        "spaces_between_special_tokens": (True,),
-        "output_kind": (None,),
-        "extra_args": (None, {}),
-        "flat_logprobs": (False,),
-        "truncate_prompt_tokens": (None,),
-        "skip_reading_prefix_cache": (None, False),
-    },
-    "StructuredOutputsParams": {
-        "disable_additional_properties": (False,),
-        "whitespace_pattern": (None,),
-        "structural_tag": (None,),
-    },
-    "BeamSearchParams": {"temperature": (0.0,), "include_stop_str_in_output": (False,)},
-    "a prompt": {
-        "multi_modal_data": (None,),
-        "multi_modal_uuids": (None,),
-        "mm_processor_kwargs": (None,),
-        "token_type_ids": (None,),
-        "cache_salt": (None,),
-    },
-}
+@dataclass(frozen=True)
+class EngineArgs:
+    """The arguments of LLM.
+
+    Args:
+        model: A folder with config.json and safetensors, a .gguf file, a hub name, or a bundled model ("tiny-qwen3",
+            "tiny-gpt2"). None is tiny-qwen3. GPT-2, Llama, Mistral, Qwen2, Qwen2.5, Qwen3 and Qwen's MoE are supported.
+        tokenizer: Folder or hub name of a different tokenizer. A model without one takes token ids and detokenize=False.
+        revision: Branch, tag or commit of a hub model.
+        dtype: "auto" (the checkpoint's own, or float32 on a CPU that is slow at it), "float32"/"float", "bfloat16",
+            "float16"/"half", or torch's own.
+        quantization: "int8" or "int4" keeps the linear layers in 8 or 4 bits, on a CPU. The rest is in bfloat16.
+        lora: LoRA adapters in peft's format, merged into the weights for all requests: a folder or hub name, a list, or a dict
+            of strengths, such as {"adapter": 0.5}. docs/checkpoints.md says what is supported.
+        device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
+        tensor_parallel_size: Number of processes, or GPUs, among which the model is split (docs/scaling.md).
+        block_size: Tokens per cache block. None is the attention backend's own.
+        max_num_seqs: Maximum number of running sequences. None is the default.
+        max_num_batched_tokens: Maximum number of prompt tokens per step, to which every running sequence adds its one token.
+            None is the default.
+        chunk_size: Longer prompts are computed in chunks, cut at absolute multiples of this, or of max_num_batched_tokens if
+            that is smaller.
+        max_model_len: Maximum number of tokens of prompt and answer. None is the model's own. Lowered to what the cache holds.
+        kv_cache_memory: Bytes for each rank's KV cache. None is, on a GPU, what gpu_memory_utilization leaves beside the
+            weights, and on a CPU half of the free memory, at most 4 GiB. Never more than max_num_seqs sequences can use.
+        gpu_memory_utilization: Share of the GPU's memory for weights and cache, in (0, 1]. No effect on a CPU.
+        enable_prefix_caching: Compute common prefixes of prompts once. None is the default.
+        batch_invariant: Require that a token's logits have the same bits wherever its sequence's tokens are computed: in any
+            batch, as prompt or as answer, after a prefix hit and after a preemption. So `logprobs` of an answer equal
+            `prompt_logprobs` of the same text. The attention then computes one query at a time. A prompt of 1,024 tokens takes
+            1.1 to 1.3 times as long. Checked when the model is
+            loaded, and refused where it cannot be kept. Without batch_invariant, `LLM.batch_independent` says whether the bits
+            are the same in any batch, prefix hits and preemptions aside.
+        attention_backend: "auto" (the best one that is installed and supports the model, which the log explains), "cpu",
+            "flash", "triton" or "reference".
+        enforce_eager: Run the model as its file says, and nothing of nanoinfer/fast: no kernels, no CUDA graphs. A breakpoint
+            in the model's file stops. `batch_independent` is then False.
+        async_scheduling: Prepare a step while the one before it runs. The tokens are the same. None is True on a GPU only.
+        speculative_config: Speculative decoding: guess tokens, and check several in one step. {"method": "ngram"} repeats
+            earlier text. {"method": "draft_model", "model": name} asks a smaller model with the same vocabulary. More keys:
+            nanoinfer.config.SpeculativeConfig. The tokens are those of plain decoding (see `LLM.batch_independent`).
+        seed: For requests without their own seed, 0 .. 2**64 - 1. The same seed and the same calls give the same answers. None
+            draws a seed from the operating system and logs it at level INFO.
+        stages: The sampler's stages in their order. `[*STAGES, mine]`, from nanoinfer.sampling.sampler, adds your own.
+        logprobs_mode: "raw" (or "raw_logprobs") returns the model's own log-probabilities, "processed" (or
+            "processed_logprobs") those after all stages.
+        tracer: Receives the engine's events, see nanoinfer.Recorder.
+
+    vLLM's further arguments are accepted with the values that change nothing here, such as pipeline_parallel_size=1 (see
+    vllm_compat.NEUTRAL_VALUES).
+    """
+
+    model: str | os.PathLike[str] | None = None
+    _: KW_ONLY
+    tokenizer: str | os.PathLike[str] | None = None
+    revision: str | None = None
+    dtype: "str | torch.dtype" = "auto"
+    quantization: str | None = None
+    lora: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float] | None = None
+    device: str = "auto"
+    tensor_parallel_size: int = 1
+    block_size: int | None = None
+    max_num_seqs: int | None = SchedulerConfig.max_num_seqs
+    max_num_batched_tokens: int | None = SchedulerConfig.max_num_batched_tokens
+    chunk_size: int = SchedulerConfig.chunk_size
+    max_model_len: int | None = None
+    kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = CacheConfig.gpu_memory_utilization
+    enable_prefix_caching: bool | None = CacheConfig.enable_prefix_caching
+    batch_invariant: bool = SchedulerConfig.batch_invariant
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
+    async_scheduling: bool | None = None
+    speculative_config: Mapping[str, object] | None = None
+    seed: int | None = None
+    stages: "Sequence[Stage] | None" = None
+    logprobs_mode: str = "raw"
+    tracer: "Tracer | None" = None
+
+    def to_config(self) -> EngineConfig:
+        """Check the arguments, and split them by owner.
+
+        Raises:
+            InvalidValueError, InvalidTypeError: An argument out of its range, or of the wrong type.
+            UnsupportedError: A combination that is not supported.
+        """
+        import torch  # takes a second, for which importing this file does not wait
+
+        given: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(EngineArgs)}
+        for name in ("model", "tokenizer"):
+            if given[name] is not None:
+                given[name] = _path_string(name, given[name])
+        for name in ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching"):
+            if given[name] is None:
+                del given[name]  # the default
+        if isinstance(self.dtype, torch.dtype):
+            given["dtype"] = str(self.dtype).removeprefix("torch.")
+        if isinstance(self.stages, list):
+            given["stages"] = tuple(self.stages)
+        given["lora"] = lora_adapters(self.lora)
+        given["speculative"] = SpeculativeConfig.of(given.pop("speculative_config"))
+        for name, owner in (("cache", CacheConfig), ("scheduler", SchedulerConfig)):
+            given[name] = owner(**{field.name: given.pop(field.name) for field in fields(owner) if field.name in given})  # type: ignore[arg-type]
+        return EngineConfig(**given)  # type: ignore[arg-type]  # the configs check the types
 
 
-def named_arguments(cls: type[T]) -> type[T]:
-    """Decorate a dataclass, so that an argument that does not exist is refused with the one that was probably meant."""
-    cls.__init__ = check_argument_names(cls.__name__, NEUTRAL_VALUES[cls.__name__])(cls.__init__)  # type: ignore[method-assign]
-    return cls
+@dataclass(frozen=True, kw_only=True)
+class AsyncEngineArgs(EngineArgs):
+    """The arguments of AsyncLLM: those of LLM, and two of its own.
+
+    Args:
+        max_num_queued_requests: How many requests may wait while max_num_seqs run. One with n answers counts n times. None is
+            no limit.
+        streaming: False delivers answers when they end, and nothing before, which costs less for those who read no stream.
+    """
+
+    max_num_queued_requests: int | None = None
+    streaming: bool = True
+
+    def __post_init__(self) -> None:
+        check_integer("max_num_queued_requests", self.max_num_queued_requests, 0, None, ">= 0", or_none=True)
+        check_flag("streaming", self.streaming)
+
+
+def _path_string(name: str, value: object) -> str:
+    if not isinstance(value, str | os.PathLike):
+        raise InvalidTypeError(f"{name} must be a string or a path, got {shown(value)}")
+    return os.fspath(value)

@@ -18,15 +18,9 @@ call are answered.
 """
 
 import difflib
-import functools
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import ParamSpec, TypeVar
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class NanoinferError(Exception):
@@ -69,69 +63,12 @@ class EngineDeadError(NanoinferError):
     """The engine accepts no requests: its steps have failed, one of its ranks has ended, or it was shut down."""
 
 
-def check_argument_names(
-    owner: str, neutral: Mapping[str, Sequence[object]] | None = None
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a method, so that wrong arguments are refused by name before Python's own bare TypeError.
-
-    The signature stays the one of the decorated method, for type checkers and for `inspect.signature`.
-
-    Args:
-        owner: The name in the messages, such as "LLM()".
-        neutral: Arguments of other libraries, each with the values that change nothing here. Such a value is ignored. The first
-            one is named in the message when a different value is refused.
-
-    Raises:
-        InvalidTypeError: From the decorated method, for an argument that is unknown, missing or not given by name.
-        UnsupportedError: From the decorated method, for a neutral argument with a different value.
-    """
-    neutral = neutral or {}
-
-    def decorate(method: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(method)
-        parameters = list(signature.parameters.values())[1:]  # without self
-        known = [parameter.name for parameter in parameters]
-        positional = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
-
-        @functools.wraps(method)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            if (surplus := args[1 + len(positional) :]) and len(known) > len(positional):
-                after = f" after {positional[-1]}" if positional else ""
-                way_out = f"write {known[len(positional)]}={shown(surplus[0])}"
-                raise InvalidTypeError(f"{owner} takes keyword arguments only{after}, got {shown(surplus)}; {way_out}")
-            for name in [name for name in kwargs if name not in known]:
-                value = kwargs.pop(name)
-                if name not in neutral:
-                    raise _unknown_argument(owner, name, known)
-                check_neutral(name, value, neutral[name])
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:  # an argument is missing, or given twice
-                raise InvalidTypeError(f"{owner}: {error}") from None
-            return method(*args, **kwargs)
-
-        return checked
-
-    return decorate
-
-
-def check_neutral(name: str, value: object, neutral: Sequence[object]) -> None:
-    """Refuse a value of another library's argument, unless it is one of those that change nothing here."""
-    if not is_one_of(value, neutral):
-        raise UnsupportedError(f"{name}={shown(value)} is not supported; leave it out (it acts as {neutral[0]!r})")
-
-
 def is_one_of(value: object, allowed: Sequence[object]) -> bool:
     """Whether a value equals one of the allowed ones. An array does not."""
     try:
         return value in allowed
     except Exception:  # an array compares element by element, which is neither True nor False
         return False
-
-
-def _unknown_argument(owner: str, name: str, known: list[str]) -> InvalidTypeError:
-    """Return the error for an argument that does not exist."""
-    return InvalidTypeError(f"{owner} has no argument {name!r}; {suggest(name, known)}")
 
 
 def suggest(name: str, known: Sequence[str]) -> str:

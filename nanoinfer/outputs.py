@@ -1,7 +1,6 @@
-"""What comes out: results in vLLM's shapes, as plain data.
+"""Results with vLLM's names and fields, as plain data that a user may keep, print and compare.
 
-In: the finished state of a request. Out: values that a user may keep, print and compare. None of them holds a tensor or the
-engine.
+None of them holds a tensor or the engine.
 """
 
 from dataclasses import Field, dataclass, fields
@@ -11,25 +10,25 @@ from typing import ClassVar, Literal
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-def _shown(value: object, most: int = 6) -> str:
-    """A repr with at most this many items of each list and dict.
+def _shown(value: object, max_items: int = 6) -> str:
+    """Return a repr with at most max_items items of each list and dict.
 
-    >>> _shown([5, 6, 7, 8], most=3)
+    >>> _shown([5, 6, 7, 8], max_items=3)
     '[5, 6, 7, ... 4 in all]'
     """
     if isinstance(value, list):
-        items, brackets = [_shown(item) for item in value[:most]], "[]"
+        items, brackets = [_shown(item) for item in value[:max_items]], "[]"
     elif isinstance(value, dict):
-        items, brackets = [f"{key!r}: {_shown(item)}" for key, item in islice(value.items(), most)], "{}"
+        items, brackets = [f"{key!r}: {_shown(item)}" for key, item in islice(value.items(), max_items)], "{}"
     else:
         return repr(value)
-    if len(value) > most:
+    if len(value) > max_items:
         items.append(f"... {len(value)} in all")
     return brackets[0] + ", ".join(items) + brackets[1]
 
 
 class _ShortRepr:
-    """A dataclass whose repr leaves out what is None and shortens lists, such as 1,000 token ids."""
+    """A dataclass whose repr omits fields that are None and shortens lists, such as 1,000 token ids."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Field[object]]]
@@ -46,9 +45,9 @@ class Logprob:
 
     Attributes:
         logprob: The natural logarithm of the probability.
-        rank: Number of ids at this position that are at least as likely. 1 is the most likely.
-        decoded_token: The text of the id alone, if there is a tokenizer. For a part of a character, it is what the id adds to
-            the tokens before it: the character if the id completes it, else nothing.
+        rank: The number of ids at this position that are at least as likely, so the most likely id has rank 1.
+        decoded_token: The text of the id alone, if there is a tokenizer. For an id that is a part of a character, the text that
+            it adds to the tokens before it: the character if the id completes it, otherwise nothing.
     """
 
     logprob: float
@@ -60,7 +59,7 @@ LogprobsOnePosition = dict[int, Logprob]  # the token itself first, then the mos
 
 
 def sum_of_logprobs(token_ids: list[int], logprobs: list[LogprobsOnePosition] | None) -> float | None:
-    """The cumulative log-probability of some ids, None without logprobs."""
+    """Return the sum of the log-probabilities of token_ids, or None without logprobs."""
     if logprobs is None:
         return None
     return sum(position[token_id].logprob for position, token_id in zip(logprobs, token_ids, strict=True))
@@ -70,8 +69,8 @@ def sum_of_logprobs(token_ids: list[int], logprobs: list[LogprobsOnePosition] | 
 class TokenLogprobs:
     """Log-probabilities at one position as the executor returns them, before token texts are added.
 
-    ids[0] is the token itself. The other ids are the most likely ones without it, in falling order. Every id has a value and a
-    rank: the number of ids that are at least as likely, so 1 is the most likely id, and ties share the larger number.
+    ids[0] is the token itself, and the other ids are the most likely ones without it, in descending order. The rank of an id is
+    the number of ids that are at least as likely, so the most likely id has rank 1, and ties share the larger number.
     """
 
     ids: list[int]
@@ -85,13 +84,12 @@ class CompletionOutput(_ShortRepr):
 
     Attributes:
         index: Which of the n answers this is.
-        text: The text that the rules of SamplingParams leave of the tokens, without an incomplete character at the end.
+        text: The text of the tokens after the rules of SamplingParams, without an incomplete character at the end.
         token_ids: Every sampled id, EOS included.
-        cumulative_logprob: The sum of the log-probabilities of token_ids. None without logprobs.
+        cumulative_logprob: The sum of the log-probabilities of token_ids, or None without logprobs.
         logprobs: With SamplingParams(logprobs=...), one dict for every id of token_ids.
         finish_reason: "stop" (EOS, a stop id or a stop string), "length" (max_tokens, or the model's length), "abort", "error".
-        stop_reason: The stop string or stop id that ended the answer. None for an EOS id, of which a checkpoint may have
-            several, and for the other reasons.
+        stop_reason: The stop string or stop id that ended the answer, or None for an EOS id and for the other reasons.
         error: With finish_reason "error", what went wrong and what to do.
     """
 
@@ -131,7 +129,7 @@ class RequestMetrics:
 
 @dataclass(slots=True, repr=False)
 class RequestOutput(_ShortRepr):
-    """One prompt with its n answers. prompt is None if the prompt was given as token ids."""
+    """One prompt with its n answers, where `prompt` is None if the prompt was given as token ids."""
 
     request_id: str
     prompt: str | None
@@ -152,7 +150,7 @@ class BeamSearchSequence(_ShortRepr):
     """One answer of a beam search.
 
     Attributes:
-        text: The text of the generated ids. (vLLM's begins with the prompt.)
+        text: The text of the generated ids. In vLLM it begins with the prompt.
         token_ids: The generated ids, EOS included.
         tokens: The prompt's ids and the generated ones, as in vLLM.
         score: cumulative_logprob / len(token_ids) ** length_penalty.
@@ -175,7 +173,11 @@ class BeamSearchSequence(_ShortRepr):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class BeamSearchOutput(_ShortRepr):
-    """One prompt with the beam_width best answers, the best first. error: why a prompt that is too long has no answers."""
+    """One prompt with the beam_width best answers, the best first.
+
+    Attributes:
+        error: Why the prompt has no answers, if it is too long.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -185,19 +187,17 @@ class BeamSearchOutput(_ShortRepr):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Delta(_ShortRepr):
-    """What one step adds to one answer of a request: the new text and ids.
+    """The text and ids that one step adds to one answer of a request.
 
-    text may be empty. An incomplete character is held back until it is complete, and never released if the answer ends in it.
-    The possible start of a stop string is held back until it is certain.
+    The text may be empty, because an incomplete character is held back until it is complete (and dropped if the answer ends in
+    it), and the possible start of a stop string is held back until it is certain.
 
     Attributes:
-        output: The whole RequestOutput, on the last Delta of the request. None before it.
-        request_id: For LLM.abort.
-        logprobs: Of token_ids, if requested.
+        output: The whole RequestOutput on the last Delta of the request, None before it.
+        request_id: The id that LLM.abort takes.
+        logprobs: The log-probabilities of token_ids, if requested.
         index: Which of the n answers this is.
-        finish_reason: As in CompletionOutput, on the last Delta of an answer. None before it.
-        stop_reason: As in CompletionOutput.
-        error: As in CompletionOutput.
+        finish_reason, stop_reason, error: As in CompletionOutput on the last Delta of an answer, None before it.
     """
 
     text: str

@@ -1,10 +1,11 @@
 """What one request may specify: values checked when they are made or assigned, before any work is done.
 
-In: keyword arguments with vLLM's names. Out: a SamplingParams or BeamSearchParams that every later stage can trust. Both know
-nothing of any model: what needs the vocabulary (lists of token ids) is checked where a request enters the engine. The engine
-keeps a copy, so an assignment never changes a request that has been submitted.
+In: keyword arguments with vLLM's names. Out: a SamplingParams or BeamSearchParams that every later stage can trust, so that no
+later stage checks it again. Both know nothing of any model: what needs the vocabulary (lists of token ids) is checked where a
+request enters the engine. The engine keeps a copy, so an assignment never changes a request that has been submitted.
 """
 
+import copy
 import inspect
 import math
 import reprlib
@@ -12,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal, Self
 
-from nanoinfer.config import named_arguments
 from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -22,7 +22,8 @@ from nanoinfer.errors import (
     out_of_range,
     shown,
 )
-from nanoinfer.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+from nanoinfer.structured.parameters import StructuredOutputsParams as StructuredOutputsParams
+from nanoinfer.vllm_compat import named_arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,8 +51,8 @@ class _CheckedParams:
             object.__setattr__(self, name, value)
 
     def clone(self) -> Self:
-        """Return a copy. The values are checked again."""
-        return replace(self)
+        """Return a copy."""
+        return copy.copy(self)
 
 
 @named_arguments
@@ -206,6 +207,12 @@ class SamplingParams(_CheckedParams):
             raise InvalidValueError(
                 "allowed_token_ids cannot be used with structured_outputs, which decides what is allowed; use one of them"
             )
+
+    def clone(self) -> Self:
+        """Return a copy. Only logit_bias is checked again, because a dict may be changed without an assignment."""
+        clone = super().clone()
+        object.__setattr__(clone, "logit_bias", _logit_bias(self.logit_bias))
+        return clone
 
     @property
     def is_greedy(self) -> bool:

@@ -96,19 +96,19 @@ NOTEBOOKS = {
     "09_why_the_same_prompt_can_give_other_bits": Header(
         "why temperature 0 can give different texts in different batches, and what it costs to prevent that.",
         35,
-        ("models/cpu_linear.py", "devices/row_forms.py"),
+        ("fast/cpu/linear.py", "fast/cpu/dense_linear.cpp", "fast/batch_independence.py"),
         ("05", "06"),
     ),
     "10_tied_and_untied_heads": Header(
         "what tying the head saves, and what a loader that ignores it breaks.",
         30,
-        ("models/weights.py", "models/gpt2.py"),
+        ("loading/weights.py", "models/gpt2.py"),
         ("06",),
     ),
     "11_fast_top_k_and_top_p": Header(
         "how a token is drawn from a large vocabulary without sorting it, and why the result equals the definition's exactly.",
         30,
-        ("sampling/fast.py", "sampling/stages.py"),
+        ("fast/sampling/few_logits.py", "sampling/stages.py"),
         ("06", "09"),
     ),
     "12a_write_your_own_model": Header(
@@ -132,19 +132,19 @@ NOTEBOOKS = {
     "14_many_devices": Header(
         "which matrices are cut along which side, where tensor parallelism communicates, and when replicas are better.",
         30,
-        ("models/sharding.py", "distributed/runner.py", "distributed/communicator.py"),
+        ("distributed/sharding.py", "distributed/runner.py", "distributed/communicator.py"),
         ("00a", "02", "04"),
     ),
     "15_serving": Header(
         "what happens to a request in a server, what TTFT and TPOT tell, and why a server refuses requests.",
         30,
-        ("async_llm.py", "server/app.py", "server/answers.py", "engine/request_stream.py"),
+        ("async_llm.py", "server/app.py", "server/answers.py", "engine/engine_thread.py"),
         ("05", "08"),
     ),
     "16_structured_output": Header(
         "how a grammar becomes a mask, why EOS is masked, what a mask costs, and what it does to the probabilities.",
         35,
-        ("structured_outputs.py", "tokenization/grammar.py", "sampling/structured.py"),
+        ("structured/parameters.py", "structured/grammar.py", "structured/mask.py"),
         ("06", "08"),
     ),
 }

@@ -25,13 +25,13 @@ from hypothesis import HealthCheck, settings
 # The shapes and types that the arithmetic's annotations state are checked, in this process. (The front doors check their
 # arguments themselves, and are tested.)
 # Triton reads its kernels' source and must find it as it was written.
-ATTENTION = [
-    f"attention.{name}" for name in ("base", "dense", "kv_cache", "reference", "cpu", "cpu_kernel", "torch_varlen", "flash")
-]
-MODELS = [f"models.{name}" for name in ("registry", "loader", "weights", "layers", "rope", "gpt2", "qwen", "llama", "qwen_moe")]
-MODELS += [f"models.{name}" for name in ("optimize", "cpu_linear", "cpu_quantized", "cpu_blocks", "cuda_blocks")]
-EXECUTION = [f"execution.{name}" for name in ("forward_batch", "model_runner", "decode_graphs", "uniproc_executor")]
-ARITHMETIC = [*ATTENTION, *MODELS, *EXECUTION, "sampling", "devices.row_forms", "distributed.split_sampling"]
+ATTENTION = [f"attention.{name}" for name in ("base", "dense", "kv_cache", "reference", "cpu", "flash")]
+MODELS = [f"models.{name}" for name in ("registry", "layers", "rope", "gpt2", "qwen", "llama", "qwen_moe")]
+LOADING = [f"loading.{name}" for name in ("loader", "quantization", "weights")]
+FAST = [f"fast.cpu.{name}" for name in ("attention", "linear", "quantized")]
+FAST += ["fast.fuse", "fast.cuda.compile", "fast.cuda.decode_graphs", "fast.sampling", "structured.mask"]
+EXECUTION = [f"execution.{name}" for name in ("forward_batch", "model_runner", "local_executor", "parts")]
+ARITHMETIC = [*ATTENTION, *MODELS, *LOADING, *FAST, *EXECUTION, "sampling", "distributed.split_sampling"]
 if importlib.util.find_spec("beartype"):  # `make gpu` takes the Python at hand
     import shape_checks
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import httpx2
 import tiny_models
 
-from nanoinfer import LLM, AsyncLLM
+from nanoinfer import AsyncLLM
 from nanoinfer.server.app import ServerSettings
 from nanoinfer.server.run import make_server
 
@@ -32,7 +32,7 @@ class HttpServer:
     def wait_until_idle(self, seconds=30):
         """Wait until nothing runs. Returns how long it took."""
         start = time.perf_counter()
-        while self.async_llm.engine.num_unfinished or self.async_llm._num_answers:
+        while self.async_llm.engine.num_unfinished or self.async_llm.num_unfinished_answers:
             assert time.perf_counter() - start < seconds, "requests are left"
             time.sleep(0.005)
         return time.perf_counter() - start
@@ -49,9 +49,9 @@ class HttpServer:
 
 
 @contextmanager
-def serving(make_llm=lambda: LLM("tiny-qwen3", seed=0), *, max_num_queued_requests=None, shutdown_timeout=0.0, **settings):
-    """Serve. Afterwards every block is free and no task is left."""
-    async_llm = AsyncLLM(make_llm, max_num_queued_requests=max_num_queued_requests)
+def serving(load=lambda: AsyncLLM("tiny-qwen3", seed=0), *, shutdown_timeout=0.0, **settings):
+    """Serve what load() returns. Afterwards every block is free and no task is left."""
+    async_llm = load()
     settings = ServerSettings(served_model_names=("tiny-qwen3", "alias"), **settings)
     server = make_server(async_llm, settings, host="127.0.0.1", port=0, shutdown_timeout=shutdown_timeout)
     server.config.log_level = "warning"
@@ -67,7 +67,7 @@ def serving(make_llm=lambda: LLM("tiny-qwen3", seed=0), *, max_num_queued_reques
         thread.join(timeout=60)
         assert not thread.is_alive()
         tiny_models.assert_nothing_is_left(async_llm)
-        assert async_llm._num_answers == 0
+        assert async_llm.num_unfinished_answers == 0
 
 
 def new_client(server, *, strict):

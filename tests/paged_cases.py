@@ -56,7 +56,7 @@ def compare(
     backend, lengths, *, block_size, num_kv_heads, group, head_dim, dtype=torch.float32, spoil=None, device="cpu", packed=False,
     poisoned=None,
 ):  # fmt: skip
-    """The largest difference from attention in float64. backend: a name, or a backend.
+    """The largest difference from attention in float64. backend: a name, or KernelBackend.
 
     `spoil(metadata)` may plant a fault. packed: q, k and v are views of one tensor, as a fused projection gives them.
     poisoned: (sequence, new token) whose value in the first KV head is NaN. The queries from it on must be NaN, no others.
@@ -67,6 +67,8 @@ def compare(
     metadata = metadata_for(lengths, block_size, num_blocks, generator, device)
     if isinstance(backend, str):
         _, backend = select_backend(backend, torch.device(device), dtype, head_dim, block_size=block_size)
+    elif isinstance(backend, type):
+        backend = backend(dtype, num_heads=num_kv_heads * group, num_kv_heads=num_kv_heads, head_dim=head_dim)
     cache = KVCache(
         num_layers=2,
         num_blocks=num_blocks,
@@ -118,7 +120,7 @@ def check_poison_free_reuse(path, backend, **settings):
     clean = LLM(path, enable_prefix_caching=False, **settings)
     expected = [output.outputs[0].token_ids for output in clean.generate(prompts, params, use_tqdm=False)]
 
-    block_bytes = clean.engine.executor.info.num_cache_bytes // clean.engine.executor.info.num_blocks
+    block_bytes = clean.info.num_cache_bytes // clean.info.num_blocks
     llm = LLM(path, kv_cache_memory=14 * block_bytes, max_model_len=32, **settings)
     embedding = next(weight for weight in llm.engine.executor.runner.model.parameters() if len(weight) > bad_id)
     embedding.data[bad_id] = float("nan")

@@ -120,7 +120,7 @@ def random_engine(rng):
         "attention_backend": rng.choice(["auto", "auto", "reference"]),
     }
     probe = LLM(model, block_size=block_size, kv_cache_memory=2**24)
-    info = probe.engine.executor.info
+    info = probe.info
     settings["kv_cache_memory"] = num_blocks * info.num_cache_bytes // info.num_blocks
     settings["batch_invariant"] = probe.batch_independent and rng.random() < 0.5
     return LLM(model, **settings), settings

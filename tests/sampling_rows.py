@@ -6,6 +6,8 @@ import torch
 
 from nanoinfer import SamplingParams
 from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.routes import HeadRows
+from nanoinfer.sampling.sampler import STAGES, Sampler
 from nanoinfer.scheduling.sequence import Sequence
 
 INF, NAN = math.inf, math.nan
@@ -15,6 +17,12 @@ PARAMS = {  # that put a row into each group of RowGroups
     "top_p": {"top_p": 0.9},
     "other": {"temperature": 0.8, "min_p": 0.01},
 }
+
+
+def sampling_by(*routes, stages=STAGES, **options):
+    """The sampler with these routes, as a function of logits. Without a route it runs stage by stage: the definition."""
+    sampler = Sampler(stages, routes=routes, **options)
+    return lambda logits, batch, tracer=None: sampler(HeadRows.of_logits(logits), batch, tracer)
 
 
 def sequence(seed=0, prompt=(0,), output=(), **params):

@@ -32,8 +32,8 @@ from triton.runtime.jit import JITFunction
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.triton import TritonBackend
 from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.models.llama import LlamaForCausalLM
-from nanoinfer.models.optimize import optimize_for_cuda
 from nanoinfer.models.qwen import QwenForCausalLM
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
@@ -174,7 +174,7 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
     model_class, config = MODELS[name]
     with torch.device("meta"):
         model = model_class(model_class.Config.from_hf(COMMON | config)).to("meta", dtype)
-    optimize_for_cuda(model)
+    compile_model(model)
     cache = KVCache(
         num_layers=1, num_blocks=4096, block_size=block_size, num_kv_heads=model.config.num_key_value_heads,
         head_dim=model.config.head_dim, dtype=dtype, device="meta",

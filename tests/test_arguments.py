@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanoinfer import LLM, NanoinferError
-from nanoinfer.config import NEUTRAL_VALUES
+from nanoinfer.vllm_compat import NEUTRAL_VALUES
 
 NAMES = [name for name in inspect.signature(LLM.__init__).parameters if name != "self"] + list(NEUTRAL_VALUES)
 VALUES = {
@@ -44,4 +44,4 @@ def test_a_device_that_does_not_exist_is_refused(device):
 
 
 def test_cpu_0_is_the_cpu():
-    assert LLM(device="cpu:0", kv_cache_memory=2**22).engine.executor.info.device in ("cpu", "cpu:0")
+    assert LLM(device="cpu:0", kv_cache_memory=2**22).info.device in ("cpu", "cpu:0")

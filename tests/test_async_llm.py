@@ -1,20 +1,34 @@
 """AsyncLLM: many coroutines, one engine. The tokens are those of LLM.generate, and nothing is left behind."""
 
 import asyncio
+import importlib
+import itertools
 import random
 import threading
 import time
+from functools import partial
 from itertools import pairwise
+from statistics import median
 
 import pytest
 import tiny_models
 
 from nanoinfer import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
+from nanoinfer import async_llm as async_llm_module
+from nanoinfer.async_llm import merged
 from nanoinfer.engine.metrics import Counter, Gauge
-from nanoinfer.engine.request_stream import merge
-from nanoinfer.errors import EngineDeadError, InvalidPromptError, InvalidValueError, NanoinferError, QueueFullError
+from nanoinfer.errors import (
+    CheckpointNotFoundError,
+    EngineDeadError,
+    InvalidPromptError,
+    InvalidTypeError,
+    InvalidValueError,
+    NanoinferError,
+    QueueFullError,
+)
 from nanoinfer.outputs import Delta
-from nanoinfer.tokenization import grammar
+from nanoinfer.structured import grammar
+from nanoinfer.tracing import TokenAppended
 
 PROMPTS = ["Once upon a time", "The cat", "One day, Lily", "Tim and Anna went"]
 
@@ -24,11 +38,11 @@ def llm():
     return LLM("tiny-qwen3", max_num_seqs=8, seed=0)
 
 
-def serve(scenario, make_llm=lambda: LLM("tiny-qwen3", max_num_seqs=8, seed=0), **settings):
+def serve(scenario, **arguments):
     """Run a coroutine with an AsyncLLM. Afterwards every block is free."""
 
     async def main():
-        async_llm = AsyncLLM(make_llm, **settings)
+        async_llm = AsyncLLM("tiny-qwen3", **{"max_num_seqs": 8, "kv_cache_memory": 2**24, "seed": 0} | arguments)
         try:
             return await asyncio.wait_for(scenario(async_llm), timeout=60)
         finally:
@@ -37,6 +51,11 @@ def serve(scenario, make_llm=lambda: LLM("tiny-qwen3", max_num_seqs=8, seed=0), 
             assert len(asyncio.all_tasks()) == 1
 
     return asyncio.run(main())
+
+
+async def submit(async_llm, prompt, its_params, request_id=None):
+    prepare = partial(async_llm.engine.inputs.prepare_prompt, prompt, its_params)
+    return await async_llm.submit(prepare, num_answers=its_params.n, request_id=request_id)
 
 
 async def final(async_llm, prompt, params):
@@ -134,7 +153,7 @@ def test_a_cancelled_task_and_one_that_is_cancelled_before_it_began_leave_nothin
 
 def test_a_stream_that_is_not_read_keeps_one_delta_per_answer():
     async def scenario(async_llm):
-        stream = await async_llm.add_request(PROMPTS[0], params(max_tokens=60, ignore_eos=True))
+        stream = await submit(async_llm, PROMPTS[0], params(max_tokens=60, ignore_eos=True))
         while async_llm.engine.num_unfinished or stream.request is None:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
@@ -160,17 +179,17 @@ def test_a_bad_prompt_is_refused_and_a_long_one_ends_with_an_error():
 
 def test_beyond_the_queue_a_request_is_refused():
     async def scenario(async_llm):
-        streams = [await async_llm.add_request(PROMPTS[0], params(max_tokens=300, ignore_eos=True)) for _ in range(10)]
+        streams = [await submit(async_llm, PROMPTS[0], params(max_tokens=300, ignore_eos=True)) for _ in range(10)]
         with pytest.raises(QueueFullError, match="10 answers run or wait, and at most 10 may"):
-            await async_llm.add_request(PROMPTS[0], params())
+            await submit(async_llm, PROMPTS[0], params())
         with pytest.raises(InvalidValueError, match="11 answers are requested, and at most 10 may run or wait"):
-            await async_llm.add_request(PROMPTS[0], params(n=11))
+            await submit(async_llm, PROMPTS[0], params(n=11))
         streams[0].close()
         while async_llm.engine.num_unfinished == 10:
             await asyncio.sleep(0.01)
         while True:  # until the end of the first is delivered
             try:
-                streams.append(await async_llm.add_request(PROMPTS[0], params(max_tokens=1)))
+                streams.append(await submit(async_llm, PROMPTS[0], params(max_tokens=1)))
                 break
             except QueueFullError:
                 await asyncio.sleep(0.01)
@@ -201,11 +220,11 @@ def test_new_grammars_that_take_long_delay_no_request_without_one(monkeypatch):
 
 def test_each_answer_counts_towards_the_limit():
     async def scenario(async_llm):
-        stream = await async_llm.add_request(PROMPTS[0], params(n=8, max_tokens=300, ignore_eos=True))
+        stream = await submit(async_llm, PROMPTS[0], params(n=8, max_tokens=300, ignore_eos=True))
         with pytest.raises(QueueFullError, match="8 answers run or wait"):
-            await async_llm.add_request(PROMPTS[0], params(n=3))
+            await submit(async_llm, PROMPTS[0], params(n=3))
         stream.close()
-        while async_llm._num_answers:
+        while async_llm.num_unfinished_answers:
             await asyncio.sleep(0.01)
         return await final(async_llm, PROMPTS[0], params(n=10, max_tokens=2))
 
@@ -218,7 +237,7 @@ def test_metrics_are_read_while_it_runs_and_while_it_is_idle():
             return {metric.name: metric.value for metric in metrics if isinstance(metric, Counter | Gauge)}
 
         idle = values(await async_llm.get_metrics())
-        stream = await async_llm.add_request(PROMPTS[0], params(max_tokens=300, ignore_eos=True))
+        stream = await submit(async_llm, PROMPTS[0], params(max_tokens=300, ignore_eos=True))
         await anext(stream)
         running = values(await async_llm.get_metrics())
         cancelled = asyncio.create_task(async_llm.get_metrics())
@@ -259,7 +278,7 @@ def serve_failing(scenario):
     from nanoinfer.sampling.sampler import STAGES
 
     stage = FailingStage()
-    return serve(lambda async_llm: scenario(async_llm, stage), lambda: LLM("tiny-qwen3", stages=[*STAGES, stage], seed=0))
+    return serve(lambda async_llm: scenario(async_llm, stage), stages=[*STAGES, stage])
 
 
 def test_a_step_that_fails_once_is_computed_again(llm):
@@ -276,22 +295,21 @@ def test_requests_whose_step_fails_twice_end_with_an_error_and_others_go_on():
         stage.poison = 0.123
         bad = await final(async_llm, PROMPTS[0], params(temperature=0.123))
         good = await final(async_llm, PROMPTS[0], params())
-        return bad, good, async_llm.errored
+        async_llm.check_health()  # it is not dead
+        return bad, good
 
-    bad, good, errored = serve_failing(scenario)
+    bad, good = serve_failing(scenario)
     assert bad.outputs[0].finish_reason == "error"
     assert bad.outputs[0].error == "RuntimeError: the stage failed"
     assert good.outputs[0].finish_reason == "length"
-    assert not errored
 
 
 def test_after_three_failed_steps_in_a_row_the_engine_is_dead():
     async def scenario(async_llm, stage):
         stage.poison = 0.123
         outputs = [await final(async_llm, PROMPTS[0], params(temperature=0.123)) for _ in range(2)]  # two failed steps, and one
-        assert async_llm.errored
         with pytest.raises(EngineDeadError, match="3 steps in a row have failed: RuntimeError: the stage failed; it must be"):
-            await async_llm.add_request(PROMPTS[0], params())
+            await submit(async_llm, PROMPTS[0], params())
         return outputs
 
     assert [output.outputs[0].finish_reason for output in serve_failing(scenario)] == ["error", "error"]
@@ -315,7 +333,7 @@ def test_a_panic_of_a_library_fails_the_request_and_not_the_thread():
 
 def test_a_second_event_loop_is_refused():
     async def first():
-        async_llm = AsyncLLM(lambda: LLM("tiny-qwen3", seed=0))
+        async_llm = AsyncLLM("tiny-qwen3", seed=0)
         await final(async_llm, PROMPTS[0], params(max_tokens=1))
         return async_llm
 
@@ -327,9 +345,9 @@ def test_a_second_event_loop_is_refused():
 
 def test_a_thread_that_has_ended_is_no_healthy_engine():
     async def main():
-        async_llm = AsyncLLM(lambda: LLM("tiny-qwen3", seed=0))
+        async_llm = AsyncLLM("tiny-qwen3", seed=0)
         await final(async_llm, PROMPTS[0], params(max_tokens=1))
-        async_llm._commands.put(async_llm._end)
+        async_llm._thread.close()
         async_llm._thread.join()
         with pytest.raises(EngineDeadError, match="thread has ended"):
             async_llm.check_health()
@@ -337,15 +355,163 @@ def test_a_thread_that_has_ended_is_no_healthy_engine():
     asyncio.run(main())
 
 
-def test_an_error_of_loading_is_raised_by_the_constructor():
-    def broken():
-        raise InvalidValueError("no model")
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"model": "./nowhere"}, CheckpointNotFoundError, "there is no folder './nowhere'"),
+        ({"max_num_seq": 3}, InvalidTypeError, r"AsyncLLM\(\) has no argument 'max_num_seq'; did you mean max_num_seqs?"),
+        ({"max_num_seqs": 0}, InvalidValueError, "max_num_seqs must be >= 1, got 0"),
+        ({"pipeline_parallel_size": 2}, InvalidValueError, "pipeline_parallel_size=2 is not supported"),
+        ({"max_num_queued_requests": -1}, InvalidValueError, "max_num_queued_requests must be >= 0, got -1"),
+        ({"streaming": 1}, InvalidTypeError, "streaming must be True or False, got 1"),
+    ],
+)
+def test_an_error_of_an_argument_or_of_loading_is_raised_by_the_constructor(arguments, error, message):
+    with pytest.raises(error, match=message):
+        AsyncLLM(**arguments)
 
-    async def main():
-        AsyncLLM(broken)
 
-    with pytest.raises(InvalidValueError, match="no model"):
-        asyncio.run(main())
+def test_the_model_is_loaded_in_the_thread_that_steps(monkeypatch):
+    threads = []
+    monkeypatch.setattr("nanoinfer.llm.load_engine", record(threads, "nanoinfer.llm.load_engine"))
+
+    async def scenario(async_llm):
+        monkeypatch.setattr(async_llm.engine, "step", record(threads, async_llm.engine.step))
+        return await final(async_llm, PROMPTS[0], params())
+
+    assert serve(scenario).finished
+    assert len(threads) > 2
+    assert set(threads) == {"nanoinfer engine"}
+
+
+def record(threads, function):
+    """The function, which notes the thread that calls it."""
+    if isinstance(function, str):
+        module, _, name = function.rpartition(".")
+        function = getattr(importlib.import_module(module), name)
+
+    def recorded(*args):
+        threads.append(threading.current_thread().name)
+        return function(*args)
+
+    return recorded
+
+
+# ---- ids
+
+
+def test_a_given_id_is_used_and_one_of_an_unfinished_request_is_refused():
+    async def scenario(async_llm):
+        long = params(max_tokens=400, ignore_eos=True)
+        running = async_llm.generate(PROMPTS[0], long, "mine")
+        assert (await anext(running)).request_id == "mine"
+        for bad in ("mine", 5):
+            with pytest.raises(InvalidValueError, match="request_id must be a string that no unfinished request has, got"):
+                await anext(async_llm.generate(PROMPTS[1], long, bad))
+        await async_llm.abort("mine")
+        *_, last = [output async for output in running]
+        assert last.outputs[0].finish_reason == "abort"
+        again = [output async for output in async_llm.generate(PROMPTS[0], params(), "mine")]  # free again
+        assert {output.request_id for output in again} == {"mine"}
+        assert again[-1].outputs[0].finish_reason == "length"
+
+    serve(scenario)
+
+
+def test_a_made_id_is_no_id_that_a_user_has_given():
+    async def scenario(async_llm):
+        given = [await submit(async_llm, PROMPTS[0], params(), str(i)) for i in (0, 2)]
+        made = [await submit(async_llm, PROMPTS[0], params()) for _ in range(3)]
+        ids = [stream.request_id for stream in given + made]
+        for stream in given + made:
+            assert [deltas[-1].request_id async for deltas in stream][-1] == stream.request_id
+        return ids
+
+    ids = serve(scenario)
+    assert len(set(ids)) == len(ids) == 5
+
+
+def test_an_abort_while_the_prompt_is_prepared_is_not_lost(monkeypatch):
+    async def scenario(async_llm):
+        may_end, prepare = threading.Event(), async_llm.engine.inputs.prepare_prompt
+        monkeypatch.setattr(async_llm.engine.inputs, "prepare_prompt", lambda *args: may_end.wait(30) and prepare(*args))
+        generator = async_llm.generate(PROMPTS[0], params(max_tokens=400, ignore_eos=True), "mine")
+        first = asyncio.create_task(anext(generator))
+        await asyncio.sleep(0.05)
+        await async_llm.abort("mine")
+        may_end.set()
+        return [await first, *[output async for output in generator]]
+
+    outputs = serve(scenario)
+    assert outputs[-1].outputs[0].finish_reason == "abort"
+    assert len(outputs[-1].outputs[0].token_ids) < 400
+
+
+# ---- deliveries
+
+
+class FirstRequestTimes:
+    """A tracer that notes when the engine makes each token of the request "first"."""
+
+    def __init__(self):
+        self.made = []
+
+    def emit(self, event):
+        if isinstance(event, TokenAppended) and event.sequence_id == "first":
+            self.made.append(time.perf_counter())
+
+
+def deliveries_of_the_first(num_streams, step_seconds):
+    """Generate 40 tokens in each of several streams, in steps that begin with a pause of step_seconds(number of the step).
+
+    Returns the numbers of tokens in the deliveries to the first stream, and how long each token was held.
+    """
+    tracer, delivered = FirstRequestTimes(), []
+
+    async def scenario(async_llm):
+        step, numbers = async_llm.engine.step, itertools.count()
+
+        def step_after_a_pause():
+            time.sleep(step_seconds(next(numbers)))
+            return step()
+
+        async_llm.engine.step = step_after_a_pause
+        its_params = params(max_tokens=40, ignore_eos=True)
+        streams = [await submit(async_llm, PROMPTS[0], its_params, "first" if i == 0 else None) for i in range(num_streams)]
+
+        async def read(stream):
+            async for deltas in stream:
+                if stream is streams[0]:
+                    delivered.append((sum(len(delta.token_ids) for delta in deltas), time.perf_counter()))
+
+        await asyncio.gather(*map(read, streams))
+
+    serve(scenario, max_num_seqs=num_streams, tracer=tracer)
+    arrivals = [at for num, at in delivered for _ in range(num)]
+    return [num for num, _ in delivered], [arrival - made for arrival, made in zip(arrivals, tracer.made, strict=True)]
+
+
+def test_with_few_streams_each_step_is_delivered_at_once():
+    nums, held = deliveries_of_the_first(2, lambda step: 0.02)
+    assert len(nums) > 35  # on a busy machine, two steps may come together
+    assert median(held) < 0.01
+
+
+def test_with_many_streams_steps_are_delivered_together_except_for_the_first_token(monkeypatch):
+    monkeypatch.setattr(async_llm_module, "HOLD_SECONDS_PER_STREAM", 0.05)
+    monkeypatch.setattr(async_llm_module, "MAX_HOLD_SECONDS", 0.2)
+    nums, held = deliveries_of_the_first(10, lambda step: 0.01)
+    assert nums[0] == 1
+    assert len(nums) < 25
+    assert median(held) < 0.2
+
+
+def test_no_token_is_held_during_a_long_step(monkeypatch):
+    monkeypatch.setattr(async_llm_module, "HOLD_SECONDS_PER_STREAM", 1.0)
+    monkeypatch.setattr(async_llm_module, "MAX_HOLD_SECONDS", 0.1)
+    nums, held = deliveries_of_the_first(2, lambda step: 0.6 if step % 7 == 5 else 0.005)
+    assert max(nums) > 1
+    assert max(held) < 0.4
 
 
 def test_shutdown_waits_as_long_as_it_is_told_and_refuses_new_requests():
@@ -355,7 +521,7 @@ def test_shutdown_waits_as_long_as_it_is_told_and_refuses_new_requests():
         closing = asyncio.create_task(async_llm.shutdown(timeout=30))
         await asyncio.sleep(0)
         with pytest.raises(EngineDeadError, match="shutting down"):
-            await async_llm.add_request(PROMPTS[0], params())
+            await submit(async_llm, PROMPTS[0], params())
         await closing
         return await patient
 
@@ -374,7 +540,11 @@ def test_shutdown_without_patience_aborts():
 
 def test_two_deltas_of_an_answer_merge_into_one():
     first, second = Delta("a", [1], logprobs=[{}], index=2), Delta("b", [2], logprobs=[{}], index=2, finish_reason="stop")
-    assert merge({}, [first])[2] is first
+    assert merged([first])[0] is first
     both = Delta("ab", [1, 2], logprobs=[{}, {}], index=2, finish_reason="stop")
-    assert merge({2: first}, [second]) == merge({}, [first, second]) == {2: both}
-    assert merge({2: first}, [Delta("c", [3])]) == {2: first, 0: Delta("c", [3])}
+    assert merged([first, second]) == [both]
+    assert (
+        merged([first, Delta("c", [3]), second])
+        == merged([*merged([first, Delta("c", [3])]), second])
+        == [Delta("c", [3]), both]
+    )

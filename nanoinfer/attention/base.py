@@ -1,8 +1,7 @@
 """The attention interface: the callable of a model, the metadata of a step, the protocol and the table of backends.
 
-A model calls `attend(layer, q, k, v)`. The call stores this step's k and v, and returns the weighted values. Replacing
-`DenseAttention()` by a backend's `begin_step(cache, metadata)` is the only difference between a model without and with a KV
-cache.
+A model calls `attend(layer, q, k, v)`, which stores this step's k and v and returns the weighted values. A model without a KV
+cache gets `DenseAttention()`, and a model with one gets a backend's `begin_step(cache, metadata)`. Nothing else differs.
 """
 
 import logging
@@ -11,9 +10,10 @@ from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
+from nanoinfer.attention.dense import Keys, Queries
 from nanoinfer.attention.kv_cache import KVCache, Layout
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, first_line, shown
 
@@ -28,20 +28,14 @@ class Attend(Protocol):
     head i, with g = num_heads / num_kv_heads.
     """
 
-    def __call__(
-        self,
-        layer: int,
-        q: Float[Tensor, "num_tokens num_heads head_dim"],
-        k: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-        v: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-    ) -> Float[Tensor, "num_tokens num_heads head_dim"]: ...
+    def __call__(self, layer: int, q: Queries, k: Keys, v: Keys) -> Queries: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
-    """The step as a backend sees it: the sequence of each packed token, and the cache blocks of each sequence.
+    """The sequence of each packed token of a step, and the cache blocks of each sequence.
 
-    Two sequences, the first decoding its 6th token, the second prefilling 3 tokens, with blocks of 4 slots:
+    Example with blocks of 4 slots, where the first sequence decodes its 6th token and the second prefills 3 tokens:
 
         query_start_loc [0, 1, 4]      packed token 0 is the first sequence's, 1 to 3 are the second's
         seq_lens        [6, 3]         tokens in the cache after this step is written
@@ -49,8 +43,8 @@ class AttentionMetadata:
                          [7, 0]]
         slot_mapping    [21, 28, 29, 30]    the slot of each new token: 5 * 4 + 1, 7 * 4 + 0, ...
 
-    The first num_decodes sequences have one new token each. The remaining ones follow. The *_cpu lists hold the values of the
-    tensors as Python ints, for backends that loop over sequences.
+    The first num_decodes sequences have one new token each, and the prompt chunks follow. The *_cpu lists hold the values of
+    the tensors as Python ints, for backends that loop over sequences.
     """
 
     query_start_loc: Int[Tensor, " num_seqs_plus_1"]
@@ -66,12 +60,12 @@ class AttentionMetadata:
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """An implementation of attention over the paged cache. It chooses the layout of the cache's blocks.
+    """An implementation of attention over the paged cache, which also chooses the layout of the cache's blocks.
 
     The engine constructs it as `TheBackend(enforce_eager=...)`. With enforce_eager it must not compile or capture anything.
 
-    It stores k and v by KVCache.write, or as kv_cache.finite_values returns them, and masks a score by setting it to -inf. Then
-    a token that is not finite reaches no query of another sequence.
+    It must store k and v by KVCache.write, or as kv_cache.finite_values returns them, and mask a score by setting it to -inf,
+    so that a token that is not finite reaches no query of another sequence.
     """
 
     layout: Layout
@@ -80,14 +74,14 @@ class AttentionBackend(Protocol):
 
     @staticmethod
     def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-        """The reason why the backend does not support this model and cache, or None if it does.
+        """Return the reason why the backend does not support this model and cache, or None if it does.
 
-        Called before the backend is constructed. The reason is a sentence without a subject's name: "it runs on cuda only".
+        It is called before the backend is constructed. The reason is a clause such as "it runs on cuda only".
         """
         ...
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
-        """Compute what the layers of one step share. The result is called once per layer."""
+        """Compute what the layers of one step share, and return the callable that runs once per layer."""
         ...
 
 
@@ -97,17 +91,16 @@ BACKENDS: dict[str, str | type[Any]] = {
     "cpu": "nanoinfer.attention.cpu:CPUBackend",
     "flash": "nanoinfer.attention.flash:FlashBackend",
     "triton": "nanoinfer.attention.triton:TritonBackend",
-    "torch": "nanoinfer.attention.torch_varlen:VarlenBackend",
 }
 # device type -> the order in which "auto" tries backends
-PREFERRED = {"cpu": ("cpu",), "cuda": ("flash", "triton", "torch", "reference")}
+PREFERRED = {"cpu": ("cpu",), "cuda": ("flash", "triton", "reference")}
 
 
 def register_backend(name: str, backend_class: Any) -> None:
     """Make an attention backend available as LLM(attention_backend=name), and to `nanoinfer.cli.doctor.examine()`.
 
     Args:
-        name: Any name but "auto". A backend of this package with the same name is replaced.
+        name: Any name except "auto". An existing backend of this name is replaced.
         backend_class: A class that implements AttentionBackend.
 
     Raises:
@@ -117,7 +110,7 @@ def register_backend(name: str, backend_class: Any) -> None:
     if name == "auto":
         raise InvalidValueError("the name 'auto' is reserved for choosing a backend; use another name")
     needed = ("layout", "default_block_size", "supports_cuda_graph", "unsupported_reason", "begin_step")
-    if missing := [part for part in needed if not (isinstance(backend_class, type) and hasattr(backend_class, part))]:
+    if missing := [one for one in needed if not (isinstance(backend_class, type) and hasattr(backend_class, one))]:
         raise InvalidTypeError(f"backend_class must be a class like AttentionBackend, got {backend_class!r}: no {missing[0]}")
     BACKENDS[name] = backend_class
 
@@ -131,19 +124,9 @@ def select_backend(
     block_size: int | None = None,
     enforce_eager: bool = False,
 ) -> tuple[str, AttentionBackend]:
-    """Construct an attention backend.
+    """Construct the attention backend of this name, and return its name and it. "auto" is the first of PREFERRED that fits.
 
-    Args:
-        name: A name of BACKENDS, or "auto" for the first of PREFERRED that is supported. The log has the reason for each
-            backend that "auto" skips.
-        block_size: None is the backend's default.
-
-    Returns:
-        The name of the backend, and the backend.
-
-    Raises:
-        InvalidValueError: If the name is unknown.
-        UnsupportedError: If the backend does not support the device, dtype or sizes.
+    The reason for each backend that "auto" skips is logged. A block_size of None is the backend's default.
     """
     if name != "auto" and name not in BACKENDS:
         raise InvalidValueError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {shown(name)}")
@@ -160,18 +143,15 @@ def select_backend(
 def find_backend(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None
 ) -> tuple[Any, str | None]:
-    """The class of a backend, or None and the reason why it is not supported."""
+    """Return the class of a backend and None, or None and the reason why it is not supported."""
     entry = BACKENDS[name]
     try:
-        backend_class = _imported(entry) if isinstance(entry, str) else entry
+        if isinstance(entry, str):
+            module, _, class_name = entry.partition(":")
+            entry = getattr(import_module(module), class_name)
     except ModuleNotFoundError as error:
         return None, f"{error.name} is not installed"
     except (ImportError, OSError) as error:  # for example built for another version of torch
         return None, f"it cannot be imported: {first_line(error)}"
-    reason = backend_class.unsupported_reason(device, dtype, head_dim, block_size or backend_class.default_block_size)
-    return (None, reason) if reason else (backend_class, None)
-
-
-def _imported(entry: str) -> Any:
-    module, _, class_name = entry.partition(":")
-    return getattr(import_module(module), class_name)
+    reason = entry.unsupported_reason(device, dtype, head_dim, block_size or entry.default_block_size)
+    return (None, reason) if reason else (entry, None)

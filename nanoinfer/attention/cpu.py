@@ -1,18 +1,8 @@
 """Paged attention on a CPU. Prefill: matrix products, one sequence at a time. Decode: all sequences at once.
 
-Each has a definition in Python, `causal_attention` and `paged_decode`, and a C++ kernel that computes the same: cpu_prefill.cpp
-and cpu_decode.cpp, called by cpu_kernel.py. The kernels are compiled in two seconds when a model is first loaded on a machine,
-and kept on disk. Where that fails, where the dtype is float16, or with enforce_eager=True, the definitions serve. The two forms
-may differ in the last bits, so an engine uses one of them throughout.
-
-Prefill is bound by arithmetic. The kernel takes a quarter of the definition's time in bfloat16 and a third in float32 (1,023
-tokens, AVX512-BF16). It reads k and v from the cache, so a chunk after a cached prefix is no special case.
-
-Decode is bound by reading the cache. The kernel reads each page once and only up to the end of a sequence. `paged_decode` runs
-on groups of sequences so small that their gathered pages stay in the processor's cache.
+The functions `causal_attention` and `paged_decode` define both. fast/cpu/attention.py computes the same by C++ kernels.
 """
 
-import logging
 from typing import NamedTuple
 
 import torch
@@ -21,12 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
-from nanoinfer.attention.cpu_kernel import DecodeKernel, KernelRows, PrefillKernel
 from nanoinfer.attention.kv_cache import KVCache, Layout, finite_values
-from nanoinfer.devices.process import keep_freed_memory
-from nanoinfer.errors import UnsupportedError
-
-logger = logging.getLogger(__name__)
+from nanoinfer.system.process import keep_freed_memory
 
 # Limit for the gathered pages of paged_decode, so that they are still in the processor's cache when read.
 SCRATCH_BYTES = 2 * 2**20
@@ -133,20 +119,14 @@ def causal_attention(
 
 
 class CPUBackend:
-    """The default on a CPU. An instance serves one model.
-
-    Attributes:
-        form: what computes the attention, in words. "" before the first step.
-    """
+    """The default on a CPU, and with enforce_eager all of it."""
 
     layout: Layout = "HND"
     default_block_size = 64
     supports_cuda_graph = False
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
-        self._may_compile = not enforce_eager
-        self._kernels: tuple[DecodeKernel, PrefillKernel] | None = None
-        self.form = ""
+        """enforce_eager has no effect, because nothing is compiled here."""
         keep_freed_memory()
 
     @staticmethod
@@ -156,43 +136,19 @@ class CPUBackend:
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
         return CPUStep(cache, metadata, self)
 
-    def warm_up(self, cache: KVCache, num_heads: int) -> None:
-        """Choose the form of the attention, when a model is loaded. Compiles the kernels if they have to be."""
-        pages, _ = cache.layer(0)
-        _, num_kv_heads, _, head_dim = pages.shape
-        self.form = "Python, because enforce_eager=True"
-        if self._may_compile:
-            try:
-                decode = DecodeKernel(pages.dtype, head_dim, num_heads // num_kv_heads)
-                self._kernels = decode, PrefillKernel(pages.dtype, head_dim)
-                self.form = "C++"
-            except UnsupportedError as error:
-                self.form = f"Python, because {error}"
-                logger.warning("attention without its C++ kernels, which are faster: %s", error)
-
-    @property
-    def decode_kernel(self) -> DecodeKernel | None:
-        """The kernel that computes `decode`. None if it is a function in Python, or of a subclass."""
-        return None if self._kernels is None or type(self) is not CPUBackend else self._kernels[0]
-
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, rows: DecodeRows) -> Tensor:
-        """paged_decode, by the kernel or by the function itself."""
+        """paged_decode for groups of sequences whose gathered pages stay in the processor's cache."""
         k_pages, v_pages = cache.layer(layer)
-        if self._kernels is not None:
-            return self._kernels[0](q, k, v, k_pages, v_pages, *rows)
         k, v = finite_values(k, v)
         num_together = max(SCRATCH_BYTES // (rows.block_tables.shape[1] * 2 * k_pages[0].nbytes), 1)
-        parts = [
-            paged_decode(q[part], k[part], v[part], k_pages, v_pages, DecodeRows(*(index[part] for index in rows)))
-            for part in (slice(i, i + num_together) for i in range(0, len(q), num_together))
+        groups = [
+            paged_decode(q[group], k[group], v[group], k_pages, v_pages, DecodeRows(*(index[group] for index in rows)))
+            for group in (slice(i, i + num_together) for i in range(0, len(q), num_together))
         ]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        return torch.cat(groups) if len(groups) > 1 else groups[0]
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, chunks: PrefillChunks) -> Tensor:
-        """causal_attention for each chunk, by the kernel or by the function itself. k and v are stored first."""
-        k_pages, v_pages = cache.layer(layer)
-        if self._kernels is not None:
-            return self._kernels[1](q, k, v, k_pages, v_pages, *chunks)
+        """causal_attention for each chunk, after its k and v are stored."""
         cache.write(layer, chunks.slots, k, v)
         out = torch.empty_like(q)
         starts = [start - int(chunks.starts[0]) for start in chunks.starts.tolist()]
@@ -204,33 +160,20 @@ class CPUBackend:
 
 
 class CPUStep:
-    """One step's attend: the decoding sequences and the prompt chunks, each by a function of the backend."""
+    """One step's attend: the decoding sequences and the prompt chunks, each by a method of the backend."""
 
     def __init__(self, cache: KVCache, metadata: AttentionMetadata, backend: CPUBackend) -> None:
-        self._cache, self._backend = cache, backend
-        self._num_decodes = n = metadata.num_decodes
+        self.cache, self.metadata, self.backend = cache, metadata, backend
+        self.num_decodes = n = metadata.num_decodes
         slots, tables, lens = metadata.slot_mapping, metadata.block_tables, metadata.seq_lens
-        self._rows = DecodeRows(slots[:n], tables[:n], lens[:n])
-        self._chunks = PrefillChunks(slots[n:], metadata.query_start_loc[n:], tables[n:], lens[n:])
-        self._metadata = metadata
-
-    @property
-    def decode_kernel(self) -> DecodeKernel | None:
-        """The kernel of a step in which every sequence decodes. It may compute all layers in one call: see decode_rows."""
-        is_decode = self._num_decodes == len(self._metadata.slot_mapping)
-        return self._backend.decode_kernel if is_decode else None
-
-    def decode_rows(self, kernel: DecodeKernel) -> KernelRows:
-        _, num_kv_heads, block_size, _ = self._cache.layer(0)[0].shape
-        return kernel.rows(*self._rows, self._metadata.seq_lens_cpu, (num_kv_heads, block_size), self._cache.addresses)
+        self.decode_rows = DecodeRows(slots[:n], tables[:n], lens[:n])
+        self.chunks = PrefillChunks(slots[n:], metadata.query_start_loc[n:], tables[n:], lens[n:])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n = self._num_decodes
-        if not self._backend.form:
-            self._backend.warm_up(self._cache, q.shape[1])
+        n = self.num_decodes
         if n == len(q):
-            return self._backend.decode(q, k, v, self._cache, layer, self._rows)
-        prefilled = self._backend.prefill(q[n:], k[n:], v[n:], self._cache, layer, self._chunks)
+            return self.backend.decode(q, k, v, self.cache, layer, self.decode_rows)
+        prefilled = self.backend.prefill(q[n:], k[n:], v[n:], self.cache, layer, self.chunks)
         if n == 0:
             return prefilled
-        return torch.cat((self._backend.decode(q[:n], k[:n], v[:n], self._cache, layer, self._rows), prefilled))
+        return torch.cat((self.backend.decode(q[:n], k[:n], v[:n], self.cache, layer, self.decode_rows), prefilled))

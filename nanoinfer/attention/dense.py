@@ -1,4 +1,4 @@
-"""Attention without a cache: one sequence, all of its tokens at once. The textbook form, and the oracle of the tests.
+"""The definition of causal attention, for one sequence whose tokens are all given. It is the oracle of the tests.
 
 scores[i, j] = q_i . k_j / sqrt(head_dim)    for j <= i, else -inf
 out_i        = sum_j softmax_j(scores[i]) v_j
@@ -8,17 +8,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+Queries = Float[Tensor, "num_tokens num_heads head_dim"]
+Keys = Float[Tensor, "num_tokens num_kv_heads head_dim"]  # and values
+
 
 class DenseAttention:
-    """Attention for `model(input_ids, positions, DenseAttention())`. The tokens are one sequence. Nothing is stored."""
+    """Attention for `model(input_ids, positions, DenseAttention())`, whose tokens are one sequence. It stores nothing."""
 
-    def __call__(
-        self,
-        layer: int,
-        q: Float[Tensor, "num_tokens num_heads head_dim"],
-        k: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-        v: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-    ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
+    def __call__(self, layer: int, q: Queries, k: Keys, v: Keys) -> Queries:
         return causal_attention(q, k, v)
 
 
@@ -27,9 +24,9 @@ def causal_attention(
     k: Float[Tensor, "seq_len num_kv_heads head_dim"],
     v: Float[Tensor, "seq_len num_kv_heads head_dim"],
 ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
-    """Attend with the last num_tokens of a sequence's seq_len tokens. Computed in fp32, returned in q's dtype.
+    """Attend with the last num_tokens of a sequence's seq_len tokens, computed in fp32 and returned in q's dtype.
 
-    Query i is at position p = seq_len - num_tokens + i and attends to keys 0 .. p. The causal mask is aligned to the bottom
+    Query i is at position p = seq_len - num_tokens + i and attends to keys 0 .. p, so the causal mask is aligned to the bottom
     right corner of the score matrix.
     """
     num_tokens, num_heads, head_dim = q.shape

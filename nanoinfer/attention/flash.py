@@ -1,27 +1,25 @@
 """Paged attention by the flash-attn package (https://github.com/Dao-AILab/flash-attention), which the user installs.
 
-The package reads pages of 256 slots or a multiple. It requires int32 indices, and aligns the causal mask to the last key: the
-last query attends to every key.
+The package reads blocks of 256 slots or a multiple, and requires int32 indices. It aligns the causal mask to the last key, so
+the last query attends to every key.
 """
 
 import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-from jaxtyping import Float
-from torch import Tensor
 from torch.nn.functional import pad
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
+from nanoinfer.attention.dense import Keys, Queries
 from nanoinfer.attention.kv_cache import KVCache, Layout
-from nanoinfer.attention.torch_varlen import flash_attention_2_unsupported_reason
 
-PAGE_SIZES = 256  # and its multiples
+BLOCK_SIZE = 256  # and its multiples
 
 
 class FlashBackend:
-    """The first choice on a GPU, if flash-attn is installed."""
+    """The preferred backend on a GPU, if flash-attn is installed."""
 
     layout: Layout = "NHD"
-    default_block_size = PAGE_SIZES
+    default_block_size = BLOCK_SIZE
     supports_cuda_graph = True
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
@@ -29,16 +27,24 @@ class FlashBackend:
 
     @staticmethod
     def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-        if block_size % PAGE_SIZES:
-            return f"it requires a block_size in multiples of {PAGE_SIZES}, not {block_size}"
-        return flash_attention_2_unsupported_reason(device, dtype, head_dim)
+        if block_size % BLOCK_SIZE:
+            return f"it requires a block_size in multiples of {BLOCK_SIZE}, not {block_size}"
+        if device.type != "cuda":
+            return f"it runs on cuda only, not on {device}"
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return f"it requires an Ampere GPU or a newer one, not {torch.cuda.get_device_name(device)}"
+        if dtype not in (torch.float16, torch.bfloat16):
+            return f"it supports float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+        if head_dim > 256 or head_dim % 8:
+            return f"it supports a head_dim in multiples of 8 up to 256, not {head_dim}"
+        return None
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
-        return _Step(cache, metadata)
+        return FlashAttend(cache, metadata)
 
 
-class _Step:
-    """One step's attend. The decoding sequences come first, one token each."""
+class FlashAttend:
+    """The Attend of one step: one library call for the decoding sequences, and one for the prompt chunks after them."""
 
     def __init__(self, cache: KVCache, metadata: AttentionMetadata) -> None:
         self._cache = cache
@@ -47,21 +53,15 @@ class _Step:
         self._seq_lens = metadata.seq_lens.int()
         self._block_tables = metadata.block_tables.int()
         self._query_starts = (metadata.query_start_loc[n:] - n).int()
-        self._key_starts = pad(self._seq_lens[n:].cumsum(0), (1, 0)).int()  # [num_prefills + 1]
+        self._key_starts = pad(self._seq_lens[n:].cumsum(0), (1, 0)).int()  # [num_chunks + 1]
 
-    def __call__(
-        self,
-        layer: int,
-        q: Float[Tensor, "num_tokens num_heads head_dim"],
-        k: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-        v: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-    ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
+    def __call__(self, layer: int, q: Queries, k: Keys, v: Keys) -> Queries:
         self._cache.write(layer, self._metadata.slot_mapping, k, v)
         k_pages, v_pages = self._cache.layer(layer)
         n = self._num_decodes
-        parts = []
+        outputs = []
         if n:
-            mixed = flash_attn_with_kvcache(
+            decoded = flash_attn_with_kvcache(
                 q[:n].unsqueeze(1),  # [num_seqs, 1 query, num_heads, head_dim]
                 k_pages,
                 v_pages,
@@ -69,9 +69,9 @@ class _Step:
                 block_table=self._block_tables[:n],
                 causal=True,
             )
-            parts.append(mixed.squeeze(1))
+            outputs.append(decoded.squeeze(1))
         if n < len(self._seq_lens):
-            mixed = flash_attn_varlen_func(
+            prefilled = flash_attn_varlen_func(
                 q[n:],
                 k_pages,
                 v_pages,
@@ -82,5 +82,5 @@ class _Step:
                 causal=True,
                 block_table=self._block_tables[n:],
             )
-            parts.append(mixed)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            outputs.append(prefilled)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -1,8 +1,7 @@
 """The tensors of the paged KV cache: write slots, read blocks, copy blocks.
 
-In: block ids and slots, chosen by the block manager. Out: keys and values. The cache does not know their sequences.
-
-A slot holds one token: slot = block * block_size + offset. The attention backend chooses the order of a block's axes:
+In: block ids and slots, chosen by the block manager. Out: keys and values. The cache does not know which sequence they belong
+to. A slot holds one token: slot = block * block_size + offset. The attention backend chooses the order of a block's axes:
 
     "NHD"  [num_blocks, block_size, num_kv_heads, head_dim]   a token's heads are contiguous (GPUs)
     "HND"  [num_blocks, num_kv_heads, block_size, head_dim]   a head's tokens are contiguous (CPUs)
@@ -11,21 +10,21 @@ A slot holds one token: slot = block * block_size + offset. The attention backen
 import math
 import mmap
 from contextlib import suppress
-from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from nanoinfer.devices.transfer import integers_on_device
+from nanoinfer.attention.dense import Keys
+from nanoinfer.system.transfer import integers_on_device
 
 Layout = Literal["NHD", "HND"]
 
 
 class KVCache:
-    """One pool of blocks. Each block has keys and values in every layer."""
+    """One pool of blocks, each of which has keys and values in every layer."""
 
     def __init__(
         self,
@@ -49,56 +48,44 @@ class KVCache:
         ]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The keys and the values of one layer, each in the cache's layout."""
+        """Return the keys and the values of one layer, each in the cache's layout."""
         return self._layers[layer]
 
-    @cached_property
-    def addresses(self) -> Int[Tensor, " pages"]:
-        """Where the keys and the values of each layer are in memory, for kernels that compute several layers in a call."""
-        return torch.tensor([pages.data_ptr() for pages in chain.from_iterable(self._layers)])
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
 
-    def write(
-        self,
-        layer: int,
-        slot_mapping: Int[Tensor, " num_tokens"],
-        k: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-        v: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-    ) -> None:
-        """Store each token's k and v in its slot, as finite_values returns them."""
+    def write(self, layer: int, slot_mapping: Int[Tensor, " num_tokens"], k: Keys, v: Keys) -> None:
+        """Store each token's k and v, as finite_values returns them, in its slot."""
         k, v = finite_values(k, v)
         blocks, offsets = slot_mapping // self.block_size, slot_mapping % self.block_size
         for pages, values in zip(self._by_slot(layer), (k, v), strict=True):
             pages[blocks, offsets] = values
 
-    def gather(
-        self, layer: int, block_table: Int[Tensor, " blocks"], seq_len: int
-    ) -> tuple[Float[Tensor, "seq_len num_kv_heads head_dim"], Float[Tensor, "seq_len num_kv_heads head_dim"]]:
-        """One sequence's k and v, its tokens in order, copied out of its blocks."""
+    def gather(self, layer: int, block_table: Int[Tensor, " blocks"], seq_len: int) -> tuple[Keys, Keys]:
+        """Copy one sequence's k and v, its tokens in order, out of its blocks."""
         k, v = (pages[block_table].flatten(0, 1)[:seq_len] for pages in self._by_slot(layer))
         return k, v
 
     def _by_slot(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values as views [num_blocks, block_size, num_kv_heads, head_dim], in either layout."""
+        """Return views of keys and values, [num_blocks, block_size, num_kv_heads, head_dim] in either layout."""
         k, v = self._layers[layer]
         return (k, v) if self.layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, in every layer, all (from, to) pairs at once."""
+        """Copy whole blocks in every layer, with all (from, to) pairs in one operation."""
         device = self._layers[0][0].device
         sources, targets = integers_on_device([list(column) for column in zip(*copies, strict=True)], device)
         for pages in chain.from_iterable(self._layers):
             pages[targets] = pages[sources]
 
 
-def finite_values(
-    k: Float[Tensor, "num_tokens num_kv_heads head_dim"], v: Float[Tensor, "num_tokens num_kv_heads head_dim"]
-) -> tuple[Float[Tensor, "num_tokens num_kv_heads head_dim"], Float[Tensor, "num_tokens num_kv_heads head_dim"]]:
-    """k and v as they are stored. Where a token's v is not finite (fp16 overflow, a damaged weight), v becomes 0 and k NaN.
+def finite_values(k: Keys, v: Keys) -> tuple[Keys, Keys]:
+    """Return k and v as they are stored: where a token's v is not finite (fp16 overflow, damaged weights), v is 0 and k is NaN.
 
-    Attention masks a key by selection: its score becomes -inf, whatever it was. It masks a value by weight 0, and 0 * NaN is
-    NaN. So a NaN in v would reach every query that shares a matrix product with the token, and later every sequence that is
-    given the token's block. A NaN in k reaches the queries that attend to the token, which is how a poisoned sequence ends
-    with an error, and no others.
+    Attention masks a key by replacing its score by -inf, but masks a value by weight 0, and 0 * NaN is NaN. So a NaN in v would
+    reach every query that shares a matrix product with the token, and later every sequence that is given the token's block. A
+    NaN in k reaches only the queries that attend to the token, whose sequence then ends with an error.
     """
     if v.device.type == "cpu" and v.sum().isfinite():  # a GPU would have to be waited for
         return k, v
@@ -107,7 +94,7 @@ def finite_values(
 
 
 def bytes_per_block(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """2 (k and v) * layers * tokens * heads * head_dim * bytes of a number.
+    """Return 2 (k and v) * layers * tokens * heads * head_dim * bytes of a number.
 
     >>> bytes_per_block(num_layers=12, block_size=16, num_kv_heads=12, head_dim=64, dtype=torch.float32)
     1179648
@@ -117,19 +104,14 @@ def bytes_per_block(*, num_layers: int, block_size: int, num_kv_heads: int, head
 
 def bytes_per_block_of(config: Any, block_size: int, dtype: torch.dtype) -> int:
     """bytes_per_block with the sizes of a model's config."""
-    return bytes_per_block(
-        num_layers=config.num_hidden_layers,
-        block_size=block_size,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-    )
+    sizes = {"num_layers": config.num_hidden_layers, "num_kv_heads": config.num_key_value_heads, "head_dim": config.head_dim}
+    return bytes_per_block(block_size=block_size, dtype=dtype, **sizes)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On a CPU they take memory page by page, when first written (torch.zeros takes all of it at once).
+    """Return zeros, which on a CPU take memory page by page when first written (torch.zeros takes all of it at once).
 
-    The system's huge pages are used if it has them (Linux: 2 MiB). Writing 128 MiB took 7 ms with them and 46 ms without.
+    They use the system's huge pages if it has them (Linux: 2 MiB): writing 128 MiB took 7 ms with them and 46 ms without.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,21 +1,19 @@
-"""Paged attention by its definition, in plain torch, on any device: write, then gather each sequence and attend densely.
+"""The definition of paged attention, in plain torch on any device: write k and v, gather each sequence, attend densely.
 
-It is slow and easy to verify. The fast backends are tested against it.
+It is slow but easy to verify, and the fast backends are tested against it.
 """
 
 from functools import partial
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
-from nanoinfer.attention.dense import causal_attention
+from nanoinfer.attention.dense import Keys, Queries, causal_attention
 from nanoinfer.attention.kv_cache import KVCache, Layout
 
 
 class ReferenceBackend:
-    """Supports every device, dtype and size."""
+    """The reference backend, which supports every device, dtype and size."""
 
     layout: Layout = "NHD"
     default_block_size = 16
@@ -32,15 +30,8 @@ class ReferenceBackend:
         return partial(paged_attention, cache, metadata)
 
 
-def paged_attention(
-    cache: KVCache,
-    metadata: AttentionMetadata,
-    layer: int,
-    q: Float[Tensor, "num_tokens num_heads head_dim"],
-    k: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-    v: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-) -> Float[Tensor, "num_tokens num_heads head_dim"]:
-    """Store k and v, then attend over each sequence of the step in turn."""
+def paged_attention(cache: KVCache, metadata: AttentionMetadata, layer: int, q: Queries, k: Keys, v: Keys) -> Queries:
+    """Store k and v, then attend over each sequence of the step, one after the other."""
     cache.write(layer, metadata.slot_mapping, k, v)
     out = torch.empty_like(q)
     starts = metadata.query_start_loc_cpu

@@ -1,8 +1,8 @@
 r"""Paged attention on a GPU in Triton kernels: store, prefill, decode, merge. triton comes with torch's CUDA build.
 
 Prefill and decode read pages through the block table, so nothing is gathered first. Both use the running softmax (Milakov and
-Gimelshein 2018, https://arxiv.org/abs/1805.02867, and tiled in Dao et al. 2022, https://arxiv.org/abs/2205.14135). It reads one
-tile of keys at a time, and keeps three values per query of all earlier tiles:
+Gimelshein 2018, https://arxiv.org/abs/1805.02867, tiled in Dao et al. 2022, https://arxiv.org/abs/2205.14135), which reads one
+tile of keys at a time and keeps three values per query of all earlier tiles:
 
     m  the largest score so far          m' = max(m, max(s))
     l  the sum of exp(score - m)         l' = l * exp(m - m') + sum(exp(s - m'))
@@ -16,11 +16,12 @@ tile of keys at a time, and keeps three values per query of all earlier tiles:
        |     |    |    | \  |  right until the         of     |  0  |  1  |  0  |  1  |  are the tile's rows; each split has
        v     +----+----+----+  diagonal               queries +-----+-----+-----+-----+  its own m, l, o, merged at the end
 
-Decode has one query per sequence. Without splits, a few long sequences would leave most of the GPU idle. reference.py has the
-plain version of both. `_over_tiles` below has the formula.
+Decode splits the keys, because with one query per sequence a few long sequences would leave most of the GPU idle. reference.py
+has the plain version of both, and `_over_tiles` below has the formula.
 """
 
 import os
+from functools import partial
 
 import torch
 import triton
@@ -29,14 +30,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
+from nanoinfer.attention.dense import Keys, Queries
 from nanoinfer.attention.kv_cache import KVCache, Layout
 
 MAX_HEAD_DIM = 256  # limited by the registers that a tile takes
 _TARGET_PROGRAMS = 512  # decode is split until it has this many programs (an H100 has 132 processors, each runs several)
 _MAX_SPLITS = 32
-_TILE = 64  # queries, and keys, of a tile. Heads wider than _WIDE, and fp32, have smaller ones
+_TILE = 64  # queries, and keys, of a tile, which is smaller for heads wider than _WIDE and for fp32
 _WIDE = 128
-_MIN_ROWS = 16  # of a matrix product on tensor cores
+_MIN_ROWS = 16  # the minimum of a matrix product on tensor cores
 
 
 @triton.jit
@@ -44,7 +46,7 @@ def _store_kernel(
     k, v, k_pages, v_pages, slots, k_stride, v_stride,
     HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Each program copies one token's keys and values. Values that are not finite are stored as kv_cache.finite_values does."""
+    """Copy one token's keys and values per program, in the form that kv_cache.finite_values returns."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     heads = tl.arange(0, HEADS_PADDED)[:, None]
@@ -65,9 +67,10 @@ def _over_tiles(
     q, k_pages, v_pages, block_table, positions, kv_head, first_key, last_key, scale,
     BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax of q's rows over keys first_key .. last_key - 1, TILE at a time. A row attends up to its position.
+    """Compute the running softmax of q's rows over keys first_key .. last_key - 1, TILE at a time, up to each row's position.
 
-    q: [rows, HEAD_DIM padded]. Returns m [rows], l [rows], o [rows, HEAD_DIM padded] in fp32. m is -inf for rows without keys.
+    q: [rows, HEAD_DIM padded]. Returns m [rows], l [rows], o [rows, HEAD_DIM padded] in fp32, with m = -inf for rows that have
+    no keys.
     """
     ROWS: tl.constexpr = q.shape[0]
     DIM: tl.constexpr = q.shape[1]
@@ -80,10 +83,10 @@ def _over_tiles(
         inside = keys < last_key
         blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         slots = blocks * BLOCK_SIZE + keys % BLOCK_SIZE
-        rows = (slots * NUM_KV_HEADS + kv_head) * HEAD_DIM  # the offset of each key
+        offsets = (slots * NUM_KV_HEADS + kv_head) * HEAD_DIM  # of each key
         there = inside[:, None] & (dims[None, :] < HEAD_DIM)
-        k = tl.load(k_pages + rows[:, None] + dims[None, :], mask=there, other=0.0)  # [TILE, DIM]
-        v = tl.load(v_pages + rows[:, None] + dims[None, :], mask=there, other=0.0)
+        k = tl.load(k_pages + offsets[:, None] + dims[None, :], mask=there, other=0.0)  # [TILE, DIM]
+        v = tl.load(v_pages + offsets[:, None] + dims[None, :], mask=there, other=0.0)
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [ROWS, TILE], "ieee": fp32 without tf32
         visible = inside[None, :] & (keys[None, :] <= positions[:, None])
@@ -103,7 +106,7 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Each program: ROWS queries of one sequence and one head. It skips keys that none of its queries attends to."""
+    """Attend with ROWS queries of one sequence and one head per program, skipping keys that none of them attends to."""
     seq = first_seq + tl.program_id(0)
     start = tl.load(query_start_loc + seq)
     num_queries = tl.load(query_start_loc + seq + 1) - start
@@ -132,9 +135,9 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Each program: the queries of the heads that share a KV head, over one split of the sequence's keys.
+    """Attend over one split of a sequence's keys per program, with the queries of the heads that share a KV head.
 
-    The rows after the group are padding, up to the minimum of tensor cores.
+    The rows after the group pad it to the minimum of tensor cores.
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     seq = tl.program_id(0).to(tl.int64)
@@ -165,7 +168,7 @@ def _decode_kernel(
 def _merge_kernel(
     partial_m, partial_l, partial_o, out, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, NUM_SPLITS: tl.constexpr
 ):  # fmt: skip
-    """Each program: one head of one sequence. It merges m, l, o of the splits like tiles: scaled to the largest m and added."""
+    """Merge the splits of one head of one sequence per program: scale their m, l and o to the largest m, as tiles, and add."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, NUM_SPLITS)
     dims = tl.arange(0, DIM)
@@ -180,7 +183,7 @@ def _merge_kernel(
 
 
 class TritonBackend:
-    """The default on a GPU without flash-attn. Supports any dtype and block size."""
+    """The default on a GPU without flash-attn, which supports any dtype and block size."""
 
     layout: Layout = "NHD"
     default_block_size = 16
@@ -198,11 +201,11 @@ class TritonBackend:
         return None if head_dim <= MAX_HEAD_DIM else f"it supports a head_dim up to {MAX_HEAD_DIM}, not {head_dim}"
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
-        return _Step(cache, metadata)
+        return partial(paged_attention, cache, metadata)
 
 
 def num_splits_for(num_seqs: int, num_kv_heads: int, max_seq_len: int) -> int:
-    """The number of splits of a decode: a power of 2, enough to keep the GPU busy, and fewer than two per tile of keys.
+    """Return the number of splits of a decode: a power of 2 that keeps the GPU busy, with fewer than two per tile of keys.
 
     >>> num_splits_for(1, 8, 4096), num_splits_for(1, 8, 100), num_splits_for(256, 8, 4096)
     (32, 2, 1)
@@ -217,30 +220,18 @@ def num_splits_for(num_seqs: int, num_kv_heads: int, max_seq_len: int) -> int:
     return num_splits
 
 
-class _Step:
-    """One step's attend."""
-
-    def __init__(self, cache: KVCache, metadata: AttentionMetadata) -> None:
-        self._cache = cache
-        self._metadata = metadata
-
-    def __call__(
-        self,
-        layer: int,
-        q: Float[Tensor, "num_tokens num_heads head_dim"],
-        k: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-        v: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-    ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
-        k_pages, v_pages = self._cache.layer(layer)
-        q, k, v = (_with_packed_heads(x) for x in (q, k, v))
-        store(k, v, k_pages, v_pages, self._metadata.slot_mapping)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        n = self._metadata.num_decodes
-        if n:
-            decode(q[:n], k_pages, v_pages, out[:n], self._metadata)
-        if n < len(self._metadata.seq_lens):
-            prefill(q, k_pages, v_pages, out, self._metadata)
-        return out
+def paged_attention(cache: KVCache, metadata: AttentionMetadata, layer: int, q: Queries, k: Keys, v: Keys) -> Queries:
+    """Store k and v, then attend for the decoding sequences and for the prompt chunks."""
+    k_pages, v_pages = cache.layer(layer)
+    q, k, v = (_with_packed_heads(x) for x in (q, k, v))
+    store(k, v, k_pages, v_pages, metadata.slot_mapping)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    n = metadata.num_decodes
+    if n:
+        decode(q[:n], k_pages, v_pages, out[:n], metadata)
+    if n < len(metadata.seq_lens):
+        prefill(q, k_pages, v_pages, out, metadata)
+    return out
 
 
 def store(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor) -> None:
@@ -253,7 +244,7 @@ def store(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: 
 
 
 def prefill(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: AttentionMetadata) -> None:
-    """Attend for the sequences after the decoding ones. Fills the rows of `out` that belong to them."""
+    """Attend for the prompt chunks, and write their rows of `out`."""
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_pages.shape
     first_seq = metadata.num_decodes
@@ -269,7 +260,7 @@ def prefill(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: 
 
 
 def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: AttentionMetadata) -> None:
-    """Attend for the decoding sequences. Fills `out`, one row per sequence."""
+    """Attend for the decoding sequences, and write `out`, which has one row per sequence."""
     num_seqs, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_pages.shape
     num_splits = num_splits_for(num_seqs, num_kv_heads, metadata.max_seq_len)
@@ -286,15 +277,15 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: A
 
 
 def _tile_sizes(q: Tensor) -> tuple[int, int]:
-    """head_dim padded to a power of 2 that tensor cores support, and the number of tokens of a tile.
+    """Return head_dim padded to a power of 2 that tensor cores support, and the number of tokens of a tile.
 
-    A tile must fit into the registers of its program. Larger ones are kept in memory, up to 10 KB a thread in fp32, which
-    tensor cores do not multiply exactly. tests/simulated_gpu.py shows what a compiled kernel takes.
+    A tile must fit into the registers of its program, because registers beyond them are kept in memory, up to 10 KB a thread in
+    fp32, which tensor cores do not multiply exactly. tests/simulated_gpu.py shows what a compiled kernel takes.
     """
     dim = max(triton.next_power_of_2(q.shape[2]), _MIN_ROWS)
     return dim, _TILE // (q.element_size() // 2) // (2 if dim > _WIDE else 1)
 
 
 def _with_packed_heads(x: Float[Tensor, "num_tokens heads head_dim"]) -> Float[Tensor, "num_tokens heads head_dim"]:
-    """x itself, or a copy if a token's heads are not contiguous. Tokens may have any stride."""
+    """Return x, or a copy if a token's heads are not contiguous. The stride between tokens may have any value."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

@@ -1,1 +1,1 @@
-"""Measurements of nanoinfer and, in the same run, of transformers. cli/bench.py is the command."""
+"""Measurements of nanoinfer for its users. cli/bench.py is the command. benchmarks/ in the repository compares engines."""

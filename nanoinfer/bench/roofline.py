@@ -1,4 +1,4 @@
-"""The roofline: the limits of this machine, what a phase must read and compute, and its share of the limit.
+"""The roofline: the limits of this machine, what a step must read and compute, and how close it comes to them.
 
 A part of a phase takes at least max(bytes / bandwidth, operations / rate). A phase takes at least the sum over its parts.
 Source: Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model", https://doi.org/10.1145/1498765.1498785
@@ -7,6 +7,7 @@ Source: Williams, Waterman and Patterson 2009, "Roofline: an insightful visual p
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.bench.compare import cache_bytes
+from nanoinfer.bench.offline import cache_bytes
 from nanoinfer.config import SchedulerConfig
+from nanoinfer.errors import UnsupportedError
 from nanoinfer.llm import LLM
-from nanoinfer.models import loader
-from nanoinfer.models.checkpoint import Checkpoint
-from nanoinfer.models.optimize import optimize_for_cpu
+from nanoinfer.loading import loader
+from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tracing import Recorder, StepScheduled, StepTimed
 
@@ -64,12 +65,12 @@ class Phase:
     measured_s: float
 
     @property
-    def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts)
-
-    @property
     def num_operations(self) -> int:
         return sum(part.num_operations for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
 
     def least_s(self, machine: Machine, dtype: torch.dtype) -> float:
         return sum(part.least_s(machine, dtype) for part in self.parts)
@@ -78,24 +79,26 @@ class Phase:
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     """Measure the bandwidth and the GEMM rates, each the best of ten.
 
-    The bandwidth is that of a sum over READ_BYTES, the rates those of square matrix products of GEMM_SIZE in the engine's
-    linear layer.
-
-    Args:
-        device: where to measure.
-        dtype: measured in addition to fp32 and bf16.
+    The bandwidth is that of a sum over READ_BYTES, the rates those of square matrix products of GEMM_SIZE in torch, or on a CPU
+    in the engine's kernel if it is faster. dtype: measured in addition to fp32 and bf16.
     """
     num_bytes, size = READ_BYTES[device.type], GEMM_SIZE[device.type]
     data = torch.ones(num_bytes // 8, dtype=torch.int64, device=device)
-    rates = {}
-    for one in dict.fromkeys((torch.float32, torch.bfloat16, dtype)):
-        layer = nn.Sequential(nn.Linear(size, size, bias=False, dtype=one, device=device))
-        if device.type == "cpu":
-            optimize_for_cpu(layer)
-        x = torch.ones(size, size, dtype=one, device=device)
-        with torch.inference_mode():
-            rates[one] = 2 * size**3 / _best_s(partial(layer, x), device)
+    rates = {one: _gemm_rate(size, one, device) for one in dict.fromkeys((torch.float32, torch.bfloat16, dtype))}
     return Machine(torch.get_num_threads(), num_bytes / _best_s(data.sum, device), rates)
+
+
+def _gemm_rate(size: int, dtype: torch.dtype, device: torch.device) -> float:
+    layers: list[nn.Module] = [nn.Linear(size, size, bias=False, dtype=dtype, device=device)]
+    if device.type == "cpu":
+        from nanoinfer.fast.cpu.accelerate import compile_model
+
+        with suppress(UnsupportedError):  # no compiler, or no kernel for this dtype
+            compile_model(compiled := nn.Sequential(nn.Linear(size, size, bias=False, dtype=dtype)))
+            layers.append(compiled)
+    x = torch.ones(size, size, dtype=dtype, device=device)
+    with torch.inference_mode():
+        return max(2 * size**3 / _best_s(partial(layer, x), device) for layer in layers)
 
 
 def count(model: Any, dtype: torch.dtype, *, num_seqs: int, num_new: int, context: int) -> tuple[Part, ...]:
@@ -170,7 +173,8 @@ def plot(machine: Machine, dtype: torch.dtype, phases: list[Phase], path: Path) 
         roof = [min(machine.bandwidth * intensity, rate) / 1e9 for intensity in intensities]
         axes.loglog(intensities, roof, label=f"roof, {_name(roof_dtype)}")
     for phase in phases:
-        intensity, reached = phase.num_operations / phase.num_bytes, phase.num_operations / phase.measured_s / 1e9
+        intensity = phase.num_operations / phase.num_bytes
+        reached = phase.num_operations / phase.measured_s / 1e9
         share = phase.least_s(machine, dtype) / phase.measured_s
         axes.plot(intensity, reached, "o", label=f"{phase.name}: {share:.0%} of its limit")
     axes.set(xlabel="operations per byte", ylabel="GFLOP/s", title=f"{_name(dtype)}, {machine.num_threads} threads")
@@ -184,7 +188,7 @@ def _measure(llm: LLM, recorder: Recorder, num_seqs: int, length: int) -> tuple[
     params = SamplingParams(temperature=0, max_tokens=num_steps(num_seqs, length) + 1, ignore_eos=True, detokenize=False)
     for run in range(2):
         generator = torch.Generator().manual_seed(run)
-        prompts = torch.randint(llm.engine.executor.info.vocab_size, (num_seqs, length), generator=generator).tolist()
+        prompts = torch.randint(llm.info.vocab_size, (num_seqs, length), generator=generator).tolist()
         recorder.events.clear()
         llm.generate(prompts, params, use_tqdm=False)
     seconds: list[float] = []

@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
 from nanoinfer.bench.timed_response import TimedResponse
-from nanoinfer.bench.timing import Percentiles, percentiles
+from nanoinfer.bench.timing import Figures, Percentiles, percentiles
 from nanoinfer.bench.workloads import Workload
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.server.client import Client
@@ -61,28 +59,18 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class ServeFigures:
-    """The figures of one run. The latencies are those of the requests that did not fail, None where there are none.
+class ServeFigures(Figures):
+    """The figures of one run. The latencies are those of the requests that did not fail.
 
     client_cpu_s: what this process took of the cores, which the server may share.
     """
 
     workload: str
-    num_requests: int
     num_failed: int
     failures: dict[str, int]  # how often each message occurred
-    num_prompt_tokens: int
-    num_output_tokens: int
-    duration_s: float
     client_cpu_s: float
-    requests_per_s: float
-    output_tokens_per_s: float
-    total_tokens_per_s: float
     tokens_per_chunk: float
     goodput_requests_per_s: float | None
-    ttft_ms: Percentiles | None
-    tpot_ms: Percentiles | None
-    itl_ms: Percentiles | None
     e2el_ms: Percentiles | None
 
 
@@ -212,15 +200,11 @@ def figures(
         total_tokens_per_s=(num_prompt + num_output) * per_second,
         tokens_per_chunk=num_output / max(num_chunks, 1),
         goodput_requests_per_s=num_within * per_second if goodput else None,
-        ttft_ms=_percentiles([record.ttft for record in good]),
-        tpot_ms=_percentiles([record.tpot for record in good if record.num_output_tokens > 1]),
-        itl_ms=_percentiles(gaps),
-        e2el_ms=_percentiles([record.e2el for record in good]),
+        ttft_ms=percentiles([record.ttft for record in good]),
+        tpot_ms=percentiles([record.tpot for record in good if record.num_output_tokens > 1]),
+        itl_ms=percentiles(gaps),
+        e2el_ms=percentiles([record.e2el for record in good]),
     )
-
-
-def _percentiles(seconds: list[float]) -> Percentiles | None:
-    return percentiles(np.array(seconds)) if seconds else None
 
 
 def parse_goodput(texts: list[str]) -> dict[str, float]:

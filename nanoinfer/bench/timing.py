@@ -1,6 +1,7 @@
 """From the time of each token to the figures: tokens per second, TTFT, TPOT, ITL (cli/bench.py defines them)."""
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -25,7 +26,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of one run. tpot_ms, itl_ms: None where no request has a second token."""
+    """The figures of one run. A latency is None where no request has one: the TPOT and the ITL need a second token."""
 
     num_requests: int
     num_prompt_tokens: int
@@ -34,17 +35,13 @@ class Figures:
     output_tokens_per_s: float
     total_tokens_per_s: float
     requests_per_s: float
-    ttft_ms: Percentiles
+    ttft_ms: Percentiles | None
     tpot_ms: Percentiles | None
     itl_ms: Percentiles | None
 
 
 def figures(timings: list[RequestTiming], num_prompt_tokens: int) -> Figures:
     """Compute the figures of a run in which every request has at least one token.
-
-    Args:
-        timings: one per request.
-        num_prompt_tokens: of all requests together.
 
     >>> found = figures([RequestTiming(0.0, [0.5, 0.6, 0.8])], num_prompt_tokens=5)
     >>> found.ttft_ms.p50, found.itl_ms.p50, found.tpot_ms.p50, found.output_tokens_per_s
@@ -61,12 +58,16 @@ def figures(timings: list[RequestTiming], num_prompt_tokens: int) -> Figures:
         output_tokens_per_s=num_output_tokens / duration,
         total_tokens_per_s=(num_output_tokens + num_prompt_tokens) / duration,
         requests_per_s=len(timings) / duration,
-        ttft_ms=percentiles(np.array([timing.token_times[0] - timing.arrival for timing in timings])),
-        tpot_ms=percentiles(np.array([gap.mean() for gap in gaps])) if gaps else None,
-        itl_ms=percentiles(np.concatenate(gaps)) if gaps else None,
+        ttft_ms=percentiles([timing.token_times[0] - timing.arrival for timing in timings]),
+        tpot_ms=percentiles([gap.mean() for gap in gaps]),
+        itl_ms=percentiles(list(chain.from_iterable(gaps))),
     )
 
 
-def percentiles(seconds: np.ndarray) -> Percentiles:
+def percentiles(times: list[float]) -> Percentiles | None:
+    """times: in seconds. None if there are none."""
+    if not times:
+        return None
+    seconds = np.array(times)
     values = [seconds.mean(), *np.percentile(seconds, (50, 95, 99))]
     return Percentiles(*(round(float(value) * 1e3, 3) for value in values))

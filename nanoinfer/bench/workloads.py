@@ -28,17 +28,9 @@ class Workload:
     arrivals: tuple[float, ...] = ()
 
     @property
-    def num_requests(self) -> int:
-        return len(self.input_lens)
-
-    @property
     def num_tokens(self) -> list[int]:
         """Tokens of each request, prompt and answer together."""
         return [i + o for i, o in zip(self.input_lens, self.output_lens, strict=True)]
-
-    def longest(self, *, padded: bool) -> int:
-        """Tokens of the longest request. padded: the longest prompt and the longest answer together, as generate pads them."""
-        return max(self.input_lens) + max(self.output_lens) if padded else max(self.num_tokens)
 
     def prompts(self, vocab_size: int, run: int) -> list[list[int]]:
         """Random ids, different in every run of every workload, so that no prefix is in the cache."""
@@ -77,11 +69,7 @@ WORKLOADS = {
 
 
 def named(names: str) -> list[Workload]:
-    """Look up a list like "A,B16".
-
-    Raises:
-        InvalidValueError: a name is unknown.
-    """
+    """Look up a list like "A,B16". Raises: InvalidValueError, if a name is unknown."""
     for name in (picked := names.split(",")):
         if name not in WORKLOADS:
             raise InvalidValueError(f"workload must be some of {', '.join(WORKLOADS)}, with commas between them, got {name!r}")
@@ -94,9 +82,7 @@ def described(
     """Make a workload from a description.
 
     Args:
-        num_prompts: the number of requests.
-        input_len: tokens per prompt, "128", or drawn uniformly from "16-256".
-        output_len: tokens per answer, in the same form.
+        input_len, output_len: tokens per prompt and per answer, "128", or drawn uniformly from "16-256".
         request_rate: mean requests per second, at random times (a Poisson process). inf means all at once.
         sampling: arguments of SamplingParams.
         seed: of the lengths and the arrival times.

@@ -1,4 +1,4 @@
-"""`nanoinfer batch`: answer the requests of a file. The job can be interrupted at any time and goes on where it was."""
+"""`nanoinfer batch`: answer the requests of a file, in a job that can be interrupted and continued at any time."""
 
 import asyncio
 import math
@@ -7,7 +7,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,147 +15,169 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from tqdm import tqdm
 
-from nanoinfer.cli.options import EngineOptions, MaxModelLen, check_packages, expand_options, load_llm, ray_resources
+from nanoinfer.cli import options
 from nanoinfer.cli.serve import SERVER_PACKAGES, served_names
 from nanoinfer.errors import InvalidValueError
 
 if TYPE_CHECKING:
-    from nanoinfer.llm import LLM
+    from nanoinfer.async_llm import AsyncLLM
     from nanoinfer.server.app import ServerSettings
-    from nanoinfer.server.ledger import Row
+    from nanoinfer.server.batch_files import BatchRequest, Manifest, ResultFile
 
 
-@expand_options
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """The options of a job, apart from the engine's."""
+
+    max_model_len: options.MaxModelLen = None
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum number of running sequences.")] = 256
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="Require that an answer does not depend on the other requests.")
+    ] = False
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, max=2**64 - 1, help="The job's, from which requests get their own. Default: drawn, and kept."),
+    ] = None
+    served_model_name: options.ServedModelName = None
+    retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Answer requests again that ended in an error.")] = False
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Compute on a Ray cluster: host:port, auto, or local for this machine alone."),
+    ] = None
+    replicas: Annotated[int, typer.Option(min=1, help="Engines, each in a process of its own. More than one need --ray.")] = 1
+
+
+@options.expand_options
 def batch(
     *,
     input_file: Annotated[
         Path, typer.Argument(metavar="INPUT", help="A JSONL file in OpenAI's batch format.", exists=True, dir_okay=False)
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the results go, a JSONL file.", dir_okay=False)],
-    engine: EngineOptions,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences that run at once.")] = 256,
-    batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="Require that a row's answer does not depend on the others.")
-    ] = False,
-    seed: Annotated[
-        int | None,
-        typer.Option(min=0, max=2**64 - 1, help="The job's, from which a row gets its own. Default: drawn, and kept."),
-    ] = None,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(help="Name that requests give as model; may be given several times. Default: the model's."),
-    ] = None,
-    retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Answer the rows again that ended in an error.")] = False,
-    ray: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Compute on a Ray cluster: host:port, auto, or local for this machine alone."),
-    ] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="Engines, each in a process of its own. More than one need --ray.")] = 1,
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSONL file for the results.", dir_okay=False)],
+    engine: options.EngineOptions,
+    job: JobOptions,
 ) -> None:
     """Answer the requests of a file, as `nanoinfer serve` would.
 
-    Results are appended to OUTPUT.partial as they end. The same command goes on after an interruption, a crash or a power
-    failure. A row's seed comes from the job's seed and its custom_id, so the answers do not depend on the order.
+    Results are appended to OUTPUT.partial as they end. The same command continues after an interruption, a crash or a power
+    failure. A request's seed comes from the job's seed and its custom_id, so the answers do not depend on the order.
     """
-    check_packages("server", *SERVER_PACKAGES)
-    if ray is not None:
-        check_packages("ray", "ray", "pyarrow", "pandas")
-    elif replicas > 1:
-        raise InvalidValueError(f"--replicas {replicas} requires --ray; give --ray local for several engines on this machine")
-    from nanoinfer.models.checkpoint import DEFAULT_MODEL, file_digests, locate
+    options.check_packages("server", *SERVER_PACKAGES)
+    if job.ray is not None:
+        options.check_packages("ray", "ray", "pyarrow", "pandas")
+    elif job.replicas > 1:
+        way_out = "give --ray local for several engines on this machine"
+        raise InvalidValueError(f"--replicas {job.replicas} requires --ray; {way_out}")
+    from nanoinfer.loading.checkpoint import DEFAULT_MODEL
     from nanoinfer.server.app import ServerSettings
-    from nanoinfer.server.ledger import Ledger, Manifest, check_rows, read_manifest, read_rows
+    from nanoinfer.server.batch_files import ResultFile, read_requests
 
     model = engine.model or DEFAULT_MODEL
-    input_digest, num_rows = check_rows(input_file)
-    begun = read_manifest(output)
-    if seed is None:
-        seed = secrets.randbits(64) if begun is None else begun.seed
-    manifest = Manifest(
-        input_digest=input_digest,
-        num_rows=num_rows,
-        model=file_digests(locate(model, engine.revision)),
-        options={
-            "dtype": engine.dtype,
-            "quantization": engine.quantization,
-            "lora": engine.lora,
-            "max_model_len": max_model_len,
-        },
-        seed=seed,
-    )
-    ledger = Ledger(output, manifest, retry_errors=retry_errors)
-    if ledger.num_finished:
-        print(f"{ledger.num_finished} of {num_rows} rows were finished before", file=sys.stderr)
-    load = partial(
-        load_llm,
-        replace(engine, model=model),
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        batch_invariant=batch_invariant,
-        seed=seed,
-    )
-    settings = ServerSettings(served_model_names=served_names(served_model_name, model))
-    rows = (row for row in read_rows(input_file) if not ledger.is_finished(row.custom_id))
-    num_left = num_rows - ledger.num_finished
-
-    @contextmanager
-    def writing() -> Iterator[Callable[[dict[str, Any]], None]]:
-        """Append results to the ledger, and show how many there are."""
-        with tqdm(total=num_rows, initial=ledger.num_finished, unit=" rows", disable=None) as bar:
-
-            def write(result: dict[str, Any]) -> None:
-                ledger.append(result)
-                bar.update()
-
-            yield write
-
+    manifest = _make_manifest(input_file, output, model, engine, job)
+    results = ResultFile(output, manifest, retry_errors=job.retry_errors)
+    num_requests = manifest.num_requests
+    if results.num_finished:
+        print(f"{results.num_finished} of {num_requests} requests were finished before", file=sys.stderr)
+    settings = ServerSettings(served_model_names=served_names(job.served_model_name, model))
+    requests = (request for request in read_requests(input_file) if not results.is_finished(request.custom_id))
     try:
-        if ledger.is_complete:
-            pass
-        elif ray is None:
-            asyncio.run(_answer(load, settings, rows, seed, writing()))
-        else:
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends usage statistics by default
-            from nanoinfer.server.ray_batch import answer_all_on_ray, connected
-
-            with connected(ray, num_cpus=replicas * (engine.threads or 1)), writing() as write:
-                answer_all_on_ray(
-                    rows,
-                    load,
-                    settings,
-                    seed=seed,
-                    num_replicas=replicas,
-                    batch_size=min(max_num_seqs, math.ceil(num_left / (4 * replicas))),
-                    resources=ray_resources(engine),
-                    write=write,
-                )
+        if not results.is_complete:
+            _answer_all(requests, results, settings, manifest, replace(engine, model=model), job)
     except KeyboardInterrupt:
-        print(f"{ledger.num_finished} of {num_rows} rows are finished; the same command goes on", file=sys.stderr)
+        print(f"{results.num_finished} of {num_requests} requests are finished; the same command continues", file=sys.stderr)
         raise
     finally:
-        ledger.close()
-    print(f"{output}: {num_rows} rows, {ledger.num_errors} of them errors", file=sys.stderr)
+        results.close()
+    print(f"{output}: {num_requests} requests, {results.num_errors} of them errors", file=sys.stderr)
+
+
+def _make_manifest(input_file: Path, output: Path, model: str, engine: options.EngineOptions, job: JobOptions) -> "Manifest":
+    """Check the input, and describe the job, whose seed is that of an earlier run unless the user gave one."""
+    from nanoinfer.loading.checkpoint import file_digests, locate
+    from nanoinfer.server.batch_files import Manifest, check_requests, read_manifest
+
+    input_digest, num_requests = check_requests(input_file)
+    seed, earlier = job.seed, read_manifest(output)
+    if seed is None:
+        seed = secrets.randbits(64) if earlier is None else earlier.seed
+    loading = {name: getattr(engine, name) for name in ("dtype", "quantization", "lora")}
+    return Manifest(
+        input_digest=input_digest,
+        num_requests=num_requests,
+        model=file_digests(locate(model, engine.revision)),
+        options=loading | {"max_model_len": job.max_model_len},
+        seed=seed,
+    )
+
+
+def _answer_all(
+    requests: Iterator["BatchRequest"],
+    results: "ResultFile",
+    settings: "ServerSettings",
+    manifest: "Manifest",
+    engine: options.EngineOptions,
+    job: JobOptions,
+) -> None:
+    """Answer the requests by an engine in this process, or by the replicas of a Ray cluster."""
+    load = partial(
+        options.load_async_llm,
+        engine,
+        max_model_len=job.max_model_len,
+        max_num_seqs=job.max_num_seqs,
+        batch_invariant=job.batch_invariant,
+        seed=manifest.seed,
+        streaming=False,
+    )
+    num_left = manifest.num_requests - results.num_finished
+    writing = _writing(results, manifest.num_requests)
+    if job.ray is None:
+        asyncio.run(_answer(load, settings, requests, manifest.seed, writing))
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends usage statistics by default
+    from nanoinfer.server.ray_batch import answer_all_on_ray, connected
+
+    with connected(job.ray, num_cpus=job.replicas * (engine.threads or 1)), writing as write:
+        answer_all_on_ray(
+            requests,
+            load,
+            settings,
+            seed=manifest.seed,
+            num_replicas=job.replicas,
+            batch_size=min(job.max_num_seqs, math.ceil(num_left / (4 * job.replicas))),
+            resources=options.ray_resources(engine),
+            write=write,
+        )
+
+
+@contextmanager
+def _writing(results: "ResultFile", num_requests: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yield a function that appends a result to the file and advances a progress bar."""
+    with tqdm(total=num_requests, initial=results.num_finished, unit=" requests", disable=None) as bar:
+
+        def write(result: dict[str, Any]) -> None:
+            results.append(result)
+            bar.update()
+
+        yield write
 
 
 async def _answer(
-    load: Callable[[], "LLM"],
+    load: Callable[[], "AsyncLLM"],
     settings: "ServerSettings",
-    rows: Iterator["Row"],
+    requests: Iterator["BatchRequest"],
     seed: int,
     writing: AbstractContextManager[Callable[[dict[str, Any]], None]],
 ) -> None:
-    from nanoinfer.async_llm import AsyncLLM
     from nanoinfer.server.app import create_app
     from nanoinfer.server.batch import answer_all
     from nanoinfer.server.run import share_the_process
 
-    async_llm = AsyncLLM(load, streaming=False)
+    async_llm = load()
     app = create_app(async_llm, settings)
     share_the_process()
-    num_concurrent = 2 * async_llm.engine.scheduler.config.max_num_seqs  # so that rows always wait
+    num_concurrent = 2 * async_llm.engine.scheduler.config.max_num_seqs  # so that requests always wait
     try:
         with writing as write:
-            await answer_all(app, rows, seed=seed, num_concurrent=num_concurrent, write=write)
+            await answer_all(app, requests, seed=seed, num_concurrent=num_concurrent, write=write)
     finally:
         await async_llm.shutdown()

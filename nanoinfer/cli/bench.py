@@ -1,92 +1,157 @@
-"""`nanoinfer bench`: its commands and its tables. The files of bench/ measure."""
+"""`nanoinfer bench`: its options, its commands and its tables. The files of bench/ measure.
+
+The functions import the modules that measure: torch takes a second to import, and --help does not need it.
+"""
 
 import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from nanoinfer.cli.bench_options import (
-    DEFAULT_WORKLOADS,
-    DEFINITIONS,
-    SERVE_DEFINITIONS,
-    WORKLOADS_HELP,
-    AsJson,
-    ModelOptions,
-    Named,
-    Repeats,
-    RunOptions,
-    WorkloadOptions,
-    pick_workloads,
-)
-from nanoinfer.cli.options import EnforceEager, expand_options, new_table
+from nanoinfer.cli.options import Device, Dtype, EnforceEager, Model, Quantization, expand_options, new_table, parse_size
 from nanoinfer.errors import InvalidValueError
 
 if TYPE_CHECKING:
-    from nanoinfer.bench.compare import Comparison
+    from nanoinfer.bench.offline import Measurement
     from nanoinfer.bench.serve import ServeFigures
+    from nanoinfer.bench.workloads import Workload
 
-# The functions import the modules that measure: torch and transformers take seconds to import, and --help needs neither.
+app = typer.Typer(no_args_is_help=True, help="Measure a model on this machine, or a server.")
 
-app = typer.Typer(help="Measure nanoinfer, also beside transformers, or a server.")
+DEFINITIONS = """\
+TTFT, time to first token: from a request's arrival to its first token.
+
+TPOT, time per output token, of one request: (last token - first token) / (tokens - 1).
+
+ITL, inter-token latency: the times between consecutive tokens of a request, over all requests.
+
+Tokens per second: output tokens divided by the time from the first arrival to the last token, prefill included."""
+
+WORKLOADS_HELP = """\
+Workloads: A one stream (32 tokens in, 128 out); B16, B64 batches (64 in, 64 out); C prefill (1,023 in, 1 out); D 32 requests of
+mixed lengths (16-256 in, 16-128 out); E 64 sampled streams (1 in, 128 out, top_k 40, top_p 0.9); F for a GPU, 256
+requests (100-1,024 in and out). All but E are greedy."""
+
+SERVE_DEFINITIONS = """\
+Figures: TTFT, from sending a request, a new connection included, to the first chunk with text. ITL, the times between chunks: a
+chunk may have several tokens, and the table says how many. TPOT, (last chunk - first chunk) / (tokens - 1). E2EL, to the last
+chunk. Numbers of tokens are the server's usage. Goodput, requests per second that keep every limit of --goodput."""
+
+DEFAULT_WORKLOADS = "A,B16"
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Named = Annotated[str | None, typer.Option("--workload", help="Some of A,B16,B64,C,D,E,F, with commas. Default: A,B16.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Measured runs, after one to warm up.")]
 
 
-@app.callback(invoke_without_command=True)
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model, its dtype and its device."""
+
+    model: Model = None
+    random_model: Annotated[
+        str | None, typer.Option(help="Random weights instead of a model: gpt2, gpt2-medium, qwen2.5-0.5b or qwen3-0.6b.")
+    ] = None
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """Workloads by name, or one of the user's own."""
+
+    workload: Named = None
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Requests of a workload of your own, which the next options describe.")
+    ] = None
+    input_len: Annotated[str, typer.Option(help="Tokens per prompt: 128, or drawn from 16-256.")] = "128"
+    output_len: Annotated[str, typer.Option(help="Tokens per answer, in the same form.")] = "128"
+    request_rate: Annotated[float, typer.Option(help="Requests per second, at random times; inf is all at once.")] = math.inf
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0
+    top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="1 is off.")] = 1.0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the lengths and the arrival times.")] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How the workloads are run."""
+
+    quantization: Quantization = None
+    kv_cache_memory: Annotated[
+        int | None,
+        typer.Option(parser=parse_size, metavar="SIZE", help="Memory for the KV cache: 1G or bytes. Default: what is needed."),
+    ] = None
+    enforce_eager: EnforceEager = False
+    repeats: Repeats = 3
+
+
+def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
+    """The workloads by their names, or the one that is described. Raises: InvalidValueError."""
+    from nanoinfer.bench import workloads
+
+    if picked.num_prompts is None:
+        if picked != WorkloadOptions(workload=picked.workload):
+            raise InvalidValueError(
+                "input_len, output_len, request_rate, temperature, top_k, top_p and seed describe a workload of your own; "
+                "give num_prompts, too"
+            )
+        return workloads.named(picked.workload or DEFAULT_WORKLOADS)
+    if picked.workload is not None:
+        raise InvalidValueError("give workload, or num_prompts for one of your own, not both")
+    description = asdict(picked)
+    del description["workload"]
+    sampling = {name: description.pop(name) for name in ("temperature", "top_k", "top_p")}
+    return [workloads.described(sampling=sampling, **description)]
+
+
+@app.command()
 @expand_options
-def bench(
+def roofline(
     *,
-    context: typer.Context,
-    roofline: Annotated[
-        bool, typer.Option("--roofline", help="Compare prefill and decode with this machine's limits.")
-    ] = False,
     measured: ModelOptions,
     enforce_eager: EnforceEager = False,
-    plot: Annotated[Path, typer.Option(help="Path of --roofline's plot (PNG, requires matplotlib).")] = Path("roofline.png"),
+    plot: Annotated[Path, typer.Option(help="Path of the plot (PNG, requires matplotlib).")] = Path("roofline.png"),
     as_json: AsJson = False,
 ) -> None:
-    if context.invoked_subcommand is not None:
-        if roofline or enforce_eager or as_json or measured != ModelOptions():
-            raise typer.BadParameter(f"give options after {context.invoked_subcommand}: those before it are --roofline's")
-        return
-    if not roofline:
-        typer.echo(context.get_help())
-        raise typer.Exit(2)
-    from nanoinfer.bench import compare
+    """Compare the time of prefill and decode steps with the limits of this machine."""
     from nanoinfer.bench import roofline as measurement
+    from nanoinfer.bench.random_models import checkpoint_of
 
-    with compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
+    with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint:
         machine, dtype, phases = measurement.run(
             checkpoint, dtype=measured.dtype, device=measured.device, enforce_eager=enforce_eager
         )
-        report = {
-            "bandwidth_GB_per_s": machine.bandwidth / 1e9,
-            "gemm_GFLOP_per_s": {str(d).removeprefix("torch."): rate / 1e9 for d, rate in machine.gemm_rates.items()},
-            "dtype": str(dtype).removeprefix("torch."),
-            "phases": [
-                {
-                    "name": phase.name,
-                    "measured_ms": phase.measured_s * 1e3,
-                    "least_ms": phase.least_s(machine, dtype) * 1e3,
-                    "share_of_limit": phase.least_s(machine, dtype) / phase.measured_s,
-                    "parts": [asdict(part) | {"least_ms": part.least_s(machine, dtype) * 1e3} for part in phase.parts],
-                }
-                for phase in phases
-            ],
-        }
-        if as_json:
-            print(json.dumps(report, indent=1))
-        else:
-            _show_roofline(report)
-        try:
-            measurement.plot(machine, dtype, phases, plot)
-            typer.echo(f"plotted: {plot}", err=True)
-        except ImportError:
-            typer.echo("no plot: matplotlib is not installed (pip install matplotlib)", err=True)
+    report = {
+        "bandwidth_GB_per_s": machine.bandwidth / 1e9,
+        "gemm_GFLOP_per_s": {str(d).removeprefix("torch."): rate / 1e9 for d, rate in machine.gemm_rates.items()},
+        "dtype": str(dtype).removeprefix("torch."),
+        "phases": [
+            {
+                "name": phase.name,
+                "measured_ms": phase.measured_s * 1e3,
+                "least_ms": phase.least_s(machine, dtype) * 1e3,
+                "share_of_limit": phase.least_s(machine, dtype) / phase.measured_s,
+                "parts": [asdict(part) | {"least_ms": part.least_s(machine, dtype) * 1e3} for part in phase.parts],
+            }
+            for phase in phases
+        ],
+    }
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        _show_roofline(report)
+    try:
+        measurement.plot(machine, dtype, phases, plot)
+        typer.echo(f"plotted: {plot}", err=True)
+    except ImportError:
+        typer.echo("no plot: matplotlib is not installed (pip install matplotlib)", err=True)
 
 
 def _show_roofline(report: dict[str, Any]) -> None:
@@ -106,99 +171,51 @@ def _show_roofline(report: dict[str, Any]) -> None:
 @app.command(help=f"Measure tokens per second.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
 @expand_options
 def throughput(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: AsJson = False) -> None:
-    _print(_compare(measured, picked, run), _show_throughput, as_json)
+    _measure(measured, picked, run, as_json, _show_throughput)
 
 
 @app.command(help=f"Measure TTFT, TPOT and ITL: their 50th, 95th and 99th percentiles.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
 @expand_options
 def latency(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: AsJson = False) -> None:
-    if run.compare not in (None, "transformers"):
-        raise InvalidValueError(
-            f"latency compares with transformers only, got {run.compare!r}; throughput compares with others"
-        )
-    _print(_compare(measured, picked, run), _show_latency, as_json)
+    _measure(measured, picked, run, as_json, _show_latency)
 
 
-def _compare(measured: ModelOptions, picked: WorkloadOptions, run: RunOptions) -> list["Comparison"]:
-    """Run the workloads through nanoinfer and the peers of `run`."""
-    from nanoinfer.bench import compare
-    from nanoinfer.bench.peers.process import parse_peers
+def _measure(
+    measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: bool, show: Callable[[list["Measurement"]], None]
+) -> None:
+    from nanoinfer.bench import offline
+    from nanoinfer.bench.random_models import checkpoint_of
 
-    if run.compare and math.isfinite(picked.request_rate):
-        raise InvalidValueError(
-            f"engines to compare with take all requests at once; leave compare out, or request_rate={picked.request_rate}"
-        )
     workloads = pick_workloads(picked)
-    peers = parse_peers(run.compare) if run.compare else []
-    with compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
-        return compare.compare(
-            checkpoint,
-            workloads,
-            shape=measured.shape,
-            repeats=run.repeats,
-            peers=peers,
-            dtype=measured.dtype,
-            device=measured.device,
-            quantization=run.quantization,
-            kv_cache_memory=run.kv_cache_memory,
-            enforce_eager=run.enforce_eager,
-        )
-
-
-def _print(results: list["Comparison"], show: Callable[[list["Comparison"]], None], as_json: bool) -> None:
+    with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint:
+        results = offline.measure(checkpoint, workloads, dtype=measured.dtype, device=measured.device, **asdict(run))
     if as_json:
         print(json.dumps([asdict(result) for result in results], indent=1))
     else:
         show(results)
+        sizes = asdict(results[0].memory)
+        weights, cache, in_use = (f"{sizes[name] / 1e6:.0f} MB" for name in ("weights", "kv_cache", "in_use"))
+        print(f"memory: weights {weights}, KV cache {cache}; in use {in_use}")
 
 
-def _show_throughput(results: list["Comparison"]) -> None:
+def _show_throughput(results: list["Measurement"]) -> None:
     table = new_table("workload", "requests", "output tok/s", "total tok/s", "TTFT ms")
     for result in results:
-        ours = result.ours
-        speeds = (f"{ours.output_tokens_per_s:.1f}", f"{ours.total_tokens_per_s:.0f}", f"{ours.ttft_ms.p50:.0f}")
-        table.add_row(result.workload, str(ours.num_requests), *speeds)
+        figures = result.figures
+        ttft = f"{figures.ttft_ms.p50:.0f}" if figures.ttft_ms else ""
+        speeds = (f"{figures.output_tokens_per_s:.1f}", f"{figures.total_tokens_per_s:.0f}", ttft)
+        table.add_row(result.workload, str(figures.num_requests), *speeds)
     Console().print(table)
-    if results[0].best is not None:
-        _show_peers(results)
-    _show_memory(results[0])
 
 
-def _show_peers(results: list["Comparison"]) -> None:
-    table = new_table("workload", "engine", "output", "ratio", "bar")
+def _show_latency(results: list["Measurement"]) -> None:
+    table = new_table("workload", "figure", "p50 ms", "p95 ms", "p99 ms")
     for result in results:
-        for name, speed in result.speeds.items():
-            output = f"{1e3 / speed:.0f} ms" if result.ours.num_output_tokens == 1 else f"{speed:.1f} tok/s"
-            ratio = f"{result.ratios[name]:.2f}" if name in result.ratios else ""
-            table.add_row(
-                result.workload,
-                f"{name}, best" if name == result.best and len(result.ratios) > 1 else name,
-                output,
-                ratio,
-                result.verdict if name == "transformers" else "",
-                end_section=name == list(result.speeds)[-1],
-            )
+        for name in ("ttft", "tpot", "itl"):
+            if (percentiles := getattr(result.figures, f"{name}_ms")) is not None:
+                numbers = (f"{value:.2f}" for value in (percentiles.p50, percentiles.p95, percentiles.p99))
+                table.add_row(result.workload, name.upper(), *numbers)
     Console().print(table)
-    print("ratio: nanoinfer's speed divided by the engine's. best: the fastest peer.")
-
-
-def _show_latency(results: list["Comparison"]) -> None:
-    table = new_table("workload", "engine", "figure", "p50 ms", "p95 ms", "p99 ms")
-    for result in results:
-        for engine, figures in (("nanoinfer", result.ours), ("transformers", result.theirs)):
-            if figures is None:
-                continue
-            for name, percentiles in (("TTFT", figures.ttft_ms), ("TPOT", figures.tpot_ms), ("ITL", figures.itl_ms)):
-                if percentiles is not None:
-                    numbers = (f"{one:.2f}" for one in (percentiles.p50, percentiles.p95, percentiles.p99))
-                    table.add_row(result.workload, engine, name, *numbers)
-    Console().print(table)
-    _show_memory(results[0])
-
-
-def _show_memory(result: "Comparison") -> None:
-    weights, cache, in_use = (n / 1e6 for n in (result.num_weight_bytes, result.num_cache_bytes, result.memory_in_use))
-    print(f"memory: weights {weights:.0f} MB, KV cache {cache:.0f} MB; in use {in_use:.0f} MB")
 
 
 @app.command(help=f"Measure an OpenAI-compatible server from outside.\n\n{WORKLOADS_HELP}\n\n{SERVE_DEFINITIONS}")
@@ -209,7 +226,7 @@ def serve(
     model: Annotated[str | None, typer.Option("--model", "-m", help="Default: the server's first.")] = None,
     api_key: Annotated[str | None, typer.Option(help="The server's key. Default: OPENAI_API_KEY of the environment.")] = None,
     picked: WorkloadOptions,
-    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Most requests in flight. Default: no limit.")] = None,
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Maximum requests in flight. Default: no limit.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send words to /chat/completions, not ids to /completions.")] = False,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of full length. OpenAI's servers refuse the field.")] = True,
     goodput: Annotated[
@@ -227,11 +244,7 @@ def serve(
     workloads = pick_workloads(picked)
     client = Client(url, api_key=api_key or os.environ.get("OPENAI_API_KEY"), timeout=timeout)
     target = measurement.Target(
-        client=client,
-        model=model or client.first_model(),
-        is_chat=chat,
-        ignore_eos=ignore_eos,
-        max_concurrency=max_concurrency,
+        client=client, model=model or client.first_model(), is_chat=chat, ignore_eos=ignore_eos, max_concurrency=max_concurrency
     )
     results = [measurement.run(target, workload, limits) for workload in workloads]
     if as_json:
@@ -260,90 +273,3 @@ def _show_serve(result: "ServeFigures") -> None:
     print(f"this client took {share:.0%} of one core, {per_token * 1e6:.0f} us per token")
     for message, count in result.failures.items():
         print(f"failed {count} times: {message}")
-
-
-@app.command("sampler")
-def sampler(
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each side of a case.")] = 20,
-    as_json: AsJson = False,
-) -> None:
-    """Time the drawing of the tokens of 64 rows, beside transformers' warpers and multinomial. It takes a minute or two."""
-    from nanoinfer.bench import sampler as measured
-
-    results = measured.run(repeats)
-    if as_json:
-        print(json.dumps([asdict(result) | {"ratio": result.ratio} for result in results], indent=1))
-        return
-    table = new_table("case", "vocabulary", "nanoinfer ms", "other ms", "ratio", "bar", title=f"{measured.NUM_ROWS} rows")
-    for result in results:
-        bar = f"{result.bar}: {'reached' if result.is_reached else 'missed'}" if result.bar else ""
-        numbers = (f"{result.ours_ms:.2f}", f"{result.theirs_ms:.2f}", f"{result.ratio:.1f}")
-        table.add_row(result.name, str(result.vocab_size), *numbers, bar)
-    Console().print(table)
-
-
-@app.command("speculation")
-@expand_options
-def speculation(
-    *,
-    measured: ModelOptions,
-    num_speculative_tokens: Annotated[int, typer.Option(min=1, max=64, help="The most tokens of a draft.")] = 8,
-    repeats: Repeats = 3,
-    as_json: AsJson = False,
-) -> None:
-    """Generate with n-gram drafts and without, in turns: what they win where text repeats itself, and cost elsewhere."""
-    from nanoinfer.bench import compare
-    from nanoinfer.bench import speculation as measurement
-    from nanoinfer.llm import LLM
-
-    config = {"method": "ngram", "num_speculative_tokens": num_speculative_tokens}
-    with compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
-        llm = LLM(checkpoint, dtype=measured.dtype, device=measured.device, speculative_config=config, seed=0)
-        results = measurement.run(llm, repeats)
-    if as_json:
-        print(json.dumps([asdict(result) | {"ratio": result.ratio} for result in results], indent=1))
-        return
-    table = new_table("case", "plain", "drafts", "ratio", "bar", "accepted", "us", title="output tokens per second")
-    for result in results:
-        bar = "" if result.bar is None else f">= {result.bar} {'reached' if result.ratio >= result.bar else 'missed'}"
-        speeds = (f"{result.plain:.1f}", f"{result.drafting:.1f}", f"{result.ratio:.2f}")
-        table.add_row(result.name, *speeds, bar, f"{result.accepted} of {result.drafted}", f"{result.propose_us:.0f}")
-    Console().print(table)
-    print("accepted: draft tokens. us: microseconds of a proposal for one sequence.")
-
-
-@app.command("report")
-@expand_options
-def report(
-    *,
-    measured: ModelOptions,
-    workload: Named = None,
-    repeats: Repeats = 1,
-) -> None:
-    """Print throughput beside transformers and the roofline, as a dated entry for BENCHMARKS.md."""
-    import gc
-
-    import torch
-
-    from nanoinfer.bench import compare, roofline, workloads
-    from nanoinfer.bench.peers.process import TRANSFORMERS
-    from nanoinfer.bench.report import entry
-    from nanoinfer.models import loader
-
-    with compare.checkpoint_of(measured.model, measured.shape, measured.dtype) as checkpoint:
-        results = compare.compare(
-            checkpoint,
-            workloads.named(workload or DEFAULT_WORKLOADS),
-            shape=measured.shape,
-            repeats=repeats,
-            peers=[TRANSFORMERS],
-            dtype=measured.dtype,
-            device=measured.device,
-            quantization=None,
-        )
-        gc.collect()  # frees both models
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        machine, dtype, phases = roofline.run(checkpoint, dtype=measured.dtype, device=measured.device)
-        name = measured.shape or measured.model or "tiny-qwen3"
-        print(entry(name, loader.resolve_device(measured.device), machine, dtype, phases, results))

@@ -1,13 +1,16 @@
-"""`nanoinfer chat`: a conversation with a model, in this process or behind a URL, or the answer to one question.
+"""`nanoinfer chat`: a conversation with a model in this process or on a server, or the answer to one question.
 
-In: options, and a terminal or a pipe. chat_session.py answers, line_input.py reads, conversation.py keeps the messages,
-chat_model.py is the model.
+In: options, and a terminal or a pipe, from which this file reads. chat_session.py answers, conversation.py keeps the messages,
+and chat_model.py is the model. GNU readline edits the line, keeps the history and takes a pasted text with its newlines as one
+input (bracketed paste). Where Python has no readline module, the terminal's own editing remains.
 """
 
 import logging
 import os
 import sys
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,33 +18,27 @@ from rich.console import Console
 from rich.text import Text
 
 from nanoinfer import __version__
+from nanoinfer.cli import options
 from nanoinfer.cli.chat_model import ChatModel, LocalModel, RemoteModel
 from nanoinfer.cli.chat_session import ChatSession, note
 from nanoinfer.cli.conversation import Conversation
-from nanoinfer.cli.line_input import MessageReader
-from nanoinfer.cli.options import (
-    ChatTemplateOptions,
-    EngineOptions,
-    MaxModelLen,
-    SamplingOptions,
-    Stop,
-    expand_options,
-    load_llm,
-    print_error,
-    read_standard_input,
-    resolve_chat_template_kwargs,
-    resolve_sampling_params,
-)
 from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.client import Client
 
+try:
+    import readline
+except ImportError:  # Windows, and Pythons that were built without it
+    readline = None  # type: ignore[assignment]
+
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_TOKENS = 1024  # of a model in this process
+MAX_HISTORY_LINES = 1000
+QUOTES = '"""'
 
 
-@expand_options
+@options.expand_options
 def chat(
     *,
     question: Annotated[str | None, typer.Argument(help="Answer this and exit. Text from a pipe is put before it.")] = None,
@@ -49,15 +46,15 @@ def chat(
         str | None, typer.Option(help="An OpenAI-compatible server that has the model, such as http://127.0.0.1:8000.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="The server's key. Default: OPENAI_API_KEY of the environment.")] = None,
-    engine: EngineOptions,
-    max_model_len: MaxModelLen = None,
+    engine: options.EngineOptions,
+    max_model_len: options.MaxModelLen = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    sampling: SamplingOptions,
+    sampling: options.SamplingOptions,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", "-n", help="Most tokens to generate. Default: 1024, or the server's.")
+        int | None, typer.Option("--max-tokens", "-n", help="Maximum number of tokens. Default: 1024, or the server's.")
     ] = None,
-    stop: Stop = None,
-    template: ChatTemplateOptions,
+    stop: options.Stop = None,
+    template: options.ChatTemplateOptions,
     stats: Annotated[bool, typer.Option("--stats", help="Show the speed of each answer.")] = False,
 ) -> None:
     """Talk to a model that has a chat template, or to a server.
@@ -68,7 +65,7 @@ def chat(
     model: ChatModel
     if url is None:
         if api_key is not None:
-            raise InvalidValueError("--api-key is a server's; give its --url, too")
+            raise InvalidValueError("--api-key is for a server; give its --url, too")
         model, params = _load(engine, max_model_len, sampling, max_tokens, stop, template)
     else:
         _refuse_options_of_an_engine(engine, max_model_len)
@@ -76,7 +73,7 @@ def chat(
         given = asdict(sampling) | {"max_tokens": max_tokens, "stop": stop}
         given = {name: value for name, value in given.items() if value is not None}
         params = SamplingParams(**{"max_tokens": None} | given)
-        template_kwargs = resolve_chat_template_kwargs(None, template)
+        template_kwargs = options.resolve_chat_template_kwargs(None, template)
         model = RemoteModel(client, engine.model or client.first_model(), set(given), template_kwargs)
     session = ChatSession(Conversation(model, system), params, shows_stats=stats)
     if url is None or sampling.seed is not None:
@@ -85,42 +82,42 @@ def chat(
     if question is None and is_terminal:
         _converse(session)
         return
-    session.ask(_join("" if is_terminal else read_standard_input(), question))
+    session.ask(_join("" if is_terminal else options.read_standard_input(), question))
     if session.output is None:
-        raise typer.Exit(130)  # Ctrl-C stopped it: the code that a shell gives
+        raise typer.Exit(130)  # the exit code of a shell after Ctrl-C, which stopped the answer
 
 
 def _load(
-    engine: EngineOptions,
+    engine: options.EngineOptions,
     max_model_len: int | None,
-    sampling: SamplingOptions,
+    sampling: options.SamplingOptions,
     max_tokens: int | None,
     stop: list[str] | None,
-    template: ChatTemplateOptions,
+    template: options.ChatTemplateOptions,
 ) -> tuple[LocalModel, SamplingParams]:
     """Load a model into this process."""
-    from nanoinfer.models.checkpoint import DEFAULT_MODEL, locate  # takes a second to import, as LLM does
+    from nanoinfer.loading.checkpoint import DEFAULT_MODEL, locate  # takes a second to import, as LLM does
 
     name = DEFAULT_MODEL if engine.model is None else engine.model
-    locate(name, engine.revision)  # a download shows progress bars of its own, so it comes before the spinner
-    with Console(stderr=True).status(Text(f"Loading {name}")):  # on a terminal only
-        llm = load_llm(engine, max_model_len=max_model_len)
-    model = LocalModel(llm, name, resolve_chat_template_kwargs(llm, template))
+    locate(name, engine.revision)  # before the spinner, because a download shows progress bars of its own
+    with Console(stderr=True).status(Text(f"Loading {name}")):  # only on a terminal
+        llm = options.load_llm(engine, max_model_len=max_model_len)
+    model = LocalModel(llm, name, options.resolve_chat_template_kwargs(llm, template))
     if max_tokens is None:
         max_tokens = DEFAULT_MAX_TOKENS
-    return model, resolve_sampling_params(llm, sampling, max_tokens=max_tokens, stop=stop)
+    return model, options.resolve_sampling_params(llm, sampling, max_tokens=max_tokens, stop=stop)
 
 
-def _refuse_options_of_an_engine(engine: EngineOptions, max_model_len: int | None) -> None:
+def _refuse_options_of_an_engine(engine: options.EngineOptions, max_model_len: int | None) -> None:
     given = asdict(engine) | {"max_model_len": max_model_len}
-    default = asdict(EngineOptions(model=engine.model)) | {"max_model_len": None}
+    default = asdict(options.EngineOptions(model=engine.model)) | {"max_model_len": None}
     if names := [f"--{name.replace('_', '-')}" for name in given if given[name] != default[name]]:
         raise InvalidValueError(f"{', '.join(names)} cannot change a server's model; leave it out, or leave --url out")
 
 
 def _join(piped: str, question: str | None) -> str:
-    """The question of the command line, after what a pipe gives."""
-    text = "\n\n".join(part for part in (piped, question) if part)
+    """Join the text of a pipe and the question of the command line after it."""
+    text = "\n\n".join(filter(None, (piped, question)))
     if not text.strip():
         raise InvalidPromptError("there is no question: standard input is empty; pipe a text, or write it after the command")
     return text
@@ -137,7 +134,68 @@ def _converse(session: ChatSession) -> None:
         except EOFError:  # /exit
             break
         except NanoinferError as error:
-            print_error(error)
+            options.print_error(error)
         except KeyboardInterrupt:  # outside an answer
             note("")
         note("")
+
+
+class MessageReader:
+    """Reads messages from the terminal, and keeps them in a history file for the next chat."""
+
+    def __init__(self) -> None:
+        folder = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+        self._history = Path(folder).expanduser() / "nanoinfer" / "chat_history"
+        if readline is not None:
+            readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
+            readline.set_history_length(MAX_HISTORY_LINES)
+            with suppress(OSError):  # there is no history yet
+                readline.read_history_file(self._history)
+
+    def read(self) -> str | None:
+        """Return the next message that is not empty, or None after Ctrl-D, or after Ctrl-C twice in a row."""
+        was_interrupted = False
+        while True:
+            try:
+                message = self._read_lines()
+                message.encode()  # in some locales, invalid bytes arrive as lone surrogates
+            except EOFError:
+                print(file=sys.stderr)
+                return None
+            except KeyboardInterrupt:
+                print(file=sys.stderr)
+                if was_interrupted:
+                    return None
+                was_interrupted = True
+                print("(Ctrl-C again, Ctrl-D or /exit ends the chat)", file=sys.stderr)
+            except UnicodeError as error:
+                options.print_error(InvalidPromptError(f"the line is not valid text ({error})"))
+            else:
+                self._save_history()
+                if message.strip():
+                    return message
+
+    def _read_lines(self) -> str:
+        """Read one line, a pasted text, or the text between triple quotes without the quotes."""
+        text = _input(">>> ").rstrip()
+        if not text.startswith(QUOTES):
+            return text
+        text = text.removeprefix(QUOTES)
+        while not text.endswith(QUOTES):
+            text += "\n" + _input("... ").rstrip()
+        return text.removesuffix(QUOTES).strip("\n")
+
+    def _save_history(self) -> None:
+        """Write the file after every message, because a chat often ends with its window."""
+        if readline is not None:
+            with suppress(OSError):  # in a folder that cannot be written, the history ends with the process
+                self._history.parent.mkdir(parents=True, exist_ok=True)
+                readline.write_history_file(self._history)
+
+
+def _input(prompt: str) -> str:
+    """Call input(), with the prompt on standard error if standard output is not the terminal."""
+    if not sys.stdout.isatty():
+        print(prompt, end="", file=sys.stderr, flush=True)
+        prompt = ""
+    return input(prompt)

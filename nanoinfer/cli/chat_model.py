@@ -1,12 +1,19 @@
-"""The model of a chat: in this process, or behind a URL. A session asks both for the same.
+"""The model of a chat: in this process, or on a server. Both have the same methods.
 
 In: messages and parameters. Out: Deltas, the last of which has the RequestOutput.
+
+    max_model_len    the tokens of the context, or None if they are not known, so that no turn is left out
+    given            the parameters that the user gave, where the others are the server's. None: all are the session's
+    render()         the prompt for stream(). With a known max_model_len, it has "prompt_token_ids"
+    check()          raises NanoinferError for parameters that the model cannot have
+    stream()         generates an answer, which closing the generator ends
+    describe()       one line about the model, and describe_speed() one about the newest answer
 """
 
 import re
 import time
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.cli.generate import describe_speed
 from nanoinfer.errors import NanoinferError
@@ -18,34 +25,7 @@ if TYPE_CHECKING:
     from nanoinfer.llm import LLM
 
 Messages = list[dict[str, str]]
-THINKING = re.compile(r"<think>.*?</think>\s*|\A<think>.*", re.DOTALL)  # the second was stopped in its thinking
-
-
-class ChatModel(Protocol):
-    """What a chat needs of a model.
-
-    Attributes:
-        max_model_len: Tokens of its context, or None if they are not known. Then no turn is left out.
-        given: The parameters that the user gave. The others are the server's. None: all are the session's.
-    """
-
-    max_model_len: int | None
-    given: set[str] | None
-
-    def render(self, messages: Messages) -> Any:
-        """The prompt for stream(). With a known max_model_len, it has "prompt_token_ids"."""
-
-    def check(self, params: SamplingParams) -> None:
-        """Refuse parameters that this model cannot have. Raises: NanoinferError."""
-
-    def stream(self, prompt: Any, params: SamplingParams) -> Generator[Delta, None, None]:
-        """Generate an answer. Closing the generator ends it."""
-
-    def describe(self) -> str:
-        """One line about the model, for the beginning of a chat."""
-
-    def describe_speed(self, output: RequestOutput) -> str:
-        """One line about the speed of the newest answer."""
+THINKING = re.compile(r"<think>.*?</think>\s*|\A<think>.*", re.DOTALL)  # the second ended while thinking
 
 
 class LocalModel:
@@ -55,7 +35,7 @@ class LocalModel:
 
     def __init__(self, llm: "LLM", name: str = "", chat_template_kwargs: dict[str, Any] | None = None) -> None:
         self._llm, self._name, self._chat_template_kwargs = llm, name, chat_template_kwargs
-        self.max_model_len: int | None = llm.engine.max_model_len
+        self.max_model_len: int | None = llm.info.max_model_len
 
     def render(self, messages: Messages) -> Any:
         return self._llm.render_chat(messages, chat_template_kwargs=self._chat_template_kwargs)
@@ -67,7 +47,7 @@ class LocalModel:
         return self._llm.stream(prompt, params)
 
     def describe(self) -> str:
-        info = self._llm.engine.executor.info
+        info = self._llm.info
         return f"{self._name}, {info.device}, {info.dtype}, context of {info.max_model_len} tokens"
 
     def describe_speed(self, output: RequestOutput) -> str:
@@ -76,7 +56,7 @@ class LocalModel:
 
 
 class RemoteModel:
-    """A model of an OpenAI-compatible server. Reasoning becomes text between <think> and </think>, as Qwen3 writes it."""
+    """A model of an OpenAI-compatible server, whose reasoning becomes text between <think> and </think>, as Qwen3 writes it."""
 
     max_model_len: int | None = None
 
@@ -86,14 +66,14 @@ class RemoteModel:
         self._usage: dict[str, Any] = {}  # of the newest answer
 
     def render(self, messages: Messages) -> Any:
-        """The messages without the thinking in earlier answers: servers expect the answers alone."""
+        """Return the messages without the thinking in earlier answers, which servers do not expect."""
         return [
             message | {"content": THINKING.sub("", message["content"])} if message["role"] == "assistant" else message
             for message in messages
         ]
 
     def check(self, params: SamplingParams) -> None:
-        """Nothing is known of the model here. The server refuses the next question."""
+        """Accept everything, because only the server knows the model. It will refuse the next question."""
 
     def stream(self, prompt: Any, params: SamplingParams) -> Generator[Delta, None, None]:
         given = {name: getattr(params, name) for name in self.given or ()}
@@ -132,8 +112,11 @@ class RemoteModel:
         return describe_speed(output.metrics, self._usage.get("prompt_tokens") or 0) + ", measured from outside"
 
 
+ChatModel = LocalModel | RemoteModel
+
+
 def _text_of(delta: dict[str, Any], is_thinking: bool) -> tuple[str, bool]:
-    """The text of a chunk's delta, and whether the model is thinking after it. Servers have two names for the reasoning."""
+    """Return the text of a chunk's delta, and whether the model is thinking after it. The reasoning has two names."""
     reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
     content = delta.get("content") or delta.get("refusal") or ""
     if reasoning and not is_thinking:

@@ -1,4 +1,4 @@
-"""One chat on a terminal: questions are answered, lines that begin with / are commands.
+"""One chat on a terminal, where questions are answered and lines that begin with / are commands.
 
 In: one message at a time. Out: answers on standard output, everything else on standard error.
 """
@@ -10,7 +10,6 @@ from ast import literal_eval
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from nanoinfer.cli.conversation import Conversation
 from nanoinfer.cli.generate import print_stream
@@ -18,7 +17,7 @@ from nanoinfer.errors import InvalidValueError, suggest
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 
-# What /set can change. The other fields of SamplingParams concern several answers, or outputs that a chat does not show.
+# The parameters that /set can change. The other fields of SamplingParams are for several answers, or for hidden outputs.
 PARAMETERS = (
     "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size seed "
     "max_tokens min_tokens stop stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens "
@@ -31,9 +30,9 @@ class ChatSession:
     """A conversation, and the parameters of its next answer.
 
     Attributes:
-        params: Their seed is the next answer's. Every answer adds 1 to it, so /retry gives another answer, and the first seed
-            repeats the whole session.
-        output: The newest answer's, for statistics. None before the first answer, and after one that Ctrl-C stopped.
+        params: The parameters of the next answer. Every answer adds 1 to the seed, so /retry gives another answer, and the
+            first seed repeats the whole session.
+        output: The newest RequestOutput, or None before the first answer and after one that Ctrl-C stopped.
     """
 
     def __init__(self, conversation: Conversation, params: SamplingParams, *, shows_stats: bool = False) -> None:
@@ -48,8 +47,8 @@ class ChatSession:
         """Run a command or answer a question. A text of several lines is a question.
 
         Raises:
-            NanoinferError: The message is refused. The session is as it was.
-            EOFError: The message is /exit.
+            NanoinferError: If the message is refused. The session is then unchanged.
+            EOFError: If the message is /exit.
         """
         if not message.startswith("/") or "\n" in message:
             self.ask(message.strip())
@@ -60,16 +59,15 @@ class ChatSession:
             known = [f"/{command}" for command in (*COMMANDS, *ALIASES)]
             way_out = f"{suggest(f'/{name}', known)} (put a space before a question that begins with /)"
             raise InvalidValueError(f"there is no command /{name}; {way_out}")
-        command = COMMANDS[name]
-        if not command.argument.startswith("[") and bool(command.argument) != bool(argument):
-            raise InvalidValueError(f"write /{name} {command.argument}".rstrip() + f", got {message!r}")
-        command.run(self, argument)
+        expected, run = COMMANDS[name]
+        if not expected.startswith("[") and bool(expected) != bool(argument):
+            raise InvalidValueError(f"write /{name} {expected}".rstrip() + f", got {message!r}")
+        run(self, argument)
 
     def ask(self, question: str) -> bool:
-        """Stream the answer to a question and keep the turn, also if Ctrl-C stopped it.
+        """Stream the answer to a question, and keep the turn if the answer has any text. Returns whether it has.
 
-        Returns:
-            Whether there was any text. Without any, the turn is not kept.
+        An answer that Ctrl-C stopped is kept, too.
         """
         prompt, num_dropped = self.conversation.render(question)
         text, self.output = print_stream(
@@ -105,10 +103,10 @@ class ChatSession:
 
     def print_help(self, _: str = "") -> None:
         """List the commands."""
-        for name, command in COMMANDS.items():
+        for name, (argument, run) in COMMANDS.items():
             aliases = "".join(f", /{alias}" for alias, meant in ALIASES.items() if meant == name)
-            usage = f"/{name} {command.argument}".rstrip() + aliases
-            note(f"  {usage:24}{str(command.run.__doc__).splitlines()[0]}")
+            usage = f"/{name} {argument}".rstrip() + aliases
+            note(f"  {usage:24}{str(run.__doc__).splitlines()[0]}")
         note('  """                     Begin a message of several lines, which ends with """.')
         note("  Ctrl-C                  Stop an answer, or clear the line.")
 
@@ -186,32 +184,23 @@ class ChatSession:
         raise EOFError
 
 
-class Command(NamedTuple):
-    """argument: FILE must be given, [TEXT] may be given, and nothing may be given where it is empty.
-
-    The first line of run's docstring is the help.
-    """
-
-    argument: str
-    run: Callable[[ChatSession, str], None]
-
-
-COMMANDS = {
-    "help": Command("", ChatSession.print_help),
-    "clear": Command("", ChatSession.clear),
-    "retry": Command("", ChatSession.retry),
-    "set": Command("[NAME VALUE]", ChatSession.set_parameter),
-    "system": Command("[TEXT]", ChatSession.set_system),
-    "stats": Command("", ChatSession.print_stats),
-    "save": Command("FILE", ChatSession.save),
-    "load": Command("FILE", ChatSession.load),
-    "exit": Command("", ChatSession.exit),
+# Name -> the argument, and the method, whose docstring begins with the command's help. "FILE" must be given, "[TEXT]" may be.
+COMMANDS: dict[str, tuple[str, Callable[[ChatSession, str], None]]] = {
+    "help": ("", ChatSession.print_help),
+    "clear": ("", ChatSession.clear),
+    "retry": ("", ChatSession.retry),
+    "set": ("[NAME VALUE]", ChatSession.set_parameter),
+    "system": ("[TEXT]", ChatSession.set_system),
+    "stats": ("", ChatSession.print_stats),
+    "save": ("FILE", ChatSession.save),
+    "load": ("FILE", ChatSession.load),
+    "exit": ("", ChatSession.exit),
 }
 ALIASES = {"?": "help", "reset": "clear", "bye": "exit", "quit": "exit"}
 
 
 def _with_seed(params: SamplingParams) -> SamplingParams:
-    """The same, with a seed drawn where there is none. 32 bits are short enough to type."""
+    """Draw a seed where there is none, of 32 bits, which are short enough to type."""
     return replace(params, seed=secrets.randbits(32)) if params.seed is None else params
 
 

@@ -1,4 +1,4 @@
-"""The messages of a chat: which of them the model reads, and the file that keeps them.
+"""The messages of a chat, those of them that the model reads, and the file that keeps them.
 
 In: questions and answers. Out: prompts that leave room for an answer in the model's context.
 """
@@ -14,14 +14,13 @@ from nanoinfer.errors import InvalidValueError, NanoinferError
 class Conversation:
     """A system message and the turns after it.
 
-    Each prompt begins with the prompt and the answer before it, so the prefix cache holds all but the new tokens. Two things
-    end that: turns that are left out, and templates such as Qwen3's, which remove the thinking from earlier answers.
+    Each prompt begins with the previous prompt and answer, so the prefix cache holds all but the new tokens, except when turns
+    are left out, and with templates such as Qwen3's, which remove the thinking from earlier answers.
 
     Attributes:
-        model: The model that reads it.
         system: The system message, or None.
         messages: All questions and answers, as LLM.chat takes them.
-        num_dropped: How many of the oldest messages the model no longer reads.
+        num_dropped: The number of oldest messages that the model no longer reads.
     """
 
     def __init__(self, model: ChatModel, system: str | None = None) -> None:
@@ -34,43 +33,42 @@ class Conversation:
         """Return the prompt for a question, and the number of oldest messages that it leaves out.
 
         If less than a quarter of the context remains for the answer, the oldest turns are left out until the prompt takes at
-        most half. Leaving out one turn at a time would change the beginning of every prompt, and nothing of it would be in the
-        prefix cache. The conversation itself is unchanged, see add().
+        most half, because leaving out one turn at a time would change the beginning of every prompt, of which nothing would be
+        in the prefix cache. Only add() changes the conversation itself.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         prompt, start = self._render(messages[self.num_dropped :]), self.num_dropped
         max_model_len = self.model.max_model_len
         if max_model_len is not None and len(prompt["prompt_token_ids"]) > max_model_len * 3 // 4:
-            for start in _turn_starts(messages, after=self.num_dropped):
+            questions = [index for index, message in enumerate(messages) if message["role"] == "user"]
+            for start in (index for index in questions if index > self.num_dropped):
                 prompt = self._render(messages[start:])
                 if len(prompt["prompt_token_ids"]) <= max_model_len // 2:
                     break
         return prompt, start
 
     def add(self, question: str, answer: str, num_dropped: int) -> None:
-        """Append a turn. num_dropped: what render() returned with its prompt."""
+        """Append a turn, with the num_dropped that render() returned for its prompt."""
         self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         self.num_dropped = num_dropped
 
     def clear(self) -> None:
-        """Begin a new conversation. The system message stays."""
+        """Begin a new conversation with the same system message."""
         self.messages, self.num_dropped = [], 0
 
     def save(self, path: Path) -> None:
-        """Write all messages as a JSON list, which LLM.chat takes.
-
-        Raises: NanoinferError.
-        """
+        """Write all messages as a JSON list, which LLM.chat takes. Raises: NanoinferError, if the file cannot be written."""
         text = json.dumps(self._with_system(self.messages), ensure_ascii=False, indent=1)
         try:
             path.write_bytes(text.encode())
         except OSError as error:
-            raise NanoinferError(f"cannot write {path} ({error.strerror}); name another place") from error
+            raise NanoinferError(f"cannot write {path} ({error.strerror}); give another path") from error
 
     def load(self, path: Path) -> None:
         """Replace the messages and the system message by those of a file.
 
-        Raises: InvalidValueError. The conversation is unchanged then.
+        Raises:
+            InvalidValueError: If the file is not a conversation. The conversation is then unchanged.
         """
         try:
             messages = json.loads(path.read_text(encoding="utf-8"))
@@ -79,8 +77,8 @@ class Conversation:
         except (ValueError, RecursionError) as error:
             raise InvalidValueError(f"{path} is not JSON ({error}); give a file that /save wrote") from error
         if not isinstance(messages, list) or not all(map(_is_message, messages)):
-            shape = '[{"role": "user", "content": "Hello"}, ...]'
-            raise InvalidValueError(f"{path} must be a list {shape}; give a file that /save wrote")
+            example = '[{"role": "user", "content": "Hello"}, ...]'
+            raise InvalidValueError(f"{path} must be a list such as {example}; give a file that /save wrote")
         is_system = [message["role"] == "system" for message in messages]
         if any(is_system[1:]):
             raise InvalidValueError(f"{path} has a system message at {is_system.index(True, 1)}; only the first can be one")
@@ -92,10 +90,6 @@ class Conversation:
 
     def _with_system(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
         return messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
-
-
-def _turn_starts(messages: list[dict[str, str]], *, after: int) -> list[int]:
-    return [index for index, message in enumerate(messages) if index > after and message["role"] == "user"]
 
 
 def _is_message(message: object) -> bool:

@@ -1,6 +1,6 @@
-"""The prepared runs of `nanoinfer explain --demo`. Each shows one thing that an engine does, on the bundled model.
+"""The prepared runs of `nanoinfer explain --demo`, each of which shows one mechanism of the engine on the bundled model.
 
-In: a Recorder after the run. Out: the moments to look at, found in its events.
+In: a Recorder after the run. Out: the moments to look at, which are found in its events.
 """
 
 from collections.abc import Callable
@@ -12,22 +12,16 @@ from nanoinfer.tracing import BlocksShared, Recorder, RequestAdded, StepSchedule
 
 
 class Moment(NamedTuple):
-    """A step to look at, the sequence to select there, and what happens."""
+    """A step to look at, the sequence to select there, and a description of what happens."""
 
     step: int
     sequence_id: str
-    words: str
+    description: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """A run, and what to look at in its recording.
-
-    Args:
-        kv_cache_memory: Bytes for the KV cache.
-        engine: Further arguments of LLM.
-        find: Finds the moments in the events.
-    """
+    """A run, given by arguments of LLM, and the function that finds the moments to look at in its recording."""
 
     prompts: list[str]
     kv_cache_memory: int = 2**24
@@ -76,27 +70,25 @@ def find_chunks(recorder: Recorder) -> list[Moment]:
     prefills = [step for step in recorder.of(StepScheduled) if num_new_tokens(step, name) > 1]
     first, last = prefills[0], prefills[-1]
     chunk = f"{num_new_tokens(first, name)} of the {num_tokens} prompt tokens of sequence {name} are computed."
-    beside = "Sequence 0 decodes in the same step: it does not wait for the whole prompt."
-    drawn = f"The last of {len(prefills)} chunks. The first token of sequence {name} is drawn."
-    return [Moment(first.step, name, f"{chunk} {beside}"), Moment(last.step, name, drawn)]
+    decode = "Sequence 0 decodes in the same step: it does not wait for the whole prompt."
+    end = f"The last of {len(prefills)} chunks. The first token of sequence {name} is drawn."
+    return [Moment(first.step, name, f"{chunk} {decode}"), Moment(last.step, name, end)]
 
 
 def find_drafts(recorder: Recorder) -> list[Moment]:
     drafts = {event.step: event.draft_token_ids[0] for event in recorder.of(TokensDrafted)}
-    num_drawn, since = {}, 0
+    num_tokens, since = {}, 0
     for event in recorder.events:
         since += isinstance(event, TokenAppended)
         if isinstance(event, StepTimed):
-            num_drawn[event.step], since = since, 0
-    num_rejected = {step: 1 + len(draft) - num_drawn[step] for step, draft in drafts.items()}
-    best = max(drafts, key=lambda step: num_drawn[step])
+            num_tokens[event.step], since = since, 0
+    num_rejected = {step: 1 + len(draft) - num_tokens[step] for step, draft in drafts.items()}
+    best = max(drafts, key=lambda step: num_tokens[step])
     worst = max(drafts, key=lambda step: num_rejected[step])
-    right = f"All {len(drafts[best])} drafts are accepted: one step gives {num_drawn[best]} tokens."
-    wrong = (
-        f"{num_rejected[worst]} of {len(drafts[worst])} drafts are rejected: their rows of the batch were computed for nothing."
-    )
-    whole = f"The end: {sum(num_drawn.values())} tokens in {len(num_drawn)} steps."
-    return [Moment(best, "0", right), Moment(worst, "0", wrong), Moment(max(num_drawn), "0", whole)]
+    right = f"All {len(drafts[best])} drafts are accepted: one step gives {num_tokens[best]} tokens."
+    wrong = f"{num_rejected[worst]} of {len(drafts[worst])} drafts are rejected: their rows were computed for nothing."
+    whole = f"The end: {sum(num_tokens.values())} tokens in {len(num_tokens)} steps."
+    return [Moment(best, "0", right), Moment(worst, "0", wrong), Moment(max(num_tokens), "0", whole)]
 
 
 def num_new_tokens(step: StepScheduled, sequence_id: str) -> int:

@@ -1,7 +1,7 @@
 """`nanoinfer explain`: record a generation, print a line for each token, and write the HTML replay.
 
-A line goes from the model's probability of the token to the text that was shown. Recorder.to_html draws the same and more.
-With --demo the run is one of demos.py, and the moments to look at are printed, too.
+A line has the model's probability of the token, the stages of sampling, the draw and the text that was shown. Recorder.to_html
+draws the same in more detail. With --demo the run is one of demos.py, and the moments to look at are printed, too.
 """
 
 from collections.abc import Callable
@@ -14,35 +14,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nanoinfer.cli import options
 from nanoinfer.cli.demos import DEMOS, Demo
-from nanoinfer.cli.options import (
-    EngineOptions,
-    MaxTokens,
-    SamplingOptions,
-    Stop,
-    expand_options,
-    load_llm,
-    new_table,
-    print_error,
-    read_standard_input,
-    resolve_sampling_params,
-)
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.tracing import Recorder, StageApplied, TokenAppended, TokenDrawn
 
 
-@expand_options
+@options.expand_options
 def explain(
     *,
     context: typer.Context,
     prompts: Annotated[
         list[str] | None, typer.Argument(help="The texts to continue, together; - reads standard input.", metavar="PROMPT...")
     ] = None,
-    engine: EngineOptions,
+    engine: options.EngineOptions,
     block_size: Annotated[int, typer.Option(help="Tokens per block of the KV cache; small ones show more.")] = 16,
-    sampling: SamplingOptions,
-    max_tokens: MaxTokens = 32,
-    stop: Stop = None,
+    sampling: options.SamplingOptions,
+    max_tokens: options.MaxTokens = 32,
+    stop: options.Stop = None,
     demo: Annotated[
         str | None, typer.Option(help=f"A prepared run: {', '.join(DEMOS)}. Takes --html and --jsonl, and no other option.")
     ] = None,
@@ -54,23 +43,23 @@ def explain(
         raise InvalidValueError(f"--html and --jsonl must be two files, got {html} for both; name another")
     for path in (html, jsonl):
         if path is not None and not path.absolute().parent.is_dir():
-            raise InvalidValueError(f"cannot write {path}: there is no such folder; name another place")
+            raise InvalidValueError(f"cannot write {path}: there is no such folder; give another path")
     recorder = Recorder(stages=True)
     prepared = find_demo(demo, context) if demo is not None else None
     if prepared:
-        options = EngineOptions(dtype="float32", kv_cache_memory=prepared.kv_cache_memory)
-        llm = load_llm(options, **prepared.engine, tracer=recorder)
+        engine = options.EngineOptions(dtype="float32", kv_cache_memory=prepared.kv_cache_memory)
+        llm = options.load_llm(engine, **prepared.engine, tracer=recorder)
         texts, params = prepared.prompts, prepared.params
     elif prompts:
-        llm = load_llm(engine, block_size=block_size, tracer=recorder)
-        texts = [read_standard_input() if text == "-" else text for text in prompts]
-        params = resolve_sampling_params(llm, sampling, max_tokens=max_tokens, stop=stop)
+        llm = options.load_llm(engine, block_size=block_size, tracer=recorder)
+        texts = [options.read_standard_input() if text == "-" else text for text in prompts]
+        params = options.resolve_sampling_params(llm, sampling, max_tokens=max_tokens, stop=stop)
     else:
         raise InvalidValueError("there is nothing to explain; give a prompt or --demo")
     outputs = llm.generate(texts, params, use_tqdm=False)
     errors = {index: output.outputs[0].error for index, output in enumerate(outputs) if output.outputs[0].error}
     for index, error in errors.items():
-        print_error(NanoinferError(f"prompt {index}: {error}"))
+        options.print_error(NanoinferError(f"prompt {index}: {error}"))
     if recorder.of(TokenAppended):
         Console().print(token_table(recorder))
         _write(recorder.to_html, html, "replays it in a browser, from the disk")
@@ -78,14 +67,14 @@ def explain(
         _write(recorder.to_jsonl, jsonl, "has the events; Recorder.from_jsonl reads them")
     if prepared:
         print("What to look at:")
-        for step, sequence_id, words in prepared.find(recorder):
-            print(f"- Step {step}: {words}\n  {html.absolute().as_uri()}#step={step}&token={sequence_id}")
+        for step, sequence_id, description in prepared.find(recorder):
+            print(f"- Step {step}: {description}\n  {html.absolute().as_uri()}#step={step}&token={sequence_id}")
     if errors:
         raise typer.Exit(1)
 
 
 def find_demo(name: str, context: typer.Context) -> Demo:
-    """The demo of a name. Raises: InvalidValueError if there is none, or if the command line has options that it sets."""
+    """Return the demo of a name. Raises: InvalidValueError, also if the command line has options that the demo sets."""
     if name not in DEMOS:
         raise InvalidValueError(f"--demo must be one of {', '.join(DEMOS)}, got {name!r}")
     given = {one.name: one.opts[0] for one in context.command.params if one.name is not None}
@@ -100,26 +89,24 @@ def _write(write: Callable[[Path], None], path: Path, what: str) -> None:
     try:
         write(path)
     except OSError as error:
-        raise NanoinferError(f"cannot write {path} ({error.strerror}); name another place") from error
+        raise NanoinferError(f"cannot write {path} ({error.strerror}); give another path") from error
     print(f"{path} {what}")
 
 
 def token_table(recorder: Recorder) -> Table:
     """Make a table of the tokens of every sequence, in order.
 
-    The column `left` has the number of ids to draw from, then the number after each stage that dropped some.
-
-    Args:
-        recorder: a Recorder(stages=True) after a run.
+    The column `left` has the number of ids to draw from, then the number after each stage that dropped some. The recorder must
+    have recorded stages.
     """
     stages: dict[tuple[str, int], list[StageApplied]] = {}
     for stage_event in recorder.of(StageApplied):
         applied = stages.setdefault((stage_event.sequence_id, stage_event.position), [])
         if stage_event.stage == "model" and all(one.before == one.after for one in stage_event.candidates):
-            applied.clear()  # the first stage: a token may be drawn twice, and the last draw counts
+            applied.clear()  # at the first stage, because a token may be drawn twice, and the last draw counts
         applied.append(stage_event)
     draws: dict[tuple[str, int], TokenDrawn] = {(one.sequence_id, one.position): one for one in recorder.of(TokenDrawn)}
-    table = new_table("at", "token", "p", "left", "u", "interval", "text")
+    table = options.new_table("at", "token", "p", "left", "u", "interval", "text")
     appended = sorted(recorder.of(TokenAppended), key=lambda event: [int(part) for part in event.sequence_id.split(".")])
     for sequence_id, events in groupby(appended, key=lambda event: event.sequence_id):
         table.add_row("", Text(f"sequence {sequence_id}", style="bold"))

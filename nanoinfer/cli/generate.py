@@ -1,4 +1,4 @@
-"""`nanoinfer generate`: continue a prompt. The text is streamed, or several answers or JSON are printed at the end."""
+"""`nanoinfer generate`: continue a prompt, and stream the text or print several answers or JSON at the end."""
 
 import json
 import sys
@@ -13,19 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nanoinfer.cli.options import (
-    EngineOptions,
-    MaxModelLen,
-    MaxTokens,
-    SamplingOptions,
-    Stop,
-    expand_options,
-    load_llm,
-    new_table,
-    read_file,
-    read_standard_input,
-    resolve_sampling_params,
-)
+from nanoinfer.cli import options
 from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
 from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
@@ -35,21 +23,20 @@ if TYPE_CHECKING:
     from nanoinfer.llm import LLM
 
 
-@expand_options
+@options.expand_options
 def generate(
     *,
     prompt: Annotated[
-        str | None,
-        typer.Argument(help="The text to continue. Without it, or with -, standard input is read.", metavar="PROMPT"),
+        str | None, typer.Argument(help="The text to continue. Default, and with -: standard input.", metavar="PROMPT")
     ] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a text file.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a message, through the chat template.")] = False,
-    engine: EngineOptions,
-    max_model_len: MaxModelLen = None,
-    sampling: SamplingOptions,
-    max_tokens: MaxTokens = 256,
+    engine: options.EngineOptions,
+    max_model_len: options.MaxModelLen = None,
+    sampling: options.SamplingOptions,
+    max_tokens: options.MaxTokens = 256,
     min_tokens: Annotated[int, typer.Option(help="Tokens before the text may end.")] = 0,
-    stop: Stop = None,
+    stop: options.Stop = None,
     stop_token_ids: Annotated[list[int] | None, typer.Option(help="End at this token id; may be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not end at the end-of-text token.")] = False,
     n: Annotated[int, typer.Option("--n", help="Number of answers.")] = 1,
@@ -68,8 +55,8 @@ def generate(
 ) -> None:
     """Continue a text and stream it to the terminal."""
     text = _read_prompt(prompt, file)
-    llm = load_llm(engine, max_model_len=max_model_len)
-    params = resolve_sampling_params(
+    llm = options.load_llm(engine, max_model_len=max_model_len)
+    params = options.resolve_sampling_params(
         llm,
         sampling,
         max_tokens=max_tokens,
@@ -79,7 +66,7 @@ def generate(
         ignore_eos=ignore_eos,
         n=n,
         logprobs=logprobs,
-        structured_outputs=None if json_schema is None else StructuredOutputsParams(json=read_file(json_schema)),
+        structured_outputs=None if json_schema is None else StructuredOutputsParams(json=options.read_file(json_schema)),
     )
     request: Any = llm.render_chat([{"role": "user", "content": text}]) if chat else text
     if echo and not as_json:
@@ -90,13 +77,7 @@ def generate(
             raise typer.Exit(130)  # the code that a shell gives
     else:
         [output] = llm.generate(request, params, use_tqdm=False)
-        if error := output.outputs[0].error:
-            raise NanoinferError(error)
-        if as_json:
-            print(json.dumps(asdict(output)))
-        else:
-            for answer in output.outputs:
-                print(f"[answer {answer.index + 1} of {n}]\n{answer.text}\n")
+        _print_output(output, as_json=as_json)
     if logprobs is not None and not as_json:
         for answer in output.outputs:
             Console().print(logprobs_table(answer))
@@ -108,14 +89,24 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
         raise InvalidValueError(f"give a prompt or --file, not both; got {prompt!r} and {file}")
     if file is not None:
-        return read_file(file)
+        return options.read_file(file)
     if prompt is None and sys.stdin is not None and sys.stdin.isatty():
         raise InvalidValueError("there is no prompt; give one, or --file, or standard input")
     if prompt not in (None, "-"):
         return prompt
     if sys.stdin is None:
         raise InvalidPromptError("standard input is closed; give the prompt as an argument")
-    return read_standard_input()
+    return options.read_standard_input()
+
+
+def _print_output(output: RequestOutput, *, as_json: bool) -> None:
+    if error := output.outputs[0].error:
+        raise NanoinferError(error)
+    if as_json:
+        print(json.dumps(asdict(output)))
+        return
+    for answer in output.outputs:
+        print(f"[answer {answer.index + 1} of {len(output.outputs)}]\n{answer.text}\n")
 
 
 def print_stream(
@@ -124,12 +115,12 @@ def print_stream(
     """Stream an answer to the terminal.
 
     Args:
-        prompt: any prompt that llm.stream takes.
-        decorate: what is printed of a piece of text.
-        end: what is printed after the text, before the end of the line.
+        prompt: Any prompt that llm.stream takes.
+        decorate: Returns what is printed of a piece of text.
+        end: The text to print after the answer, before the end of the line.
 
     Returns:
-        The text, and the output, or None if Ctrl-C ended it.
+        The text, and the output, which is None if Ctrl-C ended it.
     """
     text, output = "", None
     stream = llm.stream(prompt, params)
@@ -146,19 +137,19 @@ def print_stream(
 
 
 def describe_speed(metrics: RequestMetrics, num_prompt_tokens: int) -> str:
-    """The numbers of tokens and the speed of a finished request, in one line."""
-    words = [f"prompt {num_prompt_tokens} tokens ({metrics.num_cached_tokens} cached)"]
+    """Describe the numbers of tokens and the speed of a finished request in one line."""
+    phrases = [f"prompt {num_prompt_tokens} tokens ({metrics.num_cached_tokens} cached)"]
     if metrics.ttft is not None:
-        words.append(f"first token after {metrics.ttft:.2f} s")
-    words.append(f"output {metrics.num_output_tokens} tokens")
+        phrases.append(f"first token after {metrics.ttft:.2f} s")
+    phrases.append(f"output {metrics.num_output_tokens} tokens")
     if metrics.tpot:
-        words.append(f"{1 / metrics.tpot:.1f} tokens/s")
-    return ", ".join(words)
+        phrases.append(f"{1 / metrics.tpot:.1f} tokens/s")
+    return ", ".join(phrases)
 
 
 def logprobs_table(answer: CompletionOutput) -> Table:
-    """A row for each token of an answer with log-probabilities: the token's own, and the most likely tokens at its position."""
-    table = new_table("token", "logprob", "rank", "most likely")
+    """Make a table with each token's log-probability, and the most likely tokens at its position."""
+    table = options.new_table("token", "logprob", "rank", "most likely")
     for token_id, position in zip(answer.token_ids, answer.logprobs or [], strict=True):
         token = position[token_id]
         likeliest = sorted(position.values(), key=lambda one: -one.logprob)

@@ -1,20 +1,25 @@
-"""`nanoinfer inspect`: what a checkpoint is, whether it can be loaded, and what memory it takes. No weight is read.
+"""`nanoinfer inspect` and `nanoinfer models`: report what a checkpoint is, and which there are on this machine.
 
-It reads config.json, the headers of the weights and the tokenizer's files. Of a hub's model that is not in the cache it
-downloads the small files only.
+Both read config.json, the headers of the weights and the tokenizer's files, but no weights. Of a hub's model that is not in the
+cache, inspect downloads only the small files. models uses no network.
 """
 
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import scan_cache_dir
+from huggingface_hub.errors import CacheNotFound
 from rich.console import Console
 
 from nanoinfer.attention.kv_cache import bytes_per_block_of
 from nanoinfer.cli.options import new_table
-from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError
-from nanoinfer.models import loader
-from nanoinfer.models.checkpoint import DEFAULT_MODEL, Checkpoint, locate, read_json
-from nanoinfer.models.weights import match_tensors
+from nanoinfer.errors import CheckpointError, InvalidValueError, NanoinferError, UnsupportedError
+from nanoinfer.loading import loader
+from nanoinfer.loading.checkpoint import BUNDLED, DEFAULT_MODEL, Checkpoint, bundled_models, locate, read_json
+from nanoinfer.loading.weights import match_tensors
 
 _SIZES = (
     "vocab_size",
@@ -31,45 +36,27 @@ _SIZES = (
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class Inspection:
-    """What a checkpoint is. None means unknown.
+    """The findings about a checkpoint, where None means unknown."""
 
-    Attributes:
-        path: of the folder or the GGUF file.
-        architecture: of config.json.
-        unsupported_reason: why it cannot be loaded, with the way out. None if it can be.
-        sizes: as the engine reads them, or config.json's where the architecture is not supported.
-        is_tied: whether the LM head shares the embedding's weight.
-        num_parameters: None until the weights are downloaded.
-        num_file_bytes: of the weights on the disk.
-        quantization: "gguf", or the method of config.json. None is not quantised.
-        dtype: in which it runs here.
-        special_ids: bos, eos and pad: an id, a list of ids or None.
-        has_tokenizer, has_chat_template: None if the tokenizer cannot be loaded.
-        num_weight_bytes: of the weights in memory, in `dtype`.
-        num_cache_bytes_per_token: of the KV cache.
-        num_users, num_tokens: sequences at a time, and tokens of each.
-        num_bytes: weights, and the KV cache for these users. A step takes some more.
-    """
-
-    path: str
-    architecture: str
-    unsupported_reason: str | None
-    sizes: dict[str, int]
-    is_tied: bool | None
-    num_parameters: int | None
-    num_file_bytes: int
-    quantization: str | None
-    dtype: str | None
-    special_ids: dict[str, Any]
-    has_tokenizer: bool | None
-    has_chat_template: bool | None
-    num_weight_bytes: int | None
-    num_cache_bytes_per_token: int | None
-    num_users: int
-    num_tokens: int | None
-    num_bytes: int | None
+    path: str  # of the folder or the GGUF file
+    architecture: str  # as config.json names it
+    unsupported_reason: str | None = None  # why it cannot be loaded, with the way out. None if it can be
+    sizes: dict[str, int] = field(default_factory=dict)  # as the engine reads them. Not supported: as in config.json
+    is_tied: bool | None = None  # whether the LM head shares the embedding's weight
+    num_parameters: int | None = None  # None until the weights are downloaded
+    num_file_bytes: int  # of the weights on the disk
+    quantization: str | None  # "gguf", or the method of config.json. None means not quantised
+    dtype: str | None = None  # in which it runs on this machine
+    special_ids: dict[str, Any]  # bos, eos and pad: an id, a list of ids or None
+    has_tokenizer: bool | None = None
+    has_chat_template: bool | None = None  # None if the tokenizer cannot be loaded
+    num_weight_bytes: int | None = None  # of the weights in memory, in `dtype`
+    num_cache_bytes_per_token: int | None = None
+    num_users: int  # sequences at a time
+    num_tokens: int | None  # tokens of each sequence
+    num_bytes: int | None = None  # of the weights and the KV cache for these users. A step takes some more
 
 
 def examine(
@@ -78,12 +65,20 @@ def examine(
     """Read a checkpoint's headers.
 
     Raises:
-        CheckpointNotFoundError, CheckpointError: there is no checkpoint of this name, or its config.json is damaged.
-        InvalidValueError: more tokens than the model knows, or an unknown dtype.
+        CheckpointNotFoundError, CheckpointError: If there is no checkpoint of this name, or its config.json is damaged.
+        InvalidValueError: For more tokens than the model's positions, or an unknown dtype.
     """
     checkpoint = _open(DEFAULT_MODEL if model is None else model, revision)
-    config, num_parameters, run_dtype, reason = None, None, None, None
-    has_tokenizer, has_chat_template = None, None
+    found = Inspection(
+        path=str(checkpoint.path),
+        architecture=_architecture(checkpoint),
+        num_file_bytes=sum(path.stat().st_size for path in checkpoint.weight_files),
+        quantization=_quantization(checkpoint),
+        special_ids={name: (checkpoint.config | checkpoint.generation_config).get(name) for name in _SPECIAL_IDS},
+        num_users=num_users,
+        num_tokens=num_tokens,
+    )
+    config, run_dtype = None, None
     try:
         _, config = loader.read_config(checkpoint)
         if checkpoint.weight_files or checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype")):
@@ -91,46 +86,31 @@ def examine(
         if checkpoint.weight_files:
             built, weights = loader.on_meta(checkpoint)
             config, parameters = built.config, dict(built.named_parameters())
-            num_parameters = sum(weight.numel() for weight in parameters.values())
+            found.num_parameters = sum(weight.numel() for weight in parameters.values())
             match_tensors(parameters, weights, built.weight_rules)
         tokenizer = loader.load_tokenizer(checkpoint.path, checkpoint.gguf)
-        has_tokenizer, has_chat_template = tokenizer is not None, tokenizer is not None and bool(tokenizer.get_chat_template())
+        found.has_tokenizer = tokenizer is not None
+        found.has_chat_template = tokenizer is not None and bool(tokenizer.get_chat_template())
     except (UnsupportedError, CheckpointError) as error:
-        reason = str(error)
+        found.unsupported_reason = str(error)
+    found.sizes = {name: size for name in _SIZES if (size := getattr(config, name, checkpoint.config.get(name))) is not None}
+    if run_dtype is not None:
+        found.dtype = str(run_dtype).removeprefix("torch.")
+        found.num_weight_bytes = found.num_parameters and found.num_parameters * run_dtype.itemsize
     if config is not None:
-        num_tokens = num_tokens or config.max_position_embeddings
-        if num_tokens > config.max_position_embeddings:
-            raise InvalidValueError(
-                f"--tokens must be <= {config.max_position_embeddings}, the positions this model knows, got {num_tokens}"
-            )
-    num_weight_bytes = num_parameters * run_dtype.itemsize if num_parameters and run_dtype else None
-    num_cache_bytes = bytes_per_block_of(config, 1, run_dtype) if config and run_dtype else None
-    num_bytes = None
-    if num_weight_bytes and num_cache_bytes and num_tokens:
-        num_bytes = num_weight_bytes + num_users * num_tokens * num_cache_bytes
-    return Inspection(
-        path=str(checkpoint.path),
-        architecture=", ".join(map(str, checkpoint.config.get("architectures") or ())),
-        unsupported_reason=reason,
-        sizes={name: size for name in _SIZES if (size := getattr(config, name, checkpoint.config.get(name))) is not None},
-        is_tied=None if config is None else config.tie_word_embeddings,
-        num_parameters=num_parameters,
-        num_file_bytes=sum(path.stat().st_size for path in checkpoint.weight_files),
-        quantization=_quantization(checkpoint),
-        dtype=None if run_dtype is None else str(run_dtype).removeprefix("torch."),
-        special_ids={name: (checkpoint.config | checkpoint.generation_config).get(name) for name in _SPECIAL_IDS},
-        has_tokenizer=has_tokenizer,
-        has_chat_template=has_chat_template,
-        num_weight_bytes=num_weight_bytes,
-        num_cache_bytes_per_token=num_cache_bytes,
-        num_users=num_users,
-        num_tokens=num_tokens,
-        num_bytes=num_bytes,
-    )
+        found.is_tied, limit = config.tie_word_embeddings, config.max_position_embeddings
+        found.num_tokens = num_tokens = num_tokens or limit
+        if num_tokens > limit:
+            raise InvalidValueError(f"--tokens must be <= {limit}, the positions this model knows, got {num_tokens}")
+        if run_dtype is not None:
+            found.num_cache_bytes_per_token = num_cache_bytes = bytes_per_block_of(config, 1, run_dtype)
+            if found.num_weight_bytes is not None:
+                found.num_bytes = found.num_weight_bytes + num_users * num_tokens * num_cache_bytes
+    return found
 
 
 def _open(model: str, revision: str | None) -> Checkpoint:
-    """The checkpoint, without weight files if it is a hub's and they have not been downloaded."""
+    """Open the checkpoint, without weight files if it is a hub's and they have not been downloaded."""
     path = locate(model, revision, with_weights=False)
     is_download = path.parent.name == "snapshots"  # a folder of the hub's cache
     if not is_download or any(path.glob("*.safetensors")) or any(path.glob("*.gguf")):
@@ -138,6 +118,10 @@ def _open(model: str, revision: str | None) -> Checkpoint:
     generation_path = path / "generation_config.json"
     generation_config = read_json(generation_path) if generation_path.exists() else {}
     return Checkpoint(path, read_json(path / "config.json"), generation_config, [])
+
+
+def _architecture(checkpoint: Checkpoint) -> str:
+    return ", ".join(map(str, checkpoint.config.get("architectures") or ()))
 
 
 def _quantization(checkpoint: Checkpoint) -> str | None:
@@ -149,7 +133,7 @@ def _quantization(checkpoint: Checkpoint) -> str | None:
 
 
 def print_inspection(found: Inspection) -> None:
-    """Print what is known as a table, and below it why the checkpoint cannot be loaded."""
+    """Print a table of what is known, and below it why the checkpoint cannot be loaded."""
 
     def size(num_bytes: int | None) -> str | None:
         return None if num_bytes is None else f"{num_bytes / 1e6:,.1f} MB"
@@ -184,3 +168,61 @@ def print_inspection(found: Inspection) -> None:
     Console().print(table)
     if found.unsupported_reason is not None:
         print(f"not supported: {found.unsupported_reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledModel:
+    """A model on this machine."""
+
+    name: str  # as --model takes it
+    architecture: str  # of config.json, or "" where it has none
+    num_parameters: int
+    num_bytes: int
+    unsupported_reason: str | None  # None if the model can be loaded
+
+
+def installed_models() -> list[InstalledModel]:
+    """Find the models on this machine, the bundled ones and then those of the cache, in the order of their names."""
+    return [_installed_model(name, folder, num_bytes) for name, folder, num_bytes in [*_bundled(), *sorted(_cached())]]
+
+
+def print_models(models: list[InstalledModel]) -> None:
+    """Print a table of the models, and below it why a model cannot be loaded."""
+    table = new_table("model", "architecture", "parameters", "MB", "supported")
+    table.columns[0].no_wrap = True  # so that names can be copied
+    for model in models:
+        parameters = f"{model.num_parameters / 1e6:,.1f} M" if model.num_parameters else ""
+        is_supported = "no" if model.unsupported_reason else "yes"
+        table.add_row(model.name, model.architecture, parameters, f"{model.num_bytes / 1e6:,.1f}", is_supported)
+    Console().print(table)
+    for model in models:
+        if model.unsupported_reason:
+            print(f"{model.name}: {model.unsupported_reason}")
+
+
+def _bundled() -> Iterator[tuple[str, Path, int]]:
+    for name in bundled_models():
+        yield name, BUNDLED / name, sum(path.stat().st_size for path in (BUNDLED / name).iterdir())
+
+
+def _cached() -> Iterator[tuple[str, Path, int]]:
+    """Yield the name, folder and size of each model in the cache, of its branch main or its newest revision."""
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:  # nothing was downloaded yet
+        return
+    for repository in repositories:
+        if repository.repo_type == "model" and repository.revisions:
+            revision = max(repository.revisions, key=lambda one: ("main" in one.refs, one.last_modified))
+            yield repository.repo_id, revision.snapshot_path, repository.size_on_disk
+
+
+def _installed_model(name: str, folder: Path, num_bytes: int) -> InstalledModel:
+    architecture, num_parameters, reason = "", 0, None
+    try:
+        checkpoint = Checkpoint.open(str(folder))
+        architecture = _architecture(checkpoint)
+        num_parameters = sum(weight.numel() for weight in loader.on_meta(checkpoint)[0].parameters())
+    except NanoinferError as error:
+        reason = str(error).partition("\n")[0].partition("; ")[0].replace(f"{folder}{os.sep}", "")
+    return InstalledModel(name, architecture, num_parameters, num_bytes, reason)

@@ -1,4 +1,4 @@
-"""The `nanoinfer` command. Each subcommand has a file of its own, and options.py holds what they share."""
+"""The `nanoinfer` command. Each subcommand has a file of its own, and options.py has what they share."""
 
 import io
 import json
@@ -21,7 +21,7 @@ from nanoinfer.cli.serve import serve
 
 
 class Commands(TyperGroup):
-    """The commands. An error of any of them is one sentence."""
+    """The commands, whose errors are printed as one line."""
 
     def invoke(self, ctx: Any) -> Any:
         with cli_errors():
@@ -38,7 +38,7 @@ app = typer.Typer(
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what sys.stderr is at the moment. While a spinner turns, rich replaces it to print above the spinner."""
+    """Writes to the current sys.stderr, which rich replaces while a spinner turns, to print above the spinner."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -59,21 +59,25 @@ def main(
     logging.getLogger("nanoinfer").setLevel(logging.INFO if verbose else logging.WARNING)
 
 
-def doctor() -> None:
+def doctor(
+    model: Annotated[
+        str | None, typer.Option(help="also report what is compiled of this folder, hub name or bundled model")
+    ] = None,
+) -> None:
     """Print what this machine has, and check each attention backend."""
-    from nanoinfer.cli.doctor import examine, print_report  # imports torch, which takes a second
+    from nanoinfer.cli.doctor import examine, examine_model, print_report  # imports torch, which takes a second
 
     report = examine()
-    print_report(report)
+    print_report(report, None if model is None else examine_model(model))
     if any(check.failed for check in report.checks):
         raise typer.Exit(1)
 
 
 def models() -> None:
     """List the bundled models and those in the Hugging Face cache."""
-    from nanoinfer.cli.models import local_models, print_table  # imports torch
+    from nanoinfer.cli.inspect import installed_models, print_models  # imports torch
 
-    print_table(local_models())
+    print_models(installed_models())
 
 
 def inspect(
@@ -81,7 +85,7 @@ def inspect(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
     dtype: Dtype = "auto",
     users: Annotated[int, typer.Option(min=1, help="Sequences at a time, for the memory they take.")] = 1,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each. Default: the most that the model knows.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each. Default: the model's maximum.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print what a checkpoint is, whether it can be loaded, and its memory."""

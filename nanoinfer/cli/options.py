@@ -1,4 +1,4 @@
-"""What the commands share: options, the LLM and SamplingParams made from them, text from files, tables, errors in one sentence.
+"""Shared by all commands: options, the LLM and SamplingParams made from them, text from files, tables, and error messages.
 
 A command declares a group of options as one keyword, `engine: EngineOptions`, and expand_options turns the group into options.
 """
@@ -25,11 +25,12 @@ from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferErr
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from nanoinfer.async_llm import AsyncLLM
     from nanoinfer.llm import LLM
 
 
 def parse_size(text: str) -> int:
-    """Read a number of bytes. K, M, G and T are powers of 1,024.
+    """Read a number of bytes, where K, M, G and T are powers of 1,024.
 
     >>> parse_size("1.5G"), parse_size("512MiB"), parse_size("4096")
     (1610612736, 536870912, 4096)
@@ -57,8 +58,11 @@ Model = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Maximum number of tokens of prompt and answer together.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens to generate.")]
+ServedModelName = Annotated[
+    list[str] | None, typer.Option(help="Name that requests give as model; may be given several times. Default: the model's.")
+]
 Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
 Quantization = Annotated[str | None, typer.Option(help="int8 or int4: linear layers in 8 or 4 bits, on a CPU.")]
 Lora = Annotated[
@@ -72,7 +76,7 @@ EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Neither com
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The arguments of LLM that every command takes, under the same names. threads is torch's, for this process."""
+    """The arguments of LLM that every command takes, under the same names, and the number of torch's threads."""
 
     model: Model = None
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None
@@ -85,7 +89,7 @@ class EngineOptions:
         int | None, typer.Option(min=1, help="Threads that compute on a CPU, in all processes. Default: torch's choice.")
     ] = None
     enforce_eager: EnforceEager = False
-    attention_backend: Annotated[str, typer.Option(help="auto, or flash, triton, torch, cpu, reference.")] = "auto"
+    attention_backend: Annotated[str, typer.Option(help="auto, flash, triton, cpu or reference.")] = "auto"
     kv_cache_memory: Annotated[
         int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Memory for the KV cache: 1G, 512M or bytes.")
     ] = None
@@ -96,25 +100,22 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """The fields of SamplingParams that every command takes, under the same names. None means the checkpoint's default."""
+    """The fields of SamplingParams that every command takes, under the same names, where None is the checkpoint's default."""
 
     temperature: Annotated[
         float | None, typer.Option("--temperature", "-t", help="0 is greedy. Default: the checkpoint's, or 1.")
     ] = None
     top_k: Annotated[int | None, typer.Option(help="Keep the k most probable tokens; 0 is off.")] = None
     top_p: Annotated[float | None, typer.Option(help="Keep the smallest set that reaches this probability; 1 is off.")] = None
-    min_p: Annotated[
-        float | None,
-        typer.Option(help="Drop tokens below this share of the largest probability; 0 is off."),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(help="Above 1: make tokens of prompt and output less likely."),
-    ] = None
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the largest probability; 0 is off.")] = (
+        None
+    )
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: make tokens of prompt and output less likely.")] = (
+        None
+    )
     presence_penalty: Annotated[float | None, typer.Option(help="Above 0: make tokens of the output less likely.")] = None
     frequency_penalty: Annotated[
-        float | None,
-        typer.Option(help="Above 0: the same, times the number of times that the token is in the output."),
+        float | None, typer.Option(help="Above 0: the same, multiplied by the token's count in the output.")
     ] = None
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None
 
@@ -134,10 +135,8 @@ class ChatTemplateOptions:
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each parameter whose type is a dataclass by the fields of the dataclass.
 
-    Typer makes one option of each parameter in `__signature__`. The command itself gets the dataclass, built from its options.
-
-    Args:
-        command: has keyword-only parameters. No two of its options have the same name.
+    Typer makes one option of each parameter in `__signature__`, and the command gets the dataclass that is built from them. The
+    parameters of the command are keyword-only, and no two options have the same name.
     """
     declared = signature(command).parameters.values()
     groups: dict[str, Any] = {one.name: one.annotation for one in declared if is_dataclass(one.annotation)}
@@ -156,10 +155,26 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def load_llm(engine: EngineOptions, **more: Any) -> "LLM":
-    """Make the LLM, and say if its context is shorter than the model's. more: arguments of LLM that replace engine's."""
-    import torch  # takes a second, which --help and --version need not wait for
-
+    """Make the LLM with `more` arguments, which replace the engine's, and warn if its context is shorter than the model's."""
     from nanoinfer.llm import LLM
+
+    llm = LLM(**_engine_arguments(engine, more))
+    _say_if_shortened(llm, more)
+    return llm
+
+
+def load_async_llm(engine: EngineOptions, **more: Any) -> "AsyncLLM":
+    """Make an AsyncLLM, as load_llm makes an LLM."""
+    from nanoinfer.async_llm import AsyncLLM
+
+    async_llm = AsyncLLM(**_engine_arguments(engine, more))
+    _say_if_shortened(async_llm.llm, more)
+    return async_llm
+
+
+def _engine_arguments(engine: EngineOptions, more: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of LLM. Process-wide: sets the number of torch's threads."""
+    import torch  # takes a second, for which --help and --version should not wait
 
     arguments = asdict(engine)
     if (threads := arguments.pop("threads")) is not None:
@@ -168,16 +183,18 @@ def load_llm(engine: EngineOptions, **more: Any) -> "LLM":
         arguments["lora"] = dict(map(parse_adapter, engine.lora))
     if engine.speculative_config is not None:
         arguments["speculative_config"] = read_json("--speculative-config", engine.speculative_config)
-    llm = LLM(**(arguments | more))
-    info = llm.engine.executor.info
-    if more.get("max_model_len") is None and info.max_model_len < info.max_position_embeddings:  # else LLM logs it
+    return arguments | more
+
+
+def _say_if_shortened(llm: "LLM", more: dict[str, Any]) -> None:
+    info = llm.info
+    if more.get("max_model_len") is None and info.max_model_len < info.max_position_embeddings:  # otherwise LLM logs it
         lowered = f"max_model_len is {info.max_model_len}, not the model's {info.max_position_embeddings}"
         print(f"{lowered}: the KV cache holds no more; raise --kv-cache-memory", file=sys.stderr)
-    return llm
 
 
 def check_packages(extra: str, *names: str) -> None:
-    """Raises: NanoinferError if a package of an extra is not installed."""
+    """Raise NanoinferError if a package of an extra is not installed."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise NanoinferError(
@@ -186,9 +203,9 @@ def check_packages(extra: str, *names: str) -> None:
 
 
 def ray_resources(engine: EngineOptions) -> dict[str, float]:
-    """What Ray reserves for one engine, in the cluster that this process is connected to.
+    """Return what Ray reserves for one engine, in the cluster that this process is connected to.
 
-    A process without a reserved GPU sees none. So auto is a GPU where the cluster has GPUs.
+    The device auto is a GPU if the cluster has GPUs, because a process for which Ray reserves no GPU sees none.
     """
     import ray
 
@@ -199,16 +216,13 @@ def ray_resources(engine: EngineOptions) -> dict[str, float]:
 
 
 def resolve_sampling_params(llm: "LLM", sampling: SamplingOptions, **more: Any) -> SamplingParams:
-    """The checkpoint's defaults, replaced by the options that are not None. more: other fields of SamplingParams."""
+    """Return the checkpoint's defaults, replaced by the options, and `more` fields of SamplingParams, that are not None."""
     given = {name: value for name, value in (asdict(sampling) | more).items() if value is not None}
     return replace(llm.get_default_sampling_params(), **given)
 
 
 def resolve_chat_template_kwargs(llm: "LLM | None", options: ChatTemplateOptions) -> dict[str, Any]:
-    """The variables for the chat template. One that the template does not contain is refused: it would have no effect.
-
-    llm: None for a server, whose template is not known.
-    """
+    """Return the variables for the template of an LLM, which must contain them. None is a server, with an unknown template."""
     given = read_json("--chat-template-kwargs", options.chat_template_kwargs or "{}")
     if not isinstance(given, dict):
         raise InvalidValueError(
@@ -224,7 +238,7 @@ def resolve_chat_template_kwargs(llm: "LLM | None", options: ChatTemplateOptions
 
 
 def read_json(name: str, text: str) -> Any:
-    """The value of an option that is JSON."""
+    """Parse the value of an option that is JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -232,7 +246,7 @@ def read_json(name: str, text: str) -> Any:
 
 
 def read_standard_input() -> str:
-    """All of standard input, without the newline that ends its last line. Empty where the shell has closed it (`<&-`)."""
+    """Read standard input, without the newline at its end. It is empty where the shell has closed it (`<&-`)."""
     if sys.stdin is None:
         return ""
     try:
@@ -242,7 +256,7 @@ def read_standard_input() -> str:
 
 
 def read_file(path: Path) -> str:
-    """All of a UTF-8 text file, without the newline that ends its last line."""
+    """Read a UTF-8 text file, without the newline at its end."""
     try:
         return path.read_text(encoding="utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -250,7 +264,7 @@ def read_file(path: Path) -> str:
 
 
 def new_table(*headings: str, **style: Any) -> Table:
-    """A table that is narrow enough for 80 columns. Long cells are wrapped, none is cut. style: arguments of rich's Table."""
+    """Make a table for 80 columns, whose long cells are wrapped, with further arguments of rich's Table."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, **style)
     for heading in headings:
         table.add_column(heading, overflow="fold", min_width=max(map(len, heading.split()), default=None))
@@ -267,15 +281,15 @@ def print_error(error: NanoinferError) -> None:
 
 @contextmanager
 def cli_errors() -> Iterator[None]:
-    """Exit without a traceback: with code 130 after Ctrl-C, as a shell does, and with 1 after any other error.
+    """Exit without a traceback, with code 130 after Ctrl-C, as a shell does, and with 1 after any other error.
 
-    Errors are those of nanoinfer and those of the system, such as a full disk. A closed pipe (`nanoinfer ... | head -1`) is
-    silent. Typer's own errors have the code 2.
+    Other errors are those of nanoinfer and of the system, such as a full disk. A closed pipe (`nanoinfer ... | head -1`) prints
+    nothing. Typer's own errors have the code 2.
     """
     try:
         yield
         if sys.stdout is not None:
-            sys.stdout.flush()  # an error of the buffered rest is an error of the command
+            sys.stdout.flush()  # so that an error of the buffered rest is an error of the command
     except NanoinferError as error:
         print_error(error)
         raise typer.Exit(1) from None
@@ -290,7 +304,7 @@ def cli_errors() -> Iterator[None]:
 
 
 def _discard_unwritten_output() -> None:
-    """Python writes what is buffered when it ends, and prints a second error if it cannot."""
+    """Discard the buffered output, which Python would otherwise write when it ends, with a second error."""
     try:
         sys.stdout.flush()
     except OSError:

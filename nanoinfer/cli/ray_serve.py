@@ -1,7 +1,7 @@
 """The server as a Ray Serve deployment: `serve run nanoinfer.cli.ray_serve:build_app model=Qwen/Qwen3-0.6B`.
 
 In: the options of `nanoinfer serve` by their Python names, from the command line or from a Serve config file. Out: an
-application, whose replicas each have an engine and the endpoints. Ray's configuration says how many there are, and where.
+application, whose replicas each have an engine and the endpoints. Ray's configuration decides how many there are, and where.
 """
 
 import os
@@ -13,13 +13,7 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from nanoinfer.cli.options import EngineOptions, parse_size, ray_resources
-from nanoinfer.cli.serve import (
-    API_KEY_VARIABLE,
-    ServerOptions,
-    check_api_keys,
-    load_async_llm,
-    make_settings,
-)
+from nanoinfer.cli.serve import API_KEY_VARIABLE, ServerOptions, check_api_keys, load_server_llm, make_settings
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.server.app import create_app
 from nanoinfer.server.run import share_the_process
@@ -31,13 +25,15 @@ def build_app(args: dict[str, Any]) -> serve.Application:
     """Make the application of one deployment, named nanoinfer.
 
     Args:
-        args: Fields of EngineOptions and ServerOptions. Text is converted. Without api_key, the environment's keys are used.
+        args: Fields of EngineOptions and ServerOptions, as values or as text. The default of api_key is the environment's.
 
-    Raises: InvalidValueError for a name that is not an option, or a value that cannot be converted.
+    Raises:
+        InvalidValueError: For a name that is not an option, or a value that cannot be converted.
     """
     names = {field.name for group in (EngineOptions, ServerOptions) for field in fields(group)}
     if unknown := sorted(args.keys() - names):
-        raise InvalidValueError(f"{', '.join(unknown)} is no option of the server; the options are {', '.join(sorted(names))}")
+        allowed = ", ".join(sorted(names))
+        raise InvalidValueError(f"{', '.join(unknown)} is not an option of the server; the options are {allowed}")
     keys = {"api_key": os.environ[API_KEY_VARIABLE].split()} if API_KEY_VARIABLE in os.environ else {}
     engine, options = _read(EngineOptions, args), _read(ServerOptions, keys | args)
     check_api_keys(options.api_key)
@@ -46,14 +42,14 @@ def build_app(args: dict[str, Any]) -> serve.Application:
         ray_actor_options=ray_resources(engine),
         max_ongoing_requests=options.max_num_seqs + options.max_num_queued_requests,  # AsyncLLM refuses more
     )
-    return deployment(serve.ingress()(Replica)).bind(engine, options)
+    return deployment(serve.ingress()(ServeReplica)).bind(engine, options)
 
 
-class Replica:
-    """One engine and its endpoints. Ray makes the application once the engine is loaded."""
+class ServeReplica:
+    """One engine and its endpoints, of which Ray makes the application when the engine is loaded."""
 
     def __init__(self, engine: EngineOptions, options: ServerOptions) -> None:
-        self._async_llm = load_async_llm(engine, options)
+        self._async_llm = load_server_llm(engine, options)
         self._settings = make_settings(engine, options)
         share_the_process()
 
@@ -61,12 +57,12 @@ class Replica:
         return create_app(self._async_llm, self._settings)
 
     def check_health(self) -> None:
-        """Raise if the engine is dead. Ray then replaces the replica."""
+        """Raise if the engine is dead, so that Ray replaces the replica."""
         self._async_llm.check_health()
 
 
 def _read(group: type[G], args: dict[str, Any]) -> G:
-    """Make a group of options. For a list, a single string becomes a list of one."""
+    """Make a group of options, in which a single string for a list becomes a list of one."""
     hints = get_type_hints(group)
     given = {field.name: args[field.name] for field in fields(group) if field.name in args}  # type: ignore[arg-type]
     for name, value in given.items():

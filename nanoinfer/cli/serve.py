@@ -11,27 +11,29 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanoinfer.cli.options import EngineOptions, MaxModelLen, check_packages, expand_options, load_llm
+from nanoinfer.cli.options import EngineOptions, MaxModelLen, ServedModelName, check_packages, expand_options, load_async_llm
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from nanoinfer.async_llm import AsyncLLM
-    from nanoinfer.llm import LLM
     from nanoinfer.server.app import ServerSettings
     from nanoinfer.tracing.recent import RecentRecorder
 
 API_KEY_VARIABLE = "NANOINFER_API_KEY"
 SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
+# The fields of ServerOptions that are arguments of LLM.
+ENGINE_ARGUMENTS = "max_model_len max_num_seqs max_num_batched_tokens enable_prefix_caching batch_invariant seed".split()
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What decides the answers of a server, apart from the engine's options. Ray Serve takes the same (cli/ray_serve.py)."""
+    """The options of a server apart from the engine's, which Ray Serve takes, too (cli/ray_serve.py)."""
 
     max_model_len: MaxModelLen = None
-    max_num_seqs: Annotated[int, typer.Option(help="Most sequences that run at once.")] = 256
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Most prompt tokens of a step.")] = 4096
+    max_num_seqs: Annotated[int, typer.Option(help="Maximum number of running sequences.")] = 256
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Maximum number of prompt tokens in a step.")] = 4096
     enable_prefix_caching: Annotated[bool, typer.Option(help="Compute common prefixes of prompts once.")] = True
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Require that a seed gives the same tokens under any load.")
@@ -43,13 +45,9 @@ class ServerOptions:
             envvar=API_KEY_VARIABLE, help="Clients need one of these keys for /v1 and /trace; may be given several times."
         ),
     ] = None
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(help="Name that clients give as model; may be given several times. Default: the model's."),
-    ] = None
+    served_model_name: ServedModelName = None
     max_num_queued_requests: Annotated[
-        int,
-        typer.Option(min=0, help="Most requests that wait beside those that run, each counted n times. Others get 429."),
+        int, typer.Option(min=0, help="Maximum number of queued requests (n answers count n times); more get 429.")
     ] = 1024
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Larger bodies get 413.")] = 2**22
     reasoning_parser: Annotated[
@@ -90,46 +88,34 @@ def serve(
     engine = replace(engine, model=model_argument or engine.model)
     check_api_keys(options.api_key)
     check_packages("server", *SERVER_PACKAGES)
-    signal.signal(signal.SIGTERM, _exit)  # while the model loads. Then uvicorn's handler is in its place
+    signal.signal(signal.SIGTERM, _exit)  # while the model loads, after which uvicorn replaces the handler
     from nanoinfer.server.run import make_server, share_the_process
     from nanoinfer.tracing.recent import RecentRecorder
 
     recorder = RecentRecorder() if trace else None
-    async_llm = load_async_llm(engine, options, recorder)
+    async_llm = load_server_llm(engine, options, recorder)
     settings = make_settings(engine, options, recorder)
     server = make_server(async_llm, settings, host=host, port=port, shutdown_timeout=shutdown_timeout)
     share_the_process()
     server.run()
 
 
-def load_async_llm(engine: EngineOptions, options: ServerOptions, recorder: "RecentRecorder | None" = None) -> "AsyncLLM":
+def load_server_llm(engine: EngineOptions, options: ServerOptions, recorder: "RecentRecorder | None" = None) -> "AsyncLLM":
     """Load a server's model, and print the seed if it was drawn."""
-    from nanoinfer.async_llm import AsyncLLM
-
-    def load() -> "LLM":
-        llm = load_llm(
-            engine,
-            max_model_len=options.max_model_len,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            enable_prefix_caching=options.enable_prefix_caching,
-            batch_invariant=options.batch_invariant,
-            seed=options.seed,
-            tracer=recorder,
-        )
-        if options.seed is None:
-            print(f"seed {llm.engine.seed} was drawn; --seed {llm.engine.seed} gives the same answers", file=sys.stderr)
-        with suppress(NanoinferError):  # without llguidance, or a tokenizer that it can use
-            # Converting the tokenizer takes seconds, for which every stream would wait at the first structured request.
-            first = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]), detokenize=False)
-            llm.engine.inputs.prepare([0], first)
-        return llm
-
-    return AsyncLLM(load, max_num_queued_requests=options.max_num_queued_requests)
+    arguments = {name: getattr(options, name) for name in (*ENGINE_ARGUMENTS, "max_num_queued_requests")}
+    async_llm = load_async_llm(engine, tracer=recorder, **arguments)
+    if options.seed is None:
+        seed = async_llm.engine.seed
+        print(f"seed {seed} was drawn; --seed {seed} gives the same answers", file=sys.stderr)
+    with suppress(NanoinferError):  # without llguidance, or a tokenizer that it can use
+        # Converting the tokenizer takes seconds, for which every stream would wait during the first structured request.
+        first = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]), detokenize=False)
+        async_llm.engine.inputs.prepare([0], first)
+    return async_llm
 
 
 def make_settings(engine: EngineOptions, options: ServerOptions, recorder: "RecentRecorder | None" = None) -> "ServerSettings":
-    from nanoinfer.models.checkpoint import DEFAULT_MODEL
+    from nanoinfer.loading.checkpoint import DEFAULT_MODEL
     from nanoinfer.server.app import ServerSettings
 
     return ServerSettings(
@@ -144,12 +130,12 @@ def make_settings(engine: EngineOptions, options: ServerOptions, recorder: "Rece
 
 
 def served_names(given: list[str] | None, model: str) -> tuple[str, ...]:
-    """The names that requests may give as model."""
+    """Return the names that requests may give as model."""
     return tuple(given or [Path(model).name if os.path.exists(model) else model])
 
 
 def check_api_keys(api_keys: list[str] | None) -> None:
-    """Refuse keys that no client can send, or that are there by mistake. Messages never contain a key."""
+    """Refuse keys that no client can send, or that were set by mistake. Messages never contain a key."""
     if not api_keys and API_KEY_VARIABLE in os.environ:
         raise InvalidValueError(f"{API_KEY_VARIABLE} is empty; set it to a key, or unset it for a server without keys")
     for number, key in enumerate(api_keys or (), start=1):

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from nanoinfer.devices.process import set_cuda_device
 from nanoinfer.distributed.shared_memory import CAPACITY, SharedMemory
 from nanoinfer.errors import NanoinferError, UnsupportedError, first_line
+from nanoinfer.system.process import set_cuda_device
 
 CONNECT_TIMEOUT = timedelta(minutes=5)
 
@@ -26,7 +26,7 @@ class RankLostError(NanoinferError):
 
 
 class ProcessGroupCommunicator:
-    """models/parallel_layers.py's Communicator over torch.distributed. Connects when it is made, which waits for all ranks."""
+    """The Communicator of parallel_layers.py over torch.distributed. Connects when it is made, which waits for all ranks."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, is_one_machine: bool) -> None:
         """is_one_machine: whether all ranks are on this machine. CPU ranks are then reached by its loopback address alone."""

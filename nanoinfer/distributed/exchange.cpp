@@ -1,10 +1,10 @@
-// One exchange of bytes among processes of this machine, through memory that they share. shared_memory.py calls it.
+// An all-gather of bytes among processes of this machine, through shared memory. shared_memory.py calls it.
 //
-//     flags      one number per rank, each in a cache line of its own: how many exchanges it has published
-//     slots      two per rank, used in turn. A rank publishes exchange n + 1 when it has read all of exchange n, so nobody
-//                reads a slot any more when exchange n + 2 overwrites it
+//     flags      the number of exchanges that each rank has published, each in a cache line of its own
+//     slots      two per rank, used alternately. A rank publishes exchange n + 1 when it has read all of exchange n, so no
+//                rank reads a slot any more when exchange n + 2 overwrites it
 //
-// A rank that waits spins first, because the others are microseconds behind, and then gives its core away.
+// A rank that waits spins at first, because the others are usually microseconds behind, and then yields its core.
 
 #include <atomic>
 #include <chrono>
@@ -26,7 +26,7 @@ void pause_briefly() {
 
 }  // namespace
 
-// Publish `num_bytes` of `source` as exchange `number`, from 1 on.
+// Publish `num_bytes` of `source` as exchange `number`, which counts from 1.
 extern "C" void publish(char* shared, int rank, int size, int64_t capacity, int64_t number, const char* source,
                         int64_t num_bytes) {
     char* slot = shared + size * LINE + ((number & 1) * size + rank) * capacity;
@@ -34,7 +34,7 @@ extern "C" void publish(char* shared, int rank, int size, int64_t capacity, int6
     reinterpret_cast<std::atomic<int64_t>*>(shared + rank * LINE)->store(number, std::memory_order_release);
 }
 
-// Wait until all ranks have published exchange `number`. Returns 0 if they have not after some `milliseconds`.
+// Wait until all ranks have published exchange `number`. Return 0 if they have not after about that many milliseconds.
 extern "C" int await_all(char* shared, int size, int64_t number, int milliseconds) {
     const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(milliseconds);
     int count = 0;

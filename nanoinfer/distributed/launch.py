@@ -1,6 +1,6 @@
 """Starts the ranks of LLM(tensor_parallel_size=N), or joins those that torchrun has started.
 
-In: an EngineConfig. Out, on rank 0: Ranks, connected. A rank above 0 works in this call until rank 0 ends, and exits.
+In: an EngineConfig. Out, on rank 0: LeadingShards, connected. A rank above 0 works in this call until rank 0 ends, and exits.
 
     LLM() alone       rank 0 is this process. It starts the others on this machine, each with a socket of its own
     under torchrun    every process runs the same script up to LLM(). Their addresses are in torchrun's store
@@ -12,8 +12,7 @@ import secrets
 import socket
 import subprocess
 import sys
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection, Listener
 
@@ -21,47 +20,26 @@ import torch
 import torch.distributed as dist
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.devices.process import log_once
 from nanoinfer.distributed import shared_memory, worker
 from nanoinfer.distributed.communicator import ProcessGroupCommunicator
-from nanoinfer.distributed.runner import LeadingRunner
+from nanoinfer.distributed.runner import LeadingShards
+from nanoinfer.distributed.sharding import check_shards
 from nanoinfer.distributed.worker import Settings
 from nanoinfer.distributed.workers import Workers
 from nanoinfer.errors import InvalidValueError, UnsupportedError
-from nanoinfer.execution.model_runner import ModelRunner
-from nanoinfer.models.checkpoint import Checkpoint
-from nanoinfer.models.loader import read_config, resolve_device, resolve_dtype
-from nanoinfer.models.sharding import check_shards
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.loader import read_config, resolve_device, resolve_dtype
+from nanoinfer.system.process import log_once
 
 _ADDRESS_KEY = "nanoinfer/address"  # in torchrun's store: where rank 0 listens
 _has_joined = False  # torchrun's ranks
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """All ranks, on rank 0. config: the engine's, with this rank's device."""
-
-    config: EngineConfig
-    communicator: ProcessGroupCommunicator
-    workers: Workers
-
-    def watched(self) -> AbstractContextManager[None]:
-        """Surround loading. See Workers.watched."""
-        return self.workers.watched()
-
-    def lead(self, runner: ModelRunner) -> LeadingRunner:
-        """Return a runner whose calls run on all ranks."""
-        return LeadingRunner(runner, self.workers)
-
-
-def start(config: EngineConfig) -> Ranks:
+def start(config: EngineConfig) -> tuple[EngineConfig, LeadingShards]:
     """Start or join the ranks, and connect them. Nothing is loaded yet.
 
-    Raises:
-        UnsupportedError: a model or a machine that is not supported.
-        InvalidValueError: a number of ranks that differs from torchrun's.
-        EngineDeadError: a rank did not start.
-        SystemExit: on a rank above 0, with status 0, when rank 0 has ended.
+    Returns the engine's config with this rank's device, and what its engine calls on all ranks. On a rank above 0 this ends the
+    process, with status 0, when rank 0 has ended.
     """
     if not dist.is_available() or os.name != "posix":
         raise UnsupportedError(
@@ -71,9 +49,7 @@ def start(config: EngineConfig) -> Ranks:
     is_under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])) if is_under_torchrun else 0
     devices = _devices(config, local_rank, 1 if is_under_torchrun else config.tensor_parallel_size)
-    if is_under_torchrun:
-        return _join(config, devices[0])
-    return _spawn(config, devices)
+    return _join(config, devices[0]) if is_under_torchrun else _spawn(config, devices)
 
 
 def _devices(config: EngineConfig, first: int, num: int) -> list[str]:
@@ -93,7 +69,7 @@ def _devices(config: EngineConfig, first: int, num: int) -> list[str]:
     return [f"cuda:{index}" for index in range(first, first + num)]
 
 
-def _spawn(config: EngineConfig, devices: list[str]) -> Ranks:
+def _spawn(config: EngineConfig, devices: list[str]) -> tuple[EngineConfig, LeadingShards]:
     """Start ranks 1, 2 and so on as processes of this one."""
     settings = _settings(config, devices[0])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -125,15 +101,15 @@ def _spawn(config: EngineConfig, devices: list[str]) -> Ranks:
         )
         for rank in range(1, len(devices))
     ]
-    ranks = _connect(config, workers, store, settings, of_ranks)
+    config, shards = _connect(config, workers, store, settings, of_ranks)
     if memory is not None:
         with workers.watched():
-            ranks.communicator.share_memory(memory, workers.check)
+            shards.communicator.share_memory(memory, workers.check)
         os.close(memory)
-    return ranks
+    return config, shards
 
 
-def _join(config: EngineConfig, device: str) -> Ranks:
+def _join(config: EngineConfig, device: str) -> tuple[EngineConfig, LeadingShards]:
     """Join torchrun's ranks. Rank 0 listens, at an address that it writes to the store. Ranks above 0 do not return."""
     global _has_joined
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -205,14 +181,14 @@ def _settings(config: EngineConfig, device: str) -> Settings:
 
 def _connect(
     config: EngineConfig, workers: Workers, store: dist.Store, settings: Settings, of_workers: list[Settings]
-) -> Ranks:
+) -> tuple[EngineConfig, LeadingShards]:
     """Tell the workers their settings, and join the collectives when all of them have started."""
     device, is_one_machine = settings.config.device, of_workers[0].store_port > 0
     with workers.watched():
         workers.send(*of_workers)
         workers.wait_until_ready()
         communicator = ProcessGroupCommunicator(store, 0, settings.size, torch.device(device), is_one_machine=is_one_machine)
-    return Ranks(replace(config, device=device), communicator, workers)
+    return replace(config, device=device), LeadingShards(communicator, workers)
 
 
 def _send_at_once(connection: Connection) -> None:

@@ -1,9 +1,11 @@
-"""The model runner of several ranks: rank 0 sends each call to the workers, and all ranks make it together.
+"""What rank 0 does together with the workers: it sends them each call, and all ranks make it.
 
-In: on rank 0, a ForwardBatch. Out: hidden rows, logits or tokens, on every rank. A step's batch is a few kilobytes of integers.
+In: on rank 0, a ForwardBatch, or rows for the LM head. Out: hidden rows, logits or tokens, on every rank. A step's batch is a
+few kilobytes of integers.
 """
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -12,67 +14,92 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nanoinfer.devices.transfer import on_device
+from nanoinfer.attention.base import AttentionBackend
+from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.distributed import split_sampling
+from nanoinfer.distributed.communicator import ProcessGroupCommunicator
+from nanoinfer.distributed.parallel_layers import VocabularyHead
+from nanoinfer.distributed.sharding import Shards
 from nanoinfer.distributed.workers import Workers
 from nanoinfer.execution.forward_batch import ForwardBatch
-from nanoinfer.execution.model_runner import ModelRunner
-from nanoinfer.models.parallel_layers import VocabularyHead
+from nanoinfer.execution.model_runner import ModelRunner, StepGraphs
+from nanoinfer.execution.parts import Parts
+from nanoinfer.models.registry import Model
 from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.routes import HeadRows, Route
+from nanoinfer.system.transfer import on_device
 
 FORWARD, LOGITS, SAMPLE = "forward", "logits", "sample"
 
 
-class LeadingRunner(ModelRunner):
-    """Rank 0's runner. Every call runs on the workers as well."""
+class LeadingShards(Shards):
+    """Rank 0's Shards: what its engine calls runs on the workers as well."""
 
-    def __init__(self, runner: ModelRunner, workers: Workers) -> None:
-        super().__init__(runner.model, runner.cache, runner.backend, runner.graphs)
+    def __init__(self, communicator: ProcessGroupCommunicator, workers: Workers) -> None:
+        super().__init__(communicator)
+        self.communicator: ProcessGroupCommunicator = communicator
+        self.workers = workers
+
+    def connect(self, parts: Parts) -> Parts:
+        routes = parts.routes
+        if routes:  # without enforce_eager
+            model: Any = parts.model
+            routes = (SplitSampling(model.lm_head, self.workers), *routes)
+        return replace(super().connect(parts), routes=routes, runner_class=partial(LeadingRunner, self.workers))
+
+
+class LeadingRunner(ModelRunner):
+    """Rank 0's runner."""
+
+    def __init__(
+        self, workers: Workers, model: Model, cache: KVCache, backend: AttentionBackend, graphs: StepGraphs | None = None
+    ) -> None:
+        super().__init__(model, cache, backend, graphs)
         self._workers = workers
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         with self._workers.together(FORWARD, pack(batch)):
             return super().forward(batch)
 
-    def compute_logits(
-        self, hidden: Float[Tensor, "num_tokens hidden"], rows: Int[Tensor, " num_rows"] | slice
-    ) -> Float[Tensor, "num_rows vocab"]:
-        with self._workers.together(LOGITS, pack(rows)):
-            return super().compute_logits(hidden, rows)
+    def head_rows(self, hidden: Float[Tensor, "num_tokens hidden"], rows: Int[Tensor, " num_rows"] | slice) -> HeadRows:
+        """Select rows. The workers have the batch's logits_indices, and are sent a slice."""
 
-    def sample(
-        self, hidden: Float[Tensor, "num_tokens hidden"], rows: Int[Tensor, " num_rows"], batch: SamplingBatch
-    ) -> Int[Tensor, " num_rows"] | None:
-        """The sampler's tokens, drawn by all ranks, if no row needs more than its largest logits and a sum of weights."""
-        if batch.changes_logits or batch.groups.logprobs or not len(rows):
+        def head(selected: Tensor) -> Tensor:
+            with self._workers.together(LOGITS, rows if isinstance(rows, slice) else None):
+                return self.model.compute_logits(selected)
+
+        return HeadRows(hidden[rows], head)
+
+
+class SplitSampling(Route):
+    """The route by which all ranks sample together, each from the logits of its own ids (split_sampling.py)."""
+
+    def __init__(self, head: VocabularyHead, workers: Workers) -> None:
+        self._head, self._workers = head, workers
+
+    def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Int[Tensor, " num_rows"] | None:
+        if not rows.is_raw:
             return None
         few = SamplingBatch(columns=batch.columns, groups=batch.groups, u=batch.u)
-        with self._workers.together(SAMPLE, pack(rows), pack(few)):
-            return sample_together(self, hidden, rows, batch)
-
-
-def sample_together(
-    runner: ModelRunner, hidden: Float[Tensor, "num_tokens hidden"], rows: Int[Tensor, " num_rows"], batch: SamplingBatch
-) -> Int[Tensor, " num_rows"]:
-    """One rank's part of LeadingRunner.sample."""
-    model: Any = runner.model
-    head: VocabularyHead = model.lm_head
-    return split_sampling.sample(head.local(hidden[rows]).float(), batch, head.vocab_size, head.communicator)
+        with self._workers.together(SAMPLE, pack(few)):
+            return split_sampling.sample(rows.hidden, few, self._head)
 
 
 @torch.inference_mode()
 def serve(connection: Connection, runner: ModelRunner, device: torch.device) -> None:
     """Make rank 0's calls on a worker. Raises: EOFError when rank 0 closes the connection."""
+    model: Any = runner.model
+    batch: Any = None
     hidden = torch.empty(0)
     while True:
-        command, *packed = connection.recv()
-        arguments = [unpack(argument, device) for argument in packed]
+        command, argument = connection.recv()
         if command == FORWARD:
-            hidden = runner.forward(*arguments)
+            batch = unpack(argument, device)
+            hidden = runner.forward(batch)
         elif command == LOGITS:
-            runner.compute_logits(hidden, *arguments)
+            model.compute_logits(hidden[batch.logits_indices if argument is None else argument])
         elif command == SAMPLE:
-            sample_together(runner, hidden, *arguments)
+            split_sampling.sample(hidden[batch.logits_indices], unpack(argument, device), model.lm_head)
 
 
 def pack(value: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Gathering tensors of processes on one machine through memory that they share: exchange.cpp.
+"""All-gather among processes of one machine through shared memory (exchange.cpp).
 
 In: a tensor of each rank. Out: the tensors of all ranks. A step of GPT-2 has 25 sums over the ranks. Through gloo, which uses
-sockets and a thread of its own, each takes hundreds of microseconds where the cores are busy. Through shared memory it takes
-about as long as reading the tensors. Only ranks that LLM has started on Linux share memory. It has no name: it is a file
-descriptor that they inherit, so nothing is left when they end.
+sockets and a thread of its own, each takes hundreds of microseconds on busy cores, while shared memory takes about as long as
+reading the tensors. It is used between ranks that LLM has started on Linux. The memory has no name, only a file descriptor that
+the ranks inherit, so nothing is left when they end.
 """
 
 import mmap
@@ -16,16 +16,16 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from nanoinfer.devices import native
+from nanoinfer.fast.cpu import native
 
 SOURCE = Path(__file__).with_name("exchange.cpp")
-CAPACITY = 2**23  # bytes of a tensor. Larger ones go through gloo. Memory is taken when it is first used
+CAPACITY = 2**23  # maximum bytes of a tensor (larger ones go through gloo), whose memory is taken when it is first used
 _LINE = 64  # bytes between the ranks' flags
-_PATIENCE = 100  # milliseconds, after which a rank that waits looks whether the others are alive
+_PATIENCE = 100  # milliseconds after which a rank that waits checks whether the others are alive
 
 
 def create(size: int) -> int | None:
-    """Return the file descriptor of memory for `size` ranks. None where the system has no such memory."""
+    """Return the file descriptor of memory for `size` ranks, or None where the system has no such memory."""
     if not hasattr(os, "memfd_create"):
         return None
     descriptor = os.memfd_create("nanoinfer")
@@ -38,14 +38,12 @@ def num_bytes(size: int) -> int:
 
 
 class SharedMemory:
-    """One rank's view of the memory. All ranks make the same calls in the same order.
+    """One rank's view of the memory. All ranks make the same calls in the same order, and check_others raises if one has ended.
 
-    Raises:
-        UnsupportedError: there is no C++ compiler.
+    Without a C++ compiler the constructor raises an UnsupportedError.
     """
 
     def __init__(self, descriptor: int, rank: int, size: int, check_others: Callable[[], None]) -> None:
-        """check_others: raises if another rank has ended."""
         library = native.load(SOURCE)
         self._publish, self._await_all = library.publish, library.await_all
         self._publish.argtypes = [c_void_p, c_int, c_int, c_int64, c_int64, c_void_p, c_int64]
@@ -57,7 +55,7 @@ class SharedMemory:
         self._address = torch.frombuffer(self._pages, dtype=torch.uint8).data_ptr()
 
     def all_gather(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]:
-        """The tensors of all ranks, of at most CAPACITY bytes. They are views, which the next call may overwrite."""
+        """Return the tensors of all ranks, of at most CAPACITY bytes each, as views that the next call may overwrite."""
         x = x.contiguous()
         self._number += 1
         self._publish(self._address, self._rank, self._size, CAPACITY, self._number, x.data_ptr(), x.nbytes)

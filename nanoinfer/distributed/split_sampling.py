@@ -14,12 +14,10 @@ sends:
     4      all its logits                             undecided candidates    4 per id of its interval
 
 A rank has as many candidates as the largest top_k, and 32 more. If a row has top_p alone, it has at least 256. Rows that they
-do not decide are those that sampling/fast.py runs stage by stage. A round that no row needs does not take place. For 64 rows
-over 151,936 ids each of two ranks sends 132 KB in a step with top_p, 37 KB with top_k = 40 and 1.5 KB with neither, in place of
-19 MB. Over gloo on 2 cores the draw takes 29, 7 and 36 ms. With full rows it takes 120, 78 and 116 (2026-11-22, AMD EPYC).
-
-For ranks on CPUs or joined by a network. NVLink moves the 19 MB in less than 0.1 ms, but whether round 4 takes place is read on
-the host, which waits for the GPU.
+do not decide are those that fast/sampling/few_logits.py runs stage by stage. A round that no row needs does not take place. For
+64 rows over 151,936 ids each of two ranks sends 132 KB in a step with top_p, 37 KB with top_k = 40 and 1.5 KB with neither, in
+place of 19 MB. BENCHMARKS.md has the times. It is for ranks on CPUs or joined by a network. NVLink moves the 19 MB in less than
+0.1 ms, but whether round 4 takes place is read on the host, which waits for the GPU.
 
 In: logits after every stage before the temperature.
 """
@@ -28,18 +26,23 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nanoinfer.devices.transfer import on_device
-from nanoinfer.models.parallel_layers import Gatherer
-from nanoinfer.sampling import fast
+from nanoinfer.distributed.parallel_layers import Gatherer, VocabularyHead
+from nanoinfer.fast.sampling import few_logits
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import thresholds
+from nanoinfer.system.transfer import on_device
 
 Shard = Float[Tensor, "batch local_vocab"]
 Ids = Int[Tensor, " batch"]
 Largest = Float[Tensor, " batch"]  # of each full row
 
 
-def sample(logits: Shard, batch: SamplingBatch, vocab_size: int, communicator: Gatherer) -> Ids:
+def sample(hidden: Float[Tensor, "batch hidden"], batch: SamplingBatch, head: VocabularyHead) -> Ids:
+    """Choose the tokens of these hidden rows together with the other ranks, each from its own part of the head."""
+    return sample_shard(head.local(hidden).float(), batch, head.vocab_size, head.communicator)
+
+
+def sample_shard(logits: Shard, batch: SamplingBatch, vocab_size: int, communicator: Gatherer) -> Ids:
     """Choose one token id per row, greedily or by the draw. The same ids on every rank, and those of Sampler.
 
     Args:
@@ -53,10 +56,11 @@ def sample(logits: Shard, batch: SamplingBatch, vocab_size: int, communicator: G
     """
     groups = batch.groups
     num_candidates = max(
-        batch.columns.max_top_k + fast.TIE_MARGIN if groups.top_k_rows else 0, fast.NUM_TRIED if groups.top_p_rows else 0
+        batch.columns.max_top_k + few_logits.TIE_MARGIN if groups.top_k_rows else 0,
+        few_logits.NUM_TRIED if groups.top_p_rows else 0,
     )
     if 2 * num_candidates >= logits.shape[-1]:  # the logits take no more bytes than the candidates with their ids
-        token_ids, largest = fast.sample(gather_rows(logits, vocab_size, communicator), batch)
+        token_ids, largest = few_logits.sample(gather_rows(logits, vocab_size, communicator), batch)
         return torch.where(largest.isfinite(), token_ids, -1)
     token_ids, largest, candidates, ids = _gather_largest(logits, batch, num_candidates, communicator)
     is_undecided = torch.zeros_like(token_ids, dtype=torch.bool)
@@ -64,23 +68,23 @@ def sample(logits: Shard, batch: SamplingBatch, vocab_size: int, communicator: G
     if groups.top_k_rows:
         rows = _index(groups.top_k_rows, logits)
         listed = candidates[:num_top_k], ids[:num_top_k]
-        token_ids[rows], is_undecided[rows] = fast.decide_top_k(*listed, batch.only_rows(rows))
+        token_ids[rows], is_undecided[rows] = few_logits.decide_top_k(*listed, batch.only_rows(rows))
     if groups.top_p_rows or groups.other_rows:
         rows = _index(groups.top_p_rows + groups.other_rows, logits)
-        chunks = fast.weights_in_chunks(logits[rows], batch.only_rows(rows), largest[rows])
+        chunks = few_logits.weights_in_chunks(logits[rows], batch.only_rows(rows), largest[rows])
         sums = communicator.all_gather(torch.cat([weights.sum(dim=-1) for weights, _ in chunks]))  # [size, rows]
     if groups.top_p_rows:
         rows = _index(groups.top_p_rows, logits)
         total = sums[:, :num_top_p].sum(dim=0)
         listed = candidates[num_top_k:], ids[num_top_k:]
-        token_ids[rows], is_undecided[rows] = fast.decide_top_p(*listed, total, batch.only_rows(rows))
+        token_ids[rows], is_undecided[rows] = few_logits.decide_top_p(*listed, total, batch.only_rows(rows))
     if groups.other_rows:
         rows = _index(groups.other_rows, logits)
         token_ids[rows] = _draw(logits[rows], batch.only_rows(rows), largest[rows], sums[:, num_top_p:], communicator)
     undecided = (is_undecided & largest.isfinite()).nonzero().squeeze(-1)
     if len(undecided):
         full = gather_rows(logits[undecided], vocab_size, communicator)
-        token_ids[undecided] = fast.sample_plainly(full, batch.only_rows(undecided))
+        token_ids[undecided] = few_logits.sample_plainly(full, batch.only_rows(undecided))
     return torch.where(largest.isfinite(), token_ids, -1)
 
 
@@ -99,8 +103,8 @@ def _gather_largest(
         ids, of the rows with top_k and then of those with top_p alone.
     """
     rows = batch.groups.top_k_rows + batch.groups.top_p_rows
-    argmax, largest = fast.first_largest(logits)
-    candidates, ids = fast.largest_columns(logits[_index(rows, logits)], num_candidates)
+    argmax, largest = few_logits.first_largest(logits)
+    candidates, ids = few_logits.largest_columns(logits[_index(rows, logits)], num_candidates)
     words = torch.cat([part.flatten().view(torch.int32) for part in (largest, argmax.int(), candidates, ids.int())])
     gathered = communicator.all_gather(words)  # [size, words]
     offsets = torch.arange(communicator.size, device=logits.device).unsqueeze(-1) * logits.shape[-1]
@@ -126,7 +130,7 @@ def _draw(
     threshold = thresholds(ends[-1], batch.u) - (ends - sums)[communicator.rank]  # counted from this rank's first weight
     rows = ((threshold >= 0) & (threshold < sums[communicator.rank])).nonzero().squeeze(-1)
     token_ids = torch.full_like(threshold, -1)
-    for weights, chunk in fast.weights_in_chunks(logits[rows], batch.only_rows(rows), largest[rows]):
+    for weights, chunk in few_logits.weights_in_chunks(logits[rows], batch.only_rows(rows), largest[rows]):
         columns = torch.searchsorted(weights.cumsum(dim=-1), threshold[rows[chunk]].unsqueeze(-1), right=True)
         token_ids[rows[chunk]] = columns.squeeze(-1) + communicator.rank * logits.shape[-1]
     return communicator.all_gather(token_ids).amax(dim=0)

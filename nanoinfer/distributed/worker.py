@@ -1,7 +1,7 @@
 """A rank above 0: loads its part of the model, and does what rank 0 tells it to, until rank 0 closes the connection.
 
 In: Settings, then commands. Out: nothing but its part of the collectives, and a report if it fails. It has a model runner with
-a KV cache, and no scheduler, tokenizer or sampler. LLM starts it as `python -m nanoinfer.distributed.worker`. Under torchrun it
+a KV cache, and no scheduler or tokenizer. LLM starts it as `python -m nanoinfer.distributed.worker`. Under torchrun it
 runs inside LLM(), see launch.py.
 """
 
@@ -20,33 +20,27 @@ import torch.distributed as dist
 from nanoinfer.config import EngineConfig
 from nanoinfer.distributed.communicator import ProcessGroupCommunicator, RankLostError
 from nanoinfer.distributed.runner import serve
+from nanoinfer.distributed.sharding import Shards
 from nanoinfer.distributed.workers import FAILED, LOST, READY
+from nanoinfer.engine.factory import make_executor, make_parts
 from nanoinfer.errors import NanoinferError, first_line
-from nanoinfer.execution.uniproc_executor import UniProcExecutor
-from nanoinfer.models.checkpoint import Checkpoint
-from nanoinfer.models.loader import load_optimized
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.loader import load_configured
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What rank 0 tells a worker first.
-
-    Attributes:
-        config: of the engine, with this rank's device.
-        store_port: of the store on this machine, by which the ranks find each other. 0: torchrun has one.
-        has_shared_memory: whether this process has inherited a descriptor for it.
-        matmul_precision: torch's, which must be the same on all ranks.
-    """
+    """What rank 0 tells a worker first."""
 
     rank: int
     size: int
-    config: EngineConfig
-    store_port: int
-    has_shared_memory: bool
+    config: EngineConfig  # of the engine, with this rank's device
+    store_port: int  # of the store on this machine, by which the ranks find each other. 0: torchrun has one
+    has_shared_memory: bool  # whether this process has inherited a descriptor for it
     num_threads: int
-    matmul_precision: str
+    matmul_precision: str  # torch's, which must be the same on all ranks
 
 
 def run(connection: Connection, open_store: Callable[[Settings], dist.Store], device: str | None = None) -> None:
@@ -72,16 +66,13 @@ def _run(connection: Connection, open_store: Callable[[Settings], dist.Store], d
     config = replace(settings.config, device=device or settings.config.device)
     connection.send((READY, ""))
     communicator = ProcessGroupCommunicator(
-        open_store(settings),
-        settings.rank,
-        settings.size,
-        torch.device(config.device),
-        is_one_machine=settings.store_port > 0,
+        open_store(settings), settings.rank, settings.size, torch.device(config.device), is_one_machine=settings.store_port > 0
     )
     if settings.has_shared_memory:
         communicator.share_memory(int(sys.argv[2]), lambda: None)  # rank 0 looks after the others, and ends this process
-    model, _, has_independent_rows = load_optimized(Checkpoint.open(config.model), config, communicator)
-    executor = UniProcExecutor(model, config, has_independent_rows=has_independent_rows, communicator=communicator)
+    shards = Shards(communicator)
+    model, _ = load_configured(Checkpoint.open(config.model), config, shards)
+    executor = make_executor(make_parts(model, config, shards), config, shards=shards)
     serve(connection, executor.runner, executor.device)
 
 
@@ -93,10 +84,7 @@ def _end_with_rank_0() -> None:
 
 def main() -> None:
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
-    run(
-        Connection(int(sys.argv[1])),
-        lambda settings: dist.TCPStore("127.0.0.1", settings.store_port, is_master=False),
-    )
+    run(Connection(int(sys.argv[1])), lambda settings: dist.TCPStore("127.0.0.1", settings.store_port, is_master=False))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The ranks above 0, as rank 0 sees them: it sends them commands, and finds out which of them has ended, and why.
+"""The worker team of rank 0: it sends commands to the ranks above 0, and finds out which of them has ended, and why.
 
-In: commands, and an error of rank 0. Out: the error for the user. Commands go through connections of their own and not through
-collectives: a worker may wait for the next one for days, and both sides see at once that the other one has ended.
+In: commands, and an error of rank 0. Out: the error for the user. Commands go through connections of their own instead of
+collectives, so that a worker can wait for days and both sides notice at once when the other has ended.
 """
 
 import os
@@ -16,16 +16,16 @@ from multiprocessing.connection import Connection, wait
 from nanoinfer.distributed.communicator import RankLostError
 from nanoinfer.errors import EngineDeadError, first_line
 
-REPORT_SECONDS = 3.0  # how long to wait for a worker's last words
-EXIT_SECONDS = 5.0  # how long a worker may take to end, before it is killed
+REPORT_SECONDS = 3.0  # the maximum wait for a worker's last report
+EXIT_SECONDS = 5.0  # the time that a worker has to end before it is killed
 
-READY, FAILED, LOST = "ready", "failed", "lost"  # what workers report: FAILED and LOST with a text
+READY, FAILED, LOST = "ready", "failed", "lost"  # the reports of workers, of which FAILED and LOST come with a text
 
 
 class Workers:
-    """The connections to ranks 1, 2 and so on, and their processes, if this process has started them.
+    """The connections to ranks 1, 2 and so on, and their processes if this process has started them.
 
-    The workers end when this object is collected, or this process ends, in whatever way.
+    The workers end when this object is garbage collected or this process ends, also if it is killed.
     """
 
     def __init__(self, connections: list[Connection], processes: list["subprocess.Popen[bytes]"]) -> None:
@@ -35,7 +35,7 @@ class Workers:
         self._close = weakref.finalize(self, _end, os.getpid(), connections, processes)
 
     def wait_until_ready(self) -> None:
-        """Wait until every worker has started. Raises: RankLostError."""
+        """Wait until every worker has started."""
         try:
             for connection in self._connections:
                 connection.recv()
@@ -44,9 +44,10 @@ class Workers:
 
     @contextmanager
     def together(self, *command: object) -> Iterator[None]:
-        """Send a command to the workers. Inside, this rank does its own part of it.
+        """Send a command to the workers. This rank executes the same command inside the context.
 
-        Raises: EngineDeadError if a rank has ended or failed, also in every later call.
+        Raises:
+            EngineDeadError: If a rank has ended or failed, also in every later call.
         """
         if self._error is not None:
             raise EngineDeadError(self._error)
@@ -55,7 +56,7 @@ class Workers:
             yield
 
     def send(self, *messages: object) -> None:
-        """Send one message to all workers, or one to each. Raises: RankLostError."""
+        """Send one message to all workers, or one to each."""
         each = messages * len(self._connections) if len(messages) == 1 else messages
         try:
             for connection, message in zip(self._connections, each, strict=True):
@@ -64,15 +65,16 @@ class Workers:
             raise RankLostError("a worker has ended") from error
 
     def check(self) -> None:
-        """Raises: RankLostError if a worker has ended or failed: a worker that is well sends nothing."""
+        """Raise RankLostError if a worker has sent anything, because workers report only that they end."""
         if any(connection.poll() for connection in self._connections):
             raise RankLostError("a worker has ended")
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Surround work of all ranks. If it raises, they are no longer at the same place: the workers are ended.
+        """Run work of all ranks in this context, and end the workers if it raises, because the ranks are then out of step.
 
-        Raises: EngineDeadError if the cause is on another rank. Errors of this rank stay as they are.
+        Raises:
+            EngineDeadError: If the cause is on another rank. An error of this rank is raised unchanged.
         """
         try:
             yield
@@ -90,7 +92,7 @@ class Workers:
         return len(self._connections) + 1
 
     def _explain(self, error: BaseException) -> str:
-        """Find the rank that ended first. The others lose it, and end as well."""
+        """Find the rank that ended first, because the others lose their connection to it and end as well."""
         pending = {connection: rank for rank, connection in enumerate(self._connections, start=1)}
         deadline = time.monotonic() + REPORT_SECONDS
         while pending and (seconds := deadline - time.monotonic()) > 0:
@@ -119,9 +121,9 @@ class Workers:
 
 
 def _end(owner: int, connections: list[Connection], processes: list["subprocess.Popen[bytes]"]) -> None:
-    """End the workers: each does when its connection or its standard input is closed."""
+    """End the workers by closing their connections and standard inputs."""
     if os.getpid() != owner:
-        return  # a fork: the workers belong to the process that started them
+        return  # this is a fork, and the workers belong to the process that started them
     for connection in connections:
         connection.close()
     for process in processes:

@@ -38,9 +38,10 @@ class BeamSearch:
         self._engine = engine
         self._capacity = engine.block_manager.num_free_blocks  # what other requests leave
         self._groups = []
+        sampling_params = SamplingParams(detokenize=False)
         for index, prompt in enumerate(as_list(prompts)):
             with with_prompt_index(index):
-                prepared = engine.inputs.prepare(prompt, SamplingParams(detokenize=False))
+                prepared = engine.inputs.prepare(prompt, sampling_params)
                 group = _Group(engine, prepared, params, f"beam{index}")
                 self._check_fits(group, params.beam_width)
                 self._groups.append(group)
@@ -136,6 +137,7 @@ class _Group:
         self.prompt = prepared.prompt
         self.prompt_token_ids = prepared.prompt_token_ids
         self.params = params
+        self._sampling_params = prepared.params
         self.width = params.beam_width
         self.error = prepared.error
         self.is_done = self.error is not None
@@ -202,7 +204,7 @@ class _Group:
 
     def _beam(self, prompt_token_ids: list[int], max_num_tokens: int) -> Sequence:
         self._num_beams += 1
-        return Sequence(self._name, prompt_token_ids, SamplingParams(), 0, max_num_tokens, index=self._num_beams - 1)
+        return Sequence(self._name, prompt_token_ids, self._sampling_params, 0, max_num_tokens, index=self._num_beams - 1)
 
     def _generated(self, origin: int, token_id: int) -> list[int]:
         return [*self.beams[origin].output_token_ids, token_id]

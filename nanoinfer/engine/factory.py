@@ -6,18 +6,21 @@ torch is imported when an engine is made, inside these functions, so that the re
 import os
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from nanoinfer import tracing
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.execution.executor import Executor
-from nanoinfer.models.checkpoint import DEFAULT_MODEL, Checkpoint
-from nanoinfer.speculative.draft_model import DraftModelProposer
-from nanoinfer.speculative.ngram import NGramProposer
-from nanoinfer.speculative.speculator import Proposer
+from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint
 from nanoinfer.tokenization.tokenizer import Tokenizer
-from nanoinfer.tracing import EngineStarted, EventBuffer
+
+if TYPE_CHECKING:
+    from nanoinfer.distributed.sharding import Shards
+    from nanoinfer.execution.local_executor import LocalExecutor
+    from nanoinfer.execution.parts import Parts
+    from nanoinfer.models.registry import Model
+    from nanoinfer.speculative.speculator import Proposer
 
 
 def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
@@ -25,28 +28,22 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
 
     Raises: CheckpointNotFoundError, CheckpointError, WeightsError, UnsupportedError, InvalidValueError.
     """
-    from nanoinfer.models.loader import load
+    from nanoinfer.loading.loader import load
 
-    ranks: Any = None
+    shards: Any = None
     if config.tensor_parallel_size > 1:
         from nanoinfer.distributed.launch import start
 
-        ranks = start(config)  # under torchrun, ranks above 0 work for rank 0 in here, and exit
-        config = ranks.config
-    with nullcontext() if ranks is None else ranks.watched():
-        loaded = load(config, None if ranks is None else ranks.communicator)
+        config, shards = start(config)  # under torchrun, ranks above 0 work for rank 0 in here, and exit
+    with nullcontext() if shards is None else shards.workers.watched():
+        loaded = load(config, shards)
         engine = make_engine(
-            loaded.model,
-            config,
-            tokenizer=loaded.tokenizer,
-            eos_token_ids=loaded.eos_token_ids,
-            has_independent_rows=loaded.has_independent_rows,
-            ranks=ranks,
+            loaded.model, config, tokenizer=loaded.tokenizer, eos_token_ids=loaded.eos_token_ids, shards=shards
         )
     if engine.tracer is not None:
         model, info = config.model or DEFAULT_MODEL, engine.executor.info
         engine.tracer.emit(
-            EngineStarted(
+            tracing.EngineStarted(
                 model=os.path.basename(os.path.normpath(model)) if os.path.exists(model) else model,
                 num_parameters=loaded.num_parameters,
                 device=info.device,
@@ -65,47 +62,108 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
 
 
 def make_engine(
-    model: Any,
+    model: "Model",
     config: EngineConfig,
     *,
     tokenizer: Tokenizer | None = None,
     eos_token_ids: frozenset[int] = frozenset(),
-    has_independent_rows: bool = False,
-    ranks: Any = None,
+    shards: "Shards | None" = None,
 ) -> LLMEngine:
-    """Make the engine of a models.registry.Model on its device. The arguments are those of UniProcExecutor and LLMEngine.
+    """Make the engine of a model.
 
-    ranks: distributed.launch.Ranks, if several share the model.
+    Args:
+        model: on its device. Its modules are replaced by faster ones, unless enforce_eager.
+        config: all but the model, dtype and device, which have been used by then.
+        tokenizer: None if prompts are token ids only.
+        eos_token_ids: ids that end a text.
+        shards: of the ranks that share the model, if there are several.
 
-    Raises: CheckpointNotFoundError, CheckpointError, WeightsError, UnsupportedError, InvalidValueError, for a draft model.
+    Raises:
+        InvalidValueError, UnsupportedError: settings that do not fit the model or the machine.
+        CheckpointNotFoundError, CheckpointError, WeightsError: the draft model cannot be loaded.
     """
-    from nanoinfer.execution.uniproc_executor import UniProcExecutor
-
+    parts, draft = make_parts(model, config, shards), None
     speculative = config.speculative
-    draft_model = None if speculative is None or speculative.model is None else _load_draft_model(config, model, tokenizer)
-    tracer = None if config.tracer is None else EventBuffer(config.tracer)
-    executor = UniProcExecutor(
-        model,
-        config,
-        tokenizer=tokenizer,
-        tracer=tracer,
-        has_independent_rows=has_independent_rows,
-        draft_model=draft_model,
-        communicator=None if ranks is None else ranks.communicator,
-    )
-    if ranks is not None:
-        executor.runner = ranks.lead(executor.runner)
+    if speculative is not None and speculative.model is not None:
+        draft_config = EngineConfig(
+            attention_backend=config.attention_backend,
+            enforce_eager=config.enforce_eager,
+            cache=replace(config.cache, block_size=parts.block_size),
+            scheduler=replace(config.scheduler, batch_invariant=False),
+        )
+        draft = make_parts(_load_draft_model(config, model, tokenizer), draft_config)
+    tracer = None if config.tracer is None else tracing.EventBuffer(config.tracer)
+    executor = make_executor(parts, config, shards=shards, draft=draft, tokenizer=tokenizer, tracer=tracer)
     proposer: Proposer | None = None
-    if draft_model is not None:
-        proposer = DraftModelProposer(_draft_executor(draft_model, config, executor), config.scheduler)
+    if draft is not None:
+        from nanoinfer.speculative.draft_model import DraftModelProposer
+
+        draft_executor = make_executor(draft, draft_config, num_blocks=executor.info.num_blocks)
+        proposer = DraftModelProposer(draft_executor, config.scheduler)
     elif speculative is not None:
+        from nanoinfer.speculative.ngram import NGramProposer
+
         proposer = NGramProposer(speculative)
     return LLMEngine(executor, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, proposer=proposer, tracer=tracer)
 
 
-def _load_draft_model(config: EngineConfig, model: Any, tokenizer: Tokenizer | None) -> Any:
+def make_parts(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "Parts":
+    """Make the parts that run a model: the textbook's with enforce_eager, otherwise faster ones with the same result."""
+    from nanoinfer.execution.parts import plain_parts
+
+    parts = plain_parts(model, config)
+    if not config.enforce_eager:
+        from nanoinfer.fast.accelerate import accelerate
+
+        parts = accelerate(parts, config)
+    return parts if shards is None else shards.connect(parts)
+
+
+def make_executor(
+    parts: "Parts",
+    config: EngineConfig,
+    *,
+    shards: "Shards | None" = None,
+    draft: "Parts | None" = None,
+    num_blocks: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    tracer: "tracing.EventBuffer | None" = None,
+) -> "LocalExecutor":
+    """Make the executor of finished parts.
+
+    Args:
+        parts: of make_parts.
+        config: the same as there.
+        shards: the same as there. All ranks make their executors together.
+        draft: of a draft model, whose cache must fit into the memory as well. It is not run by this executor.
+        num_blocks: of the KV cache. None: as many as fit.
+        tokenizer: for the token texts in the tracer's events.
+        tracer: receives the executor's events.
+    """
+    from nanoinfer.execution import build
+    from nanoinfer.execution.local_executor import LocalExecutor
+
+    if num_blocks is not None:
+        info = build.describe_cache(parts, config, num_blocks)
+    elif shards is None:
+        info = build.size_cache(parts, config, draft=draft)
+    else:
+        info = build.size_cache(parts, config, draft=draft, num_processes=shards.size, minimum=shards.minimum)
+    build.check_invariance(parts, config)
+    return LocalExecutor(
+        build.make_runner(parts, info),
+        build.make_sampler(parts, config),
+        info,
+        is_batch_independent=parts.is_batch_independent,
+        batch_invariant=config.scheduler.batch_invariant,
+        tokenizer=tokenizer,
+        tracer=tracer,
+    )
+
+
+def _load_draft_model(config: EngineConfig, model: "Model", tokenizer: Tokenizer | None) -> "Model":
     """Load the Model of speculative_config. Refuse one with different ids."""
-    from nanoinfer.models.loader import load
+    from nanoinfer.loading.loader import load
 
     assert config.speculative is not None
     name = config.speculative.model
@@ -117,16 +175,3 @@ def _load_draft_model(config: EngineConfig, model: Any, tokenizer: Tokenizer | N
     if tokenizer and loaded.tokenizer and tokenizer.hf.get_vocab() != loaded.tokenizer.hf.get_vocab():
         raise InvalidValueError(f"the draft model {name!r} has a different tokenizer; {way_out}")
     return loaded.model
-
-
-def _draft_executor(draft_model: Any, config: EngineConfig, executor: Executor) -> Executor:
-    """The executor of a draft model. Its cache has as many blocks as the model's own."""
-    from nanoinfer.execution.uniproc_executor import UniProcExecutor
-
-    draft_config = EngineConfig(
-        attention_backend=config.attention_backend,
-        enforce_eager=config.enforce_eager,
-        cache=replace(config.cache, block_size=executor.info.block_size),
-        scheduler=replace(config.scheduler, batch_invariant=False),
-    )
-    return UniProcExecutor(draft_model, draft_config, num_blocks=executor.info.num_blocks)

@@ -1,6 +1,6 @@
 """Guards around every call into an engine: an exception or a second caller never leaves it in an inconsistent state.
 
-Process   An engine works in the process that made it. torch's threads do not survive a fork.
+Process   An engine works in the process that made it, because torch's threads do not survive a fork, and until it is closed.
 Thread    One thread at a time. A second thread's step() is refused during a step. add_request() and abort() wait for its end.
 Ctrl-C    SIGINT waits until the call is over: a step that is half done would leave blocks that belong to no sequence. For
           this, the process's SIGINT handler is replaced during the call, in the main thread only.
@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 from nanoinfer.errors import NanoinferError
+
+CLOSED = "this LLM was closed, by close() or at the end of its with block; make a new LLM"
 
 
 class EngineGuard:
@@ -36,6 +38,7 @@ class EngineGuard:
         self._lock = threading.RLock()
         self._pending_aborts: list[str] = []
         self.is_stepping = False
+        self.is_closed = False  # set by LLMEngine.close
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -51,9 +54,9 @@ class EngineGuard:
     def exclusive(self) -> Iterator[None]:
         """Surround a step.
 
-        Raises: NanoinferError in another process, or during a step.
+        Raises: NanoinferError in another process, during a step, or if the engine is closed.
         """
-        self._check_process()
+        self._check_usable()
         if self.is_stepping:  # in another thread, or a tracer calls from inside the step
             raise NanoinferError(
                 "step() was called during a step: one thread at a time may use an LLM, and a tracer may not step it. "
@@ -76,9 +79,9 @@ class EngineGuard:
     def between_steps(self) -> Iterator[None]:
         """Surround any other change of the engine. Waits while another thread steps.
 
-        Raises: NanoinferError in another process.
+        Raises: NanoinferError in another process, or if the engine is closed.
         """
-        self._check_process()
+        self._check_usable()
         with self._lock, interrupt_deferred():
             yield
 
@@ -92,7 +95,9 @@ class EngineGuard:
     def is_in_other_process(self) -> bool:
         return os.getpid() != self._pid
 
-    def _check_process(self) -> None:
+    def _check_usable(self) -> None:
+        if self.is_closed:
+            raise NanoinferError(CLOSED)
         if self.is_in_other_process:
             raise NanoinferError(
                 "this LLM was made in another process, and torch's threads do not survive a fork; make it in the child, or "

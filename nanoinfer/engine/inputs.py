@@ -5,30 +5,28 @@ tokenised and checked once, before it reaches the engine. InputProcessor knows t
 queue nor cache, so any thread may call it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from numbers import Integral
-from typing import Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
-from nanoinfer.config import NEUTRAL_VALUES
-from nanoinfer.engine.chat_messages import constrain_calls, with_text_content
 from nanoinfer.errors import (
     InvalidPromptError,
     InvalidTypeError,
     InvalidValueError,
     NanoinferError,
-    UnsupportedError,
-    check_flag,
-    check_neutral,
     shown,
 )
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.tokenization.chat_parsing import reads_tools
-from nanoinfer.tokenization.grammar import GrammarCompiler, GrammarState
 from nanoinfer.tokenization.tokenizer import Tokenizer
-from nanoinfer.tokenization.tools import Tool, ToolChoice, tool_schemas, with_tool_arguments
+from nanoinfer.vllm_compat import NEUTRAL_VALUES, check_neutral
+
+if TYPE_CHECKING:
+    from nanoinfer.chat.tools import Tool, ToolChoice
+    from nanoinfer.structured.grammar import GrammarCompiler, GrammarState
 
 
 class TextPrompt(TypedDict):
@@ -61,7 +59,7 @@ class PreparedRequest:
     params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...] = ()
     error: str | None = None
-    grammar: GrammarState | None = None
+    grammar: "GrammarState | None" = None
 
 
 class InputProcessor:
@@ -70,7 +68,6 @@ class InputProcessor:
     def __init__(self, info: ExecutorInfo, tokenizer: Tokenizer | None) -> None:
         self._info = info
         self._tokenizer = tokenizer
-        self._grammars = GrammarCompiler(tokenizer, info.vocab_size)
 
     def prepare(self, prompt: Any, params: SamplingParams) -> PreparedRequest:
         """Parse, tokenise and check one prompt, and compile its grammar. Raises: as the two methods below do."""
@@ -84,7 +81,7 @@ class InputProcessor:
         text, token_ids = self._parse(prompt)
         if not isinstance(params, SamplingParams):
             raise InvalidTypeError(f"sampling_params must be SamplingParams, got {shown(params)}")
-        params = params.clone()  # the caller may change them while the request runs
+        params = params.clone()  # the caller may change theirs while the request runs
         bad_words = self._check(token_ids, params)
         error = self._too_long(len(token_ids)) if len(token_ids) >= self._info.max_model_len else None
         return PreparedRequest(text, token_ids, params, bad_words, error)
@@ -96,6 +93,12 @@ class InputProcessor:
         """
         form = prepared.params.structured_outputs
         return prepared if form is None else replace(prepared, grammar=self._grammars.compile(form))
+
+    @cached_property
+    def _grammars(self) -> "GrammarCompiler":
+        from nanoinfer.structured.grammar import GrammarCompiler
+
+        return GrammarCompiler(self._tokenizer, self._info.vocab_size)
 
     def prepare_all(self, prompts: Any, params: SamplingParams | Sequence[SamplingParams]) -> list[PreparedRequest]:
         """Prepare one prompt or a list of them, with one SamplingParams for all or one per prompt.
@@ -109,52 +112,28 @@ class InputProcessor:
                 prepared.append(self.prepare(prompt, its_params))
         return prepared
 
-    def render_chat(
-        self,
-        messages: Any,
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, object] | None = None,
-        tools: Sequence[Tool] | None = None,
-    ) -> TokensPrompt:
-        """Render one conversation as a prompt. See LLM.chat."""
-        conversation = with_tool_arguments(with_text_content(messages))
-        if self._tokenizer is None:
-            raise InvalidPromptError("this checkpoint has no tokenizer, so there is no chat template; use token ids")
-        if not isinstance(chat_template, str | None):
-            raise InvalidTypeError(f"chat_template must be a Jinja template as a string, got {shown(chat_template)}")
-        check_flag("add_generation_prompt", add_generation_prompt)
-        if not isinstance(chat_template_kwargs, dict | None):
-            raise InvalidTypeError(f"chat_template_kwargs must be a dict, got {shown(chat_template_kwargs)}")
-        own = {"self", "messages", "conversation", "chat_template", "add_generation_prompt", "tokenize", "tools"}
-        if clash := own & (chat_template_kwargs or {}).keys():
-            raise InvalidValueError(f"chat_template_kwargs must not hold {', '.join(clash)}: that is an argument of its own")
-        if tools and not reads_tools(self._tokenizer.get_chat_template(chat_template, has_tools=True)):
-            raise UnsupportedError("this chat template has no place for tools; use a model or a chat template that has")
-        text = self._tokenizer.apply_chat_template(
-            conversation,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            tools=tool_schemas(tools) if tools else None,
-            **(chat_template_kwargs or {}),
-        )
-        # The template has written every special token: adding BOS here would duplicate it.
-        return {"prompt": text, "prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
+    def render_chat(self, messages: Any, **rendering: Any) -> TokensPrompt:
+        """Render one conversation as a prompt. The keyword arguments are those of chat.messages.render_chat."""
+        from nanoinfer.chat.messages import render_chat
+
+        return render_chat(self._tokenizer, messages, **rendering)
 
     def render_chats(
         self,
         messages: Any,
         params: SamplingParams | Sequence[SamplingParams],
         *,
-        tools: Sequence[Tool] | None,
-        tool_choice: ToolChoice,
+        tools: "Sequence[Tool] | None",
+        tool_choice: "ToolChoice",
         **rendering: Any,
     ) -> tuple[list[TokensPrompt], list[SamplingParams]]:
         """Render one conversation or a list of them, and constrain each one's parameters to the tool calls that are required.
 
         Raises: as render_chat and constrain_calls do, with the conversation's index.
         """
+        from nanoinfer.chat.messages import constrain_calls
+        from nanoinfer.chat.tools import tool_schemas
+
         is_batch = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
         chats = messages if is_batch else [messages]
         schemas = tool_schemas(tools or [])

@@ -7,23 +7,26 @@ import logging
 import secrets
 import time
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from nanoinfer import tracing
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.guards import EngineGuard
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
 from nanoinfer.engine.metrics import EngineMetrics, Metric
 from nanoinfer.engine.request import Request, sequences_of
 from nanoinfer.engine.stopping import Stop
+from nanoinfer.errors import NanoinferError
 from nanoinfer.execution.executor import Executor, InFlight, StepOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
-from nanoinfer.speculative.speculator import Proposer, Speculator
 from nanoinfer.tokenization.tokenizer import Tokenizer
-from nanoinfer.tracing import EventBuffer, RequestAdded, RequestFinished, StepTimed
+
+if TYPE_CHECKING:
+    from nanoinfer.speculative.speculator import Proposer, Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +48,8 @@ class LLMEngine:
         *,
         tokenizer: Tokenizer | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
-        proposer: Proposer | None = None,
-        tracer: EventBuffer | None = None,
+        proposer: "Proposer | None" = None,
+        tracer: "tracing.EventBuffer | None" = None,
     ) -> None:
         """proposer: for config.speculative. tracer: the one that the executor emits its events to."""
         self.executor = executor
@@ -60,12 +63,9 @@ class LLMEngine:
         self.block_manager = BlockManager(info.num_blocks, info.block_size, config.cache.enable_prefix_caching, tracer)
         self.scheduler = Scheduler(config.scheduler, self.block_manager, tracer)
         self.async_scheduling = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling
-        self.speculator: Speculator | None = None
-        if proposer is not None and config.speculative is not None:
+        self.speculator = self._make_speculator(proposer, config)
+        if self.speculator is not None:
             self.async_scheduling = False  # a draft continues the newest token, which must be known
-            self.speculator = Speculator(
-                proposer, config.speculative, self.block_manager, max_num_rows=config.max_num_rows, tracer=tracer
-            )
         self.seed = secrets.randbits(64) if config.seed is None else config.seed
         if config.seed is None:
             logger.info("seed %d was drawn: LLM(seed=%d) and the same calls give the same answers", self.seed, self.seed)
@@ -76,45 +76,79 @@ class LLMEngine:
         self.interrupted_request_ids: frozenset[str] = frozenset()  # of the step that raised last
         self._guard = EngineGuard(restart=self._restart, flush_trace=self.flush_trace, abort=self.abort)
 
+    def _make_speculator(self, proposer: "Proposer | None", config: EngineConfig) -> "Speculator | None":
+        if proposer is None or config.speculative is None:
+            return None
+        from nanoinfer.speculative.speculator import Speculator
+
+        return Speculator(
+            proposer, config.speculative, self.block_manager, max_num_rows=config.max_num_rows, tracer=self.tracer
+        )
+
     # ---- requests
 
     def add_request(self, prompt: Any, params: SamplingParams, *, streaming: bool = False) -> Request:
         """Prepare a prompt and queue it. Raises: as InputProcessor.prepare does."""
         return self.submit(self.inputs.prepare(prompt, params), streaming=streaming)
 
-    def submit(self, prepared: PreparedRequest, *, streaming: bool = False) -> Request:
-        """Queue a prepared request. A prompt that is too long has ended when this returns."""
+    def submit(self, prepared: PreparedRequest, *, request_id: str | None = None, streaming: bool = False) -> Request:
+        """Queue a prepared request. A prompt that is too long has finished when this returns.
+
+        Args:
+            prepared: What InputProcessor.prepare returns.
+            request_id: Different from those of all unfinished requests. None is the request's number.
+            streaming: Collect Deltas.
+        """
         arrival_time = time.perf_counter()
         with self._guard.between_steps():
             number, self._num_requests = self._num_requests, self._num_requests + 1
             sequences = sequences_of(
-                prepared, number, engine_seed=self.seed, max_model_len=self.max_model_len, eos_token_ids=self.eos_token_ids
+                prepared,
+                number,
+                request_id=str(number) if request_id is None else request_id,
+                engine_seed=self.seed,
+                max_model_len=self.max_model_len,
+                eos_token_ids=self.eos_token_ids,
             )
             request = Request(sequences, prepared.prompt, self.tokenizer, arrival_time=arrival_time, streaming=streaming)
             if self.tracer is not None:
                 self._trace_added(request, prepared)
             if prepared.error is not None:
-                self._end([request], Stop("error", error=prepared.error))
+                self._finish([request], Stop("error", error=prepared.error))
             else:
                 self._requests[request.request_id] = request
                 self.scheduler.add(sequences[0])
         return request
 
     def abort(self, *request_ids: str) -> None:
-        """End unfinished requests with finish_reason "abort" and free their blocks. Other ids are ignored.
+        """Finish requests with finish_reason "abort" and free their blocks. Other ids are ignored.
 
         During a step, for example called by a tracer, it takes effect when the step is over.
         """
-        if self._guard.is_in_other_process:
-            return  # a stream that is garbage collected in a forked child
+        if self._guard.is_in_other_process or self._guard.is_closed:
+            return  # a stream that is garbage collected in a forked child, or left after close()
         with self._guard.between_steps():
             if not self._guard.defer_abort(request_ids):
-                self._end([self._requests[i] for i in request_ids if i in self._requests], Stop("abort"))
+                self._finish([self._requests[i] for i in request_ids if i in self._requests], Stop("abort"))
 
     def fail(self, error: str, *request_ids: str) -> None:
-        """End unfinished requests with finish_reason "error" and free their blocks. Other ids are ignored."""
+        """Finish requests with finish_reason "error" and free their blocks. Other ids are ignored."""
         with self._guard.between_steps():
-            self._end([self._requests[i] for i in request_ids if i in self._requests], Stop("error", error=error))
+            self._finish([self._requests[i] for i in request_ids if i in self._requests], Stop("error", error=error))
+
+    def close(self) -> None:
+        """Abort all requests, and drop the executor: model, KV cache and the processes of other ranks. See LLM.close."""
+        if self._guard.is_closed or self._guard.is_in_other_process:
+            return
+        with self._guard.between_steps():
+            if self._guard.is_stepping:  # a tracer or a stage calls from inside the step
+                raise NanoinferError("close() was called during a step; close an LLM when generate() has returned")
+            try:
+                self.abort(*self._requests)
+            finally:  # also if the user's tracer raises
+                self._guard.is_closed = True
+                self._in_flight = self.speculator = None
+                del self.executor
 
     @property
     def batch_independent(self) -> bool:
@@ -138,10 +172,10 @@ class LLMEngine:
     # ---- steps
 
     def step(self) -> list[Request]:
-        """Launch a step for the sequences that the scheduler selects, and collect sampled tokens. Returns the ended requests.
+        """Launch a step for the sequences that the scheduler selects, and collect tokens. Returns the finished requests.
 
         With async_scheduling, the tokens collected are those of the step before. While the device computes a step, the next one
-        is prepared and the previous one's tokens become text. If a sequence turns out to have ended, its token in flight is
+        is prepared and the previous one's tokens become text. If a sequence turns out to have finished, its token in flight is
         dropped.
         """
         with self._guard.step():
@@ -152,12 +186,12 @@ class LLMEngine:
             if plan.scheduled:
                 launched = self.executor.launch(plan, previous)  # tensors, forward pass, sampling; does not wait
                 self.scheduler.commit(plan)  # count its tokens as cached
-            ended = self._collect(previous) if previous else []
+            finished = self._collect(previous) if previous else []
             self._in_flight = launched
             if launched and (launched.must_sync or not self.async_scheduling):
                 self._in_flight = None
-                ended += self._collect(launched)
-            return ended
+                finished += self._collect(launched)
+            return finished
 
     def exclusive(self) -> AbstractContextManager[None]:
         """Surround work on the engine's parts that is no step(), as beam search does it. See EngineGuard.exclusive."""
@@ -178,18 +212,18 @@ class LLMEngine:
             num_tokens = {sampled.sequence: len(sampled.token_ids) for sampled in output.sequences}
             self.speculator.observe(step.plan, num_tokens, sum(output.seconds.values()))
         start = time.perf_counter()
-        ended = []
+        finished = []
         for part in output.prompt_logprobs:
             if request := self._requests.get(part.sequence.request_id):
                 request.add_prompt_logprobs(part.position, part.logprobs)
         for sampled in output.sequences:
             seq = sampled.sequence
             if seq.status is SequenceStatus.FINISHED:
-                continue  # aborted, or ended by the step before
+                continue  # aborted, or finished by the step before
             request = self._requests[seq.request_id]
             stop = Stop("error", error=sampled.error) if sampled.error else None
             if stop:
-                request.end(stop, seq)
+                request.finish(stop, seq)
             for i, token_id in enumerate(sampled.token_ids):
                 self.scheduler.append(seq, token_id)
                 stop = request.advance(seq, token_id, sampled.logprobs[i] if sampled.logprobs else None)
@@ -198,14 +232,14 @@ class LLMEngine:
                 if stop:
                     break  # tokens behind a stop are dropped
             if stop:
-                self._finish(seq, has_failed=sampled.error is not None)
+                self._finish_sequence(seq, has_failed=sampled.error is not None)
             if request.output:
-                self._retire(request)
-                ended.append(request)
+                self._remove(request)
+                finished.append(request)
         if self.tracer is not None:
             seconds = {"schedule": step.plan.schedule_seconds, **output.seconds, "advance": time.perf_counter() - start}
-            self.tracer.emit(StepTimed(step.plan.step, **seconds))
-        return ended
+            self.tracer.emit(tracing.StepTimed(step.plan.step, **seconds))
+        return finished
 
     def _restart(self) -> None:
         self._in_flight = None
@@ -214,24 +248,24 @@ class LLMEngine:
 
     # ---- the end of requests
 
-    def _end(self, requests: list[Request], stop: Stop) -> None:
+    def _finish(self, requests: list[Request], stop: Stop) -> None:
         for request in requests:
-            request.end(stop)
-            self._retire(request)
+            request.finish(stop)
+            self._remove(request)
         if not self._guard.is_stepping:
             self.flush_trace()
 
-    def _retire(self, request: Request) -> None:
+    def _remove(self, request: Request) -> None:
         """Free the blocks of a request that has its output, and remove it."""
         if self._requests.pop(request.request_id, None):
-            self._metrics.add_ended(request)
+            self._metrics.add_finished(request)
             for seq in request.sequences:
-                self._finish(seq)
+                self._finish_sequence(seq)
         if self.tracer is not None and request.output is not None:
             reasons = tuple(str(answer.finish_reason) for answer in request.output.outputs)
-            self.tracer.emit(RequestFinished(request.request_id, reasons, request.output.metrics.num_output_tokens))
+            self.tracer.emit(tracing.RequestFinished(request.request_id, reasons, request.output.metrics.num_output_tokens))
 
-    def _finish(self, seq: Sequence, *, has_failed: bool = False) -> None:
+    def _finish_sequence(self, seq: Sequence, *, has_failed: bool = False) -> None:
         self.scheduler.finish(seq, has_failed=has_failed)
         if self.speculator is not None:
             self.speculator.forget(seq)
@@ -250,4 +284,4 @@ class LLMEngine:
         if self.tokenizer is not None:
             text = self.tokenizer.decode(ids, skip_special_tokens=False)
             tokens = tuple(map(self.tokenizer.token_text, ids))
-        self.tracer.emit(RequestAdded(request.request_id, text, tuple(ids), tokens, prepared.params.differing()))
+        self.tracer.emit(tracing.RequestAdded(request.request_id, text, tuple(ids), tokens, prepared.params.differing()))

@@ -8,10 +8,13 @@ from collections import Counter as Totals
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from nanoinfer.engine.request import Request
 from nanoinfer.scheduling.scheduler import Scheduler
-from nanoinfer.speculative.speculator import Speculator
+
+if TYPE_CHECKING:
+    from nanoinfer.speculative.speculator import Speculator
 
 BOUNDS = {  # of the histograms' buckets in seconds, as in vLLM
     "time_to_first_token_seconds": (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -62,20 +65,20 @@ class EngineMetrics:
     """The totals of an engine's requests, and how long they took."""
 
     def __init__(self) -> None:
-        self._ended: Totals[str] = Totals()  # of the requests that have ended
+        self._finished: Totals[str] = Totals()  # of the requests that have finished
         self._latencies = {name: _Latencies(bounds) for name, bounds in BOUNDS.items()}
 
-    def add_ended(self, request: Request) -> None:
+    def add_finished(self, request: Request) -> None:
         """Count a request that is about to be removed from the engine."""
-        self._ended.update(_totals_of(request))
+        self._finished.update(_totals_of(request))
         times = request.metrics
         for name, time in zip(BOUNDS, (times.first_token_time, times.finished_time), strict=True):
             if time is not None:
                 self._latencies[name].add(time - times.arrival_time)
 
-    def read(self, running: Iterable[Request], scheduler: Scheduler, speculator: Speculator | None) -> list[Metric]:
-        """The metrics of this moment. running: the requests that have not ended."""
-        totals, manager = self._ended.copy(), scheduler.block_manager
+    def read(self, running: Iterable[Request], scheduler: Scheduler, speculator: "Speculator | None") -> list[Metric]:
+        """The metrics of this moment. running: the requests that have not finished."""
+        totals, manager = self._finished.copy(), scheduler.block_manager
         for request in running:
             totals.update(_totals_of(request))
         metrics: list[Metric] = [

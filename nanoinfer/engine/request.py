@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from itertools import repeat
 
+from nanoinfer import tracing
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.stopping import Stop, StopStrings, check_token_ids
 from nanoinfer.outputs import (
@@ -26,13 +27,12 @@ from nanoinfer.outputs import (
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.tokenization.detokenizer import Detokenizer
 from nanoinfer.tokenization.tokenizer import Tokenizer
-from nanoinfer.tracing import TokenAppended
 
 
 class Request:
     """The answers to one prompt. Several callers may drive one engine, each reading its own requests.
 
-    output: None until every answer has ended. deltas: what a stream has not yielded yet, collected only if `streaming`.
+    output: None until every answer has finished. deltas: what a stream has not yielded yet, collected only if `streaming`.
     prompt_logprobs: if requested, complete when there is a first token.
     """
 
@@ -72,7 +72,7 @@ class Request:
         self._show([token_id], answer, None if named is None else [named])
         return answer.stop
 
-    def newest(self, seq: Sequence) -> TokenAppended:
+    def newest(self, seq: Sequence) -> "tracing.TokenAppended":
         """The tracer's event for the sequence's newest token."""
         return self._answers[seq.index].newest()
 
@@ -85,15 +85,15 @@ class Request:
             if self._prompt_detokenizer:
                 self._prompt_detokenizer.push(one.ids[0])
 
-    def end(self, stop: Stop, seq: Sequence | None = None) -> None:
-        """End one aborted or failed sequence, or all of them. Held text is kept. Answers that have ended stay unchanged."""
+    def finish(self, stop: Stop, seq: Sequence | None = None) -> None:
+        """Finish one aborted or failed answer, or all. Held text is kept, and answers that have finished stay unchanged."""
         for answer in self._answers if seq is None else [self._answers[seq.index]]:
             if answer.stop is None:
-                answer.end(stop)
+                answer.finish(stop)
                 self._show([], answer, None)
 
     def _show(self, new_token_ids: list[int], answer: "_Answer", logprobs: list[LogprobsOnePosition] | None) -> None:
-        """Make the output if every answer has ended, and the stream's next Delta."""
+        """Make the output if every answer has finished, and the stream's next Delta."""
         if all(answer.stop for answer in self._answers):
             self.metrics.finished_time = time.perf_counter()
             self.metrics.num_output_tokens = sum(seq.num_output_tokens for seq in self.sequences)
@@ -155,9 +155,9 @@ class _Answer:
             stop = Stop("stop", matched)
         self.stop = stop
 
-    def newest(self) -> TokenAppended:
+    def newest(self) -> "tracing.TokenAppended":
         token_id = self.seq.token_ids[-1]
-        return TokenAppended(
+        return tracing.TokenAppended(
             self.seq.sequence_id,
             position=len(self.seq.token_ids) - 1,
             token_id=token_id,
@@ -169,7 +169,7 @@ class _Answer:
             stop_reason=self.stop.stop_reason if self.stop else None,
         )
 
-    def end(self, stop: Stop) -> None:
+    def finish(self, stop: Stop) -> None:
         if self.detokenizer:
             self.text.push(self.detokenizer.finish(), examine=False)
         self.stop = stop
@@ -190,7 +190,13 @@ class _Answer:
 
 
 def sequences_of(
-    prepared: PreparedRequest, number: int, *, engine_seed: int, max_model_len: int, eos_token_ids: frozenset[int]
+    prepared: PreparedRequest,
+    number: int,
+    *,
+    request_id: str,
+    engine_seed: int,
+    max_model_len: int,
+    eos_token_ids: frozenset[int],
 ) -> list[Sequence]:
     """One sequence for each of the n answers. The first holds the others as forks.
 
@@ -200,7 +206,7 @@ def sequences_of(
     seed = params.seed if params.seed is not None else _distinct_seed(engine_seed, number)
     first, *forks = [
         Sequence(
-            request_id=str(number),
+            request_id=request_id,
             prompt_token_ids=prompt_token_ids,
             params=params,
             seed=(seed + index) % 2**64,

@@ -1,10 +1,10 @@
 """The interface between bookkeeping and tensors: an engine passes a step's plan to an Executor and receives sampled tokens.
 
-In: StepPlans. Out: StepOutputs, plain Python. This file imports no torch. UniProcExecutor runs the model in this process.
+In: StepPlans. Out: StepOutputs, plain Python. This file imports no torch. LocalExecutor runs the model in this process.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.scheduling.sequence import Sequence
@@ -73,7 +73,10 @@ class InFlight(Protocol):
         ...
 
 
-class Executor(Protocol):
+Step = TypeVar("Step", bound=InFlight)
+
+
+class Executor(Protocol[Step]):
     """Computes steps. If a call raises during LLMEngine.step, every request is requeued and computed again."""
 
     @property
@@ -83,7 +86,7 @@ class Executor(Protocol):
         """See LLM.batch_independent."""
         ...
 
-    def launch(self, plan: StepPlan, previous: Any) -> InFlight:
+    def launch(self, plan: StepPlan, previous: Step | None) -> Step:
         """Start a step: batch, block copies, forward pass, LM head, sampling. It waits for the device only if
         prompt log-probabilities or num_top_logprobs are requested.
 
@@ -91,6 +94,6 @@ class Executor(Protocol):
         """
         ...
 
-    def collect(self, step: Any) -> StepOutput:
+    def collect(self, step: Step) -> StepOutput:
         """Wait for a step's sampled tokens."""
         ...

@@ -5,24 +5,38 @@ In: a StepPlan. Out: a ForwardBatch. AttentionMetadata's docstring has an exampl
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from nanoinfer import tracing
 from nanoinfer.attention.base import AttentionMetadata
-from nanoinfer.devices.transfer import integers_on_device
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
-from nanoinfer.tracing import BatchBuilt, Tracer
+from nanoinfer.system.transfer import integers_on_device
 
 
 @dataclass(frozen=True, slots=True)
-class LastDrawn:
-    """The tokens that a step drew, still on the device. rows[seq] is the sequence's row in token_ids."""
+class PreviousTokens:
+    """The tokens that the previous step sampled, still on the device. rows[seq] is the sequence's row in token_ids."""
 
     token_ids: Int[Tensor, " num_rows"]
     rows: dict[Sequence, int]
+
+
+class _Packed(NamedTuple):
+    """A step as lists of integers. A query is a chunk, a sequence's newest token or a draft."""
+
+    input_ids: list[int]  # 0 for a placeholder
+    placeholders: list[int]  # indices of the tokens that are only on the device
+    previous_rows: list[int]  # where those tokens are in PreviousTokens
+    positions: list[int]
+    slots: list[int]
+    query_lens: list[int]
+    seq_lens: list[int]  # of each query
+    sequences: list[Sequence]  # of each query
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,93 +55,88 @@ class ForwardBatch:
         plan: StepPlan,
         block_size: int,
         device: torch.device,
-        last_drawn: "LastDrawn | None" = None,
-        tracer: Tracer | None = None,
+        previous: PreviousTokens | None = None,
+        tracer: "tracing.Tracer | None" = None,
         *,
         has_single_queries: bool = False,
     ) -> "ForwardBatch":
         """The tensors of a plan.
 
         Args:
-            plan: The scheduled sequences and block copies.
-            block_size: Tokens of a block.
-            device: The device of the tensors.
-            last_drawn: The previous step's tokens, if the newest tokens of some sequences are only on the device.
-            tracer: Receives a BatchBuilt event.
+            previous: The previous step's tokens, if the newest tokens of some sequences are only on the device.
             has_single_queries: Let the attention compute a chunk's tokens as it computes decodes, one query each, so that a
                 token's bits do not depend on the chunk (batch_invariant).
         """
-        drawn_at: list[int] = []
-        drawn_rows: list[int] = []
-        input_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        query_lens: list[int] = []
-        seq_lens: list[int] = []
-        sequences: list[Sequence] = []  # of each query: one for a chunk, one for the newest token, one for each draft
-        for item in plan.scheduled:
-            seq = item.sequence
-            start = seq.num_computed_tokens
-            end = start + item.num_new_tokens
-            input_ids += seq.token_ids[start:end]
-            if last_drawn is not None and end > len(seq.token_ids):
-                drawn_at.append(len(input_ids))
-                drawn_rows.append(last_drawn.rows[seq])
-                input_ids.append(0)  # replaced on the device below
-            num_drafts = len(item.draft_token_ids)
-            input_ids += item.draft_token_ids
-            positions += range(start, end + num_drafts)
-            slots += [seq.block_table[i // block_size] * block_size + i % block_size for i in range(start, end + num_drafts)]
-            query_lens += [item.num_new_tokens] + [1] * num_drafts
-            seq_lens += range(end, end + num_drafts + 1)
-            sequences += [seq] * (num_drafts + 1)
-
-        query_start_loc = [0, *accumulate(query_lens)]
-        max_blocks = max(len(seq.block_table) for seq in sequences)
+        packed = _pack(plan, block_size, previous)
+        query_start_loc = [0, *accumulate(packed.query_lens)]
+        max_blocks = max(len(seq.block_table) for seq in packed.sequences)
         block_tables: list[int] = []
-        for seq in sequences:
+        for seq in packed.sequences:
             block_tables += seq.block_table + [0] * (max_blocks - len(seq.block_table))
         logits_indices = [index for _, index in plan.rows]
         if tracer is not None:
-            known_ids = list(input_ids)
-            for index in drawn_at:
-                known_ids[index] = -1
-            tracer.emit(
-                BatchBuilt(
-                    sequence_ids=tuple(seq.sequence_id for seq in sequences),
-                    query_start_loc=tuple(query_start_loc),
-                    seq_lens=tuple(seq_lens),
-                    input_ids=tuple(known_ids),
-                    positions=tuple(positions),
-                    slot_mapping=tuple(slots),
-                    logits_indices=tuple(logits_indices),
-                )
-            )
-
-        ids, at, starts, lens, tables, slot_mapping, wanted, drawn_from, drawn_to = integers_on_device(
+            tracer.emit(_describe(packed, query_start_loc, logits_indices))
+        ids, positions, starts, lens, tables, slots, rows, placeholders, previous_rows = integers_on_device(
             [
-                input_ids, positions, query_start_loc, seq_lens, block_tables, slots, logits_indices,
-                drawn_rows, drawn_at,
+                packed.input_ids, packed.positions, query_start_loc, packed.seq_lens, block_tables, packed.slots,
+                logits_indices, packed.placeholders, packed.previous_rows,
             ],
             device,
         )  # fmt: skip
-        if last_drawn is not None and drawn_at:
-            # -1 is no token. Such a row is dropped later.
-            ids[drawn_to] = last_drawn.token_ids[drawn_from].clamp(min=0)
+        if previous is not None and packed.placeholders:
+            ids[placeholders] = previous.token_ids[previous_rows].clamp(min=0)  # -1 is no token. Its row is dropped later
         attention = AttentionMetadata(
             query_start_loc=starts,
             seq_lens=lens,
-            block_tables=tables.view(len(seq_lens), max_blocks),
-            slot_mapping=slot_mapping,
-            max_query_len=max(query_lens),
-            max_seq_len=max(seq_lens),
+            block_tables=tables.view(len(packed.sequences), max_blocks),
+            slot_mapping=slots,
+            max_query_len=max(packed.query_lens),
+            max_seq_len=max(packed.seq_lens),
             num_decodes=plan.num_decode_tokens,
             query_start_loc_cpu=query_start_loc,
-            seq_lens_cpu=seq_lens,
+            seq_lens_cpu=packed.seq_lens,
         )
         if has_single_queries:
             attention = single_queries(attention)
-        return cls(ids, at, wanted, attention, list(plan.block_copies))
+        return cls(ids, positions, rows, attention, list(plan.block_copies))
+
+
+def _pack(plan: StepPlan, block_size: int, previous: PreviousTokens | None) -> _Packed:
+    """Put the new tokens of all sequences one after the other, each with its position and its slot in the cache."""
+    packed = _Packed([], [], [], [], [], [], [], [])
+    input_ids, placeholders, previous_rows, positions, slots, query_lens, seq_lens, sequences = packed
+    for item in plan.scheduled:
+        seq = item.sequence
+        start = seq.num_computed_tokens
+        end = start + item.num_new_tokens
+        input_ids += seq.token_ids[start:end]
+        if previous is not None and end > len(seq.token_ids):
+            placeholders.append(len(input_ids))
+            previous_rows.append(previous.rows[seq])
+            input_ids.append(0)
+        num_drafts = len(item.draft_token_ids)
+        input_ids += item.draft_token_ids
+        positions += range(start, end + num_drafts)
+        slots += [seq.block_table[i // block_size] * block_size + i % block_size for i in range(start, end + num_drafts)]
+        query_lens += [item.num_new_tokens] + [1] * num_drafts
+        seq_lens += range(end, end + num_drafts + 1)
+        sequences += [seq] * (num_drafts + 1)
+    return packed
+
+
+def _describe(packed: _Packed, query_start_loc: list[int], logits_indices: list[int]) -> "tracing.BatchBuilt":
+    known_ids = list(packed.input_ids)
+    for index in packed.placeholders:
+        known_ids[index] = -1
+    return tracing.BatchBuilt(
+        sequence_ids=tuple(seq.sequence_id for seq in packed.sequences),
+        query_start_loc=tuple(query_start_loc),
+        seq_lens=tuple(packed.seq_lens),
+        input_ids=tuple(known_ids),
+        positions=tuple(packed.positions),
+        slot_mapping=tuple(packed.slots),
+        logits_indices=tuple(logits_indices),
+    )
 
 
 def single_queries(metadata: AttentionMetadata) -> AttentionMetadata:

@@ -1,9 +1,7 @@
-"""How many blocks of the KV cache fit into a machine's memory.
-
-In: the settings and a loaded model. Out: bytes and a number of blocks.
-"""
+"""How many bytes the KV cache may take: what a machine can spare after the weights are loaded, less what a step needs."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,52 +9,13 @@ from torch import Tensor
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.models.parallel_layers import Communicator
 from nanoinfer.models.registry import Model
-from nanoinfer.sampling.cuda_graphs import BYTES_AT_A_TIME
+from nanoinfer.sampling.routes import Route
 
 # On a CPU the cache takes at most this many bytes and at most half of the free memory, unless kv_cache_memory is set.
 DEFAULT_CPU_MEMORY = 4 * 2**30
 
 LOGITS_COPIES = 12  # fp32 copies of [num_rows, vocab] that a sampler with every parameter may hold. int64 weights count twice
-
-_MORE_ON_A_GPU = " or gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs"
-
-
-def num_blocks_for(
-    config: EngineConfig,
-    block_bytes: int,
-    block_size: int,
-    max_len: int,
-    device: torch.device,
-    *,
-    step_bytes: int = 0,
-    communicator: Communicator | None = None,
-) -> int:
-    """The number of blocks that fit into memory, at most what max_num_seqs sequences of max_len could use.
-
-    Args:
-        config: Memory settings and max_num_seqs.
-        block_bytes: Bytes of a block in all layers.
-        block_size: Tokens of a block.
-        max_len: Tokens of the longest sequence.
-        device: The device of the cache.
-        step_bytes: Bytes to keep free on a GPU for a step, besides weights and cache.
-        communicator: Of ranks that share a model. They all get the smallest of their numbers.
-
-    Raises:
-        InvalidValueError: If no block fits.
-    """
-    memory = memory_for_cache(device, config.cache.kv_cache_memory, config.cache.gpu_memory_utilization, step_bytes=step_bytes)
-    if communicator is not None and device.type == "cpu" and config.cache.kv_cache_memory is None:
-        memory //= communicator.size  # each rank sees the same free memory
-    num_blocks = min(memory // block_bytes, config.scheduler.max_num_seqs * -(-max_len // block_size))
-    if num_blocks < 1:
-        raise InvalidValueError(
-            f"the KV cache may take {memory} bytes, less than one block of {block_size} tokens ({block_bytes} bytes); "
-            f"raise kv_cache_memory{_MORE_ON_A_GPU if device.type == 'cuda' else ''}, or lower block_size"
-        )
-    return num_blocks if communicator is None else communicator.minimum(num_blocks)
 
 
 def memory_for_cache(
@@ -64,8 +23,7 @@ def memory_for_cache(
 ) -> int:
     """The number of bytes for the cache: kv_cache_memory, or else what the machine can spare. Call it after loading weights.
 
-    Raises:
-        InvalidValueError: If kv_cache_memory is more than is free.
+    Raises: InvalidValueError, if kv_cache_memory is more than is free.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -101,11 +59,10 @@ def available_cpu_memory() -> int:
 
 
 @torch.inference_mode()
-def peak_step_bytes(model: Model, config: EngineConfig, device: torch.device) -> int:
+def peak_step_bytes(model: Model, config: EngineConfig, device: torch.device, routes: Sequence[Route]) -> int:
     """The bytes that the largest step takes on a GPU, besides weights and cache. Measured with a step without attention.
 
-    The sampler is counted as LOGITS_COPIES copies of the logits. Its CUDA graphs have memory of their own: one more copy of the
-    logits as static input, and LOGITS_COPIES copies of the rows that they process at a time.
+    The sampler is counted as LOGITS_COPIES copies of the logits, and what its routes reserve.
     """
     num_rows = config.max_num_rows
 
@@ -117,9 +74,8 @@ def peak_step_bytes(model: Model, config: EngineConfig, device: torch.device) ->
     ids = torch.zeros(config.scheduler.max_num_batched_tokens + num_rows, dtype=torch.int64, device=device)
     hidden = model(ids, ids, attend)
     logits = model.compute_logits(hidden[:num_rows]).float()
-    sampler = LOGITS_COPIES * logits.nbytes
-    sampler_graphs = logits.nbytes + LOGITS_COPIES * min(logits.nbytes, BYTES_AT_A_TIME)
-    needed = torch.cuda.max_memory_allocated(device) - before + sampler + sampler_graphs
+    sampler = LOGITS_COPIES * logits.nbytes + sum(route.reserved_bytes(logits.nbytes) for route in routes)
+    needed = torch.cuda.max_memory_allocated(device) - before + sampler
     del hidden, logits
     torch.cuda.empty_cache()
     return needed

@@ -1,43 +1,44 @@
-"""The tensors of one step -> hidden rows -> logits: copy blocks, run the model, apply the LM head to selected rows.
+"""The tensors of one step -> hidden rows: copy blocks, run the model, select the rows that enter the LM head.
 
-In: a ForwardBatch. Out: hidden rows, and for some of them logits [num_rows, vocab] in fp32. It handles tensors only, and knows
-neither requests nor how tokens are sampled. On a GPU the model's part of a decode step is replayed from a CUDA graph
-(decode_graphs.py).
+In: a ForwardBatch. Out: hidden rows, and some of them with the LM head. It handles tensors only, and knows neither requests nor
+how tokens are sampled.
 """
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.attention.base import AttentionBackend
 from nanoinfer.attention.kv_cache import KVCache
-from nanoinfer.execution.decode_graphs import DecodeGraphs
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.models.registry import Model
-from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.greedy import GreedyKernel
+from nanoinfer.sampling.routes import HeadRows
+
+
+@runtime_checkable
+class StepGraphs(Protocol):
+    """Replays the model's part of some steps, as fast/cuda/decode_graphs.py does with CUDA graphs.
+
+    The KV cache has one block more than the scheduler knows, into which a replay may write.
+    """
+
+    def supports(self, batch: ForwardBatch) -> bool: ...
+
+    def replay(self, batch: ForwardBatch, run: Callable[[ForwardBatch], Tensor]) -> Float[Tensor, "num_tokens hidden"]:
+        """The hidden rows of run(batch)."""
+        ...
 
 
 class ModelRunner:
-    """Runs the model.
+    """Runs the model. graphs: replays steps. None: every step runs eagerly."""
 
-    Args:
-        graphs: replays decode steps. None runs every step eagerly.
-        greedy: chooses the tokens of greedy rows. None leaves them to the sampler.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        cache: KVCache,
-        backend: AttentionBackend,
-        graphs: DecodeGraphs | None = None,
-        greedy: GreedyKernel | None = None,
-    ) -> None:
+    def __init__(self, model: Model, cache: KVCache, backend: AttentionBackend, graphs: StepGraphs | None = None) -> None:
         self.model = model
         self.cache = cache
         self.backend = backend
         self.graphs = graphs
-        self.greedy = greedy
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         """The hidden rows of a step. They are valid until the next forward, which may write to the same memory."""
@@ -47,19 +48,12 @@ class ModelRunner:
             return self.graphs.replay(batch, self._run)
         return self._run(batch)
 
-    def compute_logits(
-        self, hidden: Float[Tensor, "num_tokens hidden"], rows: Int[Tensor, " num_rows"] | slice
-    ) -> Float[Tensor, "num_rows vocab"]:
-        """The logits of some hidden rows, in fp32. Pass few rows: 1,000 rows of 151,936 logits take 600 MB."""
-        return self.model.compute_logits(hidden[rows]).float()
+    def head_rows(self, hidden: Float[Tensor, "num_tokens hidden"], rows: Int[Tensor, " num_rows"] | slice) -> HeadRows:
+        """Select rows of the last step for the LM head: the batch's logits_indices, or a slice of its packed tokens.
 
-    def sample(
-        self, hidden: Float[Tensor, "num_tokens hidden"], rows: Int[Tensor, " num_rows"], batch: SamplingBatch
-    ) -> Int[Tensor, " num_rows"] | None:
-        """The sampler's tokens, where they can be chosen in less time than by the sampler. -1: not finite."""
-        if self.greedy is None or not self.greedy.supports(batch):
-            return None
-        return self.greedy(self.model.compute_logits(hidden[rows]))
+        Select few rows: 1,000 rows of 151,936 logits take 600 MB.
+        """
+        return HeadRows(hidden[rows], self.model.compute_logits)
 
     def _run(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         attend = self.backend.begin_step(self.cache, batch.attention)

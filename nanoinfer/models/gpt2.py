@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 from nanoinfer.models.layers import Embedding, gelu_tanh
-from nanoinfer.models.weights import WeightRules
+from nanoinfer.models.registry import WeightRules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class GPT2Attention(nn.Module):
         self.c_proj = nn.Linear(width, config.hidden_size)
 
     def forward(self, x: Float[Tensor, "num_tokens hidden"], attend: Attend) -> Float[Tensor, "num_tokens hidden"]:
-        qkv = self.c_attn(x).view(len(x), 3, self.num_heads, self.head_dim)
+        qkv = self.c_attn(x).unflatten(-1, (3, self.num_heads, self.head_dim))
         q, k, v = qkv.unbind(1)  # each [num_tokens, num_heads, head_dim]
         return self.c_proj(attend(self.layer, q, k, v).flatten(1))
 

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from nanoinfer.models.rope import RopeConfig, rope_frequencies
-from nanoinfer.models.weights import side_by_side
 
 
 class Embedding(nn.Embedding):
@@ -57,15 +57,6 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def merge_linears(*linears: nn.Linear) -> nn.Linear:
-    """Join layers with the same input into one, whose output is theirs side by side: one large product, not several small."""
-    merged = nn.Linear(linears[0].in_features, sum(linear.out_features for linear in linears), bias=False, device="meta")
-    merged.weight = side_by_side([linear.weight for linear in linears])
-    if linears[0].bias is not None:
-        merged.bias = nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)
-    return merged
-
-
 class RotaryEmbedding(nn.Module):
     """Rotates each pair (x_i, x_{i + head_dim/2}) of q and k by position * inv_freq_i, so that q . k depends on distance.
 
@@ -95,5 +86,7 @@ def apply_rotary(
     sin: Float[Tensor, "num_tokens 1 head_dim"],
 ) -> Float[Tensor, "num_tokens heads head_dim"]:
     """Rotate every head of every token by its position's angles."""
+    if has_torch_function_unary(x):  # a tracer records one operation, as it does for torch's own functions
+        return handle_torch_function(apply_rotary, (x,), x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

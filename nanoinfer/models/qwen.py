@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 from nanoinfer.models.layers import Embedding, RMSNorm, RotaryEmbedding, SwiGLU, apply_rotary
+from nanoinfer.models.registry import WeightRules
 from nanoinfer.models.rope import RopeConfig
-from nanoinfer.models.weights import WeightRules
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
     num_experts             MLPs of a layer. A router chooses num_experts_per_tok of them for each token
     norm_topk_prob          the weights of the chosen experts sum to 1
     shared_expert           Qwen2-MoE: one more MLP, which every token passes, with a gate of its own
-    decoder_sparse_step     every so many layers has experts, except mlp_only_layers. The others have one MLP
+    decoder_sparse_step     every decoder_sparse_step-th layer has experts, except mlp_only_layers. The others have one MLP
 
 Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538, and the papers of qwen.py. The names are those of their
 checkpoints.
@@ -93,7 +93,8 @@ class MixtureOfExperts(nn.Module):
             weights = weights / weights.sum(dim=-1, keepdim=True)
         out = self._routed(x, weights, chosen)
         if self.has_shared_expert:
-            # A sigmoid, as the softmax of (z, 0). torch's own gives the last elements of a tensor other bits than the others.
+            # The sigmoid is written as a softmax of (z, 0), because torch.sigmoid rounds the tail of a tensor differently, so
+            # that a row would depend on the batch.
             weight = F.pad(self.shared_expert_gate(x), (0, 1)).float().softmax(dim=-1)[:, :1]
             out += weight * self.shared_expert(x)
         return out.to(x.dtype)

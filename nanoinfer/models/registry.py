@@ -5,6 +5,7 @@ with a `config` that has the fields of ModelConfig. `register_model` adds a mode
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -13,7 +14,26 @@ from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
-from nanoinfer.models.weights import WeightRules
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightRules:
+    """How a family's checkpoints differ from its module tree.
+
+    Attributes:
+        prefix: comes before the names in some checkpoints, and is removed.
+        embedding: the parameter that a tied head shares.
+        head: the parameter of the LM head.
+        transpose: endings of tensors stored as [in, out]. A linear layer has [out, in].
+        skip: endings of tensors that are not weights.
+    """
+
+    prefix: str
+    embedding: str
+    head: str = "lm_head.weight"
+    transpose: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+
 
 # architecture in config.json -> "module:class", imported when it is first used
 _MODELS: dict[str, str] = {

@@ -1,7 +1,6 @@
 """From logits to token ids: a visible list of stages, then one draw.
 
 batch.py turns the parameters of each row into tensors, with state.py's token counts and n-grams. stages.py holds the stages as
-pure functions. draw.py draws the token. sampler.py holds the list of stages and chooses a route. fast.py, cuda_graphs.py and
-greedy.py (greedy rows on a CPU) draw the same tokens in less time. logprobs.py computes log-probabilities, and stage_trace.py
-emits trace events.
+pure functions. draw.py draws the token. sampler.py holds the list of stages, and tries the routes that it is given (routes.py),
+which find the same tokens in less time. logprobs.py computes log-probabilities, and stage_trace.py emits trace events.
 """

@@ -8,19 +8,21 @@ import operator
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from nanoinfer.devices.transfer import on_device
 from nanoinfer.sampling.draw import uniform
 from nanoinfer.sampling.state import SamplingState
-from nanoinfer.sampling.structured import GrammarMask
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.system.transfer import on_device
+
+if TYPE_CHECKING:
+    from nanoinfer.structured.mask import GrammarMask
 
 _NUMBERS = operator.attrgetter("temperature", "min_p", "top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -77,7 +79,7 @@ class StageEntries:
 
     allowed: TokenEntries | None = None  # every id that rows with allowed_token_ids may draw
     allowed_rows: Int[Tensor, " some_rows"] | None = None  # the rows of allowed, once each
-    grammar: GrammarMask | None = None  # what rows with structured_outputs may draw
+    grammar: "GrammarMask | None" = None  # what rows with structured_outputs may draw
     bad_words: TokenEntries | None = None  # the ids that would complete a bad word
     min_tokens: TokenEntries | None = None  # EOS and stop ids of rows that are too short to end
     logit_bias: TokenEntries | None = None  # values: the bias
@@ -115,8 +117,6 @@ class SamplingBatch:
 
         Args:
             sequences: one per row, in the order of the rows. A sequence with draft tokens is there once more for each.
-            vocab_size: the model's.
-            device: of the logits.
             last: an earlier batch of the same vocabulary and device. Its columns are reused if the rows are the same, and it is
                 returned itself if they are greedy and have no state.
         """
@@ -128,7 +128,7 @@ class SamplingBatch:
         else:
             columns, groups = _columns_and_groups(params, vocab_size, device)
             is_stateful = any(_is_stateful(seq) for seq in sequences)
-        positions = drawn_positions(sequences)
+        positions = sampled_positions(sequences)
         if groups.all_greedy:
             u = torch.zeros(len(sequences), dtype=torch.float64)
         else:
@@ -161,17 +161,9 @@ class SamplingBatch:
 
     def only_rows(self, rows: Int[Tensor, " rows"] | slice) -> "SamplingBatch":
         """Some of the rows, with the columns that the stages from the temperature on and the draw read."""
-
-        def pick(column: Tensor | None) -> Tensor | None:
-            return None if column is None else column[rows]
-
-        columns = ParameterColumns(
-            temperature=pick(self.columns.temperature),
-            min_p=pick(self.columns.min_p),
-            top_k=pick(self.columns.top_k),
-            max_top_k=self.columns.max_top_k,
-            top_p=pick(self.columns.top_p),
-        )
+        used = {name: getattr(self.columns, name) for name in ("temperature", "min_p", "top_k", "top_p")}
+        picked = {name: column[rows] for name, column in used.items() if column is not None}
+        columns = ParameterColumns(max_top_k=self.columns.max_top_k, **picked)
         return SamplingBatch(columns=columns, u=self.u[rows])
 
 
@@ -181,8 +173,8 @@ def _is_stateful(seq: Sequence) -> bool:
     return has_lists or params.needs_state or params.min_tokens > 0
 
 
-def drawn_positions(sequences: Iterable[Sequence]) -> list[int]:
-    """The index in prompt + output of the token that each row draws. Rows behind a sequence's first are those of its drafts."""
+def sampled_positions(sequences: Iterable[Sequence]) -> list[int]:
+    """The index in prompt + output of each row's new token. Rows after a sequence's first are those of its drafts."""
     positions: list[int] = []
     previous = None
     for seq in sequences:
@@ -255,7 +247,10 @@ def _entries(sequences: list[Sequence], positions: list[int], vocab_size: int, d
         if state.ngrams is not None and (banned := state.ngrams.banned(seq.token_ids)):
             entries.setdefault("repeated_ngrams", []).append((row, banned, None))
     fields: dict[str, Any] = {name: _pack(rows, device) for name, rows in entries.items()}
-    fields["grammar"] = GrammarMask.build(sequences, vocab_size, device)
+    if any(seq.grammar is not None for seq in sequences):
+        from nanoinfer.structured.mask import GrammarMask
+
+        fields["grammar"] = GrammarMask.build(sequences, vocab_size, device)
     if "allowed" in entries:
         fields["allowed_rows"] = on_device(torch.tensor([row for row, _, _ in entries["allowed"]]), device)
     return StageEntries(**fields)

@@ -35,6 +35,12 @@ def integer_weights(logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, "batch 
     return (ratio * ONE).to(torch.int64)
 
 
+def argmax(logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, " batch"]:
+    """Find the id of each row's largest logit: of equal ones the lowest, and -1 where the largest is not finite."""
+    largest, token_ids = logits.max(dim=-1)
+    return torch.where(largest.isfinite(), token_ids, -1)
+
+
 def draw(logits: Float[Tensor, "batch vocab"], u: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
     """Draw one id per row. u: float64 in [0, 1)."""
     return draw_from_weights(integer_weights(logits), u)

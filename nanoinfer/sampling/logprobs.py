@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nanoinfer.devices.transfer import on_device
 from nanoinfer.outputs import TokenLogprobs
+from nanoinfer.system.transfer import on_device
 
 
 def token_logprobs(logits: Float[Tensor, "rows vocab"], token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
@@ -19,7 +19,6 @@ def token_logprobs(logits: Float[Tensor, "rows vocab"], token_ids: list[int], nu
 
     Args:
         logits: fp32.
-        token_ids: the token of each row.
         num_top: how many of the most probable ids to return for each row, 0 .. vocab.
     """
     logprobs = logits.log_softmax(dim=-1)

@@ -1,60 +1,48 @@
-"""Logits -> one token id per row: every stage in its order, then the draw. STAGES is the order.
+"""Hidden rows -> logits -> one token id per row: every stage in its order, then the draw. STAGES is the order.
 
-In: logits [batch, vocab] and a SamplingBatch. Out: Drawn, and from it a SamplerOutput. The sampler knows no tokenizer.
+In: HeadRows and a SamplingBatch. Out: SampledTokens, and from these a SamplerOutput. The sampler knows no tokenizer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from nanoinfer.devices.transfer import on_device
 from nanoinfer.errors import InvalidTypeError, InvalidValueError
-from nanoinfer.sampling import fast
+from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.cuda_graphs import SamplerGraphs
-from nanoinfer.sampling.draw import draw
+from nanoinfer.sampling.draw import argmax, draw
 from nanoinfer.sampling.logprobs import TokenLogprobs, token_logprobs
-from nanoinfer.sampling.stage_trace import StageTracer
-from nanoinfer.sampling.stages import (
-    add_logit_bias,
-    apply_frequency_penalty,
-    apply_logits_processors,
-    apply_presence_penalty,
-    apply_repetition_penalty,
-    apply_temperature,
-    keep_allowed,
-    keep_grammatical,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
-    mask_bad_words,
-    mask_min_tokens,
-    mask_repeated_ngrams,
-)
+from nanoinfer.sampling.routes import HeadRows, Route
+from nanoinfer.sampling.stages import Logits
+from nanoinfer.system.transfer import on_device
+
+if TYPE_CHECKING:
+    from nanoinfer.sampling.stage_trace import StageTracer
 
 Stage = Callable[[Tensor, SamplingBatch], Tensor]
-Logits = Float[Tensor, "batch vocab"]
 
 STAGES: tuple[Stage, ...] = (
-    keep_allowed,
-    keep_grammatical,
-    mask_bad_words,
-    mask_min_tokens,
-    add_logit_bias,
-    apply_repetition_penalty,
-    apply_frequency_penalty,
-    apply_presence_penalty,
-    mask_repeated_ngrams,
-    apply_logits_processors,
-    apply_temperature,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
+    stages.keep_allowed,
+    stages.keep_grammatical,
+    stages.mask_bad_words,
+    stages.mask_min_tokens,
+    stages.add_logit_bias,
+    stages.apply_repetition_penalty,
+    stages.apply_frequency_penalty,
+    stages.apply_presence_penalty,
+    stages.mask_repeated_ngrams,
+    stages.apply_logits_processors,
+    stages.apply_temperature,
+    stages.keep_min_p,
+    stages.keep_top_k,
+    stages.keep_top_p,
 )
-STAGES_BEFORE_FAST = STAGES[: -len(fast.LAST_STAGES)]  # fast.py replaces the last four and the draw
+STAGES_BEFORE_TEMPERATURE = STAGES[: STAGES.index(stages.apply_temperature)]  # they change few logits, and do so in place
+STAGES_FROM_TEMPERATURE = STAGES[STAGES.index(stages.apply_temperature) :]  # what a route computes, with the draw
 
 NOT_FINITE = "the model's logits are not finite; check the checkpoint, or try dtype='float32'"
 
@@ -72,20 +60,15 @@ class SamplerOutput:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
 
 
-class Drawn:
+class SampledTokens:
     """The tokens of one step, still on their device. read() waits for them. Until then the device may run other work."""
 
     def __init__(self, token_ids: Int[Tensor, " batch"], read: Callable[[list[int]], SamplerOutput]) -> None:
-        """Start copying the ids to the host.
-
-        Args:
-            token_ids: -1 where a row has no token.
-            read: makes the SamplerOutput from the ids on the host.
-        """
+        """Start copying the ids to the host, where `read` makes the SamplerOutput of them. -1: a row has no token."""
         self.token_ids = token_ids
         self._read = read
         self._on_host, self._is_there = token_ids, None
-        if token_ids.is_cuda:  # the copy is queued after the draw, and before the next work of the device
+        if token_ids.is_cuda:  # the copy is queued after the choice, and before the next work of the device
             self._on_host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
             self._on_host.copy_(token_ids, non_blocking=True)
             self._is_there = torch.cuda.Event()
@@ -98,21 +81,21 @@ class Drawn:
 
 
 class Sampler:
-    """Draws the tokens of a step. A call takes one of four routes, which give the same tokens.
+    """Chooses the tokens of a step: by the first route that supports it, or stage by stage, with the same result.
 
     Greedy rows pass through the stages like all other rows, and take the argmax at the end: of equal maxima the lowest id.
     """
 
     def __init__(
-        self, stages: tuple[Stage, ...] = STAGES, *, processed_logprobs: bool = False, graphs: SamplerGraphs | None = None
+        self, stages: tuple[Stage, ...] = STAGES, *, routes: Sequence[Route] = (), processed_logprobs: bool = False
     ) -> None:
         """Check and keep the stages.
 
         Args:
             stages: in their order. `[*STAGES, mine]` adds a stage, (logits [batch, vocab], SamplingBatch) -> logits. With
                 stages other than STAGES every row runs stage by stage.
+            routes: faster ways to the same tokens, in the order in which they are tried.
             processed_logprobs: return the log-probabilities after all stages instead of the model's own.
-            graphs: CUDA graphs of the draw, replayed in the steps that they support.
 
         Raises:
             InvalidValueError: a stage of STAGES is missing.
@@ -123,75 +106,58 @@ class Sampler:
                 "nanoinfer.sampling.sampler"
             )
         self.stages = stages
+        self.routes = tuple(routes)
         self.processed_logprobs = processed_logprobs
-        self.graphs = graphs
+        self.has_user_stages = stages != STAGES
 
-    @property
-    def has_user_stages(self) -> bool:
-        return self.stages != STAGES
-
-    def __call__(self, logits: Logits, batch: SamplingBatch, tracer: StageTracer | None = None) -> Drawn:
-        """Draw one token per row by the cheapest route that is exact.
+    def __call__(self, rows: HeadRows, batch: SamplingBatch, tracer: "StageTracer | None" = None) -> SampledTokens:
+        """Choose one token per row.
 
         Args:
-            logits: fp32. The stages may write into them.
-            batch: the parameters of the rows.
-            tracer: receives the logits after every stage.
+            rows: the hidden rows with the LM head. The stages may write into their logits.
+            tracer: receives the logits after every stage, so every row runs stage by stage.
         """
-        if not len(logits):
-            return self._draw_no_rows()
-        processes_logprobs = self.processed_logprobs and bool(batch.groups.logprobs)
-        if tracer is not None or self.has_user_stages or processes_logprobs:
-            return self._draw_stage_by_stage(logits.contiguous(), batch, tracer)
-        if self.graphs is not None and (token_ids := self.graphs.sample(logits, batch)) is not None:
-            return self.drawn(token_ids)
-        return self._draw_fast(logits.contiguous(), batch)  # contiguous: a copy of expanded logits, which cannot be written
+        if not len(rows.hidden):  # only parts of prompts. A user's stage need not handle zero rows
+            return SampledTokens(torch.empty(0, dtype=torch.int64), lambda _: SamplerOutput([], {}))
+        reads_every_stage = tracer is not None or (self.processed_logprobs and bool(batch.groups.logprobs))
+        if self.routes and not reads_every_stage and not self.has_user_stages:
+            return self._sample_by_route(rows, batch)
+        return self._sample_by_stages(rows.logits, batch, tracer)
 
-    def _draw_no_rows(self) -> Drawn:
-        """The step computes only parts of prompts. No stage is called: a user's stage need not handle zero rows."""
-        return Drawn(torch.empty(0, dtype=torch.int64), lambda _: SamplerOutput([], {}))
-
-    def drawn(self, token_ids: Int[Tensor, " batch"]) -> Drawn:
-        """A CUDA graph, several ranks or the kernel for greedy rows have drawn.
-
-        No stage has removed a row's last token, so -1 means: no finite logit.
-        """
-
-        def read(sampled: list[int]) -> SamplerOutput:
-            return SamplerOutput(sampled, {row: NOT_FINITE for row, token_id in enumerate(sampled) if token_id < 0})
-
-        return Drawn(token_ids, read)
-
-    def _draw_stage_by_stage(self, logits: Logits, batch: SamplingBatch, tracer: StageTracer | None) -> Drawn:
-        """Run every stage on every row, then the draw: the definition that the other routes must reproduce."""
-        model_logits = _rows_with_logprobs(logits, batch)
+    def _sample_by_stages(self, logits: Logits, batch: SamplingBatch, tracer: "StageTracer | None") -> SampledTokens:
+        """Run every stage on every row, then choose: the definition that the routes must reproduce."""
+        logprob_logits = _rows_with_logprobs(logits, batch)
         is_finite = logits.amax(dim=-1).isfinite()
         if tracer is not None:
             tracer.after_stage("model", logits)
         logits = self._apply(self.stages, logits, batch, tracer)
-        largest, argmax = logits.max(dim=-1)  # the first of equal maxima
-        token_ids = argmax if batch.groups.all_greedy else draw(logits, batch.u)
-        if batch.columns.greedy is not None:
-            token_ids = torch.where(batch.columns.greedy, argmax, token_ids)
-        token_ids = torch.where(is_finite & largest.isfinite(), token_ids, -1)
+        token_ids = torch.where(is_finite, _choose(logits, batch), -1)
         if tracer is not None:
             greedy = set(batch.groups.greedy_rows)
             tracer.after_draw(logits, [None if row in greedy else u for row, u in enumerate(batch.u.tolist())], token_ids)
-        logprob_logits = _rows_with_logprobs(logits, batch) if self.processed_logprobs else model_logits
-        return self._drawn(token_ids, logits, is_finite, logprob_logits, batch)
+        if self.processed_logprobs:
+            logprob_logits = _rows_with_logprobs(logits, batch)
+        return self._sampled(token_ids, batch, logits, is_finite, logprob_logits)
 
-    def _draw_fast(self, logits: Logits, batch: SamplingBatch) -> Drawn:
-        """Run the stages before the temperature, then fast.sample."""
-        model_logits = _rows_with_logprobs(logits, batch)
-        is_finite = logits.amax(dim=-1).isfinite() if batch.masks_logits else None
-        if batch.changes_logits:
-            logits = self._apply(STAGES_BEFORE_FAST, logits, batch)
-        token_ids, largest = fast.sample(logits, batch)
-        has_token = largest.isfinite() if is_finite is None else is_finite & largest.isfinite()
-        return self._drawn(torch.where(has_token, token_ids, -1), logits, is_finite, model_logits, batch)
+    def _sample_by_route(self, rows: HeadRows, batch: SamplingBatch) -> SampledTokens:
+        """Run the stages before the temperature if they may change a logit, then the first route that supports the step."""
+        logits = is_finite = logprob_logits = None
+        if batch.changes_logits or batch.groups.logprobs:
+            logprob_logits = _rows_with_logprobs(rows.logits, batch)
+            is_finite = rows.logits.amax(dim=-1).isfinite() if batch.masks_logits else None
+            logits = self._apply(STAGES_BEFORE_TEMPERATURE, rows.logits, batch)
+            rows = HeadRows(rows.hidden, rows.head, logits)
+        for route in self.routes:
+            if (token_ids := route.try_sample(rows, batch)) is not None:
+                break
+        else:
+            token_ids = _choose(self._apply(STAGES_FROM_TEMPERATURE, rows.logits, batch), batch)
+        if is_finite is not None:
+            token_ids = torch.where(is_finite, token_ids, -1)
+        return self._sampled(token_ids, batch, logits, is_finite, logprob_logits)
 
     def _apply(
-        self, stages: tuple[Stage, ...], logits: Logits, batch: SamplingBatch, tracer: StageTracer | None = None
+        self, stages: tuple[Stage, ...], logits: Logits, batch: SamplingBatch, tracer: "StageTracer | None" = None
     ) -> Logits:
         for stage in stages:
             processed = stage(logits, batch)
@@ -203,28 +169,36 @@ class Sampler:
                 tracer.after_stage(_name(stage), logits)
         return logits
 
-    def _drawn(
+    def _sampled(
         self,
         token_ids: Int[Tensor, " batch"],
-        logits: Logits,
-        is_finite: Bool[Tensor, " batch"] | None,
-        logprob_logits: Float[Tensor, "rows vocab"],
         batch: SamplingBatch,
-    ) -> Drawn:
-        """Pack the tokens, with what reading them needs.
+        logits: Logits | None,
+        is_finite: Bool[Tensor, " batch"] | None,
+        logprob_logits: Float[Tensor, "rows vocab"] | None,
+    ) -> SampledTokens:
+        """Pack the tokens with what reading them needs.
 
-        is_finite: of the model's logits, before a mask may hide a NaN or an infinity. None: no stage masks.
+        Args:
+            token_ids: -1 where a row has no token.
+            batch: the parameters of the rows.
+            logits: that stages may have changed. None: no stage has, so -1 means that the model's logits are not finite.
+            is_finite: of the model's logits, before a mask may hide a NaN or an infinity. None: no stage masks.
+            logprob_logits: of the rows that return log-probabilities. None: there is none.
         """
 
         def read(sampled: list[int]) -> SamplerOutput:
             errors = {
-                row: self._explain_empty_row(logits, batch, row) if is_finite is None or is_finite[row] else NOT_FINITE
+                row: NOT_FINITE
+                if logits is None or not (is_finite is None or is_finite[row])
+                else self._explain_empty_row(logits, batch, row)
                 for row, token_id in enumerate(sampled)
                 if token_id < 0
             }
-            return SamplerOutput(sampled, errors, _logprobs(logprob_logits, batch, sampled))
+            logprobs = {} if logprob_logits is None else _logprobs(logprob_logits, batch, sampled)
+            return SamplerOutput(sampled, errors, logprobs)
 
-        return Drawn(token_ids, read)
+        return SampledTokens(token_ids, read)
 
     def _explain_empty_row(self, logits: Logits, batch: SamplingBatch, row: int) -> str:
         """Name the stage that removed a row's last token: run the stages again on zeros, and check after each.
@@ -235,10 +209,10 @@ class Sampler:
             return batch.entries.grammar.errors[row]
         users = [stage for stage in self.stages if stage not in STAGES]
         if any(row_processors.row == row for row_processors in batch.processors):
-            users.append(apply_logits_processors)
+            users.append(stages.apply_logits_processors)
         blank = torch.zeros_like(logits)
         for stage in STAGES:
-            if stage is not apply_logits_processors:
+            if stage is not stages.apply_logits_processors:
                 blank = stage(blank, batch)
             if not blank[row].amax().isfinite():
                 return f"no token is left to draw after {_name(stage)}; loosen the parameters that it reads"
@@ -246,6 +220,15 @@ class Sampler:
             names = " and ".join(_name(stage) for stage in users)
             return f"no token is left to draw after {names}; leave one logit finite, and make none infinite or NaN"
         return NOT_FINITE
+
+
+def _choose(logits: Logits, batch: SamplingBatch) -> Int[Tensor, " batch"]:
+    """Take the argmax of greedy rows and draw the others, -1 where the largest logit is not finite."""
+    token_ids = argmax(logits)
+    if batch.groups.all_greedy:
+        return token_ids
+    is_chosen = token_ids < 0 if batch.columns.greedy is None else batch.columns.greedy | (token_ids < 0)
+    return torch.where(is_chosen, token_ids, draw(logits, batch.u))
 
 
 def _name(stage: Stage) -> str:

@@ -6,7 +6,6 @@ In: logits [batch, vocab] after every stage, then the draw. Out: events. No logi
 import math
 import time
 from collections.abc import Iterator
-from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,13 +13,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nanoinfer.sampling.batch import drawn_positions
+from nanoinfer.sampling.batch import sampled_positions
 from nanoinfer.sampling.draw import integer_weights
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.tokenization.tokenizer import Tokenizer
 from nanoinfer.tracing import Candidate, Interval, StageApplied, TokenDrawn, Tracer
 
-NUM_CANDIDATES = 10  # the most probable ids before a stage, and as many after it, besides the drawn token
+NUM_CANDIDATES = 10  # the most probable ids before a stage, and as many after it, besides the sampled token
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +35,18 @@ class _StageChange:
 
 
 class StageTracer:
-    """Emits the events of one step after its draw, since every event includes the drawn token.
+    """Emits the events of one step after its draw, since every event includes the sampled token.
 
     Until then it keeps the probabilities of all rows after every stage that changed one. `seconds` is the time that all this
     took.
     """
 
-    def __init__(self, tracer: Tracer, sequences: Rows[Sequence], tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tracer: Tracer, sequences: list[Sequence], tokenizer: Tokenizer | None) -> None:
         """sequences: one per row, in the order of the rows."""
         self._tracer = tracer
         self._tokenizer = tokenizer
-        # of each row: its sequence, and the position of the drawn token
-        self._rows = [(seq.sequence_id, at) for seq, at in zip(sequences, drawn_positions(sequences), strict=True)]
+        # of each row: its sequence, and the position of its new token
+        self._rows = [(seq.sequence_id, at) for seq, at in zip(sequences, sampled_positions(sequences), strict=True)]
         self.seconds = 0.0
         self._logits: Tensor | None = None  # after the last stage
         self._changes: list[_StageChange] = []
@@ -72,18 +71,18 @@ class StageTracer:
         Args:
             logits: after the last stage.
             u: the uniform number of each row, None for greedy rows.
-            token_ids: -1 where no token could be drawn.
+            token_ids: -1 where a row has no token.
         """
         with self._measure(logits):
-            drawn = token_ids.tolist()
+            sampled = token_ids.tolist()
             for change in self._changes:
                 for row in change.rows:
-                    candidates = self._candidates(change.before[row], change.after[row], drawn[row])
+                    candidates = self._candidates(change.before[row], change.after[row], sampled[row])
                     num_left, entropy = change.num_left[row], change.entropy[row]
                     self._tracer.emit(StageApplied(*self._rows[row], change.stage, num_left, entropy, candidates))
             weights = integer_weights(logits)
             cumulative = weights.cumsum(dim=-1)
-            for row, token_id in enumerate(drawn):
+            for row, token_id in enumerate(sampled):
                 if token_id >= 0:
                     self._tracer.emit(self._draw(row, token_id, u[row], weights[row], cumulative[row]))
 
@@ -105,13 +104,15 @@ class StageTracer:
         for i in sorted({*widest, token_id}):
             end, width = int(cumulative[i]), int(weights[i])
             intervals[i] = Interval(i, self._text(i), (end - width) / total, end / total)
-        drawn = intervals[token_id]
-        return TokenDrawn(*self._rows[row], token_id, drawn.token, u, drawn.low, drawn.high, tuple(intervals.values()))
+        own = intervals[token_id]
+        return TokenDrawn(*self._rows[row], token_id, own.token, u, own.low, own.high, tuple(intervals.values()))
 
-    def _candidates(self, before: Float[Tensor, " vocab"], after: Float[Tensor, " vocab"], drawn: int) -> tuple[Candidate, ...]:
+    def _candidates(
+        self, before: Float[Tensor, " vocab"], after: Float[Tensor, " vocab"], chosen: int
+    ) -> tuple[Candidate, ...]:
         leading = [probs.topk(min(NUM_CANDIDATES, len(probs))) for probs in (before, after)]
         ids = torch.cat([top.indices[top.values > 0] for top in leading]).unique().tolist()
-        ids = sorted({*ids, drawn} - {-1}, key=lambda i: (-float(before[i]), i))
+        ids = sorted({*ids, chosen} - {-1}, key=lambda i: (-float(before[i]), i))
         return tuple(Candidate(i, self._text(i), float(before[i]), float(after[i])) for i in ids)
 
     def _text(self, token_id: int) -> str:

@@ -1,14 +1,14 @@
-"""Which cache blocks belong to which sequence. Pure bookkeeping: block ids and counts, no tensor.
+"""Decide which cache blocks belong to which sequence. Pure bookkeeping: block ids and counts, no tensor.
 
-A sequence's tokens are stored in blocks of `block_size` slots, and its block table lists these blocks in order. Token i has
-slot `block_table[i // block_size] * block_size + i % block_size`. Three mechanisms:
+A sequence's tokens are stored in blocks of `block_size` slots, and its block table lists these blocks in order, so token i has
+slot `block_table[i // block_size] * block_size + i % block_size`. There are three mechanisms:
 
-- Reference counts. A block may be in several block tables, after a prefix hit or a fork. It is free at count zero.
-- Prefix caching. A full block is identified by (key of the block before it, its token ids), so a chain of lookups from the
+- Reference counts: after a prefix hit or a fork, a block is in several block tables, and it is free at count zero.
+- Prefix caching: a full block is identified by (key of the block before it, its token ids), so a chain of lookups from the
   start of a prompt finds the blocks that already hold it. The dict compares the token ids themselves, so prefixes whose
   hashes collide are never confused. Freed blocks keep their content until they are needed, the least recently used first.
-- Copy on write. A fork shares all blocks, including the partly filled last one. Before a sequence writes into a shared block,
-  it gets its own copy. The executor copies the block before the forward pass.
+- Copy on write: a fork shares all blocks, including the partly filled last one. Before a sequence writes into a shared block,
+  it gets its own copy, which the executor makes before the forward pass.
 
     tokens   [ the cat sat on | the mat and     ]         block_size 4
     table    [       7        |        2        ]         7 is full and has a key, 2 is being filled
@@ -19,17 +19,8 @@ Source: PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180. The 
 from collections import OrderedDict
 from itertools import count
 
+from nanoinfer import tracing
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.tracing import (
-    BlockCopied,
-    BlockEvicted,
-    BlocksAllocated,
-    BlocksCached,
-    BlocksForked,
-    BlocksFreed,
-    BlocksShared,
-    Tracer,
-)
 
 _ROOT = -1  # the key before the first block
 
@@ -44,14 +35,14 @@ class BlockManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, tracer: Tracer | None = None
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, tracer: "tracing.Tracer | None" = None
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.tracer = tracer
         self._ref_counts = [0] * num_blocks
-        # Free blocks in the order in which they will be taken: empty ones first, then cached ones, least recently used first.
+        # Free blocks in the order in which they will be taken: empty blocks, then cached ones, least recently used first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._new_key = count()
         self._cached: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # (parent key, ids) -> (key, block)
@@ -59,7 +50,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks in no block table. Some are still in the prefix cache until they are taken."""
+        """The number of blocks in no block table, some of which stay in the prefix cache until they are taken."""
         return len(self._free)
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -68,9 +59,9 @@ class BlockManager:
     # ---- queries
 
     def match_prefix(self, token_ids: list[int]) -> list[tuple[int, int]]:
-        """The longest chain of full cached blocks that hold the start of token_ids, as (key, block).
+        """Return the longest chain of full cached blocks that hold the start of token_ids, as (key, block).
 
-        The last token is never included: it must be computed, for its logits.
+        The last token is never included, because it must be computed for its logits.
         """
         matched: list[tuple[int, int]] = []
         if not self.enable_prefix_caching:
@@ -85,7 +76,7 @@ class BlockManager:
         return matched
 
     def can_start(self, num_tokens: int, prefix: list[tuple[int, int]], *, num_kept_free: int = 0) -> bool:
-        """Whether there are blocks for all tokens of a waiting sequence with this match_prefix, and num_kept_free more."""
+        """Return whether there are blocks for all tokens of a waiting sequence with this prefix, and num_kept_free more."""
         num_revived = sum(block in self._free for _, block in prefix)
         num_needed = self.num_blocks_for(num_tokens) - len(prefix) + num_revived
         return num_needed + num_kept_free <= len(self._free)
@@ -104,12 +95,13 @@ class BlockManager:
             seq.block_table.append(block)
             seq.prefix_keys.append(key)
         if self.tracer is not None and prefix:
-            self.tracer.emit(BlocksShared(seq.sequence_id, tuple(seq.block_table)))
+            self.tracer.emit(tracing.BlocksShared(seq.sequence_id, tuple(seq.block_table)))
 
     def allocate(self, seq: Sequence, num_new_tokens: int) -> list[tuple[int, int]]:
         """Allocate blocks for the sequence's next tokens, which can_allocate has confirmed.
 
-        Returns the (from, to) blocks to copy before these tokens are written.
+        Returns:
+            The (from, to) blocks to copy before these tokens are written.
         """
         copies = []
         for index in self._shared_blocks_to_write(seq):
@@ -118,16 +110,16 @@ class BlockManager:
             self._drop(shared)
             copies.append((shared, seq.block_table[index]))
             if self.tracer is not None:
-                self.tracer.emit(BlockCopied(seq.sequence_id, *copies[-1]))
+                self.tracer.emit(tracing.BlockCopied(seq.sequence_id, *copies[-1]))
         num_before = len(seq.block_table)
         while len(seq.block_table) * self.block_size < seq.num_computed_tokens + num_new_tokens:
             seq.block_table.append(self._take())
         if self.tracer is not None and len(seq.block_table) > num_before:
-            self.tracer.emit(BlocksAllocated(seq.sequence_id, tuple(seq.block_table[num_before:])))
+            self.tracer.emit(tracing.BlocksAllocated(seq.sequence_id, tuple(seq.block_table[num_before:])))
         return copies
 
     def cache_finished_blocks(self, seq: Sequence, num_tokens: int) -> None:
-        """Add the blocks that the sequence's first num_tokens fill to the prefix cache. These tokens must be computed."""
+        """Add the blocks that the sequence's first num_tokens fill, which must be computed, to the prefix cache."""
         if not self.enable_prefix_caching:
             return
         cached = []
@@ -144,33 +136,33 @@ class BlockManager:
             # continues from that block's key.
             seq.prefix_keys.append(self._cached[content][0])
         if self.tracer is not None and cached:
-            self.tracer.emit(BlocksCached(seq.sequence_id, tuple(cached)))
+            self.tracer.emit(tracing.BlocksCached(seq.sequence_id, tuple(cached)))
 
     def forget_cached(self, seq: Sequence) -> None:
-        """Remove the sequence's blocks from the prefix cache. Sequences that share them keep them."""
+        """Remove the sequence's blocks from the prefix cache, but not from sequences that share them."""
         for block in seq.block_table:
             if block in self._content:
                 self._evict(block)
 
     def reset_prefix_cache(self) -> None:
-        """Remove every block from the prefix cache. Sequences keep their blocks, and nobody else finds them."""
+        """Remove every block from the prefix cache, but not from the sequences that hold it."""
         for block in list(self._content):
             self._evict(block)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Share all of the parent's blocks with a child. The caller sets the child's tokens and num_computed_tokens."""
+        """Share all of the parent's blocks with a child, whose tokens and num_computed_tokens the caller sets."""
         assert not child.block_table, "a fork starts with an empty block table"
         for block in parent.block_table:
             self._ref_counts[block] += 1
         child.block_table = list(parent.block_table)
         child.prefix_keys = list(parent.prefix_keys)
         if self.tracer is not None:
-            self.tracer.emit(BlocksForked(parent.sequence_id, child.sequence_id, tuple(child.block_table)))
+            self.tracer.emit(tracing.BlocksForked(parent.sequence_id, child.sequence_id, tuple(child.block_table)))
 
     def free(self, seq: Sequence) -> None:
         """Free the sequence's blocks, the last first, so that the start of a prompt, which others may share, stays longest."""
         if self.tracer is not None and seq.block_table:
-            self.tracer.emit(BlocksFreed(seq.sequence_id, tuple(seq.block_table)))
+            self.tracer.emit(tracing.BlocksFreed(seq.sequence_id, tuple(seq.block_table)))
         while seq.block_table:
             self._drop(seq.block_table.pop())
         seq.prefix_keys.clear()
@@ -178,7 +170,7 @@ class BlockManager:
     # ---- inside
 
     def _shared_blocks_to_write(self, seq: Sequence) -> range | list[int]:
-        """Indices of the shared blocks that the next tokens are written to. After a fork, at most one."""
+        """Return the indices of the shared blocks that the next tokens are written to, at most one after a fork."""
         first = seq.num_computed_tokens // self.block_size
         return [i for i in range(first, len(seq.block_table)) if self._ref_counts[seq.block_table[i]] > 1]
 
@@ -197,7 +189,7 @@ class BlockManager:
         """Remove a block from the prefix cache."""
         del self._cached[self._content.pop(block)]
         if self.tracer is not None:
-            self.tracer.emit(BlockEvicted(block))
+            self.tracer.emit(tracing.BlockEvicted(block))
 
     def _drop(self, block: int) -> None:
         self._ref_counts[block] -= 1

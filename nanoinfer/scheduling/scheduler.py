@@ -1,10 +1,9 @@
-"""Which sequences run in a step, and how many tokens of each. Pure bookkeeping, no tensors.
+"""Decide which sequences run in a step, and how many tokens of each. Pure bookkeeping, no tensors.
 
 In: sequences, as they arrive. Out: a StepPlan per step. The rules, in the order in which they are applied:
 
-1. First come, first served. A running sequence is older than every waiting one, except for answers that wait for a place
-   (rule 5).
-2. A sequence with one new token always runs. That is a decode step, or the last token of a prompt.
+1. First come, first served. A running sequence is older than every waiting one, except for the waiting forks of rule 5.
+2. A sequence with one new token, which is a decode step or the last token of a prompt, always runs.
    `max_num_batched_tokens` limits the tokens of all others.
 3. A prompt is cut at absolute multiples of the chunk grid, never at the remaining budget, so that other requests cannot move
    a sequence's boundaries. A chunk runs as a whole or waits, and while it waits, no younger prompt passes it.
@@ -18,34 +17,45 @@ In: sequences, as they arrive. Out: a StepPlan per step. The rules, in the order
    step that preempted one.
 
 How a sequence's tokens are cut into steps changes the last bits of its numbers. Rule 3 keeps other requests from moving the
-cuts, but two things still do. A prefix hit starts behind the first cuts, and a preempted sequence computes its output as if it
-were prompt. With batch_invariant the cuts change no bit, because the executor attends with one query at a time.
+cuts, but a prefix hit skips the first cuts, and a preempted sequence computes its output as if it were prompt. With
+batch_invariant the cuts change no bit, because the executor attends with one query at a time.
 
-The scheduler always makes progress. The oldest running sequence can preempt all others, and alone it fits, because
-max_model_len is at most what the pool holds. If nothing runs, every block is free and the head of the queue starts.
+The scheduler always makes progress: the oldest running sequence can preempt all others and fits alone, because max_model_len
+is at most what the pool holds, and if nothing runs, every block is free and the head of the queue starts.
 """
 
 import time
 from collections import deque
+from dataclasses import dataclass, field
 
+from nanoinfer import tracing
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
-from nanoinfer.tracing import StepScheduled, Tracer
+
+
+@dataclass(slots=True)
+class _Selection:
+    """What a step will contain, while schedule() decides it."""
+
+    budget: int  # tokens that are left for sequences with more than one new token
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
 
 
 class Scheduler:
     """Owns the two queues, and every sequence's status, ids and counts of tokens."""
 
-    def __init__(self, config: SchedulerConfig, block_manager: BlockManager, tracer: Tracer | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, block_manager: BlockManager, tracer: "tracing.Tracer | None" = None) -> None:
         self.config = config
         self.block_manager = block_manager
         self.tracer = tracer
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._num_steps = 0
-        self._unreported: list[Sequence] = []  # preempted in a step that ran nothing: part of the next StepScheduled
+        self._unreported: list[Sequence] = []  # preempted in a step that ran nothing, so the next StepScheduled names them
 
     @property
     def num_unfinished(self) -> int:
@@ -69,85 +79,34 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide one step, and give every scheduled sequence its blocks."""
         start = time.perf_counter()
-        scheduled: list[ScheduledSequence] = []
-        copies: list[tuple[int, int]] = []
-        preempted: list[Sequence] = []
-        budget = self.config.max_num_batched_tokens
-
-        index = 0
-        while index < len(self._running):
-            seq = self._running[index]
-            num_new = self.next_chunk(seq)
-            if seq.num_pending_tokens and seq.num_tokens >= seq.max_num_tokens:
-                pass  # the pending token is its last
-            elif num_new > 1 and budget < num_new:
-                budget = 0  # it waits, and no younger prompt passes it
-            elif self._make_room(seq, num_new, preempted):
-                copies += self.block_manager.allocate(seq, num_new)
-                scheduled.append(ScheduledSequence(seq, num_new))
-                budget -= num_new if num_new > 1 else 0
-            index += 1
-
-        num_reserved = sum(self._num_reserved_blocks(running) for running in self._running) if self._waiting else 0
-        while self._waiting and not preempted and len(self._running) < self.config.max_num_seqs:
-            seq = self._waiting[0]
-            needs_every_row = seq.wants_prompt_logprobs
-            prefix = [] if needs_every_row else self.block_manager.match_prefix(seq.token_ids)
-            if not self.block_manager.can_start(seq.num_tokens, prefix, num_kept_free=num_reserved):
-                break
-            num_cached = len(prefix) * self.block_manager.block_size
-            num_new = self.next_chunk(seq, num_cached)
-            if num_new > 1 and budget < num_new:
-                break
-            self.block_manager.start(seq, prefix)
-            self._waiting.popleft()
-            self._running.append(seq)
-            seq.status = SequenceStatus.RUNNING
-            seq.num_computed_tokens = num_cached
-            if seq.num_preemptions == 0:
-                seq.num_cached_tokens = num_cached
-            copies += self.block_manager.allocate(seq, num_new)
-            num_reserved += self._num_reserved_blocks(seq)
-            scheduled.append(ScheduledSequence(seq, num_new))
-            budget -= num_new if num_new > 1 else 0
-
-        self._make_forks_wait(scheduled)
-        scheduled.sort(key=lambda item: item.num_new_tokens > 1)  # stable: each group stays in order of arrival
+        selection = _Selection(self.config.max_num_batched_tokens)
+        self._continue_running(selection)
+        if self._waiting and not selection.preempted:
+            self._start_waiting(selection)
+        self._make_forks_wait(selection.scheduled)
+        scheduled = sorted(selection.scheduled, key=lambda item: item.num_new_tokens > 1)  # stable: each group by arrival
         plan = StepPlan(
             scheduled=tuple(scheduled),
             rows=rows_of(scheduled),
             prompt_rows=prompt_rows_of(scheduled),
-            block_copies=tuple(copies),
-            preempted=tuple(preempted),
+            block_copies=tuple(selection.copies),
+            preempted=tuple(selection.preempted),
             step=self._num_steps,
             schedule_seconds=time.perf_counter() - start,
         )
         self._num_steps += bool(scheduled)
         if self.tracer is not None:
-            self._unreported += preempted
-        if self.tracer is not None and scheduled:
-            unreported, self._unreported = self._unreported, []
-            self.tracer.emit(
-                StepScheduled(
-                    step=plan.step,
-                    sequence_ids=tuple(item.sequence.sequence_id for item in plan.scheduled),
-                    num_new_tokens=tuple(item.num_new_tokens for item in plan.scheduled),
-                    running=tuple(seq.sequence_id for seq in self._running),
-                    num_waiting=len(self._waiting),
-                    num_free_blocks=self.block_manager.num_free_blocks,
-                    preempted=tuple(seq.sequence_id for seq in unreported),
-                )
-            )
+            self._trace(self.tracer, plan)
         return plan
 
     def commit(self, plan: StepPlan) -> None:
-        """Count the tokens of a launched plan as cached, and those that it samples as pending.
+        """Count the tokens of a launched plan as cached and those that it samples as pending, and cache full blocks.
 
-        The forward pass may still be in flight. Whatever is launched later runs after it. Full blocks enter the prefix cache.
+        The forward pass may still be in flight, because whatever is launched later runs after it.
         """
         for item in plan.scheduled:
             item.sequence.num_computed_tokens += item.num_new_tokens
-            num_known = min(item.sequence.num_computed_tokens, len(item.sequence.token_ids))  # not the ids of pending tokens
+            num_known = min(item.sequence.num_computed_tokens, len(item.sequence.token_ids))  # pending tokens have no id yet
             self.block_manager.cache_finished_blocks(item.sequence, num_known)
             if item.sequence.forks and item.sequence.num_new_tokens == 0:
                 self._fork(item.sequence)
@@ -156,7 +115,7 @@ class Scheduler:
                 seq.num_pending_tokens += 1
 
     def append(self, seq: Sequence, token_id: int) -> None:
-        """Append a sampled token. A sequence receives several in a step that accepted drafts."""
+        """Append a sampled token, of which a step that accepted drafts has several for a sequence."""
         seq.token_ids.append(token_id)
         if seq.num_pending_tokens:
             seq.num_pending_tokens -= 1
@@ -166,7 +125,8 @@ class Scheduler:
     def finish(self, seq: Sequence, *, has_failed: bool = False) -> None:
         """Remove a sequence, whatever its status, and free its blocks. A second call does nothing.
 
-        has_failed: its keys and values may not be finite, so they leave the prefix cache.
+        Args:
+            has_failed: Whether its blocks also leave the prefix cache, because their keys and values may not be finite.
         """
         if has_failed:
             self.block_manager.forget_cached(seq)
@@ -178,16 +138,17 @@ class Scheduler:
         seq.status = SequenceStatus.FINISHED
 
     def next_chunk(self, seq: Sequence, num_computed_tokens: int | None = None) -> int:
-        """The number of tokens up to the next multiple of the chunk grid or the sequence's end.
+        """Return the number of tokens up to the next multiple of the chunk grid or the sequence's end.
 
-        num_computed_tokens: where the chunk begins, by default the sequence's own count.
+        Args:
+            num_computed_tokens: Where the chunk begins. None means the sequence's own count.
         """
         start = seq.num_computed_tokens if num_computed_tokens is None else num_computed_tokens
         grid = self.config.chunk_grid
         return min(seq.num_tokens - start, grid - start % grid)
 
     def restart(self) -> None:
-        """After a failed step, requeue every running sequence in order. Pending tokens are sampled again."""
+        """Requeue every running sequence in order after a failed step, so that pending tokens are sampled again."""
         for seq in reversed(self._running):
             self._preempt(seq)
         self._running.clear()
@@ -196,8 +157,67 @@ class Scheduler:
 
     # ---- inside
 
+    def _continue_running(self, selection: _Selection) -> None:
+        """Schedule the running sequences, oldest first, and preempt the youngest where blocks run out."""
+        index = 0
+        while index < len(self._running):  # a preemption shortens it
+            seq = self._running[index]
+            num_new = self.next_chunk(seq)
+            if seq.num_pending_tokens and seq.num_tokens >= seq.max_num_tokens:
+                pass  # the pending token is its last
+            elif num_new > 1 and selection.budget < num_new:
+                selection.budget = 0  # it waits, and no younger prompt passes it
+            elif self._make_room(seq, num_new, selection.preempted):
+                self._select(selection, seq, num_new)
+            index += 1
+
+    def _start_waiting(self, selection: _Selection) -> None:
+        """Start waiting sequences in order, until one does not fit."""
+        num_reserved = sum(map(self._num_reserved_blocks, self._running))
+        while self._waiting and len(self._running) < self.config.max_num_seqs:
+            seq = self._waiting[0]
+            prefix = [] if seq.wants_prompt_logprobs else self.block_manager.match_prefix(seq.token_ids)
+            if not self.block_manager.can_start(seq.num_tokens, prefix, num_kept_free=num_reserved):
+                break
+            num_cached = len(prefix) * self.block_manager.block_size
+            num_new = self.next_chunk(seq, num_cached)
+            if num_new > 1 and selection.budget < num_new:
+                break
+            self.block_manager.start(seq, prefix)
+            self._waiting.popleft()
+            self._running.append(seq)
+            seq.status = SequenceStatus.RUNNING
+            seq.num_computed_tokens = num_cached
+            if seq.num_preemptions == 0:
+                seq.num_cached_tokens = num_cached
+            self._select(selection, seq, num_new)
+            num_reserved += self._num_reserved_blocks(seq)
+
+    def _select(self, selection: _Selection, seq: Sequence, num_new_tokens: int) -> None:
+        """Schedule the sequence's next tokens, for which there are blocks."""
+        selection.copies += self.block_manager.allocate(seq, num_new_tokens)
+        selection.scheduled.append(ScheduledSequence(seq, num_new_tokens))
+        selection.budget -= num_new_tokens if num_new_tokens > 1 else 0
+
+    def _trace(self, tracer: "tracing.Tracer", plan: StepPlan) -> None:
+        self._unreported += plan.preempted
+        if not plan.scheduled:
+            return
+        unreported, self._unreported = self._unreported, []
+        tracer.emit(
+            tracing.StepScheduled(
+                step=plan.step,
+                sequence_ids=tuple(item.sequence.sequence_id for item in plan.scheduled),
+                num_new_tokens=tuple(item.num_new_tokens for item in plan.scheduled),
+                running=tuple(seq.sequence_id for seq in self._running),
+                num_waiting=len(self._waiting),
+                num_free_blocks=self.block_manager.num_free_blocks,
+                preempted=tuple(seq.sequence_id for seq in unreported),
+            )
+        )
+
     def _make_room(self, seq: Sequence, num_new_tokens: int, preempted: list[Sequence]) -> bool:
-        """Preempt the youngest sequences until this one's next tokens have blocks. False if it was preempted itself."""
+        """Preempt the youngest sequences until this one's next tokens have blocks. Return False if it was preempted itself."""
         while not self.block_manager.can_allocate(seq, num_new_tokens):
             youngest = self._running.pop()
             self._preempt(youngest)
@@ -207,38 +227,36 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """Requeue a sequence. The caller removes it from _running, youngest first."""
+        """Requeue a sequence, which the caller removes from _running, youngest first."""
         self._free(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
         self._waiting.appendleft(seq)
 
     def _num_reserved_blocks(self, seq: Sequence) -> int:
-        """Blocks that a running sequence will soon request: for its known tokens, one more if it may grow that far, one for
-        each fork. Its very last token is never computed.
-        """
+        """Count the blocks that a running sequence will soon request (rule 6). Its very last token is never computed."""
         num_for_known, num_for_all = map(self.block_manager.num_blocks_for, (seq.num_tokens, seq.max_num_tokens - 1))
         return max(min(num_for_known + 1, num_for_all) - len(seq.block_table), 0) + len(seq.forks)
 
     def _make_forks_wait(self, scheduled: list[ScheduledSequence]) -> None:
         """Queue the forks of prompts that end in this step for which max_num_seqs leaves no room."""
-        num_free_places = self.config.max_num_seqs - len(self._running)
+        num_startable = self.config.max_num_seqs - len(self._running)
         too_many: list[Sequence] = []
         for item in scheduled:
             seq = item.sequence
             if seq.forks and item.num_new_tokens == seq.num_new_tokens:
-                too_many += seq.forks[num_free_places:]
-                seq.forks = seq.forks[:num_free_places]
-                num_free_places -= len(seq.forks)
+                too_many += seq.forks[num_startable:]
+                seq.forks = seq.forks[:num_startable]
+                num_startable -= len(seq.forks)
         self._waiting.extendleft(reversed(too_many))
         for fork in too_many:
             fork.status = SequenceStatus.WAITING
 
     def _fork(self, parent: Sequence) -> None:
-        """Start the further answers of a computed prompt, directly behind the first, since they are as old."""
+        """Start the further answers of a computed prompt, directly after the first, because they are as old."""
         forks, parent.forks = parent.forks, []
-        place = self._running.index(parent) + 1
-        self._running[place:place] = forks
+        index = self._running.index(parent) + 1
+        self._running[index:index] = forks
         for fork in forks:
             self.block_manager.fork(parent, fork)
             fork.num_computed_tokens = parent.num_computed_tokens

@@ -1,6 +1,6 @@
-"""One sequence: its token ids, how many of them are cached, which blocks hold them, and its status.
+"""The state of one sequence: its token ids, how many are cached, which blocks hold them, and its status.
 
-Plain state. Each field's comment names its only writer.
+Each field's comment names its only writer.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from nanoinfer.sampling_params import SamplingParams
 
 
 class SequenceStatus(Enum):
-    PENDING = "pending"  # a further answer to a prompt (n > 1) that has not been computed yet
+    PENDING = "pending"  # a further answer (n > 1) to a prompt that has not been computed yet
     WAITING = "waiting"  # new or preempted: holds no block
     RUNNING = "running"
     FINISHED = "finished"
@@ -20,8 +20,10 @@ class SequenceStatus(Enum):
 
 @dataclass(eq=False, slots=True)  # eq=False: compared by identity
 class Sequence:
-    """There is no phase flag: a prompt, a chunk of it, a decode step and a recomputation after preemption are all
-    `num_new_tokens` tokens that are known and not yet in the cache. A decode step is the case where that is one.
+    """A prompt and the tokens generated after it.
+
+    There is no phase flag: a prompt, a chunk of it, a decode step and a recomputation after preemption are all `num_new_tokens`
+    tokens that are known and not yet in the cache. In a decode step that is one token.
 
     >>> seq = Sequence("r0", [5, 6, 7], SamplingParams(), seed=0, max_num_tokens=19)
     >>> seq.num_new_tokens, seq.num_output_tokens
@@ -36,7 +38,7 @@ class Sequence:
     max_num_tokens: int  # prompt + output: reaching it ends with "length"
     eos_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
-    grammar: Any = None  # tokenization/grammar.py, for params.structured_outputs: request.py advances it
+    grammar: Any = None  # structured/grammar.py, for params.structured_outputs: request.py advances it
     index: int = 0  # which of the prompt's n answers it is
 
     token_ids: list[int] = field(init=False)  # prompt + output: the scheduler (beam search writes those of its beams)
@@ -55,12 +57,12 @@ class Sequence:
 
     @property
     def sequence_id(self) -> str:
-        """Its name in the tracer's events."""
+        """The sequence's name in the tracer's events."""
         return f"{self.request_id}.{self.index}" if self.index else self.request_id
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Only the first of n answers returns them, and only once."""
+        """Whether it returns prompt_logprobs, which only the first of n answers does, and only once."""
         return self.params.prompt_logprobs is not None and self.index == 0 and self.num_output_tokens == 0
 
     @property
@@ -72,7 +74,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Known and pending tokens."""
+        """The number of known and pending tokens."""
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
@@ -89,5 +91,5 @@ class Sequence:
 
     @property
     def stop_ids(self) -> Iterable[int]:
-        """EOS and stop ids: what min_tokens forbids."""
+        """EOS and stop ids, which min_tokens forbids."""
         return self.eos_token_ids.union(self.params.stop_token_ids or ())

@@ -1,4 +1,4 @@
-"""What one step computes. Plain data, made by the scheduler (or by beam search) and carried out by an Executor."""
+"""What one step computes, as plain data that the scheduler or beam search makes and an Executor carries out."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,10 +8,11 @@ from nanoinfer.scheduling.sequence import Sequence
 
 @dataclass(slots=True)  # not frozen: one is made for each sequence of a step, in a third of the time
 class ScheduledSequence:
-    """This step computes the next num_new_tokens of the sequence's tokens that are not in the cache yet.
+    """A sequence of the step, which computes the next num_new_tokens of its tokens that are not in the cache yet.
 
-    draft_token_ids: a guess at the tokens that follow (speculative/). Each is computed as one more single-token row of the
-        sequence, behind its newest token. Only a decode step has any.
+    Attributes:
+        draft_token_ids: A guess at the tokens that follow (speculative/). Each is computed as one more single-token row after
+            the sequence's newest token. Only a decode step has drafts.
     """
 
     sequence: Sequence
@@ -23,9 +24,10 @@ class ScheduledSequence:
         return self.num_new_tokens + len(self.draft_token_ids)
 
     def num_accepted(self, sampled_token_ids: list[int]) -> int:
-        """How many drafts equal the token that was sampled in their place. What is sampled behind a wrong draft means nothing.
+        """Return how many drafts, up to the first wrong one, equal the token that was sampled at their position.
 
-        sampled_token_ids: what was sampled behind the newest token, and behind each draft.
+        Args:
+            sampled_token_ids: The tokens that were sampled after the newest token and after each draft.
 
         >>> seq = Sequence("r0", [5], SamplingParams(), seed=0, max_num_tokens=9)
         >>> ScheduledSequence(seq, 1, (6, 7, 8)).num_accepted([6, 7, 1, 9])
@@ -51,18 +53,19 @@ class PromptRows:
 class StepPlan:
     """One step.
 
-    scheduled: single-token sequences first, then prompt chunks, each group oldest first. Packed index 0 is the first token of
-        the first of them.
-    rows: (sequence, packed index) pairs whose hidden rows reach the LM head and the sampler. A chunk that does not end its
-        prompt has none. Forks have the index of the sequence that they come from. A sequence with drafts has several rows in
-        order: that of its newest token, then that of each draft.
-    prompt_rows: the prompt tokens whose log-probabilities were requested.
-    block_copies: (from, to) blocks that are copied before the forward pass.
-    preempted: sequences that lost their blocks to this step.
-    step: the scheduler numbers its steps from 0.
-    schedule_seconds: how long the scheduler took to decide.
-    num_top_logprobs: if > 0, nothing is sampled. Each row returns the log-probabilities of that many most likely ids instead
-        (beam search).
+    Attributes:
+        scheduled: Single-token sequences, then prompt chunks, each group oldest first. Packed index 0 is the first token of the
+            first of them.
+        rows: (sequence, packed index) pairs whose hidden rows reach the LM head and the sampler. A chunk that does not end its
+            prompt has no row. Forks have the index of the sequence that they come from. A sequence with drafts has a row for
+            its newest token, then one for each draft.
+        prompt_rows: The prompt tokens whose log-probabilities were requested.
+        block_copies: (from, to) blocks that are copied before the forward pass.
+        preempted: Sequences that lost their blocks to this step.
+        step: The number of the step, which the scheduler counts from 0.
+        schedule_seconds: The seconds that the scheduler took to decide.
+        num_top_logprobs: If > 0, nothing is sampled, and each row returns the log-probabilities of that many most likely ids
+            instead (beam search).
     """
 
     scheduled: tuple[ScheduledSequence, ...]
@@ -84,9 +87,9 @@ class StepPlan:
 
 
 def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int], ...]:
-    """Each sequence whose last known token is computed in this step, and its forks, with that token's packed index.
+    """Return the sequences whose last known token is computed in this step, and their forks, with that token's packed index.
 
-    The drafts of a sequence follow, with their indices.
+    The drafts of a sequence follow it, with their own indices.
     """
     rows = []
     end = 0
@@ -101,7 +104,7 @@ def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int
 
 
 def prompt_rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[PromptRows, ...]:
-    """The prompt tokens of this step that precede another prompt token, where their log-probabilities were requested."""
+    """Return the prompt tokens that precede another prompt token, where their log-probabilities were requested."""
     rows = []
     start = 0
     for item in scheduled:

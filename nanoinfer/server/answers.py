@@ -1,36 +1,34 @@
-"""The answers to one HTTP request: its streams, read to the end as JSON, or as server-sent events.
+"""The answers to one HTTP request, as one JSON object or as server-sent events.
 
-In: an Answers with a RequestStream for each prompt, and a Shape, which knows the endpoint's JSON. Out: a Response. However it
-ends, and also if it never starts, the streams are closed, so the engine frees their blocks.
+In: an Answers with a RequestStream for each prompt, and the endpoint's Choices. Out: a Response. However it ends, and also if
+it never starts, the streams are closed, so that the engine frees their blocks.
 """
 
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from nanoinfer.async_llm import AsyncLLM
+from nanoinfer.async_llm import AsyncLLM, RequestStream
 from nanoinfer.engine.inputs import PreparedRequest
-from nanoinfer.engine.request_stream import RequestStream
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput
+from nanoinfer.server.choices import ChatChoices, CompletionChoices
 from nanoinfer.server.errors import RequestError, error_body, without_paths
 
 T = TypeVar("T")
+Choices = ChatChoices | CompletionChoices
 DONE = b"data: [DONE]\n\n"
 CLIENT_CLOSED_REQUEST = 499  # nginx's status, for a response that nobody reads
 
 
 class Answers:
-    """The streams of one HTTP request, one for each prompt, with n answers each.
-
-    is_prompt_only: whether the generated tokens are dropped, as with max_tokens=0.
-    """
+    """The streams of one HTTP request, one for each prompt, with n answers each. With is_prompt_only they count no tokens."""
 
     def __init__(self, n: int, *, is_prompt_only: bool = False) -> None:
         self.id = uuid.uuid4().hex
@@ -39,7 +37,7 @@ class Answers:
         self._has_news = asyncio.Event()
 
     async def submit(self, async_llm: AsyncLLM, prepares: list[Callable[[], PreparedRequest]]) -> None:
-        """Queue every prompt, or none. Raises: as AsyncLLM.submit does, and RequestError for a prompt that is too long."""
+        """Queue every prompt, or no prompt if one is refused."""
         async_llm.check_capacity(len(prepares) * self._n)
         try:
             for prepare in prepares:
@@ -65,23 +63,27 @@ class Answers:
             yield updates
 
     def choice_index(self, number: int, index: int) -> int:
-        """The index of an answer to the prompt with this number among all choices."""
+        """Return the index among all choices of an answer to the prompt with this number."""
         return number * self._n + index
 
     async def finished(self) -> list[RequestOutput]:
-        """Wait for the end of all. Raises: RequestError if an answer failed."""
+        """Wait until all answers have ended, and return them if none has failed."""
         async for _ in self:
             pass
-        outputs = [stream.output for stream in self.streams if stream.output is not None]
+        outputs = self._outputs
         for output in outputs:
             for answer in output.outputs:
                 if failure := failure_of(answer):
                     raise RequestError(*failure)
         return outputs
 
+    @property
+    def _outputs(self) -> list[RequestOutput]:
+        return [stream.output for stream in self.streams if stream.output is not None]
+
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage, when all have ended."""
-        outputs = [stream.output for stream in self.streams if stream.output is not None]
+        """Return OpenAI's usage when all answers have ended."""
+        outputs = self._outputs
         prompt = sum(len(output.prompt_token_ids) for output in outputs)
         completion = 0 if self._is_prompt_only else sum(output.metrics.num_output_tokens for output in outputs)
         cached = sum(output.metrics.num_cached_tokens for output in outputs)
@@ -93,60 +95,46 @@ class Answers:
         }
 
     def close(self) -> None:
-        """Abort what is unfinished."""
+        """Abort the streams that are unfinished."""
         for stream in self.streams:
             stream.close()
 
 
-class Shape(Protocol):
-    """The JSON of an endpoint's choices. One per HTTP request: it keeps what its streams have not sent yet."""
-
-    object_name: str
-    chunk_name: str
-    id_prefix: str
-
-    def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
-        """A finished choice."""
-
-    def chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[dict[str, Any]]:
-        """The choices of a stream's next chunks."""
-
-
 def failure_of(answer: CompletionOutput | Delta) -> tuple[int, str] | None:
-    """The status and the message for an answer that has failed: OpenAI's finish_reason has neither "error" nor "abort"."""
+    """Return the status and the message of a failed answer, because no finish_reason of OpenAI's means "error" or "abort"."""
     if answer.finish_reason == "abort":
         return 503, "the request was aborted"
     return (500, without_paths(answer.error or "the engine failed")) if answer.finish_reason == "error" else None
 
 
 async def respond(
-    request: Request, answers: Answers, shape: Shape, model: str, *, is_stream: bool, includes_usage: bool
+    request: Request, answers: Answers, choices: Choices, model: str, *, is_stream: bool, includes_usage: bool
 ) -> Response:
     """Answer an HTTP request whose prompts are submitted."""
     head = {
-        "id": f"{shape.id_prefix}-{answers.id}",
-        "object": shape.chunk_name if is_stream else shape.object_name,
+        "id": f"{choices.id_prefix}-{answers.id}",
+        "object": choices.chunk_name if is_stream else choices.object_name,
         "created": int(time.time()),
         "model": model,
     }
     if is_stream:
-        return EventStream(answers, _events(answers, shape, head, includes_usage))
+        return EventStream(answers, _events(answers, choices, head, includes_usage))
     try:
         outputs = await until_disconnect(request, answers.finished())
     finally:
         answers.close()
     if outputs is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    choices = [
-        shape.choice(answers.choice_index(number, answer.index), output, answer)
+    whole = [
+        choices.whole(answers.choice_index(number, answer.index), output, answer)
         for number, output in enumerate(outputs)
         for answer in output.outputs
     ]
-    return json_response(head | {"choices": choices, "usage": answers.usage()})
+    return json_response(head | {"choices": whole, "usage": answers.usage()})
 
 
-async def _events(answers: Answers, shape: Shape, head: dict[str, Any], includes_usage: bool) -> AsyncIterator[bytes]:
-    """The server-sent events of a stream. What is the same in all of them is rendered once."""
+async def _events(answers: Answers, choices: Choices, head: dict[str, Any], includes_usage: bool) -> AsyncIterator[bytes]:
+    """Yield the server-sent events of a stream. The fields that all of them share are rendered once."""
     prefix = b"data: " + to_json(head)[:-1] + b',"choices":['
     suffix = b'],"usage":null}\n\n' if includes_usage else b"]}\n\n"
     async for updates in answers:
@@ -155,7 +143,7 @@ async def _events(answers: Answers, shape: Shape, head: dict[str, Any], includes
             if failure := failure_of(delta):
                 yield b"".join(events) + b"data: " + to_json(error_body(*failure)) + b"\n\n" + DONE
                 return
-            for choice in shape.chunks(index, stream, delta):
+            for choice in choices.chunks(index, stream, delta):
                 events += (prefix, to_json(choice), suffix)
         if events:
             yield b"".join(events)
@@ -165,7 +153,7 @@ async def _events(answers: Answers, shape: Shape, head: dict[str, Any], includes
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. The streams are closed however it ends, and also if its generator was never started."""
+    """Server-sent events, whose streams are closed however it ends, and also if its generator was never started."""
 
     media_type = "text/event-stream"
 
@@ -185,7 +173,7 @@ def json_response(value: object) -> Response:
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of work, or None if the client leaves first. Then work is cancelled."""
+    """Return the result of work, or cancel it and return None if the client disconnects first."""
     task = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(_disconnected(request))
     try:

@@ -1,6 +1,6 @@
-"""The endpoints. create_app(async_llm, settings) returns an ASGI application.
+"""The endpoints, which create_app(async_llm, settings) returns as an ASGI application.
 
-In: HTTP requests. Out: responses. What a request means is in protocol.py, and what its answer looks like in shapes.py.
+In: HTTP requests. Out: responses. protocol.py defines what a request means, and choices.py the JSON of its answers.
 """
 
 import asyncio
@@ -18,10 +18,11 @@ from nanoinfer import __version__
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.server.answers import Answers, Shape, json_response, respond
+from nanoinfer.server.answers import Answers, Choices, json_response, respond
 from nanoinfer.server.chat_format import ChatFormat, messages_of
+from nanoinfer.server.choices import ChatChoices, CompletionChoices
 from nanoinfer.server.errors import RequestError, add_error_handlers
-from nanoinfer.server.limits import Guard, StrictRoute
+from nanoinfer.server.limits import RequestLimits, StrictRoute
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.server.page import Replays, add_page
 from nanoinfer.server.protocol import (
@@ -31,39 +32,28 @@ from nanoinfer.server.protocol import (
     TokenizeRequest,
     to_sampling_params,
 )
-from nanoinfer.server.shapes import ChatShape, CompletionShape
 from nanoinfer.tracing.recent import RecentRecorder
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How the server behaves towards its clients.
+    """How the server behaves towards its clients."""
 
-    Args:
-        served_model_names: Names that a request's "model" may have. Answers carry the first.
-        api_keys: If there are any, requests to /v1 need one of them.
-        max_body_bytes: Larger bodies are refused.
-        cors_origins: Origins whose web pages may call the server, or "*".
-        reasoning_parser: "qwen3" or "none". None is what the chat template writes.
-        tool_call_parser: "hermes" or "none". None is what the chat template writes.
-        recorder: The LLM's tracer, from which answers are replayed. None: no replays.
-    """
-
-    served_model_names: tuple[str, ...]
-    api_keys: tuple[str, ...] = ()
-    max_body_bytes: int = 2**22
-    cors_origins: tuple[str, ...] = ()
-    reasoning_parser: str | None = None
-    tool_call_parser: str | None = None
-    recorder: RecentRecorder | None = None
+    served_model_names: tuple[str, ...]  # names that a request's "model" may have, of which answers contain the first
+    api_keys: tuple[str, ...] = ()  # the keys of which requests to /v1 need one, if there are any
+    max_body_bytes: int = 2**22  # of a request
+    cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the server, or "*"
+    reasoning_parser: str | None = None  # "qwen3" or "none". None means the format that the chat template writes
+    tool_call_parser: str | None = None  # "hermes" or "none". None means the format that the chat template writes
+    recorder: RecentRecorder | None = None  # the LLM's tracer, from which answers are replayed. None means no replays
 
 
 def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
-    """Make the application. The caller shuts the AsyncLLM down."""
+    """Make the application of an AsyncLLM, which the caller shuts down."""
     app = FastAPI(title="nanoinfer", version=__version__, docs_url=None, redoc_url=None)
     app.router.route_class = StrictRoute
     add_error_handlers(app)
-    app.add_middleware(Guard, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(RequestLimits, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
     replays = None if settings.recorder is None else Replays(settings.recorder)
@@ -85,26 +75,26 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
         http: Request,
         body: CompletionRequest | ChatCompletionRequest,
         prepares: Sequence[Callable[[SamplingParams], PreparedRequest]],
-        shape: Shape,
+        choices: Choices,
     ) -> Response:
-        """Answer one prompt for each of prepares, which run in threads beside the event loop, as the checks of params do."""
+        """Answer one prompt for each of prepares, which run in threads, as the checks of params do."""
         model = check_model(body.model, settings)
         params = await asyncio.to_thread(to_sampling_params, body, default)
         answers = Answers(params.n, is_prompt_only=body.max_tokens == 0)
         await answers.submit(async_llm, [partial(prepare, params) for prepare in prepares])
         if replays is not None:
             replays.add(answers)
-        return await respond(http, answers, shape, model, is_stream=bool(body.stream), includes_usage=body.includes_usage)
+        return await respond(http, answers, choices, model, is_stream=bool(body.stream), includes_usage=body.includes_usage)
 
     @app.post("/v1/completions")
     async def completions(http: Request, body: CompletionRequest) -> Response:
         prepares = [partial(inputs.prepare_prompt, prompt) for prompt in body.prompts]
-        return await generate(http, body, prepares, CompletionShape(body, tokenizer))
+        return await generate(http, body, prepares, CompletionChoices(body, tokenizer))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:
         prepare = partial(chat_format.prepare, body, inputs)
-        return await generate(http, body, [prepare], ChatShape(body, chat_format, tokenizer))
+        return await generate(http, body, [prepare], ChatChoices(body, chat_format, tokenizer))
 
     @app.post("/v1/embeddings", include_in_schema=False)
     @app.post("/v1/responses", include_in_schema=False)
@@ -115,11 +105,10 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
 
 
 def _add_models(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) -> None:
-    created = int(time.time())
+    facts = {"created": int(time.time()), "owned_by": "nanoinfer", "max_model_len": async_llm.engine.max_model_len}
 
     def card(name: str) -> dict[str, Any]:
-        max_model_len = async_llm.engine.max_model_len
-        return {"id": name, "object": "model", "created": created, "owned_by": "nanoinfer", "max_model_len": max_model_len}
+        return {"id": name, "object": "model", **facts}
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -180,7 +169,7 @@ def _add_operations(app: FastAPI, async_llm: AsyncLLM, metrics: Metrics) -> None
 
 
 def check_model(name: str | None, settings: ServerSettings) -> str:
-    """The name that an answer carries. Raises: RequestError for a model that is not served."""
+    """Return the model name that an answer contains. A model that is not served is refused."""
     if name is not None and name not in settings.served_model_names:
         served = ", ".join(settings.served_model_names)
         raise RequestError(

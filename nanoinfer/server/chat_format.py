@@ -1,4 +1,4 @@
-"""What a chat request says about tools, and how its answers are parsed.
+"""The tools of a chat request, and the parsing of its answers.
 
 In: requests, and the model's chat template. Out: prompts and SamplingParams with the tools, and a ChatParser for each answer.
 """
@@ -6,29 +6,26 @@ In: requests, and the model's chat template. Out: prompts and SamplingParams wit
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanoinfer.engine.chat_messages import constrain_calls
+from nanoinfer.chat.messages import constrain_calls
+from nanoinfer.chat.parsing import ChatParser, calls_as_hermes, thinks_as_qwen3
+from nanoinfer.chat.tools import after_thinking
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.errors import RequestError
 from nanoinfer.server.protocol import ChatCompletionRequest, ChatMessage
-from nanoinfer.tokenization.chat_parsing import ChatParser, calls_as_hermes, thinks_as_qwen3
-from nanoinfer.tokenization.tools import after_thinking
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """What is parsed in the answers of a model. The rest is content."""
+    """Which fields are parsed from the answers of a model. The rest of the text is content."""
 
     reasoning: bool
     tool_calls: bool
 
     @classmethod
     def choose(cls, template: str, reasoning_parser: str | None, tool_call_parser: str | None) -> "ChatFormat":
-        """Choose by vLLM's names of parsers, or by what the chat template writes where the name is None.
-
-        Raises: InvalidValueError.
-        """
+        """Choose by vLLM's names of parsers, or by the format that the chat template writes where the name is None."""
         for option, name, known in (
             ("--reasoning-parser", reasoning_parser, "qwen3"),
             ("--tool-call-parser", tool_call_parser, "hermes"),
@@ -41,7 +38,7 @@ class ChatFormat:
         )
 
     def make_parser(self, request: ChatCompletionRequest, prompt: str) -> ChatParser:
-        """Make the parser of one answer to this rendered prompt."""
+        """Make the parser for one answer to this rendered prompt."""
         return ChatParser(
             prompt,
             reasoning=self.reasoning,
@@ -50,10 +47,7 @@ class ChatFormat:
         )
 
     def prepare(self, request: ChatCompletionRequest, inputs: InputProcessor, params: SamplingParams) -> PreparedRequest:
-        """Render and check the conversation. Required and strict calls are a grammar of the answer.
-
-        Raises: RequestError, and as InputProcessor's methods do.
-        """
+        """Render and check the conversation, and constrain the answer by a grammar where calls are required or strict."""
         tools = _offered_tools(request)
         if tools and not self.tool_calls:
             raise RequestError(
@@ -85,5 +79,5 @@ def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _offered_tools(request: ChatCompletionRequest) -> list[dict[str, Any]]:
-    """The tools that the model may call."""
+    """Return the tools that the model may call."""
     return [] if request.tool_choice == "none" else request.tools or []

@@ -1,6 +1,6 @@
-"""A client of any OpenAI-compatible server: nanoinfer, vLLM, llama.cpp, ollama, OpenAI. `chat --url` and `bench serve` use it.
+"""A client of any OpenAI-compatible server (nanoinfer, vLLM, llama.cpp, ollama, OpenAI), for `chat --url` and `bench serve`.
 
-In: a URL and JSON bodies. Out: JSON, and the chunks of a stream as they arrive. It requires the standard library alone.
+In: a URL and JSON bodies. Out: JSON, and the chunks of a stream as they arrive. It requires only the standard library.
 """
 
 import json
@@ -21,26 +21,27 @@ MAX_ERROR_BYTES, MAX_ERROR_CHARACTERS = 2**16, 300
 class Client:
     """Sends requests to one server, each on a connection of its own.
 
-    Every method raises NanoinferError, in one sentence, if the server cannot be reached, refuses the request or breaks off.
+    Every method raises NanoinferError if the server cannot be reached, refuses the request or breaks off.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float | None = None) -> None:
-        """Check the URL. Nothing is sent yet.
+        """Check the URL without sending anything.
 
         Args:
             url: http://host:port, to which /v1 is added, or a URL with a path such as https://host/api/v1.
-            timeout: Seconds without a byte after which an answer counts as broken. None waits for ever.
+            api_key: The key that every request sends.
+            timeout: Seconds without a byte after which an answer counts as broken. None means no limit.
         """
         try:
-            parts = urlsplit(url)
-            self.host, self.port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-        except ValueError:  # the port is no number
-            parts, self.host = urlsplit(""), ""
-        if parts.scheme not in ("http", "https") or not self.host or not url.isascii() or not url.isprintable():
+            split = urlsplit(url)
+            self.host, self.port = split.hostname or "", split.port or (443 if split.scheme == "https" else 80)
+        except ValueError:  # the port is not a number
+            split, self.host = urlsplit(""), ""
+        if split.scheme not in ("http", "https") or not self.host or not url.isascii() or not url.isprintable():
             raise InvalidValueError(f"the URL must be such as http://127.0.0.1:8000 or https://host/v1, got {url!r}")
-        self._is_secure = parts.scheme == "https"
-        self._base = parts.path.rstrip("/") or "/v1"
-        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._base}"
+        self._is_secure = split.scheme == "https"
+        self._base = split.path.rstrip("/") or "/v1"
+        self.url = f"{split.scheme}://{split.netloc.rpartition('@')[2]}{self._base}"
         self.timeout = timeout
         self._headers = {"Content-Type": "application/json"}
         if api_key:
@@ -49,7 +50,7 @@ class Client:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def first_model(self) -> str:
-        """The name of the server's first model, often the only one."""
+        """Return the name of the server's first model, which is often the only one."""
         with self._send("GET", "/models") as response:
             listed = _parse(response.read()).get("data")
         if not isinstance(listed, list) or not listed or not isinstance(listed[0], dict):
@@ -62,20 +63,20 @@ class Client:
             yield from self._chunks(response)
 
     def stream_request(self, path: str, body: dict[str, Any]) -> bytes:
-        """The bytes that stream() sends, for a caller with connections of its own. The server closes it after the answer."""
+        """Return the bytes that stream() sends, for a caller with its own connection, which the server closes at the end."""
         connection, sent = self._new_connection(), _Sent()
         connection.sock = sent
         connection.request("POST", self._base + path, _stream_body(body), self._headers | {"Connection": "close"})
         return sent.data
 
     def parse_stream(self, path: str, received: Any) -> Iterator[dict[str, Any]]:
-        """The chunks that stream() yields. received: what arrived, as an object whose makefile("rb") returns a file of it."""
+        """Yield the chunks that stream() yields, from `received`, whose makefile("rb") returns what has arrived."""
         with self._checked(path, lambda: _begin(HTTPResponse(received))) as response:
             yield from self._chunks(response)
 
     @cached_property
     def tls(self) -> ssl.SSLContext | None:
-        """The settings of TLS, None without https."""
+        """The settings of TLS, or None without https."""
         return ssl.create_default_context() if self._is_secure else None
 
     def _new_connection(self) -> HTTPConnection:
@@ -84,15 +85,13 @@ class Client:
         return HTTPConnection(self.host, self.port, timeout=CONNECT_SECONDS)
 
     def no_connection(self, error: OSError) -> NanoinferError:
-        """The error for a server that cannot be reached."""
-        reason = str(error) or type(error).__name__
-        return NanoinferError(
-            f"no server answers at {self.url} ({reason}); start one with `nanoinfer serve`, or correct the URL"
-        )
+        """Return the error for a server that cannot be reached."""
+        way_out = "start one with `nanoinfer serve`, or correct the URL"
+        return NanoinferError(f"no server answers at {self.url} ({str(error) or type(error).__name__}); {way_out}")
 
     @contextmanager
     def _send(self, method: str, path: str, body: str | None = None) -> Iterator[HTTPResponse]:
-        """Send a request and yield its response, whose status is 200."""
+        """Send a request, and yield its response if the status is 200."""
         connection = self._new_connection()
         try:
             connection.connect()
@@ -112,7 +111,7 @@ class Client:
 
     @contextmanager
     def _checked(self, path: str, respond: Callable[[], HTTPResponse]) -> Iterator[HTTPResponse]:
-        """Yield the response that respond() returns. Its status is 200."""
+        """Yield the response that respond() returns if its status is 200."""
         try:
             with respond() as response:
                 if response.status != 200:
@@ -138,13 +137,13 @@ class Client:
                     if chunk.get("error"):
                         raise NanoinferError(f"{self.url} failed: {_error_message(event)}")
                     if not _is_chunk(chunk):
-                        raise NanoinferError(f"the server sent {_shorten(event)!r}, which is no chunk of OpenAI's API")
+                        raise NanoinferError(f"the server sent {_shorten(event)!r}, which is not a chunk of OpenAI's API")
                     yield chunk
         raise NanoinferError(f"the stream of {self.url} ended before its last event; the server may have been stopped")
 
 
 class _Sent:
-    """Takes the place of a socket, and keeps what is sent to it."""
+    """Replaces a socket, and keeps the data that is sent to it."""
 
     data = b""
 
@@ -181,7 +180,7 @@ def _is_chunk(value: dict[str, Any]) -> bool:
 
 
 def _error_message(body: bytes) -> str:
-    """The sentence in an error: OpenAI's shape, ollama's, FastAPI's, or any text.
+    """Return the message in an error body of OpenAI, ollama or FastAPI, or any other text.
 
     >>> _error_message(b'{"error": {"message": "no such model"}}'), _error_message(b'{"error": "no such model"}')
     ('no such model', 'no such model')

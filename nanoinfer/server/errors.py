@@ -1,4 +1,4 @@
-"""Every error in OpenAI's shape: {"error": {"message", "type", "param", "code"}}. No path and no traceback of this machine.
+"""Every error as OpenAI's {"error": {"message", "type", "param", "code"}}, without paths or tracebacks of this machine.
 
 In: exceptions of nanoinfer, of FastAPI and of its checks. Out: a status and a short message.
 """
@@ -19,13 +19,13 @@ from nanoinfer.errors import EngineDeadError, NanoinferError, QueueFullError
 logger = logging.getLogger(__name__)
 
 MAX_ERRORS, MAX_CHARACTERS = 10, 200  # in the message for a body that does not validate
-RETRY_AFTER = {429: "1", 503: "10"}  # seconds. OpenAI's client follows it up to 120
+RETRY_AFTER = {429: "1", 503: "10"}  # seconds, which OpenAI's client follows up to 120
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _PATH = re.compile(r"(?<![\w.<])(?:[A-Za-z]:)?[/\\][\w.-]+(?:[/\\][\w.-]+)+")
 
 
 class RequestError(HTTPException):
-    """A request that is refused. param: the field. code: OpenAI's, for programs."""
+    """A refused request, with the name of the field (param) and OpenAI's code for programs."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(status, message)
@@ -33,13 +33,13 @@ class RequestError(HTTPException):
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The body of an error."""
+    """Return the body of an error."""
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def without_paths(message: str) -> str:
-    """The message of an error that this file did not write, without paths of this machine.
+    """Remove paths of this machine from the message of an error.
 
     >>> without_paths("OSError: cannot read /home/me/model/config.json; see docs/models.md, 1/2")
     'OSError: cannot read <path>; see docs/models.md, 1/2'
@@ -54,7 +54,7 @@ def error_response(status: int, message: str, *, param: str | None = None, code:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every exception in OpenAI's shape."""
+    """Answer every exception by an error body."""
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
@@ -83,14 +83,14 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def validation_message(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """Pydantic's errors as one short message, and the first field."""
+    """Return one short message of pydantic's errors, and the first field."""
     lines = []
     for error in errors[:MAX_ERRORS]:
-        place = ".".join(str(part) for part in error["loc"][1:])
+        field = ".".join(map(str, error["loc"][1:]))
         message = str(error["msg"]).removeprefix("Value error, ")
         if error["type"] == "extra_forbidden":
             message = "unknown field; leave it out"
-        lines.append((f"{place}: {message}" if place else message)[:MAX_CHARACTERS])
+        lines.append((f"{field}: {message}" if field else message)[:MAX_CHARACTERS])
     if len(errors) > MAX_ERRORS:
         lines.append(f"and {len(errors) - MAX_ERRORS} more")
     location = errors[0]["loc"]

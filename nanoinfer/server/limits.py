@@ -1,4 +1,4 @@
-"""What a request must satisfy before its body is read: a key, headers of a limited size. And how the body's JSON is read.
+"""The conditions on a request before an endpoint sees it: a key, headers and a body of limited size, and strict JSON.
 
 In: ASGI's scopes. Out: the request, passed on, or an error.
 """
@@ -20,7 +20,7 @@ from nanoinfer.server.errors import RequestError, error_response
 MAX_HEADER_BYTES = 2**15
 
 
-class Guard:
+class RequestLimits:
     """Refuses requests to /v1 and /trace without a key, and any request with large headers or a large body."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int) -> None:
@@ -55,17 +55,17 @@ class Guard:
         if self._digests and path.startswith(("/v1", "/trace")) and method != "OPTIONS":
             scheme, _, key = headers.get("authorization", "").partition(" ")
             given = _digest(key.strip().encode())
-            is_known = [hmac.compare_digest(given, digest) for digest in self._digests]  # all, so the time tells nothing
+            is_known = [hmac.compare_digest(given, digest) for digest in self._digests]  # all of them, for a constant time
             if scheme.lower() != "bearer" or not any(is_known):
                 raise RequestError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
 
 
 def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()  # equal lengths: compare_digest's time depends on them
+    return hashlib.sha256(key).digest()  # of equal length, because compare_digest's time depends on the lengths
 
 
 class StrictRequest(Request):
-    """A request whose JSON has no NaN, no infinity, and at most 200 levels."""
+    """A request whose JSON has neither NaN nor infinity, and at most 200 levels."""
 
     async def json(self) -> Any:
         try:

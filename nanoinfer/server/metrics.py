@@ -1,7 +1,7 @@
 """Prometheus metrics, with vLLM's names under the prefix nanoinfer: instead of vllm:.
 
-In: the engine's own metrics, those of LLM.get_metrics, and the deltas of each step, for what the engine does not count. Out:
-the text of /metrics.
+In: the engine's metrics (LLM.get_metrics), and the deltas of each step for what the engine does not count. Out: the text of
+/metrics.
 """
 
 import time
@@ -14,18 +14,18 @@ from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from nanoinfer.async_llm import AsyncLLM, Updates
+from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine import metrics as engine_metrics
-from nanoinfer.outputs import FinishReason, RequestOutput
+from nanoinfer.outputs import Delta, FinishReason, RequestOutput
 
 # vLLM's buckets
 TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 COUNT_BUCKETS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
 
 HELP = {  # of the engine's metrics
-    "num_requests_running": "Sequences that run.",
-    "num_requests_waiting": "Sequences that wait.",
-    "kv_cache_usage_perc": "Share of the KV cache's blocks that sequences hold. 1 is all.",
+    "num_requests_running": "Running sequences.",
+    "num_requests_waiting": "Waiting sequences.",
+    "kv_cache_usage_perc": "Share of the KV cache's blocks that sequences hold, 1 for all.",
     "prompt_tokens": "Prompt tokens of requests that have a first token.",
     "generation_tokens": "Generated tokens.",
     "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
@@ -64,10 +64,10 @@ class Metrics:
         self._num_generated = histogram("request_generation_tokens", "Generated tokens of a request.", COUNT_BUCKETS)
         async_llm.on_deliver = self.observe
 
-    def observe(self, updates: Updates) -> None:
-        """Count what one step has added to all streams."""
+    def observe(self, news: list[list[Delta]]) -> None:
+        """Count the deltas that one step has added to all streams."""
         now, last_times = time.perf_counter(), self._last_token_times
-        for _, deltas in updates:
+        for deltas in news:
             for delta in deltas:
                 key = delta.request_id, delta.index
                 before = last_times.get(key)
@@ -91,13 +91,13 @@ class Metrics:
         self._num_generated.observe(metrics.num_output_tokens)
 
     async def text(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         self._of_engine.metrics = await self._async_llm.get_metrics()
         return generate_latest(self._registry)
 
 
 class _EngineCollector(Collector):
-    """The engine's metrics. metrics: those of the moment, set before collect()."""
+    """The engine's metrics, of which text() sets the current values before collect()."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         self.metrics: list[engine_metrics.Metric] = []
@@ -109,10 +109,6 @@ class _EngineCollector(Collector):
             yield self._family(metric, f"nanoinfer:{bare_name}", HELP[bare_name])
 
     def _family(self, metric: engine_metrics.Metric, name: str, text: str) -> MetricFamily:
-        if isinstance(metric, engine_metrics.Gauge):
-            gauge = GaugeMetricFamily(name, text, labels=self._names)
-            gauge.add_metric(self._values, metric.value)
-            return gauge
         if isinstance(metric, engine_metrics.Histogram):
             histogram = HistogramMetricFamily(name, text, labels=self._names)
             buckets = [(floatToGoString(bound), float(count)) for bound, count in metric.buckets.items()]
@@ -123,7 +119,8 @@ class _EngineCollector(Collector):
             for position, value in enumerate(metric.values):
                 counter.add_metric([*self._values, str(position)], value)
             return counter
-        assert isinstance(metric, engine_metrics.Counter), metric
-        counter = CounterMetricFamily(name, text, labels=self._names)
-        counter.add_metric(self._values, metric.value)
-        return counter
+        assert isinstance(metric, engine_metrics.Counter | engine_metrics.Gauge), metric
+        kind = GaugeMetricFamily if isinstance(metric, engine_metrics.Gauge) else CounterMetricFamily
+        family = kind(name, text, labels=self._names)
+        family.add_metric(self._values, metric.value)
+        return family

@@ -1,7 +1,7 @@
 """The web page at /, and with `nanoinfer serve --trace` the replays of recent answers.
 
-In: page.html, and a RecentRecorder, which is the LLM's tracer. Out: two HTML pages. Each may run its own script only, and may
-call no other server.
+In: page.html, and a RecentRecorder, which is the LLM's tracer. Out: two HTML pages, which may only run their own scripts and
+must not call other servers.
 """
 
 import asyncio
@@ -30,17 +30,17 @@ class Replays:
         self._answers: dict[str, Answers] = {}
 
     def add(self, answers: Answers) -> None:
-        """Remember an answer, instead of the oldest one if there are too many."""
+        """Keep an answer, and drop the oldest if there are more than MAX_REPLAYS."""
         self._answers[answers.id] = answers
         if len(self._answers) > MAX_REPLAYS:
             del self._answers[next(iter(self._answers))]
 
     async def page(self, response_id: str) -> str:
-        """The replay of the answer with this id, such as "chatcmpl-...". Raises: RequestError if it is not kept."""
+        """Return the replay of the answer with this id, such as "chatcmpl-...", if it is kept."""
         answers = self._answers.get(response_id.partition("-")[2])
         page = None
         if answers is not None:
-            request_ids = [stream.request.request_id for stream in answers.streams if stream.request is not None]
+            request_ids = [stream.request_id for stream in answers.streams]
             page = await asyncio.to_thread(self._recorder.replay, request_ids)
         if page is None:
             raise RequestError(
@@ -52,7 +52,7 @@ class Replays:
 
 
 def add_page(app: FastAPI, async_llm: AsyncLLM, model: str, replays: Replays | None) -> None:
-    """Add the page, which needs no key, and the replays, which need one if /v1 does."""
+    """Add the page, which needs no key, and the replays, which need a key if /v1 does."""
     tokenizer, default = async_llm.engine.tokenizer, async_llm.llm.get_default_sampling_params()
     config = {
         "model": model,

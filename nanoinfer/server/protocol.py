@@ -1,11 +1,10 @@
-"""The bodies of requests, by OpenAI's names, with vLLM's names for what OpenAI does not have.
+"""The bodies of requests, with OpenAI's names, and vLLM's names for what OpenAI does not have.
 
-In: JSON. Out: values that are checked, and SamplingParams. An unknown field is refused, because it might be meant to change the
-answer. Fields that matter only inside OpenAI (_Ignored) are accepted.
+In: JSON. Out: checked values, and SamplingParams. An unknown field is refused, because it might be meant to change the answer,
+while fields that matter only inside OpenAI (_Ignored) are accepted.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -16,20 +15,13 @@ from nanoinfer.server.errors import RequestError
 
 MAX_ANSWERS, MAX_PROMPTS, MAX_LOGPROBS, MAX_STOPS = 128, 2048, 20, 16
 MAX_LISTED = 1024  # ids or words in a list that is examined at every token
-MAX_ALLOWED = 2**18  # allowed_token_ids may hold a whole vocabulary, of which this is the largest size
+MAX_ALLOWED = 2**18  # the size of the largest vocabulary, all of which allowed_token_ids may contain
 INT64, UINT64 = 2**63, 2**64
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=128)]
 BadWord = Annotated[str, Field(max_length=128)]
-
-# Fields that have the same name and the same meaning in SamplingParams.
-SAME_NAMES = (
-    "temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids", "include_stop_str_in_output", "min_tokens",
-    "ignore_eos", "skip_special_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "no_repeat_ngram_size",
-    "allowed_token_ids", "bad_words",
-)  # fmt: skip
 
 
 class _Body(BaseModel):
@@ -38,11 +30,11 @@ class _Body(BaseModel):
 
 class StreamOptions(_Body):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # accepted: only OpenAI pads its events
+    include_obfuscation: bool | None = None  # accepted without effect, because only OpenAI pads its events
 
 
 class _Ignored(_Body):
-    """Fields that change no answer."""
+    """Fields that do not change an answer."""
 
     user: str | None = None
     store: bool | None = None
@@ -53,7 +45,7 @@ class _Ignored(_Body):
 
 
 class GenerationRequest(_Ignored):
-    """What both endpoints take. None is the checkpoint's default."""
+    """The fields of both endpoints, where None means the checkpoint's default."""
 
     model: str | None = None
     temperature: float | None = None
@@ -89,7 +81,7 @@ class GenerationRequest(_Ignored):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with a chunk that has the usage."""
+        """Whether a stream ends with a chunk that contains the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
@@ -105,13 +97,13 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One prompt or several as a list."""
+        """The list of prompts, also if there is only one."""
         is_one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
         return cast(list[str | list[int]], [self.prompt] if is_one else self.prompt)
 
 
 class ChatMessage(BaseModel):
-    """One message. The chat template decides which further fields it reads."""
+    """One message, of which the chat template may read further fields."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
@@ -168,12 +160,10 @@ class DetokenizeRequest(_Body):
 
 
 def to_sampling_params(request: CompletionRequest | ChatCompletionRequest, default: SamplingParams) -> SamplingParams:
-    """The SamplingParams of a request: its fields over the checkpoint's default.
-
-    Raises: RequestError for what is not supported, and InvalidValueError, InvalidTypeError as SamplingParams does.
-    """
+    """Return the checkpoint's default with the fields of a request."""
     _check_supported(request)
-    given: dict[str, Any] = {name: getattr(request, name) for name in SAME_NAMES}
+    names = {field.name for field in fields(SamplingParams)} & GenerationRequest.model_fields.keys()
+    given: dict[str, Any] = {name: getattr(request, name) for name in names}
     if request.seed is not None:
         given["seed"] = request.seed if request.seed == -1 else request.seed % UINT64
     if request.logit_bias is not None:
@@ -191,26 +181,22 @@ def to_sampling_params(request: CompletionRequest | ChatCompletionRequest, defau
 
 
 def _check_supported(request: CompletionRequest | ChatCompletionRequest) -> None:
-    """Refuse known features that are not supported, by name."""
-    unsupported: Sequence[tuple[str, object]] = []
-    if isinstance(request, CompletionRequest):
-        unsupported = [("suffix", request.suffix), ("best_of", request.best_of not in (None, request.n or 1))]
-        if request.max_tokens == 0 and not request.echo:
-            raise RequestError(400, "max_tokens must be >= 1, or 0 with echo", param="max_tokens")
-        if len(request.prompts) > MAX_PROMPTS:
-            raise RequestError(400, f"prompt holds {len(request.prompts)} prompts; at most {MAX_PROMPTS}", param="prompt")
-    for name, is_used in unsupported:
+    """Refuse known features that are not supported."""
+    if not isinstance(request, CompletionRequest):
+        return
+    if request.max_tokens == 0 and not request.echo:
+        raise RequestError(400, "max_tokens must be >= 1, or 0 with echo", param="max_tokens")
+    if len(request.prompts) > MAX_PROMPTS:
+        raise RequestError(400, f"prompt holds {len(request.prompts)} prompts; at most {MAX_PROMPTS}", param="prompt")
+    for name, is_used in ("suffix", request.suffix), ("best_of", request.best_of not in (None, request.n or 1)):
         if is_used:
             raise RequestError(400, f"{name} is not supported; leave it out", param=name, code="unsupported")
 
 
 def _structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
-    """The form of the answer, by OpenAI's response_format or vLLM's structured_outputs.
-
-    Raises: RequestError, InvalidValueError, InvalidTypeError.
-    """
-    form, given = request.response_format or {"type": "text"}, request.structured_outputs
-    kind = form.get("type")
+    """Return the constraint on the answer by OpenAI's response_format or vLLM's structured_outputs."""
+    response_format, given = request.response_format or {"type": "text"}, request.structured_outputs
+    kind = response_format.get("type")
     if kind == "text":
         return None if given is None else StructuredOutputsParams(**given)
     if given is not None:
@@ -220,7 +206,7 @@ def _structured_outputs(request: GenerationRequest) -> StructuredOutputsParams |
     if kind != "json_schema":
         message = f"response_format.type must be text, json_object or json_schema, got {str(kind)[:50]!r}"
         raise RequestError(400, message, param="response_format")
-    named = form.get("json_schema")
+    named = response_format.get("json_schema")
     if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
         raise RequestError(400, "response_format.json_schema must be an object with a schema", param="response_format")
     return StructuredOutputsParams(json=named["schema"])

@@ -1,8 +1,9 @@
-"""A batch job on many machines: Ray Data gives batches of rows to actors, and each actor holds an engine.
+"""A batch job on many machines: Ray Data gives batches of requests to actors, and each actor holds an engine.
 
-In: rows. Out: their results, in the order in which batches end. Only this process, the driver, writes them. Ray restarts an
-actor that dies and repeats its batches, without a limit. So Attempts counts how often each batch has begun. If MAX_DEATHS
-actors die during a batch, its rows are answered one by one. A row during which MAX_DEATHS more die gets an error as its result.
+In: BatchRequests. Out: their results, in the order in which batches end, which only this process, the driver, writes. Ray
+restarts an actor that dies and repeats its batches without a limit, so Attempts counts how often each batch has begun. If
+MAX_DEATHS actors die during a batch, its requests are answered one by one. A request during which MAX_DEATHS more die gets an
+error as its result.
 """
 
 import asyncio
@@ -20,20 +21,19 @@ import ray.data
 from pydantic_core import from_json, to_json
 from ray.exceptions import RayError
 
-from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.server.app import ServerSettings, create_app
 from nanoinfer.server.batch import answer, answer_all, to_result
+from nanoinfer.server.batch_files import BatchRequest
 from nanoinfer.server.errors import error_body
-from nanoinfer.server.ledger import Row
 from nanoinfer.server.run import share_the_process
 
 if TYPE_CHECKING:
-    from nanoinfer.llm import LLM
+    from nanoinfer.async_llm import AsyncLLM
 
 MAX_DEATHS = 2
-BATCHES_PER_ACTOR = 2  # in flight, so that the engine has rows while a batch ends
-LOCAL_OBJECT_STORE_BYTES = 2**28  # for the rows: all are sent to it before the job starts. What does not fit is spilled to disk
+BATCHES_PER_ACTOR = 2  # in flight, so that the engine has requests while a batch ends
+LOCAL_OBJECT_STORE_BYTES = 2**28  # for all requests, sent to it before the job starts. What does not fit is spilled to disk
 
 
 @contextmanager
@@ -42,21 +42,11 @@ def connected(address: str, *, num_cpus: int) -> Iterator[None]:
 
     Args:
         address: "local", "auto" or host:port.
-        num_cpus: The CPUs that a local cluster offers. Ray only counts them, and reserves nothing on the machine.
-
-    Raises: InvalidValueError if there is no cluster.
+        num_cpus: The CPUs that a local cluster offers, which Ray only counts and does not reserve on the machine.
     """
+    local = {"num_cpus": num_cpus, "object_store_memory": LOCAL_OBJECT_STORE_BYTES, "include_dashboard": False}
     try:
-        if address == "local":
-            ray.init(
-                "local",
-                num_cpus=num_cpus,
-                object_store_memory=LOCAL_OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                logging_level="WARNING",
-            )
-        else:
-            ray.init(address, logging_level="WARNING")
+        ray.init(address, logging_level="WARNING", **(local if address == "local" else {}))
     except (ConnectionError, ValueError) as error:
         raise InvalidValueError(
             f"there is no Ray cluster at {address!r} ({error}); give host:port, auto, or local for this machine alone"
@@ -68,8 +58,8 @@ def connected(address: str, *, num_cpus: int) -> Iterator[None]:
 
 
 def answer_all_on_ray(
-    rows: Iterator[Row],
-    load: Callable[[], "LLM"],
+    requests: Iterator[BatchRequest],
+    load: Callable[[], "AsyncLLM"],
     settings: ServerSettings,
     *,
     seed: int,
@@ -78,25 +68,20 @@ def answer_all_on_ray(
     resources: dict[str, float],
     write: Callable[[dict[str, Any]], object],
 ) -> None:
-    """Answer every row on the actors of the cluster that this process is connected to, and pass each result to write.
+    """Answer every request on the actors of the cluster that this process is connected to, and pass each result to write.
 
-    Args:
-        load: Makes the LLM of an actor.
-        settings: What the endpoints of an actor need.
-        batch_size: Rows that an actor takes at a time.
-        resources: num_cpus and num_gpus that an actor reserves.
-
-    Raises: NanoinferError if load or the engine raised one in an actor, with the message of that error. Otherwise Ray's error.
-    The rows without a result are then unfinished.
+    Each actor makes an AsyncLLM by load, takes batch_size requests at a time and reserves the resources, num_cpus and num_gpus.
+    An error of load or the engine in an actor is raised here as a NanoinferError, and the requests without a result are then
+    unfinished.
     """
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)
-    lines = (to_json(row.model_dump()) for row in rows)
-    blocks = [pyarrow.table({"row": batch}) for batch in iter(lambda: list(islice(lines, batch_size)), [])]
+    lines = (to_json(request.model_dump()) for request in requests)
+    blocks = [pyarrow.table({"request": batch}) for batch in iter(lambda: list(islice(lines, batch_size)), [])]
     attempts = ray.remote(num_cpus=0)(Attempts).remote()
     results = ray.data.from_blocks(blocks).map_batches(
-        Replica,
+        BatchReplica,
         fn_constructor_args=(load, settings, seed, attempts),
         batch_size=None,  # a block is a batch
         batch_format="pyarrow",
@@ -108,7 +93,7 @@ def answer_all_on_ray(
         for batch in results.iter_batches(batch_size=None, batch_format="pyarrow"):
             for result in batch["result"]:
                 write(from_json(result.as_py()))
-    except RayError as error:  # its text has the actor's traceback. Its class is not that of the actor's error
+    except RayError as error:  # only its text, with the actor's traceback, names the class of the actor's error
         own = re.findall(r"^nanoinfer\.errors\.\w+: (.+)$", str(error), re.MULTILINE)
         if not own:
             raise
@@ -116,10 +101,10 @@ def answer_all_on_ray(
 
 
 class Attempts:
-    """An actor that keeps, for each unfinished batch, what must survive the death of a Replica.
+    """An actor that keeps, for each unfinished batch, what must survive the death of a BatchReplica.
 
-    This is how often the batch has begun, and the results of rows that were answered alone. Each such result sets the count to
-    MAX_DEATHS, plus one for the attempt that is running. So the attempts beyond MAX_DEATHS are those at the next row.
+    This is how often the batch has begun, and the results of requests that were answered alone. Each such result sets the count
+    to MAX_DEATHS, plus one for the attempt that is running, so the attempts beyond MAX_DEATHS are those at the next request.
     """
 
     def __init__(self) -> None:
@@ -141,11 +126,11 @@ class Attempts:
         self._results.pop(batch, None)
 
 
-class Replica:
-    """An actor that answers batches. Ray calls it for up to BATCHES_PER_ACTOR at once, in one event loop."""
+class BatchReplica:
+    """An actor that answers batches, up to BATCHES_PER_ACTOR of them at once in one event loop."""
 
-    def __init__(self, load: Callable[[], "LLM"], settings: ServerSettings, seed: int, attempts: Any) -> None:
-        self._app = create_app(AsyncLLM(load, streaming=False), settings)
+    def __init__(self, load: Callable[[], "AsyncLLM"], settings: ServerSettings, seed: int, attempts: Any) -> None:
+        self._app = create_app(load(), settings)
         share_the_process()
         self._seed = seed
         self._attempts = attempts
@@ -153,29 +138,29 @@ class Replica:
         self._alone = asyncio.Lock()
 
     async def __call__(self, batch: pyarrow.Table) -> pyarrow.Table:
-        """Turn the column "row" of JSON into a column "result" of JSON."""
-        rows = [Row.model_validate(from_json(row.as_py())) for row in batch["row"]]
-        key = rows[0].custom_id
+        """Turn a column "request" of JSON into a column "result" of JSON."""
+        requests = [BatchRequest.model_validate(from_json(one.as_py())) for one in batch["request"]]
+        key = requests[0].custom_id
         num_deaths, results = await self._attempts.get.remote(key)
         if num_deaths < MAX_DEATHS:
             async with self._turns:
                 await self._attempts.begin.remote(key)
-                await answer_all(self._app, iter(rows), seed=self._seed, num_concurrent=len(rows), write=results.append)
+                await answer_all(self._app, iter(requests), seed=self._seed, num_concurrent=len(requests), write=results.append)
         else:
-            async with self._alone, self._turns, self._turns:  # all turns: nothing else may kill the actor meanwhile
+            async with self._alone, self._turns, self._turns:  # all turns, so that nothing else can kill the actor meanwhile
                 await self._attempts.begin.remote(key)
-                for row in rows[len(results) :]:
-                    results.append(await self._answer_alone(row, num_deaths - MAX_DEATHS))
+                for request in requests[len(results) :]:
+                    results.append(await self._answer_alone(request, num_deaths - MAX_DEATHS))
                     num_deaths = MAX_DEATHS
                     await self._attempts.add.remote(key, results[-1])
         await self._attempts.end.remote(key)
         return pyarrow.table({"result": [to_json(result) for result in results]})
 
-    async def _answer_alone(self, row: Row, num_deaths: int) -> dict[str, Any]:
+    async def _answer_alone(self, request: BatchRequest, num_deaths: int) -> dict[str, Any]:
         if num_deaths < MAX_DEATHS:
-            return await answer(self._app, row, self._seed)
+            return await answer(self._app, request, self._seed)
         message = (
-            f"{2 * MAX_DEATHS} processes died while they answered this row, "
-            f"in the last {MAX_DEATHS} cases with no other row running"
+            f"{2 * MAX_DEATHS} processes died while they answered this request, "
+            f"in the last {MAX_DEATHS} cases with no other request running"
         )
-        return to_result(row, self._seed, 500, error_body(500, message))
+        return to_result(request, self._seed, 500, error_body(500, message))

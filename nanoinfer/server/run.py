@@ -1,7 +1,7 @@
-"""The server as a process: uvicorn, and how it ends.
+"""The server as a process: uvicorn, and its shutdown.
 
-In: an AsyncLLM and the settings. SIGTERM or Ctrl-C ends the server: it accepts nothing more, running requests may finish until
-a time limit, and those that take longer end with an error, so no client waits for ever. A second Ctrl-C ends it at once.
+In: an AsyncLLM and the settings. After SIGTERM or Ctrl-C the server accepts no more requests. Running requests may finish until
+a time limit and end with an error after it, so that no client waits for ever. A second Ctrl-C ends the server at once.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from nanoinfer.server.app import ServerSettings, create_app
 from nanoinfer.server.limits import MAX_HEADER_BYTES
 
 KEEP_ALIVE_SECONDS = 5
-SWITCH_INTERVAL = 0.0005  # seconds that a thread may keep the interpreter while another waits. Python's own is 0.005
-FLUSH_SECONDS = 5  # for the last bytes of aborted requests. A client that does not read them is cut off
+SWITCH_INTERVAL = 0.0005  # seconds that a thread may keep the interpreter while another waits (Python's default is 0.005)
+FLUSH_SECONDS = 5  # for the last bytes of aborted requests, after which clients that do not read them are disconnected
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which by itself collects the headers of a request without a limit."""
+    """uvicorn's protocol with a limit on the headers of a request."""
 
     _reads_headers = False
     _num_bytes = 0
@@ -43,7 +43,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which waits for ever by itself: for its connections, which wait for the engine."""
+    """uvicorn's server, which would wait for its connections, and they for the engine, without a time limit."""
 
     def __init__(self, config: uvicorn.Config, async_llm: AsyncLLM, shutdown_timeout: float) -> None:
         super().__init__(config)
@@ -61,7 +61,7 @@ class Server(uvicorn.Server):
 
 
 def make_server(async_llm: AsyncLLM, settings: ServerSettings, *, host: str, port: int, shutdown_timeout: float) -> Server:
-    """Make the server. run() serves until a signal, and shuts the AsyncLLM down."""
+    """Make the server, whose run() serves until a signal and then shuts the AsyncLLM down."""
     config = uvicorn.Config(
         create_app(async_llm, settings),
         host=host,
@@ -76,7 +76,7 @@ def make_server(async_llm: AsyncLLM, settings: ServerSettings, *, host: str, por
 
 
 def share_the_process() -> None:
-    """Let the engine's thread and the event loop's delay each other little."""
+    """Reduce the time that the engine's thread and the event loop's thread wait for each other."""
     gc.collect()
-    gc.freeze()  # else the collector examines all of torch now and then, and every stream waits some 0.2 s for it
+    gc.freeze()  # otherwise the collector examines all of torch now and then, for which every stream waits about 0.2 s
     sys.setswitchinterval(SWITCH_INTERVAL)

@@ -1,4 +1,4 @@
-"""What a draft costs on this machine, now: measured while decoding, since it depends on the model, the load and the lengths.
+"""Measure what a draft costs while decoding, because it depends on the machine, the model, the load and the lengths.
 
 In: the number of rows and the seconds of each decode step. Out: how many drafts are expected to pay.
 """
@@ -11,22 +11,22 @@ from nanoinfer.scheduling.sequence import Sequence
 if TYPE_CHECKING:
     from nanoinfer.speculative.speculator import Proposer
 
-MEMORY = 0.95  # the share of the old averages that one more step leaves
-OUTLIER = 4  # a step that takes this many times the average counts as this many: something was compiled, or others had the CPU
-FADING = 0.995  # per step that says nothing about the cost of a row, so that drafts are tried again when it has changed
+MEMORY = 0.95  # the weight of the old averages when a step is added
+OUTLIER = 4  # a longer step counts as this many times the average, because something was compiled or others had the CPU
+FADING = 0.995  # decay per step that says nothing about the cost of a row, so that drafts are tried again
 
 
 class StepCost:
-    """Seconds of a decode step as a line over its number of rows, fitted to the latest steps by least squares."""
+    """A linear model of a decode step's seconds, a + b * num_rows, fitted to the latest steps by least squares."""
 
     def __init__(self) -> None:
-        self.seconds_per_row = 0.0  # of one row more
-        self.seconds_per_draft_token = 0.0  # of proposing it
+        self.seconds_per_row = 0.0  # the slope b
+        self.seconds_per_draft_token = 0.0  # the time to propose it
         self._rows, self._rows_squared, self._seconds, self._rows_times_seconds, self._tokens = (0.0,) * 5  # averages
         self._is_empty = True
 
     def observe(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """Add a decode step that took `seconds`, computed num_rows rows and gave num_tokens tokens."""
+        """Add a decode step that computed num_rows rows and gave num_tokens tokens in `seconds`."""
         if not self._is_empty:
             seconds = min(seconds, OUTLIER * self._seconds)
         old = 0.0 if self._is_empty else MEMORY
@@ -44,7 +44,7 @@ class StepCost:
             self.seconds_per_draft_token *= FADING
 
     def time_proposal(self, proposer: "Proposer", sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
-        """Return proposer.propose(sequences, limits), and measure it."""
+        """Return proposer.propose(sequences, limits), and measure the time that it takes."""
         start = time.perf_counter()
         drafts = proposer.propose(sequences, limits)
         seconds = (time.perf_counter() - start) / max(sum(map(len, drafts)), 1)
@@ -53,10 +53,10 @@ class StepCost:
         return drafts
 
     def num_that_pay(self, acceptance: float, limit: int) -> int:
-        """The number of drafts, up to `limit`, whose last one is still worth its time.
+        """Return the number of drafts, up to `limit`, whose last one is still worth its time.
 
         Draft i counts only if all before it are right, so it gives acceptance^i tokens on average. It pays if that is more than
-        the engine gives on average in the time that the draft takes.
+        the average number of tokens that the engine generates in the time of one draft.
         """
         seconds = self.seconds_per_row + self.seconds_per_draft_token
         tokens_in_that_time = self._tokens / self._seconds * seconds if self._seconds else 0.0

@@ -1,8 +1,8 @@
-"""Drafts by a smaller model with the same vocabulary. It runs ahead of the sequence, one token per step.
+"""Drafts by a smaller model with the same vocabulary, which runs ahead of the sequence, one token per step.
 
-In: sequences. Out: draft token ids. The small model has an Executor, a KV cache and a Sequence of its own for every sequence.
-That twin has the same parameters and the same seed, so both models draw with the same random number at the same position. Where
-their probabilities are close, they draw the same token, at every temperature.
+In: sequences. Out: draft token ids. The draft model has its own Executor and KV cache, and a twin of every sequence: a Sequence
+with the same parameters and the same seed. So both models draw with the same random number at the same position, and where
+their probabilities are close, they draw the same token at every temperature.
 """
 
 from dataclasses import dataclass, field, replace
@@ -24,10 +24,9 @@ class _Draft:
 
 
 class DraftModelProposer:
-    """Runs the draft model. See Proposer."""
+    """Runs the draft model, as a Proposer. config: how its prompts are cut."""
 
     def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
-        """executor: of the draft model. config: how its prompts are cut."""
         info = executor.info
         self.block_manager = BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=False)
         self._executor = executor
@@ -36,7 +35,7 @@ class DraftModelProposer:
         self._twins: dict[Sequence, Sequence] = {}
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
-        """Return at most limits[i] draft ids for sequences[i]: none where the draft model's cache is full."""
+        """Return at most limits[i] draft ids for sequences[i], and no ids where the draft model's cache is full."""
         drafts = [_Draft(self._twin(seq), limit) for seq, limit in zip(sequences, limits, strict=True)]
         while running := [draft for draft in drafts if len(draft.token_ids) < draft.limit]:
             if (plan := self._plan(running)) is None:
@@ -46,12 +45,13 @@ class DraftModelProposer:
                 item.sequence.num_computed_tokens += item.num_new_tokens
             sampled = {one.sequence: one for one in output.sequences}
             for draft in running:
-                if (one := sampled.get(draft.twin)) is None:  # a chunk of its tokens, or none of them, was computed
-                    draft.limit = len(draft.token_ids)  # the rest follows in later steps: a long prompt delays no others
-                    continue
-                draft.twin.token_ids += one.token_ids
-                draft.token_ids += one.token_ids
-                if one.error:
+                output_of_twin = sampled.get(draft.twin)
+                if output_of_twin is not None:
+                    draft.twin.token_ids += output_of_twin.token_ids
+                    draft.token_ids += output_of_twin.token_ids
+                # Without an output, some of its tokens are still to be computed, in later steps, so that a long prompt does
+                # not delay the other sequences.
+                if output_of_twin is None or output_of_twin.error:
                     draft.limit = len(draft.token_ids)
         return [draft.token_ids for draft in drafts]
 
@@ -61,7 +61,7 @@ class DraftModelProposer:
             self.block_manager.free(twin)
 
     def _twin(self, seq: Sequence) -> Sequence:
-        """The sequence's twin with its tokens. Keys and values stay valid up to the first draft that was wrong."""
+        """Return the sequence's twin with its tokens, whose keys and values stay valid up to the first wrong draft."""
         twin = self._twins.get(seq)
         if twin is None:
             twin = self._twins[seq] = Sequence(
@@ -76,7 +76,7 @@ class DraftModelProposer:
         return twin
 
     def _plan(self, drafts: list[_Draft]) -> StepPlan | None:
-        """A step for the twins that have room in the cache. A twin without room drafts no more. None: nothing can run."""
+        """Plan a step for the twins that fit. A twin that does not fit stops drafting. Returns None if none fits."""
         scheduled: list[ScheduledSequence] = []
         budget = self._config.max_num_batched_tokens
         for draft in drafts:

@@ -1,6 +1,6 @@
-"""Drafts without a model: what followed the last time that the sequence's newest tokens occurred in it.
+"""Drafts without a model: the tokens that followed when the sequence's newest tokens last occurred in it.
 
-In: sequences. Out: draft token ids. It pays where an answer repeats its prompt: edited code, quotations, summaries, tables.
+In: sequences. Out: draft token ids. This pays where an answer repeats its prompt, as in edited code, quotations and summaries.
 
     tokens   the cat sat on the mat . the cat ...
                      ^^^^^^^^^^^^^^           the newest two tokens are "the cat": the draft is "sat on the mat"
@@ -13,14 +13,14 @@ from nanoinfer.scheduling.sequence import Sequence
 
 
 class NGramProposer:
-    """Proposes what followed the longest n-gram that occurred before. n: prompt_lookup_min .. prompt_lookup_max."""
+    """Proposes what followed the longest earlier n-gram, with n from prompt_lookup_min to prompt_lookup_max."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._sizes = range(config.prompt_lookup_min, config.prompt_lookup_max + 1)
         self._indices: dict[Sequence, NGramIndex] = {}
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
-        """Return at most limits[i] draft ids for sequences[i]. See Proposer."""
+        """Return at most limits[i] draft ids for sequences[i]."""
         drafts = []
         for seq, limit in zip(sequences, limits, strict=True):
             index = self._indices.get(seq)
@@ -35,7 +35,7 @@ class NGramProposer:
 
 
 class NGramIndex:
-    """Where each n-gram of one sequence was followed by a token, the last time. Every token is indexed once.
+    """The last position where each n-gram of one sequence was followed by a token. Every token is indexed once.
 
     >>> NGramIndex(range(2, 4)).continuation([1, 2, 3, 4, 5, 1, 2], 3)
     [3, 4, 5]
@@ -45,11 +45,14 @@ class NGramIndex:
 
     def __init__(self, sizes: range) -> None:
         self._sizes = sizes
-        self._followers: dict[tuple[int, ...], int] = {}  # n-gram -> the index of the token behind it
+        self._followers: dict[tuple[int, ...], int] = {}  # n-gram -> the index of the token after it
         self._num_indexed = 0
 
     def continuation(self, token_ids: list[int], limit: int) -> list[int]:
-        """What followed the longest indexed n-gram that token_ids ends with. token_ids: those of the last call, and more."""
+        """Return at most `limit` tokens that followed the longest indexed n-gram that token_ids ends with.
+
+        The token_ids begin with those of the last call.
+        """
         for index in range(self._num_indexed, len(token_ids)):
             for size in self._sizes:
                 if size <= index:

@@ -1,19 +1,19 @@
 """Speculative decoding: guess some tokens, compute them in one step, keep those that would have been sampled anyway.
 
 In: a StepPlan. Out: the same plan with draft tokens, if they are expected to pay. A decode step reads every weight to compute
-one row per sequence. More rows cost little as long as reading is what takes the time.
+one row per sequence, so more rows cost little as long as reading the weights takes most of the time.
 
-A draft is a row of its own, behind the sequence's newest token. What is sampled at a row depends on its logits, on the
+A draft is a row of its own, after the sequence's newest token. What is sampled at a row depends on its logits, on the
 parameters and on (seed, position), as in any step. If the token sampled before a draft equals the draft, the draft's row was
-computed from the right text, and its own token counts as well. The tokens are therefore those of plain decoding, at every
-temperature. A draft that is wrong costs time and nothing else: its keys and values are overwritten.
+computed from the right text, and its own token counts as well. The tokens are therefore those of plain decoding at every
+temperature. A wrong draft costs only time, because its keys and values are overwritten.
 
     newest token   draft 1   draft 2   draft 3
         the          cat       sat       down        rows of the step
         cat          sat       on        .           sampled: the first three count, the last one followed a wrong guess
 
-Rejection sampling (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192) accepts more at high temperatures. It keeps the
-distribution, but not the tokens of a seed.
+Rejection sampling (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192) accepts more drafts at high temperatures, but keeps
+only the distribution and not the tokens of a seed.
 """
 
 from dataclasses import dataclass, field, replace
@@ -26,26 +26,26 @@ from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_r
 from nanoinfer.speculative.cost import StepCost
 from nanoinfer.tracing import TokensDrafted, Tracer
 
-INITIAL_ACCEPTANCE = 0.8  # of the first drafts, before any was verified
-MEMORY = 0.9  # the share of the old estimate that one more verified draft leaves in a sequence's acceptance
+INITIAL_ACCEPTANCE = 0.8  # the estimate before any draft was verified
+MEMORY = 0.9  # the weight of the old estimate of a sequence's acceptance when a draft is verified
 RECOVERY = 0.01  # how fast the estimate of a sequence that drafts nothing returns to INITIAL_ACCEPTANCE
 
 
 class Proposer(Protocol):
-    """A source of drafts. It may keep state for a sequence, whose known tokens never change."""
+    """A source of drafts, which may keep state for a sequence because the known tokens of a sequence never change."""
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
         """Guess the tokens that follow sequences[i].token_ids, at most limits[i] of them, perhaps none."""
         ...
 
     def forget(self, seq: Sequence) -> None:
-        """Drop what is kept for a sequence that has ended. It may be unknown."""
+        """Drop what is kept for a sequence that has ended, if anything is."""
         ...
 
 
 @dataclass(slots=True)
 class SpeculationMetrics:
-    """Counts since the engine was made. num_accepted_tokens_per_pos[i]: how often a draft's token i was accepted."""
+    """Counts since the engine was made. num_accepted_tokens_per_pos[i] counts how often a draft's token i was accepted."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -54,7 +54,7 @@ class SpeculationMetrics:
 
 
 class Speculator:
-    """Adds drafts to plans while they pay, and measures whether they do."""
+    """Adds drafts to plans while they pay, and measures whether they do. max_num_rows: of a step, drafts included."""
 
     def __init__(
         self,
@@ -65,7 +65,6 @@ class Speculator:
         max_num_rows: int,
         tracer: Tracer | None = None,
     ) -> None:
-        """max_num_rows: the most rows of a step, drafts included."""
         self.metrics = SpeculationMetrics(num_accepted_tokens_per_pos=[0] * config.num_speculative_tokens)
         self.proposer = proposer
         self._config = config
@@ -78,8 +77,8 @@ class Speculator:
     def add_drafts(self, plan: StepPlan) -> StepPlan:
         """Return the plan with drafts for the sequences for which they are expected to pay.
 
-        Drafts take blocks only if they are free, the oldest sequence first. A block whose draft was wrong stays with its
-        sequence, which comes to need it.
+        Drafts take only free blocks, the oldest sequence first. The block of a wrong draft stays with its sequence, which will
+        fill it later.
         """
         num_rows = len(plan.rows)
         candidates, limits = [], []
@@ -102,7 +101,7 @@ class Speculator:
         return replace(plan, scheduled=tuple(scheduled), rows=rows_of(scheduled), prompt_rows=prompt_rows_of(scheduled))
 
     def observe(self, plan: StepPlan, num_tokens: dict[Sequence, int], seconds: float) -> None:
-        """Learn from a step. num_tokens: what each sequence received. seconds: of the whole step."""
+        """Update the estimates by a step, which took `seconds` and gave each sequence the given number of tokens."""
         if not plan.num_prefill_tokens:
             self._cost.observe(len(plan.rows), sum(num_tokens.values()), seconds)
         for item in plan.scheduled:
@@ -126,7 +125,7 @@ class Speculator:
         self.proposer.forget(seq)
 
     def _limit(self, item: ScheduledSequence) -> int:
-        """How many drafts of a sequence are expected to pay, if they can be made."""
+        """Return how many drafts of a sequence are expected to pay."""
         seq = item.sequence
         is_decode = item.num_new_tokens == seq.num_new_tokens == 1 and not seq.forks
         if not is_decode or seq.sampling_reads_output:
@@ -141,7 +140,7 @@ class Speculator:
         return num
 
     def _with_draft(self, item: ScheduledSequence, draft: list[int]) -> ScheduledSequence:
-        """The item with its draft, whose blocks are allocated. If too few are free, the sequence's own blocks limit it."""
+        """Allocate blocks for a draft, shortened to the free slots if too few blocks are free, and return the item with it."""
         seq = item.sequence
         if draft and not self._block_manager.can_allocate(seq, 1 + len(draft)):
             num_free_slots = len(seq.block_table) * self._block_manager.block_size - seq.num_computed_tokens - 1

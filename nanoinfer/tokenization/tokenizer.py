@@ -1,4 +1,4 @@
-"""Text -> token ids and back, and chat messages -> text, with the checkpoint's tokenizer files.
+"""Text -> token ids and back, with the checkpoint's tokenizer files.
 
 In: a checkpoint's folder. Out: a Tokenizer that wraps transformers' fast tokenizer. `load` imports transformers, so that
 importing this module is fast.
@@ -10,17 +10,9 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from nanoinfer.errors import (
-    CheckpointError,
-    InvalidPromptError,
-    InvalidValueError,
-    UnsupportedError,
-    first_line,
-    shown,
-)
-from nanoinfer.tokenization.chat_template import render
+from nanoinfer.errors import CheckpointError, InvalidPromptError, InvalidValueError, UnsupportedError, first_line, shown
 
 if TYPE_CHECKING:
     import tokenizers
@@ -83,12 +75,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer | None":
-        """The tokenizer in a folder, or None if there are no tokenizer files.
-
-        Raises:
-            CheckpointError: If the files cannot be read.
-            UnsupportedError: If the tokenizer has no fast backend.
-        """
+        """The tokenizer in a folder, or None if there are no tokenizer files."""
         if not any((path / name).exists() for name in _TOKENIZER_FILES):
             return None
         from transformers import AutoTokenizer
@@ -129,9 +116,6 @@ class Tokenizer:
 
         These differ in their number. Byte-level tokenizers have one token for many a word with a space before it, and several
         without. Tokenizers that write a space before every text have a form of their own after a line break.
-
-        Raises:
-            InvalidValueError: If the word has no tokens, or is not valid Unicode.
         """
         word = word.lstrip()
         try:
@@ -178,31 +162,3 @@ class Tokenizer:
             return str(self.hf.get_chat_template(chat_template, tools=[{}] if has_tools else None))
         except ValueError:
             return ""
-
-    def apply_chat_template(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        **template_kwargs: Any,
-    ) -> str:
-        """Chat messages as one text, for `encode(..., add_special_tokens=False)`, because the template writes BOS itself.
-
-        Args:
-            messages: Dicts with "role" and "content".
-            chat_template: A Jinja template instead of the tokenizer's.
-            add_generation_prompt: Append the beginning of the assistant's turn.
-            **template_kwargs: Variables of the template.
-
-        Raises:
-            InvalidPromptError: If there is no template, or if it refuses the messages, fails, or exceeds a limit (see
-                chat_template.py).
-        """
-        if chat_template is None and self.hf.chat_template is None:
-            raise InvalidPromptError(
-                "this checkpoint's tokenizer has no chat template; use plain text instead of messages, or another chat template"
-            )
-        arguments = dict(self.hf.special_tokens_map) | template_kwargs  # in transformers too, template_kwargs take precedence
-        arguments |= {"conversation": messages, "chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
-        return render(self.hf.chat_template, arguments)

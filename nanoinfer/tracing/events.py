@@ -2,20 +2,7 @@
 
 The scheduler, the model runner, the sampler and the engine get the tracer as an argument. They construct an event only if there
 is a tracer, so running without one costs nothing. An event holds plain numbers and strings, never a tensor and never a live
-object. In the order of a token's journey:
-
-    EngineStarted      the model, the attention backend and the number of blocks
-    RequestAdded       a prompt, as text and as token ids
-    BlocksShared, BlocksAllocated, BlockCopied, BlockEvicted, BlocksCached, BlocksForked, BlocksFreed
-                       changes to the blocks of the KV cache
-    StepScheduled      the sequences that run in this step, and the number of tokens of each
-    TokensDrafted      guesses at the next tokens, which the step computes as well (speculative_config)
-    BatchBuilt         the step as the model sees it: packed ids, positions, slots
-    StageApplied       one row's probabilities before and after a stage of the sampler (with Recorder(stages=True))
-    TokenDrawn         the uniform random number, and the interval that contains it (with Recorder(stages=True))
-    TokenAppended      the token, its released text, the text held back, and whether the sequence ended
-    RequestFinished    the end of a request's last answer
-    StepTimed          the step's time, by phase
+object. The classes are in the order of a token's journey.
 
 The sequence_id of a request's first answer is the request's id. Further answers (n > 1) append their index: "7", "7.1", "7.2".
 A step's TokenAppended events precede its StepTimed. With async_scheduling the next step's StepScheduled may precede both. Beam
@@ -46,34 +33,29 @@ class EngineStarted:
 
 @dataclass(frozen=True, slots=True)
 class RequestAdded:
-    """A request was accepted.
-
-    Attributes:
-        tokens: tokens[i] is the text of prompt_token_ids[i] alone. U+FFFD stands for a part of a character.
-        params: The sampling parameters that differ from their defaults.
-    """
+    """A request was accepted."""
 
     request_id: str
     prompt: str
     prompt_token_ids: tuple[int, ...]
-    tokens: tuple[str, ...]
-    params: dict[str, Any]
+    tokens: tuple[str, ...]  # tokens[i] is the text of prompt_token_ids[i] alone. U+FFFD stands for a part of a character
+    params: dict[str, Any]  # the sampling parameters that differ from their defaults
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksShared:
+@dataclass(frozen=True)
+class _Blocks:
+    """Some blocks of the KV cache, and the sequence whose they are."""
+
+    sequence_id: str
+    blocks: tuple[int, ...]
+
+
+class BlocksShared(_Blocks):
     """A prefix cache hit: the keys and values of the sequence's first tokens were in these blocks already."""
 
-    sequence_id: str
-    blocks: tuple[int, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class BlocksAllocated:
+class BlocksAllocated(_Blocks):
     """These blocks were appended to the sequence's block table."""
-
-    sequence_id: str
-    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +74,8 @@ class BlockEvicted:
     block: int
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksCached:
+class BlocksCached(_Blocks):
     """These blocks are full, and were added to the prefix cache."""
-
-    sequence_id: str
-    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,27 +87,18 @@ class BlocksForked:
     blocks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksFreed:
+class BlocksFreed(_Blocks):
     """The sequence released its blocks. Other sequences may still hold some of them."""
-
-    sequence_id: str
-    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepScheduled:
-    """The scheduler chose the sequences of a step.
-
-    Attributes:
-        num_new_tokens: sequence_ids[i] computes num_new_tokens[i] tokens in this step.
-        running: All sequences that hold blocks, whether they run in this step or not.
-    """
+    """The scheduler chose the sequences of a step."""
 
     step: int
     sequence_ids: tuple[str, ...]
-    num_new_tokens: tuple[int, ...]
-    running: tuple[str, ...]
+    num_new_tokens: tuple[int, ...]  # sequence_ids[i] computes num_new_tokens[i] tokens in this step
+    running: tuple[str, ...]  # all sequences that hold blocks, whether they run in this step or not
     num_waiting: int
     num_free_blocks: int
     preempted: tuple[str, ...]
@@ -146,22 +115,15 @@ class TokensDrafted:
 
 @dataclass(frozen=True, slots=True)
 class BatchBuilt:
-    """The tensors of a step were built. A sequence with draft tokens is there once more for each, as a row of one token.
-
-    Attributes:
-        query_start_loc: Sequence i has the packed tokens query_start_loc[i] .. query_start_loc[i + 1] - 1.
-        seq_lens: The length of each sequence after the step.
-        input_ids: -1 for a token that is on the device only (async_scheduling).
-        logits_indices: The packed tokens whose hidden rows enter the LM head.
-    """
+    """The tensors of a step were built. A sequence with draft tokens is there once more for each, as a row of one token."""
 
     sequence_ids: tuple[str, ...]
-    query_start_loc: tuple[int, ...]
-    seq_lens: tuple[int, ...]
-    input_ids: tuple[int, ...]
+    query_start_loc: tuple[int, ...]  # sequence i has the packed tokens query_start_loc[i] .. query_start_loc[i + 1] - 1
+    seq_lens: tuple[int, ...]  # the length of each sequence after the step
+    input_ids: tuple[int, ...]  # -1 for a token that is on the device only (async_scheduling)
     positions: tuple[int, ...]
     slot_mapping: tuple[int, ...]
-    logits_indices: tuple[int, ...]
+    logits_indices: tuple[int, ...]  # the packed tokens whose hidden rows enter the LM head
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,20 +140,15 @@ class Candidate:
 class StageApplied:
     """A stage of the sampler changed a row's logits. The row is the one from which the token at `position` is drawn.
 
-    The first stage of a row is named "model". Its candidates have the model's probabilities, both before and after.
-
-    Attributes:
-        position: Position in the sequence. 0 is the prompt's first token.
-        num_left: The number of tokens of the vocabulary that can be drawn after the stage.
-        entropy: Entropy of all probabilities after the stage, in bits.
-        candidates: The most probable tokens before the stage, those after it, and the drawn token, sorted by falling `before`.
+    The first stage of a row is named "model". Its candidates have the model's probabilities, both before and after. The
+    candidates are the most probable tokens before a stage, those after it, and the drawn token, sorted by falling `before`.
     """
 
     sequence_id: str
-    position: int
+    position: int  # in the sequence. 0 is the prompt's first token
     stage: str
-    num_left: int
-    entropy: float
+    num_left: int  # the number of tokens of the vocabulary that can be drawn after the stage
+    entropy: float  # of all probabilities after the stage, in bits
     candidates: tuple[Candidate, ...]
 
 
@@ -209,17 +166,14 @@ class Interval:
 class TokenDrawn:
     """A token was drawn by inverse-CDF sampling: u is in the token's interval [low, high).
 
-    Attributes:
-        u: The uniform random number. None for a greedy row, which takes the most probable token.
-        intervals: The widest intervals and the drawn token's, in order of token ids. The intervals of all other tokens fill the
-            gaps between them.
+    `intervals` has the widest ones and the drawn token's, by token id. The intervals of all other tokens fill the gaps.
     """
 
     sequence_id: str
     position: int
     token_id: int
     token: str
-    u: float | None
+    u: float | None  # the uniform random number. None for a greedy row, which takes the most probable token
     low: float
     high: float
     intervals: tuple[Interval, ...]
@@ -227,23 +181,16 @@ class TokenDrawn:
 
 @dataclass(frozen=True, slots=True)
 class TokenAppended:
-    """A token was appended to a sequence.
-
-    Attributes:
-        text: The text that this token released.
-        held: Text held back, because it may be the beginning of a stop string.
-        num_held_ids: The number of newest ids that do not form a whole character yet.
-        finish_reason: Set if this token was the last, as is stop_reason.
-    """
+    """A token was appended to a sequence."""
 
     sequence_id: str
     position: int
     token_id: int
     token: str
-    text: str
-    held: str
-    num_held_ids: int
-    finish_reason: str | None
+    text: str  # the text that this token released
+    held: str  # text held back, because it may be the beginning of a stop string
+    num_held_ids: int  # the number of newest ids that do not form a whole character yet
+    finish_reason: str | None  # set if this token was the last, as is stop_reason
     stop_reason: int | str | None
 
 
@@ -251,9 +198,9 @@ class TokenAppended:
 class StepTimed:
     """The time of one step in seconds, by phase, in the order of LLMEngine.step.
 
-    A GPU continues after `forward` has returned. There, `sample` includes the wait for it. On a CPU, `forward` includes the
-    choice of the tokens where all rows are greedy and a kernel chooses them. `trace` is the cost of Recorder(stages=True). No
-    phase includes it.
+    `forward` is the model up to the last layer, `sample` the LM head and the choice of the tokens. A GPU continues after
+    `forward` has returned, so there `sample` includes the wait for it. `trace` is the cost of Recorder(stages=True), which no
+    phase includes.
 
     >>> round(StepTimed(step=0, schedule=1, build=2, forward=30, sample=4, advance=3).outside_model_and_sampler)
     6

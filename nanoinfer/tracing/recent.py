@@ -96,13 +96,9 @@ def _with_state(events: list[Any], start: int) -> list[Any]:
     finished = {event.request_id for event in before if isinstance(event, RequestFinished)}
 
     def is_needed(event: Any) -> bool:
-        if isinstance(event, _STATE):
-            return _request_id(event) not in finished
-        return isinstance(event, EngineStarted)
+        if not isinstance(event, _STATE):
+            return isinstance(event, EngineStarted)
+        name = event.request_id if isinstance(event, RequestAdded) else event.sequence_id
+        return name.partition(".")[0] not in finished
 
     return [event for event in before if is_needed(event)] + events[start:]
-
-
-def _request_id(event: Any) -> str:
-    name = event.request_id if isinstance(event, RequestAdded) else event.sequence_id
-    return str(name).partition(".")[0]

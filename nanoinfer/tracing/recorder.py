@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 from nanoinfer.errors import InvalidValueError
@@ -83,9 +84,7 @@ class Recorder:
         Raises:
             InvalidValueError: If no step was recorded.
         """
-        page = viewer.page(rows(self._run_to_show()))
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(page)
+        Path(path).write_text(viewer.page(rows(self._run_to_show())), encoding="utf-8")
 
     def to_comparison(
         self, path: str | os.PathLike[str], other: "Recorder", *, names: tuple[str, str] = ("this run", "the other run")
@@ -101,8 +100,7 @@ class Recorder:
             InvalidValueError: If one of them has no step.
         """
         page = comparison.page((rows(self._run_to_show()), rows(other._run_to_show())), names)
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(page)
+        Path(path).write_text(page, encoding="utf-8")
 
     def _repr_html_(self) -> str | None:
         """The page of to_html in a frame, which Jupyter shows. Without a step it shows repr()."""
@@ -119,7 +117,7 @@ class Recorder:
         )
 
     def _run_to_show(self) -> list[Any]:
-        """The events of _last_run. Raises: InvalidValueError if there are none."""
+        """The events of _last_run, which must have a step."""
         events = self._last_run()
         if not events:
             raise InvalidValueError(

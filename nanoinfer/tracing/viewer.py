@@ -33,7 +33,7 @@ def page(rows: Iterable[dict[str, Any]], *, at: str = "", differences: dict[str,
 
 
 def fill(template: str, parts: dict[str, str]) -> str:
-    """The template with each place replaced by its part. A part may contain what looks like a place."""
+    """Fill the template's placeholders. Inserted text is not searched again."""
     assert all(template.count(place) == 1 for place in parts)
     return re.sub("|".join(map(re.escape, parts)), lambda match: parts[match[0]], template)
 

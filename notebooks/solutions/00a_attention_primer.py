@@ -4,7 +4,7 @@ import torch
 from definitions import definitions
 from safetensors.torch import load_file
 
-from nanoinfer.models.checkpoint import Checkpoint
+from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 notebook = definitions("00a_attention_primer")

@@ -4,7 +4,7 @@ import torch
 from definitions import definitions
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.models.checkpoint import Checkpoint
+from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 notebook = definitions("00b_an_engine_in_60_lines")

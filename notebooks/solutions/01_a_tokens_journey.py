@@ -6,8 +6,8 @@ from definitions import definitions
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.bundled import stories
-from nanoinfer.models.checkpoint import Checkpoint
-from nanoinfer.models.loader import load_model
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.loader import load_model
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 notebook = definitions("01_a_tokens_journey")

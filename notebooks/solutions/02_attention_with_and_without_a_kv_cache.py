@@ -5,8 +5,8 @@ from definitions import definitions
 
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.reference import ReferenceBackend
-from nanoinfer.models.checkpoint import Checkpoint
-from nanoinfer.models.loader import load_model
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.loader import load_model
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 notebook = definitions("02_attention_with_and_without_a_kv_cache")

@@ -6,15 +6,15 @@ from unittest.mock import patch
 import torch
 import transformers
 
-from nanoinfer.bench import roofline, shapes
-from nanoinfer.models.checkpoint import Checkpoint
-from nanoinfer.models.loader import on_meta
+from nanoinfer.bench import random_models, roofline
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.loader import on_meta
 
 FP32 = torch.float32
 tiny, _ = on_meta(Checkpoint.open("tiny-qwen3"))
 
 # Exercise 1: from which length on does causal attention take more FLOPs than everything with weights?
-config_class, differing, _ = shapes.SHAPES["qwen3-0.6b"]
+config_class, differing, _ = random_models.RANDOM_MODELS["qwen3-0.6b"]
 for name, c in (("tiny-qwen3", tiny.config), ("Qwen3-0.6B", getattr(transformers, config_class)(**differing))):
     n, m, d, h = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_size
     per_layer = h * (n + 2 * m) * d + n * d * h + 3 * h * c.intermediate_size  # weights that meet every token

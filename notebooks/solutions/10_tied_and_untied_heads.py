@@ -6,8 +6,8 @@ import dataclasses
 import torch
 from definitions import definitions
 
-from nanoinfer.models.checkpoint import Checkpoint
-from nanoinfer.models.loader import load_model
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.loader import load_model
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 notebook = definitions("10_tied_and_untied_heads")

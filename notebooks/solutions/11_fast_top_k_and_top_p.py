@@ -7,7 +7,8 @@ import torch
 from definitions import definitions
 
 from nanoinfer import SamplingParams
-from nanoinfer.sampling import fast, stages
+from nanoinfer.fast.sampling import few_logits
+from nanoinfer.sampling import stages
 
 notebook = definitions("11_fast_top_k_and_top_p")
 
@@ -16,16 +17,16 @@ rounded = (torch.randn(512, 1000, generator=torch.Generator().manual_seed(1)) * 
 ordinary = torch.randn(512, 1000, generator=torch.Generator().manual_seed(2)) * 3
 num_plain = {}
 for kind, logits in (("ordinary", ordinary), ("nine values", rounded)):
-    for margin in (fast.TIE_MARGIN, 0):
+    for margin in (few_logits.TIE_MARGIN, 0):
         rng = random.Random(0)
         batch = notebook.batch_of([notebook.random_params(rng) for _ in range(len(logits))], 1000)
-        with patch.object(fast, "TIE_MARGIN", margin):
+        with patch.object(few_logits, "TIE_MARGIN", margin):
             num_same, num_plain[kind, margin] = notebook.both_ways(logits, batch)
         print(f"{kind:11} margin {margin:2}: {num_same} of {len(logits)} agree, {num_plain[kind, margin]} handed over")
         assert num_same == len(logits)
 # They still agree: without a margin nothing shows that no further token ties, so more rows are handed over. The margin is for
 # speed.
-assert num_plain["ordinary", 0] > num_plain["ordinary", fast.TIE_MARGIN]
+assert num_plain["ordinary", 0] > num_plain["ordinary", few_logits.TIE_MARGIN]
 
 # Exercise 2: the temperature at which top-p 0.9 begins to need more than 256 tokens
 ranks = torch.arange(1, 151_937, dtype=torch.float64)
@@ -33,7 +34,7 @@ ranks = torch.arange(1, 151_937, dtype=torch.float64)
 
 def share_of_tried(temperature):
     falling = ranks ** (-2 / temperature)
-    return (falling[: fast.NUM_TRIED].sum() / falling.sum()).item()
+    return (falling[: few_logits.NUM_TRIED].sum() / falling.sum()).item()
 
 
 low, high = 1.0, 3.0

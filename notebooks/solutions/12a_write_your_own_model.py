@@ -9,8 +9,8 @@ from definitions import definitions
 
 from nanoinfer import LLM, register_backend, register_model
 from nanoinfer.attention.dense import DenseAttention, causal_attention
-from nanoinfer.models.checkpoint import Checkpoint
-from nanoinfer.models.loader import load_model
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.loader import load_model
 from nanoinfer.models.qwen import QwenConfig, QwenForCausalLM
 
 notebook = definitions("12a_write_your_own_model")

@@ -5,8 +5,8 @@ import torch
 from definitions import definitions
 
 from nanoinfer.attention.dense import DenseAttention
-from nanoinfer.models.checkpoint import Checkpoint
-from nanoinfer.models.loader import load_model
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.loader import load_model
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 notebook = definitions("13_speculative_decoding")

@@ -8,8 +8,8 @@ from definitions import definitions
 from safetensors.torch import load_file
 
 from nanoinfer.attention.dense import DenseAttention
-from nanoinfer.models.checkpoint import Checkpoint
-from nanoinfer.models.loader import load_model
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.loader import load_model
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 notebook = definitions("14_many_devices")

@@ -24,10 +24,14 @@ LONG = {"prompt": "Once upon a time", "max_tokens": notebook.NUM_TOKENS, "stream
 
 @contextmanager
 def serving(max_num_seqs, max_queued):
-    def load():
-        return LLM("tiny-qwen3", device="cpu", max_num_seqs=max_num_seqs, kv_cache_memory=2**22, seed=0)
-
-    async_llm = AsyncLLM(load, max_num_queued_requests=max_queued)
+    async_llm = AsyncLLM(
+        "tiny-qwen3",
+        device="cpu",
+        max_num_seqs=max_num_seqs,
+        max_num_queued_requests=max_queued,
+        kv_cache_memory=2**22,
+        seed=0,
+    )
     settings = ServerSettings(served_model_names=("tiny-qwen3",))
     server = make_server(async_llm, settings, host="127.0.0.1", port=0, shutdown_timeout=5)
     for name in ("uvicorn.error", "uvicorn.access"):

@@ -14,18 +14,17 @@ from paged_cases import FAULTS, check_poison_free_reuse, compare, metadata_for
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention import base, cpu
 from nanoinfer.attention.base import register_backend, select_backend
-from nanoinfer.attention.cpu_kernel import DecodeKernel, PrefillKernel
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.attention.kv_cache import KVCache, finite_values
 from nanoinfer.attention.reference import ReferenceBackend
 from nanoinfer.cli import doctor
-from nanoinfer.devices import native
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from nanoinfer.execution.memory import available_cpu_memory, memory_for_cache
+from nanoinfer.fast.cpu import native
+from nanoinfer.fast.cpu.attention import DecodeKernel, KernelBackend, PrefillKernel
 
 CPU = torch.device("cpu")
-IN_PYTHON = cpu.CPUBackend(enforce_eager=True)
-NAMES = pytest.mark.parametrize("backend", ["reference", "cpu", IN_PYTHON], ids=["reference", "cpu", "cpu in Python"])
+NAMES = pytest.mark.parametrize("backend", ["reference", "cpu", KernelBackend], ids=["reference", "cpu", "kernels"])
 
 
 @NAMES
@@ -66,7 +65,7 @@ def test_a_token_that_is_not_finite_reaches_later_queries_of_its_sequence_and_no
 
 def test_that_test_notices_values_that_are_stored_as_they_are(monkeypatch):
     monkeypatch.setattr("nanoinfer.attention.kv_cache.finite_values", lambda k, v: (k, v))
-    assert compare(IN_PYTHON, POISONED, block_size=16, num_kv_heads=2, group=2, head_dim=8, poisoned=(2, 17)) == float("inf")
+    assert compare("cpu", POISONED, block_size=16, num_kv_heads=2, group=2, head_dim=8, poisoned=(2, 17)) == float("inf")
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -155,11 +154,10 @@ def test_a_row_of_the_kernel_has_the_same_bits_alone_in_any_batch_and_with_any_t
     for num_threads in (1, 2, 5):
         torch.set_num_threads(num_threads)
         try:
-            outputs[num_threads] = kernel(*args[:5], *args[5])
+            outputs[num_threads] = kernel(*args)
             alone = []
             for i in range(len(SPANS)):
-                *tensors, rows = of_rows(slice(i, i + 1), *args)
-                alone.append(kernel(*tensors, *rows))
+                alone.append(kernel(*of_rows(slice(i, i + 1), *args)))
         finally:
             torch.set_num_threads(1)
         assert torch.equal(torch.cat(alone), outputs[num_threads])
@@ -177,14 +175,14 @@ def test_the_kernel_stores_every_row_before_it_attends():
     table, lens = rows.block_tables.repeat(5, 1), torch.arange(29, 34)
     rows = cpu.DecodeRows(table[0, (lens - 1) // 16] * 16 + (lens - 1) % 16, table, lens)
     expected = cpu.paged_decode(q, k, v, k_pages.clone(), v_pages.clone(), rows)
-    assert (DecodeKernel(torch.float32, 8, 1)(q, k, v, k_pages, v_pages, *rows) - expected).abs().max() < 1e-6
+    assert (DecodeKernel(torch.float32, 8, 1)(q, k, v, k_pages, v_pages, rows) - expected).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_the_kernel_stores_values_that_are_not_finite_as_finite_values_does(bad):
     q, k, v, k_pages, v_pages, rows = random_decode([3, 20], num_heads=2, num_kv_heads=2, head_dim=10, dtype=torch.bfloat16)
     v[0, 1, 9] = bad
-    DecodeKernel(torch.bfloat16, 10, 1)(q, k, v, k_pages, v_pages, *rows)
+    DecodeKernel(torch.bfloat16, 10, 1)(q, k, v, k_pages, v_pages, rows)
     for pages, stored in zip((k_pages, v_pages), finite_values(k, v), strict=True):
         found = pages[rows.slots // 16, :, rows.slots % 16]
         assert torch.equal(found.nan_to_num(nan=7.0), stored.nan_to_num(nan=7.0))
@@ -214,10 +212,9 @@ def test_a_row_of_the_prefill_kernel_has_the_same_bits_in_any_chunk_batch_and_nu
         which = [i for i, _, _ in chunks]
         torch.set_num_threads(num_threads)
         try:
-            return kernel(
-                q[packed], k[packed], v[packed], *pages, metadata.slot_mapping[packed], starts,
-                metadata.block_tables[which], torch.tensor([end for _, _, end in chunks]),
-            )  # fmt: skip
+            lens = torch.tensor([end for _, _, end in chunks])
+            part = cpu.PrefillChunks(metadata.slot_mapping[packed], starts, metadata.block_tables[which], lens)
+            return kernel(q[packed], k[packed], v[packed], *pages, part)
         finally:
             torch.set_num_threads(1)
 
@@ -231,38 +228,38 @@ def test_a_row_of_the_prefill_kernel_has_the_same_bits_in_any_chunk_batch_and_nu
         assert torch.equal(torch.cat(parts).view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
-def test_without_a_compiler_the_plain_form_serves_and_the_log_says_why(monkeypatch, caplog, tmp_path):
+def test_without_a_compiler_the_plain_parts_serve_and_the_log_says_why(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "/no/such/compiler -O3")
     native.load.cache_clear()
     llm = LLM(kv_cache_memory=2**22)
-    backend = llm.engine.executor.runner.backend
-    assert backend.form == "Python, because there is no C++ compiler '/no/such/compiler'; install g++, or name one in CXX"
-    assert caplog.text.count("attention without its C++ kernels, which are faster: there is no C++ compiler") == 1
+    assert type(llm.engine.executor.runner.backend) is cpu.CPUBackend
+    why = "the model runs without its C++ kernels, which are faster: there is no C++ compiler '/no/such/compiler'; install g++"
+    assert caplog.text.count(why) == 1
     params = SamplingParams(temperature=0, max_tokens=5)
     plain = llm.generate("Once upon a", params, use_tqdm=False)[0].outputs
     monkeypatch.delenv("CXX")
     llm = LLM(kv_cache_memory=2**22)
-    assert llm.engine.executor.runner.backend.form == "C++"
+    assert type(llm.engine.executor.runner.backend) is KernelBackend
     assert llm.generate("Once upon a", params, use_tqdm=False)[0].outputs == plain
     eager = LLM(kv_cache_memory=2**22, enforce_eager=True)
-    assert eager.engine.executor.runner.backend.form == "Python, because enforce_eager=True"
+    assert type(eager.engine.executor.runner.backend) is cpu.CPUBackend
     assert eager.generate("Once upon a", params, use_tqdm=False)[0].outputs == plain
 
 
-def test_a_dtype_that_the_kernel_does_not_support_is_left_to_the_plain_form(caplog):
-    lengths = [(40, 1), (3, 1)]
-    assert compare("cpu", lengths, block_size=16, num_kv_heads=1, group=1, head_dim=8, dtype=torch.float16) < 0.01
-    assert "C++ kernels support float32 and bfloat16, not float16" in caplog.text
+def test_float16_stays_within_its_rounding():
+    lengths = [(40, 1), (3, 1), (0, 70)]
+    sizes = {"block_size": 16, "num_kv_heads": 1, "group": 1, "head_dim": 8}
+    assert compare(KernelBackend, lengths, dtype=torch.float16, **sizes) < 0.01
 
 
 def test_an_unknown_or_unsupported_backend_is_refused_by_name(caplog):
     model = (torch.float32, 64)
-    with pytest.raises(InvalidValueError, match="one of reference, cpu, flash, triton, torch, got 'flashy'"):
+    with pytest.raises(InvalidValueError, match="one of reference, cpu, flash, triton, got 'flashy'"):
         select_backend("flashy", CPU, *model)
     with pytest.raises(UnsupportedError, match="'cpu' cannot be used: it runs on cpu only, not on meta; use 'auto'"):
         select_backend("cpu", torch.device("meta"), *model)
-    with pytest.raises(UnsupportedError, match="'torch' cannot be used: it runs on cuda only, not on cpu"):
+    with pytest.raises(InvalidValueError, match="one of reference, cpu, flash, triton, got 'torch'"):  # removed
         select_backend("torch", CPU, *model)
     assert select_backend("auto", CPU, *model)[0] == "cpu"
 

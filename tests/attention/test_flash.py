@@ -1,8 +1,8 @@
-"""flash-attn's and torch's FlashAttention, without a GPU: stand-ins with the libraries' signatures and requirements.
+"""The flash-attn package without a GPU: stand-ins with the library's signatures and requirements.
 
-They refuse what the libraries refuse (dtypes, int32 indices, page sizes, head counts) and compute in float64, so a wrong
-argument, layout or mask shows. The tests marked gpu call the libraries themselves.
-Sources: flash_attn_interface.py of https://github.com/Dao-AILab/flash-attention, 2.8, and torch/nn/attention/varlen.py, 2.13.
+They refuse what the library refuses (dtypes, int32 indices, page sizes, head counts) and compute in float64, so a wrong
+argument, layout or mask shows. The tests marked gpu call the library itself.
+Source: flash_attn_interface.py of https://github.com/Dao-AILab/flash-attention, 2.8.
 """
 
 import importlib
@@ -14,7 +14,6 @@ import torch
 from paged_cases import FAULTS, compare, in_float64
 
 from nanoinfer.attention import base
-from nanoinfer.attention import torch_varlen as varlen
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 RAGGED = [(0, 1), (15, 1), (255, 1), (256, 1), (299, 1), (0, 2), (0, 65), (40, 20), (256, 44), (200, 300)]
@@ -70,59 +69,14 @@ def flash_attn_varlen_func(
     return torch.cat(rows).to(q.dtype)
 
 
-def varlen_attn(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
-    enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
-):  # fmt: skip
-    """torch 2.13's function with FlashAttention 2, which raises for pages."""
-    if block_table is not None:
-        raise RuntimeError("block_table needs FlashAttention 3")
-    assert query.shape[1] == key.shape[1] or enable_gqa
-    return older_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=window_size == (-1, 0), _gqa=True)
-
-
-def older_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None, _gqa=False):
-    """The function before query heads could share KV heads."""
-    assert is_causal
-    assert _gqa or query.shape[1] == key.shape[1]
-    checked(query, key, value, cu_seq_q, cu_seq_k)
-    lengths_q, lengths_k = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
-    assert (cu_seq_q[-1], cu_seq_k[-1]) == (len(query), len(key))
-    assert max(lengths_q) <= max_q
-    assert max(lengths_k) <= max_k
-    parts = zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True)
-    return torch.cat([in_float64(*part) for part in parts]).to(query.dtype)
-
-
-def paged_varlen_attn(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
-    enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
-):  # fmt: skip
-    """torch 2.13's function with FlashAttention 3, which reads pages."""
-    assert window_size == (-1, 0)
-    assert cu_seq_k is None
-    assert query.shape[1] == key.shape[2] or enable_gqa
-    checked(query, key, value, cu_seq_q, seqused_k, block_table)
-    parts = zip(query.split(cu_seq_q.diff().tolist()), block_table, seqused_k.tolist(), strict=True)
-    rows = [in_float64(q, pages_of(key, table, length), pages_of(value, table, length)) for q, table, length in parts]
-    return torch.cat(rows).to(query.dtype)
-
-
-@pytest.fixture(params=["flash", "torch, no pages", "torch, pages", "torch, older"])
-def backend(request, monkeypatch):
-    if request.param == "flash":
-        standin = ModuleType("flash_attn")
-        standin.flash_attn_with_kvcache, standin.flash_attn_varlen_func = flash_attn_with_kvcache, flash_attn_varlen_func
-        monkeypatch.setitem(sys.modules, "flash_attn", standin)
-        monkeypatch.delitem(sys.modules, "nanoinfer.attention.flash", raising=False)
-        yield importlib.import_module("nanoinfer.attention.flash").FlashBackend()
-        sys.modules.pop("nanoinfer.attention.flash")
-        return
-    functions = {"no pages": varlen_attn, "pages": paged_varlen_attn, "older": older_varlen_attn}
-    monkeypatch.setattr(varlen, "varlen_attn", functions[request.param.removeprefix("torch, ")])
-    varlen.reads_pages.cache_clear()
-    yield varlen.VarlenBackend()
-    varlen.reads_pages.cache_clear()
+@pytest.fixture
+def backend(monkeypatch):
+    standin = ModuleType("flash_attn")
+    standin.flash_attn_with_kvcache, standin.flash_attn_varlen_func = flash_attn_with_kvcache, flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", standin)
+    monkeypatch.delitem(sys.modules, "nanoinfer.attention.flash", raising=False)
+    yield importlib.import_module("nanoinfer.attention.flash").FlashBackend()
+    sys.modules.pop("nanoinfer.attention.flash")
 
 
 def error_of(backend, lengths, *, heads=(2, 1), head_dim=64, **more):
@@ -177,16 +131,16 @@ def test_auto_takes_the_first_supported_backend_and_logs_the_reasons_against_the
     assert base.select_backend("auto", CUDA, torch.bfloat16, 128)[0] == "triton"
     assert "attention_backend: not flash, because flash_attn is not installed" in caplog.text
     monkeypatch.setitem(sys.modules, "nanoinfer.attention.triton", None)
-    assert base.select_backend("auto", CUDA, torch.bfloat16, 128)[0] == "torch"
-    assert base.select_backend("auto", CUDA, torch.float32, 128)[0] == "reference"
-    assert "not torch, because it supports float16 and bfloat16, not float32" in caplog.text
+    assert base.select_backend("auto", CUDA, torch.bfloat16, 128)[0] == "reference"
+    assert "attention_backend: not triton, because" in caplog.text
 
 
-def test_flash_attention_gives_the_reason_where_it_is_not_supported(a_gpu, monkeypatch):
+def test_flash_gives_the_reason_where_it_is_not_supported(backend, a_gpu, monkeypatch):
     def unsupported_reason(device=CUDA, dtype=torch.bfloat16, head_dim=128):
-        return varlen.flash_attention_2_unsupported_reason(device, dtype, head_dim)
+        return base.find_backend("flash", device, dtype, head_dim, None)[1]
 
     assert unsupported_reason() is None
+    assert unsupported_reason(dtype=torch.float32) == "it supports float16 and bfloat16, not float32"
     assert unsupported_reason(head_dim=100) == "it supports a head_dim in multiples of 8 up to 256, not 100"
     assert unsupported_reason(head_dim=264) == "it supports a head_dim in multiples of 8 up to 256, not 264"
     assert unsupported_reason(device=CPU) == "it runs on cuda only, not on cpu"
@@ -194,11 +148,6 @@ def test_flash_attention_gives_the_reason_where_it_is_not_supported(a_gpu, monke
     assert unsupported_reason() == "it requires an Ampere GPU or a newer one, not a GPU"
 
 
-def test_flash_requires_large_blocks(a_gpu, monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", standin := ModuleType("flash_attn"))
-    standin.flash_attn_with_kvcache = standin.flash_attn_varlen_func = None
-    monkeypatch.delitem(sys.modules, "nanoinfer.attention.flash", raising=False)
+def test_flash_requires_large_blocks(backend, a_gpu):
     for block_size, expected in ((None, None), (512, None), (16, "it requires a block_size in multiples of 256, not 16")):
-        _, reason = base.find_backend("flash", CUDA, torch.bfloat16, 128, block_size)
-        assert reason == expected
-    sys.modules.pop("nanoinfer.attention.flash")
+        assert base.find_backend("flash", CUDA, torch.bfloat16, 128, block_size)[1] == expected

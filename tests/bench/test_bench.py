@@ -1,9 +1,7 @@
-"""`nanoinfer bench`: described workloads, hand-checked figures and counts, equal work on both sides, tables and JSON."""
+"""`nanoinfer bench`: described workloads, hand-checked figures and counts, tables and JSON."""
 
-import datetime
 import json
 import math
-import re
 import sys
 
 import pytest
@@ -12,14 +10,14 @@ import transformers
 from typer.testing import CliRunner
 
 from nanoinfer import LLM
-from nanoinfer.bench import compare, roofline, shapes, speculation, workloads
-from nanoinfer.bench.runners import NanoinferRunner, TransformersRunner
+from nanoinfer.bench import random_models, roofline, workloads
+from nanoinfer.bench.offline import run_workload
 from nanoinfer.bench.timing import RequestTiming, figures
 from nanoinfer.bench.workloads import Workload
 from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.models import loader
-from nanoinfer.models.checkpoint import Checkpoint
+from nanoinfer.loading import loader
+from nanoinfer.loading.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -73,20 +71,16 @@ def test_hand_checked_figures():
     assert figures([RequestTiming(0.0, [1.0])], 1).itl_ms is None
 
 
-def test_both_sides_make_every_token_of_the_workload():
+def test_every_token_of_a_workload_has_a_time():
     llm = LLM("tiny-gpt2", kv_cache_memory=2**22)
-    peer = TransformersRunner(Checkpoint.open("tiny-gpt2").path, torch.float32, torch.device("cpu"))
     late = Workload(name="late", input_lens=(3, 3), output_lens=(2, 2), arrivals=(0.0, 0.3))
     for workload in (SMALL, late):
-        ours = NanoinferRunner(llm).run(workload, 1)
+        ours = run_workload(llm, workload, 1)
         assert [len(timing.token_times) for timing in ours] == list(workload.output_lens)
         for timing in ours:
             assert timing.arrival < timing.token_times[0]
             assert timing.token_times == sorted(timing.token_times)
     assert ours[1].arrival - ours[0].arrival == pytest.approx(0.3)
-    assert [len(timing.token_times) for timing in peer.run(SMALL, 1)] == [5, 1, 4]
-    sampled = Workload(name="s", input_lens=(2, 2), output_lens=(3, 3), sampling={"temperature": 1.0, "top_k": 4, "top_p": 0.9})
-    assert [len(timing.token_times) for timing in peer.run(sampled, 1)] == [3, 3]
 
 
 def test_the_parts_of_a_step_have_hand_checked_counts(gpt2_path):
@@ -114,14 +108,16 @@ def test_a_part_takes_as_long_as_the_slower_of_reading_and_computing():
     assert roofline.Part("computes", 10, 5000).least_s(machine, torch.float32) == 5.0
 
 
-def test_a_shape_is_a_checkpoint_of_that_shape(tmp_path, monkeypatch):
-    monkeypatch.setitem(shapes.SHAPES, "tiny", ("GPT2Config", {"n_embd": 48, "n_layer": 2, "n_head": 4}, "bfloat16"))
-    shapes.write_checkpoint("tiny", tmp_path)
+def test_a_random_model_is_a_checkpoint_of_its_sizes(tmp_path, monkeypatch):
+    monkeypatch.setitem(
+        random_models.RANDOM_MODELS, "tiny", ("GPT2Config", {"n_embd": 48, "n_layer": 2, "n_head": 4}, "bfloat16")
+    )
+    random_models.write_checkpoint("tiny", tmp_path)
     model = loader.load_model(Checkpoint.open(str(tmp_path)))
     assert (model.config.hidden_size, model.config.vocab_size) == (48, 50257)
     assert transformers.AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
-    with pytest.raises(InvalidValueError, match=r"shape must be one of gpt2, .*, got 'gpt5'"):
-        shapes.write_checkpoint("gpt5", tmp_path)
+    with pytest.raises(InvalidValueError, match=r"random_model must be one of gpt2, .*, got 'gpt5'"):
+        random_models.write_checkpoint("gpt5", tmp_path)
 
 
 def run(*arguments):
@@ -131,18 +127,23 @@ def run(*arguments):
 OWN = ("--model", "tiny-gpt2", "--num-prompts", "2", "--input-len", "4", "--output-len", "2-3", "--repeats", "1")
 
 
-def test_throughput_as_json_beside_transformers():
-    result = run("throughput", *OWN, "--compare", "transformers", "--json")
+def test_throughput_as_json():
+    result = run("throughput", *OWN, "--json")
     assert result.exit_code == 0, result.stderr
     (result,) = json.loads(result.stdout)
-    assert result["ours"]["num_output_tokens"] == result["theirs"]["num_output_tokens"]
-    speeds = {"nanoinfer": result["ours"]["output_tokens_per_s"], "transformers": result["theirs"]["output_tokens_per_s"]}
-    assert result["speeds"] == speeds
-    assert result["ratios"] == {"transformers": pytest.approx(speeds["nanoinfer"] / speeds["transformers"])}
-    assert result["best"] == "transformers"
-    assert result["bar"] is None  # bars are for known shapes
-    assert result["num_weight_bytes"] == pytest.approx(Checkpoint.open("tiny-gpt2").weight_files[0].stat().st_size, rel=0.01)
-    assert result["memory_in_use"] > result["num_weight_bytes"] or sys.platform == "win32"
+    figures, memory = result["figures"], result["memory"]
+    assert figures["num_prompt_tokens"] == 8
+    assert 4 <= figures["num_output_tokens"] <= 6
+    assert figures["output_tokens_per_s"] == pytest.approx(figures["num_output_tokens"] / figures["duration_s"])
+    assert memory["weights"] == pytest.approx(Checkpoint.open("tiny-gpt2").weight_files[0].stat().st_size, rel=0.01)
+    assert memory["in_use"] > memory["weights"] or sys.platform == "win32"
+
+
+def test_throughput_is_a_table():
+    result = run("throughput", *OWN)
+    assert result.exit_code == 0, result.stderr
+    for word in ("yours", "output tok/s", "TTFT ms", "memory: weights"):
+        assert word in result.stdout
 
 
 def test_latency_is_a_table_of_percentiles():
@@ -160,7 +161,7 @@ def test_the_help_defines_what_is_measured(command):
 
 
 def test_the_roofline_reports_shares_of_the_limit_and_plots(tmp_path):
-    result = run("--roofline", "--model", "tiny-gpt2", "--json", "--plot", str(tmp_path / "roof.png"))
+    result = run("roofline", "--model", "tiny-gpt2", "--json", "--plot", str(tmp_path / "roof.png"))
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert [phase["name"].split()[0] for phase in report["phases"]] == ["prefill", "decode,", "decode,", "decode,", "decode,"]
@@ -175,16 +176,17 @@ def test_the_roofline_reports_shares_of_the_limit_and_plots(tmp_path):
     [
         (("--workload", "A,Z"), "workload must be some of A, B16, B64, C, D, E, F, with commas between them, got 'Z'"),
         (("--workload", "A", "--num-prompts", "1"), "give workload, or num_prompts for one of your own, not both"),
-        (("--compare", "sglang"), "compare must be some of transformers, openvino, vllm, llama.cpp, with commas, got 'sglang'"),
-        (("--shape", "gpt5"), "shape must be one of gpt2,"),
-        (("--shape", "gpt2", "--model", "tiny-gpt2"), "give a model or a shape, not both, got 'tiny-gpt2' and 'gpt2'"),
+        (("--random-model", "gpt5"), "random_model must be one of gpt2,"),
+        (
+            ("--random-model", "gpt2", "--model", "tiny-gpt2"),
+            "give a model or a random_model, not both, got 'tiny-gpt2' and 'gpt2'",
+        ),
         (
             ("--model", "tiny-gpt2", "--workload", "C"),
             "workload C needs 1024 tokens at a time, but max_model_len is 512; pick a",
         ),
         (("--input-len", "4"), "describe a workload of your own; give num_prompts, too"),
-        (("--shape", "gpt2", "--dtype", "int3"), "dtype must be one of auto, half"),
-        (("--num-prompts", "1", "--request-rate", "2", "--compare", "transformers"), "take all requests at once"),
+        (("--random-model", "gpt2", "--dtype", "int3"), "dtype must be one of auto, half"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, sentence):
@@ -193,44 +195,9 @@ def test_mistakes_are_one_sentence(arguments, sentence):
     assert sentence in result.stderr
 
 
-def test_every_bar_is_of_a_standard_workload():
-    for bars in compare.BARS.values():
-        assert set(bars) <= set(workloads.WORKLOADS)
-
-
-def test_a_report_is_a_dated_entry_in_markdown():
-    result = CliRunner().invoke(app, ["bench", "report", "--model", "tiny-gpt2", "--workload", "A", "--device", "cpu"])
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
-    assert lines[0].startswith("## tiny-gpt2 in float32 on ")
-    assert lines[0].endswith(str(datetime.date.today()))
-    assert "| workload | nanoinfer | transformers | times as fast | bar |" in lines
-    (row,) = [line for line in lines if line.startswith("| A |")]
-    assert re.fullmatch(r"\| A \| [\d,]+ tok/s \| [\d,]+ tok/s \| \d+\.\d\d \|  \|", row)
-    assert sum(line.startswith("| decode, ") for line in lines) == 4
-
-
-def test_speculation_is_measured_with_and_without_drafts(monkeypatch):
-    monkeypatch.setattr(speculation, "PROMPT_LEN", 4)
-    monkeypatch.setattr(speculation, "OUTPUT_LEN", 40)
-    cases = (("one id", [5], 1, 2.0), ("two streams", None, 2, None))
-    monkeypatch.setattr(speculation, "CASES", cases)
-    result = CliRunner().invoke(app, ["bench", "speculation", "--repeats", "1", "--json"])
-    assert result.exit_code == 0, result.output
-    repeating, free = json.loads(result.stdout)
-    assert (repeating["name"], repeating["bar"], free["bar"]) == ("one id", 2.0, None)
-    assert repeating["accepted"] == repeating["drafted"] > 30  # two runs of 39 tokens, nearly all of them drafted
-    assert repeating["ratio"] == repeating["drafting"] / repeating["plain"] > 0
-    assert repeating["propose_us"] > 0
-    monkeypatch.setenv("COLUMNS", "80")
-    shown = CliRunner().invoke(app, ["bench", "speculation", "--repeats", "1"]).stdout
-    assert ">= 2.0 " in shown
-    assert max(map(len, shown.splitlines())) <= 80
-
-
 def test_tokens_that_arrive_together_have_the_same_time():
     llm = LLM(speculative_config={"method": "ngram", "adaptive": False}, seed=0)
     workload = Workload(name="x", input_lens=(4,), output_lens=(30,), sampling={"allowed_token_ids": [5]})
-    [timing] = NanoinferRunner(llm).run(workload, 0)
+    [timing] = run_workload(llm, workload, 0)
     assert len(timing.token_times) == 30
     assert len(set(timing.token_times)) < 10

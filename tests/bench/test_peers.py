@@ -1,4 +1,4 @@
-"""`--compare`: peers in their own processes, with a stub in the place of vLLM, and what is refused."""
+"""`python -m benchmarks.compare`: engines in their own processes, with a stub in the place of vLLM, and what is refused."""
 
 import json
 import os
@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nanoinfer.bench.peers.process import ENGINES, TRANSFORMERS, Peer, PeerProcess, parse_peers
+from benchmarks.compare import app
+from benchmarks.peers.process import ENGINES, Peer, PeerProcess, parse_peers
 from nanoinfer.bench.workloads import Workload
-from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError, NanoinferError
-from nanoinfer.models.checkpoint import Checkpoint
+from nanoinfer.loading.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -60,11 +60,12 @@ def peer(stub):
     process.close()
 
 
-def start(dtype):
+def start(dtype, engine="vllm"):
     return PeerProcess(
-        Peer("vllm", sys.executable),
+        Peer(engine, sys.executable),
         Checkpoint.open("tiny-gpt2").path,
         dtype=dtype,
+        device="cpu",
         num_threads=1,
         max_model_len=64,
         max_num_seqs=4,
@@ -76,16 +77,24 @@ def workload(*input_lens):
     return Workload(name="small", input_lens=input_lens, output_lens=(5,) * len(input_lens))
 
 
-def test_a_peer_reports_the_seconds_of_a_workload(stub, caplog):
-    caplog.set_level("INFO", logger="nanoinfer")
+def test_a_peer_reports_the_seconds_of_a_workload(stub):
     peer = start(dtype="bfloat16")
-    assert caplog.messages == ["comparing with vLLM 1.2 with 1 thread"]
+    assert peer.engine == "vLLM 1.2 with 1 thread"
     for _ in range(2):
         start_time = time.perf_counter()
         seconds = peer.run(workload(3, 2), [[1, 2, 3], [4, 5]])
         assert 0.01 <= seconds <= time.perf_counter() - start_time
     peer.close()
     assert peer.process.returncode is not None
+
+
+def test_transformers_pads_a_batch_and_makes_every_token():
+    peer = start(dtype="float32", engine="transformers")
+    sampled = Workload(name="s", input_lens=(2, 2), output_lens=(3, 3), sampling={"temperature": 1.0, "top_k": 4, "top_p": 0.9})
+    mixed = Workload(name="mixed", input_lens=(3, 9, 1), output_lens=(5, 1, 4))
+    for asked in (sampled, mixed):  # a wrong number of tokens is an error
+        assert peer.run(asked, asked.prompts(50, 1)) > 0
+    peer.close()
 
 
 def test_a_peer_that_generates_too_few_tokens_is_refused(peer):
@@ -105,7 +114,8 @@ def test_a_peer_is_stopped_between_its_turns(peer):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
 def test_a_stopped_peer_ends_with_a_killed_parent(stub):
-    code = f"import os, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from test_peers import start; "
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    code = f"import os, sys; sys.path[:0] = {paths}; from test_peers import start; "
     code += "print(start('bfloat16').process.pid, flush=True); os.kill(os.getpid(), 9)"
     killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     process = Path(f"/proc/{int(killed.stdout)}")
@@ -123,16 +133,16 @@ def test_a_peer_that_fails_is_an_error_with_its_last_line(stub):
     assert "a line on standard output is not an answer" in log.read_text()
 
 
-def test_the_ratio_to_the_best_of_several(stub):
+def test_the_ratios_to_several_engines(stub):
     own = ("--model", "tiny-gpt2", "--num-prompts", "2", "--input-len", "3", "--output-len", "2-4", "--repeats", "2")
-    arguments = ("bench", "throughput", *own, "--dtype", "bfloat16", "--compare", f"transformers,vllm={sys.executable}")
+    arguments = (*own, "--dtype", "bfloat16", "--engines", f"transformers,vllm={sys.executable}")
     result = CliRunner().invoke(app, [*arguments, "--json"])
     assert result.exit_code == 0, result.output
+    assert "comparing with vLLM 1.2 with 1 thread" in result.stderr
     (found,) = json.loads(result.stdout)
     assert list(found["speeds"]) == ["nanoinfer", "transformers", "vllm"]
     for name, ratio in found["ratios"].items():
         assert ratio == pytest.approx(found["speeds"]["nanoinfer"] / found["speeds"][name])
-    assert found["best"] == max(("transformers", "vllm"), key=found["speeds"].__getitem__)
 
 
 @pytest.mark.parametrize(
@@ -140,10 +150,9 @@ def test_the_ratio_to_the_best_of_several(stub):
     [
         (
             "sglang",
-            r"compare must be some of transformers, openvino, vllm, llama\.cpp, with commas, got 'sglang'; write openvino=",
+            r"engines must be some of transformers, openvino, vllm, llama\.cpp, with commas, got 'sglang'; write openvino=",
         ),
-        ("transformers=/usr/bin/python3", "got 'transformers=/usr/bin/python3'; .*transformers runs in this one"),
-        ("vllm,vllm", "compare must name each engine once, got 'vllm' twice"),
+        ("vllm,vllm", "engines must name each engine once, got 'vllm' twice"),
         ("vllm=/no/python", "'/no/python' is not a Python that runs .*; write vllm=/environment/bin/python"),
         (
             "llama.cpp",
@@ -158,17 +167,17 @@ def test_a_peer_that_cannot_run_is_refused_with_the_way_out(stub, monkeypatch, t
 
 
 def test_the_default_python_of_a_peer_is_this_one(stub):
-    assert parse_peers("transformers,vllm") == [TRANSFORMERS, Peer("vllm", sys.executable)]
+    assert parse_peers("transformers,vllm") == [Peer("transformers", sys.executable), Peer("vllm", sys.executable)]
 
 
-def test_latency_refuses_what_it_cannot_measure():
-    result = CliRunner().invoke(app, ["bench", "latency", "--compare", "vllm"])
-    assert result.exit_code == 1
-    assert "latency compares with transformers only, got 'vllm'; throughput compares with others" in result.stderr
+def test_other_engines_take_all_requests_at_once():
+    result = CliRunner().invoke(app, ["--num-prompts", "1", "--request-rate", "2"])
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert "other engines take all requests at once; leave out request_rate=2.0" in result.stderr
 
 
 def test_another_engine_refuses_float16(stub):
-    arguments = ("bench", "throughput", "--model", "tiny-gpt2", "--dtype", "half", "--compare", f"vllm={sys.executable}")
+    arguments = ("--model", "tiny-gpt2", "--dtype", "half", "--engines", f"vllm={sys.executable}")
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
     assert "requires device=cpu and dtype bfloat16 or float32, got cpu and float16" in result.stderr

@@ -9,8 +9,8 @@ import transformers
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.bundled import stories
-from nanoinfer.bundled.stories import measure
-from nanoinfer.models.checkpoint import BUNDLED, bundled_models
+from nanoinfer.loading.checkpoint import BUNDLED, bundled_models
+from tools.stories import measure
 
 pytestmark = pytest.mark.slow
 
@@ -135,7 +135,7 @@ def test_at_temperature_0_7_most_texts_are_stories_and_at_1_5_visibly_fewer(llm)
 
 
 def test_the_card_has_the_training_command_and_a_row_per_temperature(card, name):
-    assert f"python -m nanoinfer.bundled.stories.train --model {name}" in card
+    assert f"python -m tools.stories.train --model {name}" in card
     assert re.search(r"\d+ steps of \d+ tokens, \d+ minutes on ", card)
     loss, entropy = (float(figure) for figure in re.findall(r"0\.\d{4}", card))
     assert entropy < loss < 1.06 * entropy

@@ -12,8 +12,9 @@ import transformers
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.bundled import stories
-from nanoinfer.bundled.stories import documents, measure, train
-from nanoinfer.bundled.stories.documents import Document, train_tokenizer, write_document
+from tools.stories import documents, measure, train
+from tools.stories.documents import Document, read_question, train_tokenizer, write_document, write_question
+from tools.stories.measure import hero_is_right
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +57,14 @@ def test_the_probability_of_a_document_counts_its_kind_its_question_and_its_hero
         chat = Document(story, question.format("me a story about Lily"))
         # The question draws one of 24 heroes. The story then names the same one, with probability 1.
         assert chat.log_prob == pytest.approx(math.log(0.2) + math.log(weight / sum(weights)) + alone)
+
+
+def test_a_question_names_the_hero_and_other_text_is_not_read_as_a_question():
+    question = write_question(random.Random(1))
+    reading = read_question(question)
+    assert reading.is_complete
+    assert reading.memory["hero"].name in question
+    assert not read_question("Tell me a story about Bob").is_complete
 
 
 def test_one_document_in_five_is_a_chat():
@@ -179,15 +188,15 @@ def test_steps_below_one_are_refused(monkeypatch, capsys):
 def test_hero_is_right_only_if_the_first_name_is_the_last_and_never_another():
     story = stories.write(random.Random(9), "Felix")
     names = list(stories.NAME.finditer(story))
-    assert stories.hero_is_right(story)
-    assert stories.hero_is_right(story, "Felix")
-    assert not stories.hero_is_right(story, "Lily")
-    assert not stories.hero_is_right(story[: names[-1].start()] + "Oscar" + story[names[-1].end() :])
-    assert not stories.hero_is_right(story[: names[1].start()])  # the name never came back
+    assert hero_is_right(story)
+    assert hero_is_right(story, "Felix")
+    assert not hero_is_right(story, "Lily")
+    assert not hero_is_right(story[: names[-1].start()] + "Oscar" + story[names[-1].end() :])
+    assert not hero_is_right(story[: names[1].start()])  # the name never came back
     returns = next(name for name in names[1:] if name[0] == "Felix")
-    assert not stories.hero_is_right(story[: returns.start()] + "Oscar" + story[returns.end() :])
+    assert not hero_is_right(story[: returns.start()] + "Oscar" + story[returns.end() :])
     slipped = story.replace(" was ", " wos ", 1) if " was " in story else story.replace(" the ", " thee ", 1)
     assert not stories.read(slipped).is_complete
-    assert stories.hero_is_right(slipped)  # no story of the grammar, but the hero is right
+    assert hero_is_right(slipped)  # no story of the grammar, but the hero is right
     at = returns.start() + len(slipped) - len(story)
-    assert not stories.hero_is_right(slipped[:at] + "Oscar" + slipped[at + len("Felix") :])
+    assert not hero_is_right(slipped[:at] + "Oscar" + slipped[at + len("Felix") :])

@@ -14,7 +14,7 @@ from nanoinfer.cli.conversation import Conversation
 from nanoinfer.cli.main import app
 from nanoinfer.errors import NanoinferError
 from nanoinfer.execution.model_runner import ModelRunner
-from nanoinfer.models.checkpoint import BUNDLED
+from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 
 pytestmark = pytest.mark.slow

@@ -147,8 +147,8 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
         (reply(200, {"choices": []}), "", "ended before its last event"),
         (stream(event(b"<html>")), "", "sent '<html>' where a JSON object was expected"),
         (stream(event(b"[1]")), "", "sent '[1]' where a JSON object was expected"),
-        (stream(event({"choices": "Hi"})), "", "which is no chunk of OpenAI's API"),
-        (stream(event({"choices": [{"delta": "Hi"}]})), "", "which is no chunk of OpenAI's API"),
+        (stream(event({"choices": "Hi"})), "", "which is not a chunk of OpenAI's API"),
+        (stream(event({"choices": [{"delta": "Hi"}]})), "", "which is not a chunk of OpenAI's API"),
         (stream(ONCE[0]), "Once\n", "ended before its last event"),
         (stream(ONCE[0], event({"error": {"message": "aborted"}})), "Once\n", "failed: aborted"),
         (CHUNKED + b"5\r\nabc", "", "broke (IncompleteRead"),
@@ -187,7 +187,7 @@ def test_after_an_error_the_session_goes_on():
         (["--url", "http://127.0.0.1:1", "--dtype", "float32", "--max-model-len", "9"], "--dtype, --max-model-len cannot"),
         (["--url", "http://127.0.0.1:1", "--temperature", "-1"], "temperature must be finite and >= 0, got -1.0"),
         (["--url", "http://127.0.0.1:1", "--api-key", "a\nb"], "the API key has characters"),
-        (["--api-key", "k"], "--api-key is a server's; give its --url, too"),
+        (["--api-key", "k"], "--api-key is for a server; give its --url, too"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments, words):

@@ -223,8 +223,8 @@ def test_the_page_and_the_events_need_two_files(tmp_path):
 def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path):
     result = run("explain", PROMPT, "--max-tokens", "1", "--html", str(tmp_path))  # a folder
     assert result.exit_code == 1
-    assert "name another place" in result.stderr
+    assert "give another path" in result.stderr
     result = run("explain", PROMPT, "--max-tokens", "1", "--html", str(tmp_path / "nowhere" / "page.html"))
     assert result.exit_code == 1
     assert result.stderr.startswith("error: cannot write")
-    assert "name another place" in result.stderr
+    assert "give another path" in result.stderr

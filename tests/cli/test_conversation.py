@@ -102,5 +102,5 @@ def test_a_file_that_is_no_conversation_is_one_sentence_and_changes_nothing(tmp_
 
 
 def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
-    with pytest.raises(NanoinferError, match=r"cannot write .* name another place"):
+    with pytest.raises(NanoinferError, match=r"cannot write .* give another path"):
         conversation().save(tmp_path)  # a folder

@@ -44,7 +44,7 @@ def test_preemption(run):
     assert all(full.sequence_id not in steps[step].running for step in range(full.step, again.step))
     num_tokens = num_new_tokens(steps[again.step], again.sequence_id)
     assert num_tokens > len(recorder.of(RequestAdded)[int(full.sequence_id)].prompt_token_ids)
-    assert f"{num_tokens} tokens of sequence" in again.words
+    assert f"{num_tokens} tokens of sequence" in again.description
 
 
 def test_sharing(run):
@@ -84,9 +84,9 @@ def test_drafts():
     drafts = {event.step: event.draft_token_ids[0] for event in recorder.of(TokensDrafted)}
     tokens = recorder.of(TokenAppended)
     assert len(recorder.of(StepTimed)) < len(tokens) / 2
-    assert f"one step gives {1 + len(drafts[best.step])} tokens" in best.words
-    assert not worst.words.startswith("0 of")
-    assert f"{len(tokens)} tokens in {last.step + 1} steps" in last.words
+    assert f"one step gives {1 + len(drafts[best.step])} tokens" in best.description
+    assert not worst.description.startswith("0 of")
+    assert f"{len(tokens)} tokens in {last.step + 1} steps" in last.description
 
 
 @pytest.mark.parametrize("name", DEMOS)

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import nanoinfer.llm
-import nanoinfer.models.checkpoint
+import nanoinfer.loading.checkpoint
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli.main import app
 from nanoinfer.errors import NanoinferError
@@ -126,7 +126,7 @@ def test_the_options_of_the_engine_reach_it_in_every_command(command, monkeypatc
         raise NanoinferError("enough")
 
     monkeypatch.setattr(nanoinfer.llm, "LLM", refuse)
-    monkeypatch.setattr(nanoinfer.models.checkpoint, "locate", lambda *_: None)  # chat downloads the model first
+    monkeypatch.setattr(nanoinfer.loading.checkpoint, "locate", lambda *_: None)  # chat downloads the model first
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     options = "-m some/model --quantization int8 --threads 3 --enforce-eager --kv-cache-memory 1G --dtype bfloat16 --device cpu"
     CliRunner().invoke(app, [*command, *options.split()])

@@ -13,8 +13,8 @@ from nanoinfer import LLM
 from nanoinfer.cli.inspect import examine
 from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.models import weights
-from nanoinfer.models.checkpoint import BUNDLED
+from nanoinfer.loading import weights
+from nanoinfer.loading.checkpoint import BUNDLED
 
 
 def edit_config(path, **changes):
@@ -26,7 +26,7 @@ def test_what_it_says_is_what_a_loaded_model_has(monkeypatch):
     llm = LLM(kv_cache_memory=2**22)
     monkeypatch.setattr(weights.WeightFiles, "read", None)  # no weight is read
     found = examine(None, num_users=3, num_tokens=100)
-    info, model = llm.engine.executor.info, llm.engine.executor.runner.model
+    info, model = llm.info, llm.engine.executor.runner.model
     assert found.unsupported_reason is None
     assert found.sizes["max_position_embeddings"] == info.max_position_embeddings
     assert found.sizes["vocab_size"] == info.vocab_size

@@ -7,9 +7,9 @@ import huggingface_hub
 import pytest
 from typer.testing import CliRunner
 
-from nanoinfer.cli import models
+from nanoinfer.cli import inspect
 from nanoinfer.cli.main import app
-from nanoinfer.models.checkpoint import BUNDLED
+from nanoinfer.loading.checkpoint import BUNDLED
 
 pytestmark = pytest.mark.slow
 TINY = BUNDLED / "tiny-gpt2"
@@ -18,7 +18,7 @@ TINY = BUNDLED / "tiny-gpt2"
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """An empty cache, in place of the user's own."""
-    monkeypatch.setattr(models, "scan_cache_dir", partial(huggingface_hub.scan_cache_dir, tmp_path))
+    monkeypatch.setattr(inspect, "scan_cache_dir", partial(huggingface_hub.scan_cache_dir, tmp_path))
     return tmp_path
 
 
@@ -40,7 +40,7 @@ def test_models_of_the_cache_are_listed_with_the_reason_why_one_cannot_be_loaded
     download(cache, "someone/falcon", {"config.json": foreign, "model.safetensors": weights})
     download(cache, "someone/tokenizer-only", {"tokenizer.json": b"{}"})
     download(cache, "someone/stories", {"data.json": b"[]"}, kind="datasets")
-    found = {model.name: model for model in models.local_models()}
+    found = {model.name: model for model in inspect.installed_models()}
     assert list(found) == ["tiny-gpt2", "tiny-qwen3", "someone/falcon", "someone/good", "someone/tokenizer-only"]
     good = found["someone/good"]
     assert (good.architecture, good.unsupported_reason) == ("GPT2LMHeadModel", None)
@@ -58,5 +58,5 @@ def test_models_of_the_cache_are_listed_with_the_reason_why_one_cannot_be_loaded
 
 
 def test_without_a_cache_the_bundled_models_are_listed(monkeypatch, tmp_path):
-    monkeypatch.setattr(models, "scan_cache_dir", partial(huggingface_hub.scan_cache_dir, tmp_path / "none"))
-    assert [model.name for model in models.local_models()] == ["tiny-gpt2", "tiny-qwen3"]
+    monkeypatch.setattr(inspect, "scan_cache_dir", partial(huggingface_hub.scan_cache_dir, tmp_path / "none"))
+    assert [model.name for model in inspect.installed_models()] == ["tiny-gpt2", "tiny-qwen3"]

@@ -113,7 +113,7 @@ def start(tmp_path):
 
 
 READ = """
-from nanoinfer.cli.line_input import MessageReader
+from nanoinfer.cli.chat import MessageReader
 reader = MessageReader()
 while (message := reader.read()) is not None:
     print(ascii(message))

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from nanoinfer.devices import native
 from nanoinfer.distributed import shared_memory
 from nanoinfer.distributed.communicator import RankLostError
 from nanoinfer.distributed.shared_memory import SharedMemory
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.fast.cpu import native
 
 
 @pytest.fixture

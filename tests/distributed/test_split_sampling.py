@@ -9,13 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_rows import BAD, INF, PARAMS, batch_of, random_logits, random_params, sequence
+from sampling_rows import BAD, INF, PARAMS, batch_of, random_logits, random_params, sampling_by, sequence
 
 from nanoinfer.distributed import split_sampling
-from nanoinfer.sampling import fast
-from nanoinfer.sampling.sampler import STAGES, Sampler
+from nanoinfer.fast.sampling import few_logits
 
-PLAIN = Sampler((*STAGES, lambda logits, batch: logits))  # a user's stage runs all rows stage by stage
+PLAIN = sampling_by()
 
 
 class Ranks:
@@ -40,7 +39,7 @@ class Ranks:
 
     def _run(self, rank, shard, batch, vocab_size):
         try:
-            return split_sampling.sample(shard, batch, vocab_size, Member(self, rank))
+            return split_sampling.sample_shard(shard, batch, vocab_size, Member(self, rank))
         except BaseException:
             self._barrier.abort()
             raise
@@ -105,7 +104,7 @@ def test_every_rank_returns_the_tokens_of_the_plain_stages(monkeypatch):
     @given(step=STEPS, num_ranks=st.integers(1, 4), sizes=SIZES)
     def check(step, num_ranks, sizes):
         for name, number in zip(("TIE_MARGIN", "NUM_TRIED"), sizes, strict=True):
-            monkeypatch.setattr(fast, name, number)
+            monkeypatch.setattr(few_logits, name, number)
         logits, batch = random_step(**step)
         ranks = Ranks(num_ranks)
         assert ranks.sample(logits, batch) == plain_ids(logits, batch)
@@ -198,7 +197,7 @@ def test_the_comparison_notices_ties_that_are_not_sent(params, monkeypatch):
     expected = plain_ids(logits, batch)
     assert Ranks(2).sample(logits, batch) == expected
     for name in ("decide_top_k", "decide_top_p"):
-        decide = getattr(fast, name)
+        decide = getattr(few_logits, name)
         decided = lambda *arguments, decide=decide: (decide(*arguments)[0], torch.zeros(50, dtype=torch.bool))  # noqa: E731
-        monkeypatch.setattr(fast, name, decided)
+        monkeypatch.setattr(few_logits, name, decided)
     assert sum(a != b for a, b in zip(Ranks(2).sample(logits, batch), expected, strict=True)) > 25

@@ -60,7 +60,7 @@ def load_pair(path, num_blocks, size=2, **settings):
     """The same model on `size` ranks and on one, with as many blocks."""
     whole = LLM(path, kv_cache_memory=num_blocks * BLOCK_BYTES, **SETTINGS | settings)
     split = LLM(path, kv_cache_memory=num_blocks * BLOCK_BYTES // size, tensor_parallel_size=size, **SETTINGS | settings)
-    assert split.engine.executor.info.num_blocks == whole.engine.executor.info.num_blocks == num_blocks
+    assert split.info.num_blocks == whole.info.num_blocks == num_blocks
     return split, whole
 
 
@@ -145,7 +145,7 @@ def test_a_row_alone_has_the_bits_of_a_row_in_a_batch(pair):
 
 def test_ordinary_steps_draw_from_split_logits_and_others_from_full_rows(pair, monkeypatch):
     split, _ = pair
-    runner, calls = split.engine.executor.runner, []
+    executor, calls = split.engine.executor, []
 
     def count(owner, name):
         function = getattr(owner, name)
@@ -156,12 +156,12 @@ def test_ordinary_steps_draw_from_split_logits_and_others_from_full_rows(pair, m
 
         monkeypatch.setattr(owner, name, counted)
 
-    count(runner, "sample")
-    count(runner, "compute_logits")
+    count(executor.sampler.routes[0], "try_sample")
+    count(executor.runner.model, "compute_logits")
     split.reset_prefix_cache()
     answers(split, PROMPTS, asked(temperature=0, max_tokens=3))
     num_steps = len(calls)
-    assert calls == ["sample"] * num_steps
+    assert calls == ["try_sample"] * num_steps
     assert num_steps >= 3
     split.reset_prefix_cache()
     answers(split, PROMPTS, asked(logprobs=1, max_tokens=3))
@@ -207,6 +207,17 @@ def test_four_ranks_with_a_shared_kv_head_give_the_tokens_of_one(tmp_path):
     del split
     gc.collect()
     assert not workers & set(workers_of())
+
+
+def test_the_workers_of_a_closed_llm_have_ended_although_it_is_still_referenced(qwen3_path):
+    before = set(workers_of())
+    with LLM(qwen3_path, kv_cache_memory=40 * BLOCK_BYTES, tensor_parallel_size=2, **SETTINGS) as split:
+        stream = split.stream(PROMPTS[0], asked())
+        next(stream)
+        [worker] = set(workers_of()) - before
+    assert worker not in workers_of()
+    assert [delta.finish_reason for delta in stream][-1] == "abort"
+    split.close()
 
 
 PEAK = """

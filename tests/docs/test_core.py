@@ -1,68 +1,70 @@
-"""The core, what a token passes on a CPU, is small enough to read in an evening. docs/reading.md says how many lines it has."""
+"""The core is what LLM(enforce_eager=True) imports to generate text. docs/reading.md says how large it is.
 
-import ast
-import io
+`python tests/docs/test_core.py` writes the numbers into the page after a change.
+"""
+
 import re
+import subprocess
 import sys
-import tokenize
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).parents[2] / "nanoinfer"
 PAGE = PACKAGE.parent / "docs" / "reading.md"
-SENTENCE = re.compile(r"([\d,]+) lines of code \(([\d,]+) with docstrings, comments and blank lines\)")
-
-# In the order of a token's journey through a loaded Qwen model, from LLM.generate to the RequestOutput. No loading, no errors,
-# no C++ kernels and no modules that call them: these files define what they compute.
-CORE = """
-    llm.py sampling_params.py engine/inputs.py tokenization/tokenizer.py
-    engine/llm_engine.py engine/guards.py engine/request.py
-    scheduling/sequence.py scheduling/scheduler.py scheduling/block_manager.py scheduling/step_plan.py
-    execution/executor.py execution/uniproc_executor.py execution/forward_batch.py execution/model_runner.py
-    devices/transfer.py devices/openmp.py
-    models/qwen.py models/layers.py models/cpu_blocks.py models/cpu_linear.py
-    attention/base.py attention/kv_cache.py attention/cpu.py
-    sampling/sampler.py sampling/batch.py sampling/state.py sampling/stages.py sampling/draw.py sampling/fast.py
-    sampling/logprobs.py
-    engine/stopping.py tokenization/detokenizer.py outputs.py
+SENTENCE = re.compile(r"[\d,]+ lines in \d+ modules")
+# Parts that are imported when they are used.
+OPTIONAL = """
+    fast/ chat/ server/ cli/ bench/ bundled/ distributed/ speculative/ loading/formats/ loading/hub.py
+    structured/grammar.py structured/mask.py engine/beam_search.py tracing/events.py tracing/recorder.py tracing/viewer.py
+    models/gpt2.py models/llama.py models/qwen_moe.py async_llm.py
 """.split()
 
 
-def num_code_lines(source: str) -> int:
-    """Lines that hold code: no docstring, no comment alone, not blank."""
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING):
-            lines |= set(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
-            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return len(lines)
-
-
-def count() -> tuple[int, int]:
-    sources = [(PACKAGE / name).read_text(encoding="utf-8") for name in CORE]
-    return sum(map(num_code_lines, sources)), sum(len(source.splitlines()) for source in sources)
-
-
-def test_code_lines_are_those_with_code():
-    assert (
-        num_code_lines('"""Doc.\n\nMore."""\n\nx = (\n    1\n)  # one\n# two\n\ndef f():\n    "doc"\n    return """a\nb"""\n')
-        == 6
+@cache
+def imported(run: str = "LLM(enforce_eager=True, kv_cache_memory=2**22).generate('Once', use_tqdm=False)") -> tuple[str, ...]:
+    """The files of the package that are imported when a new interpreter runs this, as "models/qwen.py"."""
+    code = (
+        f"import sys; from nanoinfer import LLM; {run}; "
+        "print(*(module.__file__ for name, module in sys.modules.items() if name.partition('.')[0] == 'nanoinfer'), sep='\\n')"
     )
+    files = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    return tuple(sorted(Path(file).relative_to(PACKAGE).as_posix() for file in files))
 
 
-def test_the_core_is_under_4000_lines_and_the_page_says_the_number():
-    num_code, num_all = count()
-    assert num_code < 4000
-    assert SENTENCE.search(PAGE.read_text(encoding="utf-8")).groups() == (f"{num_code:,}", f"{num_all:,}"), (
-        "run: python tests/docs/test_core.py"
-    )
+def size() -> tuple[int, int]:
+    """The lines, with docstrings and blank lines, and the modules of the core."""
+    return sum(len((PACKAGE / file).read_text(encoding="utf-8").splitlines()) for file in imported()), len(imported())
+
+
+def with_size(text: str) -> str:
+    num_lines, num_modules = size()
+    return SENTENCE.sub(f"{num_lines:,} lines in {num_modules} modules", text)
+
+
+def test_the_core_is_small_enough_to_read():
+    num_lines, num_modules = size()
+    assert (num_lines <= 8000, num_modules <= 65) == (True, True), (num_lines, num_modules)
+
+
+def test_the_page_says_how_large_the_core_is():
+    text = PAGE.read_text(encoding="utf-8")
+    assert len(SENTENCE.findall(text)) == 1
+    assert with_size(text) == text, "run: python tests/docs/test_core.py"
+
+
+@pytest.mark.parametrize("part", OPTIONAL)
+def test_the_core_imports_nothing_that_it_does_not_use(part):
+    assert any(path.as_posix().startswith((PACKAGE / part).as_posix()) for path in PACKAGE.rglob("*.py"))
+    assert [file for file in imported() if file.startswith(part)] == []
+
+
+def test_a_part_that_is_used_would_be_seen():
+    tracer, drafts = "from nanoinfer import Recorder", "speculative_config={'method': 'ngram'}"
+    run = f"{tracer}; LLM('tiny-gpt2', kv_cache_memory=2**22, tracer=Recorder(), {drafts})"
+    assert {"fast/accelerate.py", "models/gpt2.py", "tracing/events.py", "speculative/speculator.py"} <= set(imported(run))
 
 
 if __name__ == "__main__":
-    num_code, num_all = count()
-    text = SENTENCE.sub(
-        f"{num_code:,} lines of code ({num_all:,} with docstrings, comments and blank lines)",
-        PAGE.read_text(encoding="utf-8"),
-    )
-    sys.exit(PAGE.write_text(text, encoding="utf-8") == 0)
+    PAGE.write_text(with_size(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import nanoinfer
-from nanoinfer import LLM, BeamSearchParams, SamplingParams
+from nanoinfer import LLM, AsyncEngineArgs, AsyncLLM, BeamSearchParams, EngineArgs, SamplingParams
 
 SCRIPT = Path(__file__).with_name("user_script.py")
 
@@ -27,16 +27,32 @@ def test_the_signature_has_every_parameter_with_its_type_and_default(kind):
         assert parameter.default == getattr(kind, field.name, parameter.empty)
 
 
-@pytest.mark.parametrize("kind", [SamplingParams, BeamSearchParams])
+@pytest.mark.parametrize(("kind", "arguments"), [(LLM, EngineArgs), (AsyncLLM, AsyncEngineArgs)])
+def test_an_llm_takes_the_arguments_of_its_dataclass(kind, arguments):
+    parameters = inspect.signature(kind).parameters
+    assert parameters == inspect.signature(arguments).parameters
+    assert list(parameters) == [field.name for field in fields(arguments)]
+    assert [name for name, one in parameters.items() if one.kind is not one.KEYWORD_ONLY] == ["model"]
+    assert inspect.getdoc(arguments) in inspect.getdoc(kind.__init__)
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, BeamSearchParams, EngineArgs])
 def test_the_docstring_explains_every_parameter_in_the_order_of_the_signature(kind):
     args = inspect.getdoc(kind).partition("Args:\n")[2].partition("\n\n")[0]
-    assert re.findall(r"^    (\w+): [A-Z\d{]", args, flags=re.MULTILINE) == [field.name for field in fields(kind)]
+    assert re.findall(r"^    (\w+): [A-Z\d{\"`]", args, flags=re.MULTILINE) == [field.name for field in fields(kind)]
 
 
-METHODS = [getattr(LLM, name) for name in vars(LLM) if callable(getattr(LLM, name)) and not name.startswith("_")]
+METHODS = [
+    getattr(owner, name)
+    for owner in (LLM, AsyncLLM)
+    for name in vars(owner)
+    if callable(getattr(owner, name)) and not name.startswith("_")
+]
 
 
-@pytest.mark.parametrize("public", [SamplingParams, BeamSearchParams, LLM, *METHODS], ids=lambda public: public.__qualname__)
+@pytest.mark.parametrize(
+    "public", [SamplingParams, BeamSearchParams, LLM, AsyncLLM, *METHODS], ids=lambda public: public.__qualname__
+)
 def test_no_public_signature_has_any_or_takes_every_argument(public):
     signature = inspect.signature(public)
     assert "Any" not in str(signature)
@@ -76,7 +92,7 @@ def test_a_users_script_passes_mypy_strict(mypy):
 @pytest.mark.slow
 def test_mypy_finds_a_users_mistakes(mypy):
     code, output = mypy(
-        """from nanoinfer import LLM, LLMs, SamplingParams
+        """from nanoinfer import LLM, AsyncLLM, LLMs, SamplingParams
 
 SamplingParams(temprature=0.5)
 SamplingParams(top_k="3")
@@ -84,6 +100,7 @@ LLM(max_num_seq=3)
 LLM().generate([b"bytes"])
 reveal_type(LLM().get_tokenizer())
 reveal_type(LLM().generate("a")[0].outputs[0].text)
+AsyncLLM(max_num_seqs=2.5)
 """
     )
     assert code == 1
@@ -94,6 +111,7 @@ reveal_type(LLM().generate("a")[0].outputs[0].text)
         'script.py:5: error: Unexpected keyword argument "max_num_seq" for "LLM"',
         "script.py:6: error: ",
         'script.py:8: note: Revealed type is "str"',
+        'script.py:9: error: Argument "max_num_seqs" to "AsyncLLM" has incompatible type "float"',
     ):
         assert sentence in output
     assert re.search(r'script.py:7: note: Revealed type is "transformers\..*PreTrainedTokenizerBase"', output)

@@ -3,7 +3,17 @@
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nanoinfer import LLM, BeamSearchParams, PromptType, Recorder, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
+from nanoinfer import (
+    LLM,
+    AsyncLLM,
+    BeamSearchParams,
+    PromptType,
+    Recorder,
+    RequestOutput,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.tracing import StepScheduled
@@ -37,3 +47,14 @@ for delta in llm.stream(prompt, llm.get_default_sampling_params()):
 [found] = llm.beam_search("Once", BeamSearchParams(beam_width=3, early_stopping="never"))
 scores: list[tuple[str, float]] = [(beam.text, beam.score) for beam in found.sequences]
 steps: list[StepScheduled] = recorder.of(StepScheduled)
+
+with LLM("tiny-qwen3") as closing:
+    sizes: tuple[int, str] = (closing.info.max_model_len, closing.info.device)
+
+
+async def serve() -> list[str]:
+    async_llm = AsyncLLM("tiny-qwen3", max_num_seqs=8, max_num_queued_requests=4)
+    texts = [output.outputs[0].text async for output in async_llm.generate("Once", params, "my id", output_kind="delta")]
+    await async_llm.abort("my id")
+    await async_llm.shutdown()
+    return texts

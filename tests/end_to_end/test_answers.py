@@ -573,16 +573,16 @@ def test_k_prompt_logprobs_are_the_k_largest_and_the_prompts_own(ids_llm, k):
 
 
 def test_a_large_vocabulary_is_headed_some_rows_at_a_time(ids_llm, qwen3_path, monkeypatch):
-    monkeypatch.setattr("nanoinfer.execution.uniproc_executor.PROMPT_LOGITS", 7 * VOCAB_SIZE)
+    monkeypatch.setattr("nanoinfer.execution.local_executor.PROMPT_LOGITS", 7 * VOCAB_SIZE)
     prompt = random_prompt(30)
-    runner, sizes = ids_llm.engine.executor.runner, []
-    compute_logits = runner.compute_logits
+    model, sizes = ids_llm.engine.executor.runner.model, []
+    compute_logits = model.compute_logits
 
-    def counted(hidden, rows):
-        sizes.append(len(hidden[rows]))
-        return compute_logits(hidden, rows)
+    def counted(hidden):
+        sizes.append(len(hidden))
+        return compute_logits(hidden)
 
-    monkeypatch.setattr(runner, "compute_logits", counted)
+    monkeypatch.setattr(model, "compute_logits", counted)
     [some] = generate(ids_llm, [prompt], asked(prompt_logprobs=-1, max_tokens=1))
     assert sizes == [1, 7, 7, 7, 7, 1]
     compare_prompt_logprobs(qwen3_path, some)
@@ -665,7 +665,7 @@ def test_a_bad_word_of_several_tokens_never_comes_out_in_either_form(llm):
 
 def test_a_bad_word_never_comes_out_where_its_form_with_a_space_is_shorter(llm):
     tokenizer = llm.engine.tokenizer
-    spaced_tokens = (tokenizer.decode([i]) for i in range(300, llm.engine.executor.info.vocab_size))
+    spaced_tokens = (tokenizer.decode([i]) for i in range(300, llm.info.vocab_size))
     word = next(
         text[1:]
         for text in spaced_tokens

@@ -8,18 +8,19 @@ import tiny_models
 import torch
 import transformers
 from paged_cases import compare
+from sampling_rows import sampling_by
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.base import BACKENDS, find_backend
 from nanoinfer.attention.dense import DenseAttention
-from nanoinfer.devices.cuda_graphs import CUDACapture
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.models import loader
-from nanoinfer.models.checkpoint import Checkpoint
-from nanoinfer.models.optimize import optimize_for_cuda
+from nanoinfer.fast.cuda.accelerate import compile_model
+from nanoinfer.fast.cuda.graphs import CUDACapture
+from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
+from nanoinfer.loading import loader
+from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.cuda_graphs import SamplerGraphs
-from nanoinfer.sampling.sampler import STAGES, Sampler
+from nanoinfer.sampling.sampler import Sampler
 from nanoinfer.scheduling.sequence import Sequence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -75,7 +76,7 @@ def test_bf16_logits_stand_as_near_the_truth_as_transformers(family, tmp_path):
             return model(ids[None]).logits[0].float()
 
     model = loader.load_model(Checkpoint.open(str(path)), "bfloat16", "cuda")
-    optimize_for_cuda(model)
+    compile_model(model)
     with torch.inference_mode():
         here = model.compute_logits(model(ids, torch.arange(len(ids), device="cuda"), DenseAttention())).float()
     truth = there(torch.float32)
@@ -86,7 +87,7 @@ def test_bf16_logits_stand_as_near_the_truth_as_transformers(family, tmp_path):
 def test_recorded_and_fused_steps_give_the_tokens_of_plain_ones(family, tmp_path):
     path = tiny_models.save(family, tmp_path)
     recorded, llm = greedy(path, device="cuda")
-    assert llm.engine.executor.runner.graphs._buckets  # it did record
+    assert llm.engine.executor.runner.graphs._graphs  # it did record
     plain, llm = greedy(path, device="cuda", enforce_eager=True)
     assert llm.engine.executor.runner.graphs is None
     assert recorded == plain == greedy(path, device="cpu")[0]
@@ -99,7 +100,8 @@ ASKING = [{"temperature": 0}, {}, {"top_k": 20, "temperature": 0.7}, {"top_p": 0
 def test_recorded_draws_are_those_of_the_plain_list(vocab_size):
     """One kind of row for all, then all kinds together; rising and falling numbers of rows."""
     device, generator = torch.device("cuda"), torch.Generator("cuda").manual_seed(0)
-    recorded, plain = Sampler(graphs=SamplerGraphs(40, CUDACapture())), Sampler((*STAGES, lambda logits, batch: logits))
+    graphs = SamplerGraphs(40, CUDACapture())
+    recorded, plain = sampling_by(graphs), sampling_by()
     for asking in ([ASKING[0]], [ASKING[1]], [ASKING[2]], [ASKING[3]], ASKING):
         for step, num_rows in enumerate((3, 1, 40, 17, 40)):
             params = [SamplingParams(**asking[row % len(asking)]) for row in range(num_rows)]
@@ -108,8 +110,8 @@ def test_recorded_draws_are_those_of_the_plain_list(vocab_size):
             logits = logits.bfloat16().float() if step % 2 else logits  # which tie
             batch = SamplingBatch.build(rows, vocab_size, device)
             assert recorded(logits.clone(), batch).read() == plain(logits.clone(), batch).read()
-    assert recorded.graphs._graphs
-    assert None not in recorded.graphs._graphs.values()
+    assert graphs._graphs
+    assert None not in graphs._graphs.values()
 
 
 def test_an_engine_with_recorded_draws_gives_the_tokens_of_one_without(tmp_path):
@@ -121,7 +123,7 @@ def test_an_engine_with_recorded_draws_gives_the_tokens_of_one_without(tmp_path)
         if not is_recorded:
             llm.engine.executor.sampler = Sampler()
         tokens.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)])
-        assert not is_recorded or llm.engine.executor.sampler.graphs._graphs
+        assert not is_recorded or llm.engine.executor.sampler.routes[0]._graphs
     assert tokens[0] == tokens[1]
 
 

@@ -5,25 +5,22 @@ import random
 import pytest
 import tiny_models
 import torch
-from torch import nn
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.models.cpu_linear import LinearOptimizer, LinearReport, PackedLinear
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.sampling.batch import SamplingBatch
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, detokenize=False)
 FAMILIES = ["gpt2", "gpt2_n_inner", "qwen2", "qwen3", "qwen3_one_kv_head", "qwen3_tied"]
 
 
-def has_packed_linears():
+@pytest.fixture(autouse=True)
+def kernels():
     try:
-        PackedLinear(nn.Linear(4, 4))
-    except (RuntimeError, NotImplementedError, AttributeError):
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not has_packed_linears(), reason="this CPU's torch has no packed linear layers")
+        KernelBackend(torch.float32, num_heads=4, num_kv_heads=2, head_dim=16)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
 
 
 def ids(rng, length):
@@ -45,14 +42,14 @@ def logits_of(llm, prompts, watched, params=PARAMS):
             Watching.sequences = list(sequences)
             return build(sequences, *arguments)
 
-    def watching(logits, batch, watch):
+    def watching(head_rows, batch, watch):
         for row, seq in enumerate(Watching.sequences):
             if seq is watched:
-                rows[seq.num_output_tokens] = logits[row].clone()
-        return sampler(logits, batch, watch)
+                rows[seq.num_output_tokens] = head_rows.logits[row].clone()
+        return sampler(head_rows, batch, watch)
 
     watching.has_user_stages = sampler.has_user_stages
-    llm.engine.executor.sampler, llm.engine.executor.runner.greedy = watching, None
+    llm.engine.executor.sampler = watching
     SamplingBatch.build = Watching.build
     try:
         while llm.engine.num_unfinished:
@@ -117,35 +114,14 @@ def test_every_place_in_a_batch_of_17_gives_the_same_bits(path):
         assert_same_bits(logits_of(llm, [*prompts[:place], prompt, *prompts[place + 1 :]], place), alone)
 
 
-def test_with_plain_linears_the_bits_do_depend_on_the_batch(tmp_path, monkeypatch):
+def test_with_plain_linears_the_bits_do_depend_on_the_batch(tmp_path):
     """The twin: what the tests above compare can differ."""
-    monkeypatch.setattr("nanoinfer.models.optimize.optimize_for_cpu", lambda model, quantization: LinearReport({}))
-    llm = LLM(tiny_models.save("qwen3", tmp_path), dtype="float32", kv_cache_memory=32 * 2**20)
+    llm = LLM(tiny_models.save("qwen3", tmp_path), dtype="float32", kv_cache_memory=32 * 2**20, enforce_eager=True)
     rng = random.Random(0)
     prompt = ids(rng, 37)
     alone = logits_of(llm, [prompt], 0)
     beside = logits_of(llm, [prompt, *(ids(rng, 20) for _ in range(7))], 0)
     assert any(not torch.equal(beside[position], alone[position]) for position in alone)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
-@pytest.mark.parametrize(("num_in", "num_out"), [(48, 100), (100, 48), (128, 352), (768, 3072), (3072, 768)])
-def test_an_optimised_layer_is_a_linear_and_its_rows_do_not_depend_on_each_other(num_in, num_out, activation, dtype):
-    torch.manual_seed(0)
-    layer = nn.Linear(num_in, num_out).to(dtype)
-    activate = {None: nn.Identity(), "silu": nn.SiLU(), "gelu_tanh": nn.GELU(approximate="tanh")}[activation]
-    x = torch.randn(300, num_in).to(dtype)
-    with torch.inference_mode():
-        linears = LinearOptimizer()
-        packed = linears.optimize(layer, activation)
-        report = linears.report()
-        together = packed(x)
-        tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
-        torch.testing.assert_close(together, activate(layer(x)), **tolerance)
-        for num_rows in (1, 2, 3, 5, 7, 9, 16, 17, 64, 299) if report.are_rows_independent else ():
-            assert torch.equal(packed(x[:num_rows]), together[:num_rows])
-            assert torch.equal(packed(x[-num_rows:].contiguous()), together[-num_rows:])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -164,7 +140,7 @@ def test_batch_invariant_gives_the_same_bits_after_a_prefix_hit_and_after_preemp
     assert request.output.metrics.num_cached_tokens == 40  # every whole block, in the middle of a chunk
     assert_same_bits(logits_of(cached, [prompt], 0, params), alone)
 
-    block_bytes = cached.engine.executor.info.num_cache_bytes // cached.engine.executor.info.num_blocks
+    block_bytes = cached.info.num_cache_bytes // cached.info.num_blocks
     tight = LLM(path, kv_cache_memory=12 * block_bytes, **settings)
     for place in (0, 2):
         prompts = [ids(rng, 5) for _ in range(3)]

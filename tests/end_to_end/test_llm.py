@@ -11,7 +11,8 @@ import signal
 import threading
 import time
 import types
-from dataclasses import replace
+import weakref
+from dataclasses import FrozenInstanceError, replace
 
 import numpy
 import pytest
@@ -21,7 +22,7 @@ from threads import run_in_threads
 from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM, BeamSearchParams, Delta, Recorder, RequestOutput, SamplingParams
-from nanoinfer.config import NEUTRAL_VALUES, SchedulerConfig
+from nanoinfer.config import SchedulerConfig
 from nanoinfer.engine.metrics import Counter, Gauge, Histogram
 from nanoinfer.errors import (
     CheckpointNotFoundError,
@@ -31,7 +32,8 @@ from nanoinfer.errors import (
     NanoinferError,
     UnsupportedError,
 )
-from nanoinfer.models.checkpoint import BUNDLED
+from nanoinfer.loading.checkpoint import BUNDLED
+from nanoinfer.vllm_compat import NEUTRAL_VALUES
 
 pytestmark = pytest.mark.slow
 
@@ -219,7 +221,7 @@ def test_a_prompt_one_shorter_than_the_model_gets_one_token(ids_llm):
 
 def test_the_model_length_is_lowered_to_what_the_cache_holds(qwen3_path, caplog):
     block_bytes = 2 * 2 * 4 * 2 * 16 * 4  # k and v, layers, tokens, heads, head_dim, bytes
-    with caplog.at_level(logging.INFO, "nanoinfer.execution.uniproc_executor"):
+    with caplog.at_level(logging.INFO, "nanoinfer.execution.build"):
         llm = LLM(qwen3_path, kv_cache_memory=5 * block_bytes, block_size=4, max_model_len=64)
     assert llm.engine.max_model_len == 20
     told, warned = caplog.records
@@ -388,20 +390,16 @@ def test_a_tracer_that_raises_in_a_step_leaves_nothing_behind(at):
 
 
 @pytest.mark.parametrize("at_call", [1, 4])
-@pytest.mark.parametrize("part", ["runner.forward", "greedy", "sampler"])
+@pytest.mark.parametrize("part", ["runner.forward", "route", "sampler"])
 def test_a_failure_in_the_middle_of_a_step_leaves_nothing_behind(llm, monkeypatch, part, at_call):
     prompts = ["Once upon a time", "One day"]
     expected = [output.outputs for output in generate(llm, prompts)]
-    runner = llm.engine.executor.runner
+    executor = llm.engine.executor
     owner, name = {
-        "runner.forward": (runner, "forward"),
-        "greedy": (runner, "greedy"),
-        "sampler": (llm.engine.executor, "sampler"),
+        "runner.forward": (executor.runner, "forward"),
+        "route": (executor.sampler.routes[0], "try_sample"),
+        "sampler": (executor, "sampler"),
     }[part]
-    if part == "sampler":
-        monkeypatch.setattr(runner, "greedy", None)
-    elif part == "greedy" and runner.greedy is None:
-        pytest.skip("no C++ compiler")
     works, num_calls = getattr(owner, name), 0
 
     def fails(*arguments):
@@ -412,7 +410,6 @@ def test_a_failure_in_the_middle_of_a_step_leaves_nothing_behind(llm, monkeypatc
         return works(*arguments)
 
     fails.has_user_stages = False  # of a Sampler
-    fails.supports = getattr(works, "supports", None)
     monkeypatch.setattr(owner, name, fails)
     with pytest.raises(RuntimeError, match="out of luck"):
         generate(llm, prompts)
@@ -732,6 +729,116 @@ def test_a_generation_config_that_is_wrong_is_refused_as_such(tmp_path):
     (path / "generation_config.json").write_text('{"temperature": -1}')
     with pytest.raises(InvalidValueError, match=r"generation_config.json: temperature must be finite and >= 0"):
         LLM(path, kv_cache_memory=MEMORY).generate("Once upon a time")
+
+
+# ---- the end of an LLM
+
+
+def test_a_closed_llm_has_freed_the_model_and_refuses_every_use(qwen3_path):
+    with LLM(qwen3_path, kv_cache_memory=MEMORY) as llm:
+        expected = answer(llm, [1, 2], IDS)
+        executor = llm.engine.executor
+        parts = [weakref.ref(part) for part in (executor, executor.runner.model, executor.runner.cache)]
+        del executor
+        assert all(part() is not None for part in parts)
+    assert all(part() is None for part in parts)
+    llm.close()  # changes nothing
+    uses = [
+        lambda: generate(llm, [1, 2], IDS),
+        lambda: llm.generate([1, 2]),
+        lambda: llm.stream([1, 2], IDS),
+        lambda: llm.chat(LILY),
+        lambda: llm.beam_search([1, 2], BeamSearchParams(beam_width=2)),
+        llm.get_metrics,
+        llm.get_tokenizer,
+        llm.get_default_sampling_params,
+        llm.reset_prefix_cache,
+        lambda: llm.abort("0"),
+        lambda: llm.info,
+        lambda: llm.batch_independent,
+        lambda: llm.engine,
+    ]
+    for use in uses:
+        with pytest.raises(NanoinferError, match=r"^this LLM was closed, by close\(\) or .*; make a new LLM$"):
+            use()
+    assert "closed" in repr(llm)
+    assert answer(LLM(qwen3_path, kv_cache_memory=MEMORY), [1, 2], IDS) == expected
+
+
+def test_streams_that_are_open_when_an_llm_is_closed_end_as_aborted(qwen3_path):
+    llm = LLM(qwen3_path, kv_cache_memory=MEMORY)
+    read, left = llm.stream([1, 2], IDS), llm.stream([3], IDS)
+    next(read), next(left)
+    engine, executor = llm.engine, weakref.ref(llm.engine.executor)
+    llm.close()
+    assert executor() is None  # in spite of the streams
+    *_, last = read
+    assert last.output.outputs[0].finish_reason == "abort"
+    left.close()
+    with pytest.raises(NanoinferError, match="make a new LLM"):
+        engine.add_request([1], IDS)
+
+
+def test_an_llm_is_not_closed_inside_its_own_step(qwen3_path):
+    llm = LLM(qwen3_path, kv_cache_memory=MEMORY)
+
+    def closing(output_ids, logits):
+        llm.close()
+
+    with pytest.raises(NanoinferError, match=r"close\(\) was called during a step; close an LLM when"):
+        generate(llm, [1, 2], SamplingParams(detokenize=False, logits_processors=[closing]))
+    assert len(answer(llm, [1, 2], IDS).token_ids) == 12
+
+
+def test_an_llm_is_closed_although_its_tracer_fails(qwen3_path):
+    class Failing(Recorder):
+        def emit(self, event):
+            if type(event).__name__ == "RequestFinished":
+                raise RuntimeError("the tracer's own fault")
+
+    llm = LLM(qwen3_path, kv_cache_memory=MEMORY, tracer=Failing())
+    llm.engine.add_request([1, 2], IDS)
+    executor = weakref.ref(llm.engine.executor)
+    with pytest.raises(RuntimeError, match="own fault"):
+        llm.close()
+    llm.close()
+    assert executor() is None
+
+
+def test_what_was_chosen_is_public(qwen3_path):
+    llm = LLM(qwen3_path, kv_cache_memory=MEMORY, block_size=4, max_model_len=64, attention_backend="reference")
+    assert (llm.info.device, llm.info.dtype, llm.info.attention_backend) == ("cpu", "float32", "reference")
+    assert (llm.info.block_size, llm.info.max_model_len, llm.info.vocab_size) == (4, 64, tiny_models.VOCAB_SIZE)
+    assert 0 < llm.info.num_cache_bytes <= MEMORY
+    with pytest.raises(FrozenInstanceError):
+        llm.info.device = "cuda"
+
+
+# ---- parameters are checked once
+
+
+def test_a_request_checks_its_params_no_second_time(llm, monkeypatch):
+    num_checks, check = [], SamplingParams.__post_init__
+    monkeypatch.setattr(SamplingParams, "__post_init__", lambda self: num_checks.append(1) or check(self))
+    params = SamplingParams(temperature=0, max_tokens=3, logit_bias={5: 1.0}, n=1)
+    assert len(num_checks) == 1
+    generate(llm, ["Once", "Lily"], params)
+    list(llm.stream("Once", params))
+    llm.chat(LILY, params, use_tqdm=False)
+    assert len(num_checks) == 1
+    llm.generate("Once", use_tqdm=False)
+    llm.generate("Once", use_tqdm=False)
+    assert len(num_checks) <= 2  # the checkpoint's defaults, if no test before has asked for them
+
+
+@pytest.mark.parametrize(("value", "message"), [(1000.0, "must be in .-100, 100."), ("x", "must be a number")])
+def test_a_dict_that_was_changed_in_place_is_checked_with_the_request(llm, value, message):
+    params = SamplingParams(temperature=0, max_tokens=3, logit_bias={5: 1.0})
+    params.logit_bias[7] = 100.0
+    assert answer(llm, "Once", params).token_ids == [7, 7, 7]
+    params.logit_bias[7] = value
+    with pytest.raises(NanoinferError, match=rf"^prompt 0: logit_bias\[7\] {message}"):
+        generate(llm, "Once", params)
 
 
 # ---- LLM's arguments

@@ -210,10 +210,10 @@ def test_a_failure_in_the_middle_frees_every_block(path, monkeypatch):
 
 def test_logits_that_are_not_finite_are_an_error_and_not_an_answer(path, monkeypatch):
     llm = make(path)
-    runner = llm.engine.executor.runner
-    compute_logits, calls = runner.compute_logits, itertools.count(1)
+    model = llm.engine.executor.runner.model
+    compute_logits, calls = model.compute_logits, itertools.count(1)
     spoil = {1: 1.0, 2: 1.0, 3: math.nan}
-    monkeypatch.setattr(runner, "compute_logits", lambda *rows: compute_logits(*rows) * spoil[next(calls)])
+    monkeypatch.setattr(model, "compute_logits", lambda hidden: compute_logits(hidden) * spoil[next(calls)])
     prompt = PROMPTS[1] + PROMPTS[0]
     [output] = llm.beam_search([prompt], BeamSearchParams(beam_width=3))
     assert output.sequences == []

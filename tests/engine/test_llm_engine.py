@@ -1,5 +1,6 @@
 """Invariance and conservation: however a request is run, its tokens are those of a dense forward pass, and no block is lost."""
 
+import copy
 import random
 
 import pytest
@@ -10,12 +11,12 @@ from hypothesis import strategies as st
 
 from nanoinfer import Recorder, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
-from nanoinfer.attention.kv_cache import bytes_per_block
+from nanoinfer.attention.kv_cache import bytes_per_block_of
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.factory import make_engine
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models import loader
-from nanoinfer.models.checkpoint import Checkpoint
+from nanoinfer.loading import loader
+from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.tracing import RequestFinished, StepScheduled, StepTimed
 
 BLOCK_SIZE = 4
@@ -29,13 +30,7 @@ def model(request, tmp_path_factory):
 def engine_for(
     model, *, num_blocks=64, chunk_size=1024, backend="cpu", tracer=None, prefix_caching=True, max_num_seqs=256, is_async=False
 ):
-    one_block = bytes_per_block(
-        num_layers=model.config.num_hidden_layers,
-        block_size=BLOCK_SIZE,
-        num_kv_heads=model.config.num_key_value_heads,
-        head_dim=model.config.head_dim,
-        dtype=torch.float32,
-    )
+    one_block = bytes_per_block_of(model.config, BLOCK_SIZE, torch.float32)
     config = EngineConfig(
         attention_backend=backend,
         async_scheduling=is_async,
@@ -43,7 +38,7 @@ def engine_for(
         cache=CacheConfig(block_size=BLOCK_SIZE, kv_cache_memory=num_blocks * one_block, enable_prefix_caching=prefix_caching),
         scheduler=SchedulerConfig(chunk_size=chunk_size, max_num_batched_tokens=64, max_num_seqs=max_num_seqs),
     )
-    return make_engine(model, config)
+    return make_engine(copy.deepcopy(model), config)  # its modules are replaced by faster ones
 
 
 def greedy(max_tokens, **params):
@@ -124,10 +119,9 @@ def test_logits_of_a_chunked_batched_step_equal_a_dense_forward_pass(model):
     """Not only the greedy token: the rows themselves, where prompts, chunks and decodes share a step."""
     rng = random.Random(2)
     engine = engine_for(model, chunk_size=8)
-    engine.executor.runner.greedy = None  # it calls the model's own compute_logits
-    seen = []
-    compute_logits = engine.executor.runner.compute_logits
-    engine.executor.runner.compute_logits = lambda *rows: seen.append(compute_logits(*rows)) or seen[-1]
+    seen, ours = [], engine.executor.runner.model
+    compute_logits = ours.compute_logits
+    ours.compute_logits = lambda hidden: seen.append(compute_logits(hidden)) or seen[-1]
     compared = 0
     requests = [engine.add_request(random_prompt(rng, 9 + 8 * i), greedy(6)) for i in range(4)]
     plans = []
@@ -135,7 +129,7 @@ def test_logits_of_a_chunked_batched_step_equal_a_dense_forward_pass(model):
     engine.scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]
     while engine.num_unfinished:
         engine.step()
-        for (seq, _), row in zip(plans[-1].rows, seen[-1], strict=True):
+        for (seq, _), row in zip(plans[-1].rows, seen.pop() if plans[-1].rows else (), strict=True):
             ids = torch.tensor(seq.token_ids[:-1])  # the newest was drawn from this row
             with torch.inference_mode():
                 hidden = model(ids, torch.arange(len(ids)), DenseAttention())
@@ -210,30 +204,14 @@ def test_a_prompt_that_cannot_fit_gets_an_error_result_that_says_what_to_do(mode
     assert len(fits.output.outputs[0].token_ids) == 1
 
 
-def test_a_row_without_finite_logits_ends_with_an_error_and_the_others_finish(model):
+@pytest.mark.parametrize("has_routes", [False, True])
+def test_a_row_without_finite_logits_ends_with_an_error_and_the_others_finish(model, has_routes):
     engine = engine_for(model)
-    engine.executor.runner.greedy = None  # it calls the model's own compute_logits
+    engine.executor.sampler.routes = routes = tuple(route for route in engine.executor.sampler.routes if has_routes)
+    assert bool(routes) == has_routes
     requests = [engine.add_request([i + 1], greedy(5)) for i in range(3)]
-    compute_logits = engine.executor.runner.compute_logits
-
-    def broken(*rows):
-        logits = compute_logits(*rows)
-        if len(logits) == 3:
-            logits[1] = float("nan")
-        return logits
-
-    engine.executor.runner.compute_logits = broken
-    reasons = [answer.finish_reason for answer in run(engine, requests)]
-    assert reasons == ["length", "error", "length"]
-    assert "not finite" in requests[1].output.outputs[0].error
-
-
-def test_so_does_a_row_whose_token_the_greedy_kernel_chooses(model, monkeypatch):
-    engine = engine_for(model)
-    if engine.executor.runner.greedy is None:
-        pytest.skip("no C++ compiler")
-    requests = [engine.add_request([i + 1], greedy(5)) for i in range(3)]
-    compute_logits = model.compute_logits
+    ours = engine.executor.runner.model
+    compute_logits = ours.compute_logits
 
     def broken(hidden):
         logits = compute_logits(hidden)
@@ -241,8 +219,9 @@ def test_so_does_a_row_whose_token_the_greedy_kernel_chooses(model, monkeypatch)
             logits[1] = float("nan")
         return logits
 
-    monkeypatch.setattr(model, "compute_logits", broken)
-    assert [answer.finish_reason for answer in run(engine, requests)] == ["length", "error", "length"]
+    ours.compute_logits = broken
+    reasons = [answer.finish_reason for answer in run(engine, requests)]
+    assert reasons == ["length", "error", "length"]
     assert "not finite" in requests[1].output.outputs[0].error
 
 
@@ -293,7 +272,7 @@ def test_a_fork_writes_into_a_block_of_its_own(model):
 
 def test_an_eos_id_beyond_the_vocabulary_harms_nobody(model):
     engine = engine_for(model)
-    assert make_engine(model, EngineConfig(), eos_token_ids=frozenset([3, 10**6])).eos_token_ids == {3}
+    assert make_engine(copy.deepcopy(model), EngineConfig(), eos_token_ids=frozenset([3, 10**6])).eos_token_ids == {3}
     assert run(engine, [engine.add_request([1], greedy(5, min_tokens=3))])[0].finish_reason == "length"
 
 

@@ -268,7 +268,7 @@ def test_a_request_ends_as_the_oracle_says_and_its_stream_takes_nothing_back(ids
         assert len(certain) - max(longest - 1, 0) <= len(shown) <= len(certain) - num_at_risk
         assert one.output is None
     if finish_reason == "abort":
-        one.end(Stop("abort"))
+        one.finish(Stop("abort"))
     else:
         advance(one, one.sequences[0], ids[len(told)])
     completion = one.output.outputs[0]
@@ -312,7 +312,7 @@ def test_a_request_ended_from_outside_keeps_its_ids_and_the_text_it_held(stop):
     for token_id in [*b"aE", *b"b", 0xE2]:
         advance(one, one.sequences[0], token_id)
     shown = "".join(delta.text for delta in one.deltas)
-    one.end(stop)
+    one.finish(stop)
     completion = one.output.outputs[0]
     assert (shown, completion.text) == ("aE", "aEb")
     assert completion.token_ids == [*b"aEb", 0xE2]
@@ -344,17 +344,17 @@ def test_an_error_ends_one_answer_and_an_abort_all_that_still_run():
     one, first, second = two_answers()
     advance(one, first, ord("a"))
     advance(one, second, ord("b"))
-    one.end(Stop("error", error="no token is left"), second)
+    one.finish(Stop("error", error="no token is left"), second)
     assert one.output is None
     advance(one, first, ord("c"))
-    one.end(Stop("abort"))
+    one.finish(Stop("abort"))
     assert [(answer.text, answer.finish_reason) for answer in one.output.outputs] == [("ac", "abort"), ("b", "error")]
     assert [answer.error for answer in one.output.outputs] == [None, "no token is left"]
 
 
 def test_a_request_ended_before_its_first_token_has_an_empty_output():
     one = request()
-    one.end(Stop("error", error="the prompt is too long"))
+    one.finish(Stop("error", error="the prompt is too long"))
     completion = one.output.outputs[0]
     assert (completion.text, completion.token_ids, completion.error) == ("", [], "the prompt is too long")
     assert (one.output.metrics.ttft, one.output.metrics.tpot) == (None, None)

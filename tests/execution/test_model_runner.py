@@ -8,9 +8,10 @@ pytest.importorskip("triton")
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.kv_cache import KVCache
-from nanoinfer.execution.decode_graphs import DecodeGraphs
+from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.model_runner import ModelRunner
-from nanoinfer.sampling.cuda_graphs import SamplerGraphs
+from nanoinfer.fast.cuda.decode_graphs import DecodeGraphs
+from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.slow
@@ -41,9 +42,7 @@ def llm_with(path, capture, **options):
         num_layers=2, num_blocks=num_blocks + 1, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim,
         device=DEVICE,
     )  # fmt: skip
-    graphs = DecodeGraphs(
-        max_num_seqs=5, max_model_len=engine.max_model_len, block_size=block_size, padding_block=num_blocks, capture=capture
-    )
+    graphs = DecodeGraphs(engine.executor.info, max_num_rows=5, capture=capture)
     engine.executor.runner = ModelRunner(engine.executor.runner.model, cache, engine.executor.runner.backend, graphs)
     return llm
 
@@ -89,7 +88,7 @@ def test_draws_are_replayed_behind_replayed_steps(path):
     asking = ({"temperature": 0}, {"top_k": 9, "seed": 1}, {"top_p": 0.9, "seed": 2})
     params = [SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False, **asking[i % 3]) for i in range(len(PROMPTS))]
     llm = llm_with(path, record, async_scheduling=True)
-    llm.engine.executor.sampler = Sampler(graphs=SamplerGraphs(5, record))
+    llm.engine.executor.sampler = Sampler(routes=[SamplerGraphs(5, record)])
     expected = tokens_of(LLM(str(path), attention_backend="reference", block_size=16, kv_cache_memory=MEMORY), params)
     assert tokens_of(llm, params) == expected
     assert record.draws
@@ -102,7 +101,7 @@ def test_padding_rows_write_into_their_own_block_alone(path):
     k_pages, _ = cache.layer(0)
     used = set(k_pages.flatten(1).any(1).nonzero().flatten().tolist())
     padding_block = cache.num_blocks - 1
-    assert graphs._buckets[4].static_inputs.attention.block_tables[3].unique().tolist() == [padding_block]
+    assert graphs._graphs[4][0].attention.block_tables[3].unique().tolist() == [padding_block]
     assert padding_block in used
     assert len(used) <= 1 + 6  # and the three sequences' blocks
 
@@ -111,7 +110,8 @@ def test_padding_rows_write_into_their_own_block_alone(path):
     ("max_num_seqs", "sizes"), [(1, [1]), (5, [1, 2, 4, 5]), (16, [1, 2, 4, 8, 16]), (40, [1, 2, 4, 8, 16, 32, 40])]
 )
 def test_there_is_a_recording_for_every_number_of_rows(max_num_seqs, sizes):
-    graphs = DecodeGraphs(max_num_seqs=max_num_seqs, max_model_len=64, block_size=16, padding_block=9, capture=record)
+    info = ExecutorInfo(100, max_position_embeddings=64, max_model_len=64, num_blocks=9, block_size=16)
+    graphs = DecodeGraphs(info, max_num_rows=max_num_seqs, capture=record)
     assert graphs.sizes == sizes
 
 

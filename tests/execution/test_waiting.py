@@ -2,15 +2,16 @@
 
 import pytest
 import torch
+from sampling_rows import sampling_by
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanoinfer import SamplingParams
-from nanoinfer.sampling import fast
+from nanoinfer.fast.sampling import few_logits
+from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.sampling.batch import SamplingBatch
-from nanoinfer.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.sampling.logprobs import _token_and_likeliest
-from nanoinfer.sampling.sampler import STAGES, Sampler
+from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.scheduling.sequence import Sequence
 
 META = torch.device("meta")
@@ -56,7 +57,7 @@ class NoCopies(OnlyPinnedCopies):
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(fast, "can_read", lambda logits: False)
+    monkeypatch.setattr(few_logits, "can_read", lambda logits: False)
 
 
 def sequences():
@@ -66,13 +67,14 @@ def sequences():
     return [Sequence("r", [1, 2, 2], its, seed, 99, **rest) for seed, its in enumerate(params)]
 
 
+@pytest.mark.parametrize("routes", [(), (few_logits.FewLogits(),)])
 @pytest.mark.parametrize("options", [{}, {"processed_logprobs": True}, {"stages": (*STAGES, lambda logits, batch: logits)}])
-def test_a_step_in_which_everything_is_asked_for_is_drawn_without_waiting(options):
+def test_a_step_in_which_everything_is_asked_for_is_sampled_without_waiting(routes, options):
     rows = sequences()
     with OnlyPinnedCopies():
         batch = SamplingBatch.build(rows, VOCAB_SIZE, META)
-        drawn = Sampler(**options)(torch.empty(len(rows), VOCAB_SIZE, device=META), batch)
-    assert drawn.token_ids.shape == (len(rows),)
+        sampled = sampling_by(*routes, **options)(torch.empty(len(rows), VOCAB_SIZE, device=META), batch)
+    assert sampled.token_ids.shape == (len(rows),)
     entries = ("allowed", "bad_words", "min_tokens", "logit_bias", "token_counts", "repeated_ngrams")
     assert all(getattr(batch.entries, name) is not None for name in entries)  # everything was
     assert all(getattr(batch.columns, name) is not None for name in ("temperature", "top_k", "top_p"))
@@ -90,8 +92,8 @@ def test_what_is_recorded_of_the_draw_asks_the_host_for_nothing(params):
     rows = [Sequence("r", [1], SamplingParams(**its), 0, 99) for its in params]
     with OnlyPinnedCopies():
         batch = SamplingBatch.build(rows, VOCAB_SIZE, META)
-        drawn = Sampler(graphs=SamplerGraphs(4, record))(torch.empty(len(rows), VOCAB_SIZE, device=META), batch)
-    assert drawn.token_ids.shape == (len(rows),)
+        sampled = sampling_by(SamplerGraphs(4, record))(torch.empty(len(rows), VOCAB_SIZE, device=META), batch)
+    assert sampled.token_ids.shape == (len(rows),)
     assert recorded == [4] + [1] * (len(rows) == 1)
 
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
-from nanoinfer.models import loader
-from nanoinfer.models.checkpoint import Checkpoint
+from nanoinfer.loading import loader
+from nanoinfer.loading.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -119,3 +119,18 @@ def test_greedy_tokens_equal_transformers_over_a_ragged_batch(family, tmp_path):
         llm = LLM(path, attention_backend=backend, block_size=16, chunk_size=64, kv_cache_memory=2**24)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == expected, backend
+
+
+@torch.inference_mode()
+def test_experts_compute_the_tokens_that_chose_them_and_no_others(tmp_path):
+    mixture = loader.load_model(Checkpoint.open(str(tiny_models.save("qwen3_moe", tmp_path))), "float32").layers[0].mlp
+    num_rows = []
+    for expert in mixture.experts:
+        expert.register_forward_hook(lambda expert, inputs, out: num_rows.append(len(out)))
+    x = torch.randn(50, 48, generator=torch.Generator().manual_seed(0))
+    mixture(x[:1])
+    assert num_rows == [1, 1, 1]  # of 8 experts
+    num_rows.clear()
+    mixture(x)
+    assert len(num_rows) == 8
+    assert sum(num_rows) == 3 * 50

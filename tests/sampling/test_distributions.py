@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sampling_rows import sampling_by
 
 from nanoinfer import SamplingParams
+from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import uniform
+from nanoinfer.sampling.routes import HeadRows
 from nanoinfer.sampling.sampler import STAGES, Sampler
 from nanoinfer.sampling.stages import apply_temperature, keep_min_p, keep_top_k, keep_top_p
 from nanoinfer.scheduling.sequence import Sequence
@@ -40,7 +43,7 @@ def unchanged(logits, batch):
     return logits
 
 
-SAMPLERS = {"fast": Sampler(), "plain": Sampler((*STAGES, unchanged))}
+SAMPLERS = {"fast": sampling_by(FewLogits()), "plain": sampling_by()}
 
 
 def exact(*, temperature=1.0, min_p=0.0, top_k=16, top_p=1.0):
@@ -84,7 +87,7 @@ def with_stage(stage, instead):
     """The plain stages with one of them replaced."""
     sampler = Sampler()
     sampler.stages = tuple(instead if each is stage else each for each in STAGES)  # the constructor would refuse it
-    return sampler
+    return lambda logits, batch: sampler(HeadRows.of_logits(logits), batch)
 
 
 # ---- the sampler
@@ -161,6 +164,6 @@ def test_the_chi_square_notices_draws_that_share_their_numbers():
     """Rows share 200 numbers: the frequencies are those of a few draws, repeated a hundred times."""
 
     def repeating(logits, batch):
-        return Sampler()(logits, replace(batch, u=batch.u[:200].repeat(NUM_ROWS // 200)))
+        return SAMPLERS["fast"](logits, replace(batch, u=batch.u[:200].repeat(NUM_ROWS // 200)))
 
     assert chi_square(repeating, "nothing") > critical("nothing")

@@ -6,11 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_rows import sampling_by
 
 from nanoinfer import SamplingParams
+from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.logprobs import token_logprobs
-from nanoinfer.sampling.sampler import STAGES, Sampler
+from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.scheduling.sequence import Sequence
 
 INF = math.inf
@@ -26,8 +28,13 @@ def sequence(seed=0, prompt=(0,), output=(), **params):
     return seq
 
 
-def sample(sampler, logits, *sequences):
-    return sampler(logits.clone(), SamplingBatch.build(list(sequences), logits.shape[1], logits.device)).read()
+def sample(logits, *sequences, processed=False):
+    """The output of the plain stages, which the fast route must give as well."""
+    batch = SamplingBatch.build(list(sequences), logits.shape[1], logits.device)
+    samplers = (sampling_by(*routes, processed_logprobs=processed) for routes in ((), (FewLogits(),)))
+    plain, fast = (sampler(logits.clone(), batch).read() for sampler in samplers)
+    assert plain == fast
+    return plain
 
 
 def assert_entry_is(entry, logits, token_id, num_top):
@@ -183,7 +190,7 @@ def random_logits(num_rows=4, vocab_size=30):
 def test_logprobs_are_the_models_own_whatever_the_parameters_do():
     logits = random_logits()
     for num, logprobs in ((4, 4), (0, 0), (30, -1), (30, 30)):
-        sampled = sample(Sampler(), logits, *acting_rows(logprobs=logprobs))
+        sampled = sample(logits, *acting_rows(logprobs=logprobs))
         assert list(sampled.logprobs) == [0, 1, 2, 3]
         for row, entry in sampled.logprobs.items():
             assert_entry_is(entry, logits[row], sampled.token_ids[row], num)
@@ -192,7 +199,7 @@ def test_logprobs_are_the_models_own_whatever_the_parameters_do():
 def test_processed_logprobs_are_those_after_all_stages():
     logits = random_logits()
     rows = acting_rows(logprobs=-1)
-    sampled = sample(Sampler(processed_logprobs=True), logits, *rows)
+    sampled = sample(logits, *rows, processed=True)
     processed = logits.clone()
     for stage in STAGES:
         processed = stage(processed, SamplingBatch.build(rows, 30, logits.device))
@@ -207,7 +214,7 @@ def test_processed_logprobs_by_hand():
     """p = [.5 .25 .15 .1]: top_k 2 leaves 2/3 and 1/3. A greedy row keeps temperature 1, its bias acts."""
     logits = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log().repeat(2, 1)
     rows = [sequence(top_k=2, logprobs=-1), sequence(temperature=0, top_k=2, logit_bias={1: 100}, logprobs=1)]
-    sampled = sample(Sampler(processed_logprobs=True), logits, *rows)
+    sampled = sample(logits, *rows, processed=True)
     values = dict(zip(sampled.logprobs[0].ids, sampled.logprobs[0].values, strict=True))
     assert values == {0: pytest.approx(math.log(2 / 3)), 1: pytest.approx(math.log(1 / 3)), 2: -INF, 3: -INF}
     greedy = sampled.logprobs[1]
@@ -217,7 +224,7 @@ def test_processed_logprobs_by_hand():
 
 def test_a_greedy_row_returns_the_models_logprob_of_a_token_that_its_bias_chose():
     logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
-    sampled = sample(Sampler(), logits, sequence(temperature=0, logit_bias={2: 5}, logprobs=1))
+    sampled = sample(logits, sequence(temperature=0, logit_bias={2: 5}, logprobs=1))
     assert sampled.token_ids == [2]
     assert (sampled.logprobs[0].ids, sampled.logprobs[0].ranks) == ([2, 0], [3, 1])
     assert sampled.logprobs[0].values == pytest.approx([math.log(0.25), math.log(0.5)])
@@ -227,18 +234,17 @@ def test_a_greedy_row_returns_the_models_logprob_of_a_token_that_its_bias_chose(
 def test_only_rows_with_logprobs_return_them_and_logprobs_change_no_token(processed):
     logits = random_logits().repeat(2, 1)
     returning, silent = acting_rows(logprobs=2), acting_rows()
-    sampler = Sampler(processed_logprobs=processed)
-    mixed = sample(sampler, logits, *returning, *silent)
+    mixed = sample(logits, *returning, *silent, processed=processed)
     assert list(mixed.logprobs) == [0, 1, 2, 3]
-    assert mixed.token_ids == sample(sampler, logits, *silent, *silent).token_ids
-    assert sample(sampler, logits, *silent, *silent).logprobs == {}
+    assert mixed.token_ids == sample(logits, *silent, *silent, processed=processed).token_ids
+    assert sample(logits, *silent, *silent, processed=processed).logprobs == {}
 
 
 @pytest.mark.parametrize("processed", [False, True])
 def test_a_row_without_a_token_returns_no_logprobs_and_other_rows_their_own(processed):
     logits = random_logits(3)
     logits[1, 4] = math.nan
-    sampled = sample(Sampler(processed_logprobs=processed), logits, *[sequence(i, logprobs=30) for i in range(3)])
+    sampled = sample(logits, *[sequence(i, logprobs=30) for i in range(3)], processed=processed)
     assert list(sampled.logprobs) == [0, 2]
     assert sampled.token_ids[1] == -1
     for row in (0, 2):

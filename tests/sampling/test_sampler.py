@@ -5,11 +5,13 @@ import random
 
 import pytest
 import torch
+from sampling_rows import sampling_by
 
 from nanoinfer import SamplingParams
+from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import draw, philox, uniform
-from nanoinfer.sampling.sampler import STAGES, Sampler
+from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.scheduling.sequence import Sequence
 
 INF, NAN = math.inf, math.nan
@@ -23,10 +25,12 @@ def sequence(*, seed=0, num_prompt=1, num_output=0, **params):
 
 
 def sample(logits, *sequences):
+    """The output of the plain stages, which the fast route must give as well."""
     logits = torch.as_tensor(logits)
-    return Sampler()(
-        logits.clone(), SamplingBatch.build(list(sequences), logits.shape[1], logits.device)
-    ).read()  # it may write them
+    batch = SamplingBatch.build(list(sequences), logits.shape[1], logits.device)
+    plain, fast = (sampler(logits.clone(), batch).read() for sampler in (sampling_by(), sampling_by(FewLogits())))
+    assert plain == fast
+    return plain
 
 
 def test_greedy_takes_the_lowest_id_among_equal_logits():
@@ -133,7 +137,7 @@ def test_the_stage_that_removed_the_last_token_is_named_and_not_one_before_it():
     def mask_everything(logits, batch):
         return torch.full_like(logits, -INF)
 
-    sampler = Sampler((*STAGES[:2], mask_everything, *STAGES[2:]))
+    sampler = sampling_by(FewLogits(), stages=(*STAGES[:2], mask_everything, *STAGES[2:]))
     sequences = [sequence(temperature=0), sequence(temperature=0.7, min_tokens=1, top_p=0.5)]
     sampled = sampler(torch.randn(2, 4), SamplingBatch.build(sequences, 4, torch.device("cpu"))).read()
     assert sampled.token_ids == [-1, -1]

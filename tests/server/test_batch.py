@@ -1,4 +1,4 @@
-"""A batch job: the rows are answered once each, however often the job is interrupted, and the bytes do not depend on it."""
+"""A batch job: the requests are answered once each, however often the job is interrupted, and the bytes do not depend on it."""
 
 import asyncio
 import json
@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.cli.main import app as commands
 from nanoinfer.errors import EngineDeadError, InvalidValueError
-from nanoinfer.models.checkpoint import file_digests
+from nanoinfer.loading.checkpoint import file_digests
 from nanoinfer.server.app import ServerSettings, create_app
-from nanoinfer.server.batch import answer_all, row_seed
-from nanoinfer.server.ledger import Ledger, Manifest, Row, check_rows, manifest_path, read_rows
+from nanoinfer.server.batch import answer_all, request_seed
+from nanoinfer.server.batch_files import BatchRequest, Manifest, ResultFile, check_requests, manifest_path, read_requests
 
 SEED = 7
 
@@ -28,85 +28,85 @@ class Interrupted(Exception):
     pass
 
 
-def row(custom_id, **body):
+def request(custom_id, **body):
     url = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
 
 
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+def write_requests(path, requests):
+    path.write_text("".join(json.dumps(one) + "\n" for one in requests))
     return path
 
 
-def some_rows(num):
-    return [row(f"row {i}", prompt=f"Once upon a time, {i % 7}", max_tokens=3 + i % 5, temperature=0.8) for i in range(num)]
+def some_requests(num):
+    return [request(f"row {i}", prompt=f"Once upon a time, {i % 7}", max_tokens=3 + i % 5, temperature=0.8) for i in range(num)]
 
 
 def manifest_of(path, **changes):
-    digest, num_rows = check_rows(path)
-    return Manifest(**{"input_digest": digest, "num_rows": num_rows, "model": {}, "options": {}, "seed": SEED} | changes)
+    digest, num = check_requests(path)
+    return Manifest(**{"input_digest": digest, "num_requests": num, "model": {}, "options": {}, "seed": SEED} | changes)
 
 
-def run(llm, path, output, *, stop_after=None, num_concurrent=8, **options):
+def run(path, output, *, stop_after=None, num_concurrent=8, **options):
     """Go on with a job. It is interrupted after so many results."""
-    ledger = Ledger(output, manifest_of(path), **options)
-    rows = (one for one in read_rows(path) if not ledger.is_finished(one.custom_id))
+    result_file = ResultFile(output, manifest_of(path), **options)
+    requests = (one for one in read_requests(path) if not result_file.is_finished(one.custom_id))
     left = [stop_after]
 
     def write(result):
         if left[0] == 0:
             raise Interrupted
-        ledger.append(result)
+        result_file.append(result)
         left[0] = left[0] and left[0] - 1
 
     async def answer():
-        async_llm = AsyncLLM(lambda: llm)
+        async_llm = AsyncLLM("tiny-qwen3", kv_cache_memory=2**24, seed=0)
         try:
             app = create_app(async_llm, ServerSettings(served_model_names=("tiny",)))
-            await answer_all(app, rows, seed=SEED, num_concurrent=num_concurrent, write=write)
+            await answer_all(app, requests, seed=SEED, num_concurrent=num_concurrent, write=write)
         finally:
             await async_llm.shutdown()
+            assert not async_llm.engine.num_unfinished
 
     try:
         asyncio.run(answer())
     except Interrupted:
         pass
     finally:
-        ledger.close()
-    assert not llm.engine.num_unfinished
-    return ledger
+        result_file.close()
+    return result_file
 
 
 def results(path):
     return {result["custom_id"]: result for result in map(json.loads, path.read_bytes().splitlines())}
 
 
-def test_an_interrupted_job_has_the_bytes_of_an_undisturbed_one(llm, tmp_path):
-    path = write_rows(tmp_path / "in.jsonl", some_rows(40))
+def test_an_interrupted_job_has_the_bytes_of_an_undisturbed_one(tmp_path):
+    path = write_requests(tmp_path / "in.jsonl", some_requests(40))
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    assert run(llm, path, whole).is_complete
+    assert run(path, whole).is_complete
     partial = tmp_path / "out.jsonl.partial"
     for stop_after in (0, 1, 13):
-        run(llm, path, output, stop_after=stop_after, num_concurrent=5)
+        run(path, output, stop_after=stop_after, num_concurrent=5)
         assert not output.exists()
         with partial.open("ab") as file:
             file.write(b'{"custom_id": "row 39", "respo')  # what a power failure leaves
-    assert run(llm, path, output).num_finished == 40
+    assert run(path, output).num_finished == 40
     assert sorted(output.read_bytes().splitlines()) == sorted(whole.read_bytes().splitlines())
     assert not partial.exists()
-    assert run(llm, path, output).is_complete  # nothing is left to do
+    assert run(path, output).is_complete  # nothing is left to do
     assert sorted(output.read_bytes().splitlines()) == sorted(whole.read_bytes().splitlines())
 
 
-def test_a_row_has_the_tokens_of_its_seed(llm, tmp_path):
+def test_a_request_has_the_tokens_of_its_seed(llm, tmp_path):
     messages = [{"role": "user", "content": "Once"}]
-    rows = [
-        row("a", prompt="Once upon", max_tokens=9, return_token_ids=True),
-        row("b", prompt="Once upon", max_tokens=9, return_token_ids=True, seed=5),
-        row("c", messages=messages, max_tokens=9, return_token_ids=True),
+    requests = [
+        request("a", prompt="Once upon", max_tokens=9, return_token_ids=True),
+        request("b", prompt="Once upon", max_tokens=9, return_token_ids=True, seed=5),
+        request("c", messages=messages, max_tokens=9, return_token_ids=True),
     ]
-    path, output = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
-    run(llm, path, output)
+    path, output = write_requests(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
+    run(path, output)
     found = {key: result["response"]["body"]["choices"][0]["token_ids"] for key, result in results(output).items()}
 
     def tokens(prompt, seed):
@@ -114,21 +114,21 @@ def test_a_row_has_the_tokens_of_its_seed(llm, tmp_path):
         [generated] = llm.generate(prompt, params, use_tqdm=False)
         return generated.outputs[0].token_ids
 
-    assert found["a"] == tokens("Once upon", row_seed(SEED, "a")) != tokens("Once upon", row_seed(SEED, "b"))
+    assert found["a"] == tokens("Once upon", request_seed(SEED, "a")) != tokens("Once upon", request_seed(SEED, "b"))
     assert found["b"] == tokens("Once upon", 5)
-    assert found["c"] == tokens(llm.render_chat(messages), row_seed(SEED, "c"))
+    assert found["c"] == tokens(llm.render_chat(messages), request_seed(SEED, "c"))
     ChatCompletion.model_validate(results(output)["c"]["response"]["body"], strict=True)
 
 
-def test_errors_are_results_and_can_be_tried_again(llm, tmp_path):
-    rows = [
-        row("good", prompt="Once", max_tokens=2),
-        row("stream", prompt="Once", stream=True),
-        row("bad", prompt="Once", temperature=-1),
-        row("model", prompt="Once", model="gpt-4o"),
+def test_errors_are_results_and_can_be_tried_again(tmp_path):
+    requests = [
+        request("good", prompt="Once", max_tokens=2),
+        request("stream", prompt="Once", stream=True),
+        request("bad", prompt="Once", temperature=-1),
+        request("model", prompt="Once", model="gpt-4o"),
     ]
-    path, output = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
-    assert run(llm, path, output).num_errors == 3
+    path, output = write_requests(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
+    assert run(path, output).num_errors == 3
     before = results(output)
     assert before["good"]["error"] is None
     errors = {key: (result["response"]["status_code"], result["error"]) for key, result in before.items() if result["error"]}
@@ -140,11 +140,11 @@ def test_errors_are_results_and_can_be_tried_again(llm, tmp_path):
             {"code": "model_not_found", "message": "the model 'gpt-4o' is not served; this server has tiny"},
         ),
     }
-    ledger = Ledger(output, manifest_of(path), retry_errors=True)
-    assert (ledger.num_finished, ledger.num_errors, ledger.is_complete) == (1, 0, False)
-    ledger.close()
+    result_file = ResultFile(output, manifest_of(path), retry_errors=True)
+    assert (result_file.num_finished, result_file.num_errors, result_file.is_complete) == (1, 0, False)
+    result_file.close()
     assert not output.exists()
-    assert run(llm, path, output).num_errors == 3
+    assert run(path, output).num_errors == 3
     assert results(output) == before
 
 
@@ -153,9 +153,9 @@ def test_rows_that_a_dead_engine_has_not_answered_are_unfinished():
         await send({"type": "http.response.start", "status": 503})
         await send({"type": "http.response.body", "body": b'{"error": {"message": "the engine is dead", "code": null}}'})
 
-    rows, written = iter([Row(**one) for one in some_rows(20)]), []
+    requests, written = iter([BatchRequest(**one) for one in some_requests(20)]), []
     with pytest.raises(EngineDeadError, match="the engine is dead"):
-        asyncio.run(answer_all(dead, rows, seed=SEED, num_concurrent=4, write=written.append))
+        asyncio.run(answer_all(dead, requests, seed=SEED, num_concurrent=4, write=written.append))
     assert written == []
 
 
@@ -180,61 +180,61 @@ def test_an_input_is_checked_before_anything_is_computed(lines, message, tmp_pat
     path = tmp_path / "in.jsonl"
     path.write_text(lines)
     with pytest.raises(InvalidValueError, match=message):
-        check_rows(path)
+        check_requests(path)
 
 
 def test_only_ten_problems_are_listed(tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_text("{\n" * 1000)
     with pytest.raises(InvalidValueError) as caught:
-        check_rows(path)
+        check_requests(path)
     assert len(str(caught.value).splitlines()) == 11
 
 
 @pytest.mark.parametrize("change", [{"seed": 8}, {"model": {"config.json": "other"}}, {"options": {"dtype": "bfloat16"}}])
 def test_the_results_of_another_job_are_refused_and_not_touched(change, tmp_path):
-    path, output = write_rows(tmp_path / "in.jsonl", some_rows(3)), tmp_path / "out.jsonl"
-    Ledger(output, manifest_of(path)).close()
+    path, output = write_requests(tmp_path / "in.jsonl", some_requests(3)), tmp_path / "out.jsonl"
+    ResultFile(output, manifest_of(path)).close()
     files = sorted(tmp_path.iterdir())
     with pytest.raises(InvalidValueError, match=f"belongs to a job with another {next(iter(change))}; choose another output"):
-        Ledger(output, manifest_of(path, **change))
-    write_rows(path, some_rows(4))
-    with pytest.raises(InvalidValueError, match="with another input_digest and num_rows"):
-        Ledger(output, manifest_of(path))
+        ResultFile(output, manifest_of(path, **change))
+    write_requests(path, some_requests(4))
+    with pytest.raises(InvalidValueError, match="with another input_digest and num_requests"):
+        ResultFile(output, manifest_of(path))
     assert sorted(tmp_path.iterdir()) == files
 
 
 def test_a_file_that_is_no_output_of_a_job_is_never_overwritten(tmp_path):
-    path, output = write_rows(tmp_path / "in.jsonl", some_rows(3)), tmp_path / "out.jsonl"
+    path, output = write_requests(tmp_path / "in.jsonl", some_requests(3)), tmp_path / "out.jsonl"
     output.write_text("precious")
     with pytest.raises(InvalidValueError, match="exists and has no manifest of a batch job"):
-        Ledger(output, manifest_of(path))
+        ResultFile(output, manifest_of(path))
     manifest_path(output).write_text("{")
     with pytest.raises(InvalidValueError, match="exists and has no manifest of a batch job"):
-        Ledger(output, manifest_of(path))
+        ResultFile(output, manifest_of(path))
     assert output.read_text() == "precious"
 
 
-def test_a_damaged_line_is_named(llm, tmp_path):
-    path, output = write_rows(tmp_path / "in.jsonl", some_rows(3)), tmp_path / "out.jsonl"
-    run(llm, path, output)
+def test_a_damaged_line_is_named(tmp_path):
+    path, output = write_requests(tmp_path / "in.jsonl", some_requests(3)), tmp_path / "out.jsonl"
+    run(path, output)
     output.write_bytes(b"{}\n" + output.read_bytes())
     with pytest.raises(InvalidValueError, match=r"out.jsonl is damaged in line 1; remove that line"):
-        Ledger(output, manifest_of(path))
+        ResultFile(output, manifest_of(path))
 
 
 def test_a_second_process_is_refused(tmp_path):
     pytest.importorskip("fcntl", reason="locks of this kind are POSIX's")
-    path, output = write_rows(tmp_path / "in.jsonl", some_rows(3)), tmp_path / "out.jsonl"
-    first = Ledger(output, manifest_of(path))
+    path, output = write_requests(tmp_path / "in.jsonl", some_requests(3)), tmp_path / "out.jsonl"
+    first = ResultFile(output, manifest_of(path))
     with pytest.raises(InvalidValueError, match="another process is writing"):
-        Ledger(output, manifest_of(path))
+        ResultFile(output, manifest_of(path))
     first.close()
-    Ledger(output, manifest_of(path)).close()
+    ResultFile(output, manifest_of(path)).close()
 
 
 def test_the_command_draws_a_seed_once_and_goes_on_with_it(tmp_path):
-    path, output = write_rows(tmp_path / "in.jsonl", some_rows(4)), tmp_path / "out.jsonl"
+    path, output = write_requests(tmp_path / "in.jsonl", some_requests(4)), tmp_path / "out.jsonl"
 
     def invoke(*options):
         done = CliRunner().invoke(commands, ["batch", str(path), "-o", str(output), *options])
@@ -242,10 +242,10 @@ def test_the_command_draws_a_seed_once_and_goes_on_with_it(tmp_path):
 
     code, text = invoke()
     assert code == 0, text
-    assert text.endswith(f"{output}: 4 rows, 0 of them errors\n")
+    assert text.endswith(f"{output}: 4 requests, 0 of them errors\n")
     before = output.read_bytes()
     code, text = invoke()
-    assert (code, text) == (0, f"4 of 4 rows were finished before\n{output}: 4 rows, 0 of them errors\n")
+    assert (code, text) == (0, f"4 of 4 requests were finished before\n{output}: 4 requests, 0 of them errors\n")
     assert output.read_bytes() == before
     code, text = invoke("--seed", "1")
     assert code == 1
@@ -264,7 +264,7 @@ def test_the_manifest_has_the_files_of_a_folder_or_a_gguf_file(tmp_path):
 
 @pytest.mark.long
 def test_twenty_kills_lose_and_double_nothing(tmp_path):
-    path = write_rows(tmp_path / "in.jsonl", some_rows(10_000))
+    path = write_requests(tmp_path / "in.jsonl", some_requests(10_000))
 
     def start(output):
         command = [sys.executable, "-m", "nanoinfer", "batch", str(path), "-o", str(output), "--seed", str(SEED)]

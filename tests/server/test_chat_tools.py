@@ -9,7 +9,7 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from tool_cases import NAMED, QUESTION, TOOLS, check_call
 
-from nanoinfer import LLM
+from nanoinfer import AsyncLLM
 from nanoinfer.server.chat_format import ChatFormat
 
 OFF = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -17,7 +17,7 @@ OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 
 @pytest.fixture(scope="module")
 def tool_server(tools_path):
-    with http_server.serving(lambda: LLM(tools_path, kv_cache_memory=2**24)) as running:
+    with http_server.serving(lambda: AsyncLLM(tools_path, kv_cache_memory=2**24)) as running:
         yield running
 
 

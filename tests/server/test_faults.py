@@ -13,7 +13,7 @@ import httpx2
 import pytest
 from starlette.requests import ClientDisconnect
 
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import AsyncLLM, SamplingParams
 from nanoinfer.sampling.sampler import STAGES
 
 COMPLETIONS = "/v1/completions"
@@ -24,7 +24,7 @@ LONG = {"prompt": "Once upon a time", "max_tokens": 480, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def small():
     """Two run, further ones wait."""
-    with http_server.serving(lambda: LLM("tiny-qwen3", max_num_seqs=2, seed=0), max_num_queued_requests=6) as running:
+    with http_server.serving(lambda: AsyncLLM("tiny-qwen3", max_num_seqs=2, max_num_queued_requests=6, seed=0)) as running:
         yield running
 
 
@@ -197,7 +197,7 @@ class FailingStage:
 
 
 def serving_failing():
-    return http_server.serving(lambda: LLM("tiny-qwen3", stages=[*STAGES, FailingStage()], seed=0))
+    return http_server.serving(lambda: AsyncLLM("tiny-qwen3", stages=[*STAGES, FailingStage()], seed=0))
 
 
 def test_a_stage_that_raises_ends_its_request_alone():

@@ -4,7 +4,7 @@ import http_server
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nanoinfer import LLM
+from nanoinfer import AsyncLLM
 from nanoinfer.engine.metrics import Counter, Gauge
 
 
@@ -50,10 +50,10 @@ def test_requests_are_counted(server):
 
 
 def test_speculation_is_counted():
-    def make_llm():
-        return LLM("tiny-qwen3", speculative_config={"method": "ngram", "adaptive": False}, seed=0)
+    def load():
+        return AsyncLLM("tiny-qwen3", speculative_config={"method": "ngram", "adaptive": False}, seed=0)
 
-    with http_server.serving(make_llm) as server:
+    with http_server.serving(load) as server:
         server.post("/v1/completions", {"prompt": [405, 406, 407] * 9, "max_tokens": 60, "temperature": 0, "ignore_eos": True})
         text = server.get("/metrics").text
         counted = read(server)
@@ -62,7 +62,7 @@ def test_speculation_is_counted():
 
 
 def test_gauges_show_what_runs_and_waits():
-    with http_server.serving(lambda: LLM("tiny-qwen3", max_num_seqs=2, seed=0)) as server:
+    with http_server.serving(lambda: AsyncLLM("tiny-qwen3", max_num_seqs=2, seed=0)) as server:
         body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
         connections = [server.open_stream(body) for _ in range(5)]
         for connection in connections:

@@ -8,7 +8,7 @@ import pytest
 from contrast import POOR_CONTRASTS
 from http_server import serving
 
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import AsyncLLM, SamplingParams
 from nanoinfer.tracing.recent import RecentRecorder
 
 pytestmark = pytest.mark.slow
@@ -17,22 +17,22 @@ NASTY = '<img src="x" onerror="document.title = 1">\n<b>bold</b> &amp;\n```html\
 
 
 def slow_llm(name="tiny-qwen3", seconds=0.01, recorder=None):
-    """An LLM whose steps take long enough to be watched."""
-    llm = LLM(name, seed=0, tracer=recorder)
-    step = llm.engine.step
+    """An AsyncLLM whose steps take long enough to be watched."""
+    async_llm = AsyncLLM(name, seed=0, tracer=recorder)
+    step = async_llm.engine.step
 
     def slow_step():
         time.sleep(seconds)
         return step()
 
-    llm.engine.step = slow_step
-    return llm
+    async_llm.engine.step = slow_step
+    return async_llm
 
 
 def base_llm():
-    llm = LLM("tiny-qwen3", seed=0)
-    llm.engine.tokenizer.hf.chat_template = None
-    return llm
+    async_llm = AsyncLLM("tiny-qwen3", seed=0)
+    async_llm.engine.tokenizer.hf.chat_template = None
+    return async_llm
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def traced():
 @pytest.fixture(scope="module")
 def keyed():
     recorder = RecentRecorder()
-    with serving(lambda: LLM("tiny-qwen3", seed=0, tracer=recorder), recorder=recorder, api_keys=("right",)) as running:
+    with serving(lambda: AsyncLLM("tiny-qwen3", seed=0, tracer=recorder), recorder=recorder, api_keys=("right",)) as running:
         yield running
 
 

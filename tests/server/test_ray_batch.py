@@ -1,4 +1,4 @@
-"""A batch job on Ray: an actor that dies loses and doubles nothing, and a row that kills every actor becomes an error."""
+"""A batch job on Ray: an actor that dies loses and doubles nothing, and a request that kills every actor becomes an error."""
 
 import os
 import random
@@ -14,12 +14,12 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:::ray"), pytest.mark.filterwarnings("ignore:::pydantic")]
 pytest.importorskip("ray.data", reason='ray is not installed; pip install "nanoinfer[ray]"')
 
-from test_batch import SEED, manifest_of, results, row, run, some_rows, write_rows  # noqa: E402
+from test_batch import SEED, manifest_of, request, results, run, some_requests, write_requests  # noqa: E402
 
-from nanoinfer import LLM  # noqa: E402
+from nanoinfer import AsyncLLM  # noqa: E402
 from nanoinfer.errors import EngineDeadError, NanoinferError  # noqa: E402
 from nanoinfer.server.app import ServerSettings  # noqa: E402
-from nanoinfer.server.ledger import Ledger, read_rows  # noqa: E402
+from nanoinfer.server.batch_files import ResultFile, read_requests  # noqa: E402
 from nanoinfer.server.ray_batch import answer_all_on_ray, connected  # noqa: E402
 
 RESOURCES = {"num_cpus": 1, "num_gpus": 0}
@@ -32,11 +32,11 @@ def cluster():
 
 
 def loader(marker):
-    """A function that Ray sends to the actors as it is. The row "poison" ends its process, the row "once" the first time."""
+    """A function that Ray sends to the actors. The request "poison" always ends its process, "once" only the first time."""
 
     def load():
-        llm = LLM("tiny-qwen3", seed=0, kv_cache_memory=2**24)
-        submit = llm.engine.submit
+        async_llm = AsyncLLM("tiny-qwen3", seed=0, kv_cache_memory=2**24, streaming=False)
+        submit = async_llm.engine.submit
 
         def deadly_submit(prepared, **options):
             if "poison" in prepared.prompt or ("once" in prepared.prompt and not marker.exists()):
@@ -44,56 +44,60 @@ def loader(marker):
                 os._exit(1)
             return submit(prepared, **options)
 
-        llm.engine.submit = deadly_submit
-        return llm
+        async_llm.engine.submit = deadly_submit
+        return async_llm
 
     return load
 
 
-def test_actors_that_die_lose_and_double_nothing(cluster, llm, tmp_path):
-    rows = [*some_rows(20), row("once", prompt="once", max_tokens=4), row("poison", prompt="poison", max_tokens=4)]
-    path, whole = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "whole.jsonl"
-    run(llm, path, whole)
-    ledger, marker = Ledger(tmp_path / "out.jsonl", manifest_of(path)), tmp_path / "has died once"
+def test_actors_that_die_lose_and_double_nothing(cluster, tmp_path):
+    requests = [
+        *some_requests(20),
+        request("once", prompt="once", max_tokens=4),
+        request("poison", prompt="poison", max_tokens=4),
+    ]
+    path, whole = write_requests(tmp_path / "in.jsonl", requests), tmp_path / "whole.jsonl"
+    run(path, whole)
+    result_file, marker = ResultFile(tmp_path / "out.jsonl", manifest_of(path)), tmp_path / "has died once"
     settings = ServerSettings(served_model_names=("tiny",))
-    options = {"seed": SEED, "num_replicas": 2, "batch_size": 4, "resources": RESOURCES, "write": ledger.append}
-    answer_all_on_ray(read_rows(path), loader(marker), settings, **options)
-    ledger.close()
+    options = {"seed": SEED, "num_replicas": 2, "batch_size": 4, "resources": RESOURCES, "write": result_file.append}
+    answer_all_on_ray(read_requests(path), loader(marker), settings, **options)
+    result_file.close()
     assert marker.exists()
     expected, found = results(whole), results(tmp_path / "out.jsonl")
     assert found.pop("poison")["error"] == {
         "code": "500",
-        "message": "4 processes died while they answered this row, in the last 2 cases with no other row running",
+        "message": "4 processes died while they answered this request, in the last 2 cases with no other request running",
     }
     del expected["poison"]
     assert found == expected
-    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == len(rows)
+    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == len(requests)
 
 
 def failing_loaders():
     """Functions of a function, which Ray sends as they are: it imports a module's own, and tests are no modules there."""
 
     def load_nothing():
-        return LLM("./nowhere")
+        return AsyncLLM("./nowhere")
 
     def load_dead():
         def prepare_prompt(*arguments):
             raise EngineDeadError("3 steps in a row have failed")
 
-        llm = LLM("tiny-qwen3", seed=0, kv_cache_memory=2**24)
-        llm.engine.inputs.prepare_prompt = prepare_prompt
-        return llm
+        async_llm = AsyncLLM("tiny-qwen3", seed=0, kv_cache_memory=2**24)
+        async_llm.engine.inputs.prepare_prompt = prepare_prompt
+        return async_llm
 
     return [(load_nothing, "there is no folder './nowhere'"), (load_dead, "3 steps in a row have failed")]
 
 
 @pytest.mark.parametrize(("load", "message"), failing_loaders())
 def test_an_error_of_an_actor_ends_the_job_with_its_own_message(load, message, cluster, tmp_path):
-    path = write_rows(tmp_path / "in.jsonl", some_rows(3))
+    path = write_requests(tmp_path / "in.jsonl", some_requests(3))
     settings = ServerSettings(served_model_names=("tiny",))
     options = {"seed": SEED, "num_replicas": 1, "batch_size": 4, "resources": RESOURCES, "write": pytest.fail}
     with pytest.raises(NanoinferError, match=message):
-        answer_all_on_ray(read_rows(path), load, settings, **options)
+        answer_all_on_ray(read_requests(path), load, settings, **options)
 
 
 def actors_of(driver):
@@ -117,7 +121,7 @@ def actors_of(driver):
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the actors in /proc")
 def test_twenty_killed_actors_change_no_byte(tmp_path):
-    path = write_rows(tmp_path / "in.jsonl", some_rows(10_000))
+    path = write_requests(tmp_path / "in.jsonl", some_requests(10_000))
     command = [sys.executable, "-m", "nanoinfer", "batch", str(path), "--seed", str(SEED), "-o"]
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     assert subprocess.run([*command, whole]).returncode == 0

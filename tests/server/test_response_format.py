@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from nanoinfer import SamplingParams, StructuredOutputsParams
+from nanoinfer.chat.tools import after_thinking
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.tokenization.tools import after_thinking
 
 pytest.importorskip("llguidance")
 

@@ -3,7 +3,7 @@
 import http_server
 import pytest
 
-from nanoinfer import LLM
+from nanoinfer import AsyncLLM
 
 schemathesis = pytest.importorskip("schemathesis", reason='schemathesis is not installed; pip install "nanoinfer[test]"')
 from hypothesis import given, settings  # noqa: E402
@@ -13,7 +13,7 @@ from hypothesis import strategies as st  # noqa: E402
 @pytest.fixture(scope="module")
 def short():
     """No answer is long."""
-    with http_server.serving(lambda: LLM("tiny-qwen3", max_model_len=24, seed=0)) as running:
+    with http_server.serving(lambda: AsyncLLM("tiny-qwen3", max_model_len=24, seed=0)) as running:
         yield running
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.errors import CheckpointError, InvalidPromptError
-from nanoinfer.models.checkpoint import BUNDLED
+from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.tokenization.tokenizer import LONG_TEXT, Tokenizer
 
 BOS = 0  # <|endoftext|>
@@ -91,21 +91,6 @@ def test_a_prompt_and_a_chat_begin_with_one_bos(bos_path):
     [chat] = llm.chat(LILY, params, use_tqdm=False)
     assert text.prompt_token_ids.count(BOS) == chat.prompt_token_ids.count(BOS) == 1
     assert text.prompt_token_ids[0] == chat.prompt_token_ids[0] == BOS
-
-
-def test_the_chat_template_writes_every_message_and_the_generation_prompt_unless_switched_off(tokenizer):
-    messages = [*LILY, {"role": "assistant", "content": "No."}]
-    text = "<|im_start|>user\nTell me a story about Lily<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n"
-    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == text
-    assert tokenizer.apply_chat_template(messages) == text + "<|im_start|>assistant\n"
-
-
-def test_a_template_that_refuses_the_messages_is_quoted(tokenizer):
-    refusing = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(InvalidPromptError, match="the chat template refused the messages: roles must alternate"):
-        tokenizer.apply_chat_template(LILY, chat_template=refusing)
-    with pytest.raises(InvalidPromptError, match="the chat template refused the messages"):
-        tokenizer.apply_chat_template(LILY, chat_template="{% for %}")
 
 
 def test_a_users_call_with_truncation_does_not_shorten_later_prompts():

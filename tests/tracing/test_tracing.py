@@ -295,15 +295,18 @@ def test_a_row_with_no_tokens_left_has_stages_and_no_draw():
 
 
 def test_the_cost_of_recording_stages_is_in_no_phase(monkeypatch):
-    """Each description of a row's candidates now takes 20 ms."""
-    candidates = StageTracer._candidates
-    monkeypatch.setattr(StageTracer, "_candidates", lambda *args: time.sleep(0.02) or candidates(*args))
+    """Each description of a row's candidates now takes 100 ms."""
     recorder = Recorder(stages=True)
-    LLM(tracer=recorder).generate(["Lily", "Tom"], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    llm, params = LLM(tracer=recorder), SamplingParams(max_tokens=3, ignore_eos=True)
+    llm.generate(["Lily", "Tom"], params, use_tqdm=False)  # the first call of a function prepares the checks of its shapes
+    recorder.clear()
+    candidates = StageTracer._candidates
+    monkeypatch.setattr(StageTracer, "_candidates", lambda *args: time.sleep(0.1) or candidates(*args))
+    llm.generate(["Lily", "Tom"], params, use_tqdm=False)
     stages = Counter(event.position for event in recorder.of(StageApplied))
     for timed, num_stages in zip(recorder.of(StepTimed), stages.values(), strict=True):
-        assert timed.trace >= 0.02 * num_stages
-        assert timed.sample < 0.02
+        assert timed.trace >= 0.1 * num_stages
+        assert timed.sample < 0.1
 
 
 def test_steps_without_stages_have_no_cost_of_recording_them():

@@ -1,7 +1,7 @@
-"""The stories that the bundled models learned from: the cast, writing and reading a story, and a check of the hero's name.
+"""The stories that the bundled models learned from: the cast, and writing and reading a story.
 
-A story is an opening, something about the hero, a day, a plot, and an ending. sentences.py and plots.py have the rules, and
-grammar.py says how to read their slots. Every sentence was written for nanoinfer. Only a model that attends to the earlier
+A story is an opening, something about the hero, a day, a plot, and an ending. rules.txt has the sentences, and grammar.py says
+how to read their slots. Every sentence was written for nanoinfer. Only a model that attends to the earlier
 text can get these right:
 
 - The first sentence names the hero. Only pronouns follow, for 60 tokens or more, until the name returns. The last name in a
@@ -13,9 +13,9 @@ text can get these right:
 import random
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
-from nanoinfer.bundled.stories.grammar import Cast, Grammar, Memory, Reading
-from nanoinfer.bundled.stories.sentences import RULES
+from nanoinfer.bundled.stories.grammar import Cast, Grammar, Memory, Reading, read_rules
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,8 @@ SHE = [Character(name, "she") for name in "Lily Anna Mia Ruby Daisy Bella Rosie 
 HE = [Character(name, "he") for name in "Tom Sam Max Oscar Finn Pip Leo Ben Jack Milo Hugo Felix".split()]
 HEROES = {character.name: character for character in SHE + HE}
 
-PLACES = (
-    Place("the park", ("under a bench", "behind the fountain", "next to the slide")),
-    Place("the garden", ("behind the roses", "under a flower pot", "beside the gate")),
-    Place("the forest", ("inside a hollow log", "under the ferns", "behind an old oak")),
-    Place("the beach", ("behind a rock", "under a small boat", "next to a sand castle")),
-    Place("the farm", ("under the hay", "behind the barn", "beside the tractor")),
-    Place("the river", ("under the bridge", "between two stones", "in the tall grass")),
-    Place("the market", ("under a table", "between two baskets", "behind the cheese")),
-    Place("the meadow", ("among the daisies", "near a beehive", "under a clover leaf")),
-    Place("the lake", ("near the dock", "among the reeds", "behind a canoe")),
-    Place("the castle", ("behind the throne", "under the stairs", "inside a trunk")),
-    Place("the bakery", ("behind the oven", "beside the flour", "under an apron")),
-    Place("the mountain", ("inside a cave", "below a cliff", "behind a pine tree")),
-)
+FOLDER = Path(__file__).parent
+PLACES = tuple(Place(name, tuple(spots.split("\n"))) for name, spots in read_rules(FOLDER / "places.txt").items())
 KINDS = "child rabbit fox bear mouse cat dog duck owl squirrel hedgehog frog pony lamb penguin goat".split()
 COLORS = "red blue green yellow orange purple pink white black golden silver brown gray striped".split()
 TOYS = """ball kite drum scarf bell book boat doll whistle lantern bucket puzzle balloon ribbon marble mitten crown flute
@@ -104,6 +92,7 @@ CAST: Cast = {
     "counting": lambda m: [", ".join(NUMBERS[: value(m["n"])])],
 }
 
+RULES = read_rules(FOLDER / "rules.txt")
 GRAMMAR = Grammar(RULES, CAST)
 NAME = re.compile("|".join(rf"\b{name}\b" for name in HEROES))
 
@@ -126,21 +115,6 @@ def read(text: str, hero: str | None = None) -> Reading:
     return GRAMMAR.read(text, "story", initial_memory(hero))
 
 
-def write_question(rng: random.Random) -> str:
-    """Write a question for a story, for example "Tell me a story about Lily"."""
-    return GRAMMAR.write(rng, "question")
-
-
-def read_question(text: str) -> Reading:
-    """Find how likely a text is as a question. If it is one, memory["hero"] is the one that the story must be about."""
-    return GRAMMAR.read(text, "question")
-
-
-def write_tale(rng: random.Random) -> str:
-    """Write a tale: a short story in which a name, a thing or a number returns after a few words."""
-    return GRAMMAR.write(rng, "tale")
-
-
 def initial_memory(hero: str | None) -> Memory:
     """The memory that a grammar starts with: the hero, if it is given."""
     if hero is None:
@@ -148,21 +122,3 @@ def initial_memory(hero: str | None) -> Memory:
     if hero not in HEROES:
         raise ValueError(f"no story is about {hero!r}; the heroes are {', '.join(HEROES)}")
     return {"hero": HEROES[hero]}
-
-
-def hero_is_right(text: str, hero: str | None = None) -> bool:
-    """Whether the hero's name returns correctly, in a text that need not be a story otherwise.
-
-    The last name must be the first name. The text must not leave the grammar where the hero is expected. Every name must have
-    been introduced: the hero in the first sentence, the friend in the sentence with the second name. A text that ends before
-    the hero's name returns is wrong.
-
-    Args:
-        text: a story, or an attempt at one.
-        hero: the one that the story must be about, or None for any.
-    """
-    names = list(NAME.finditer(text))
-    if len(names) < 2 or not names[0][0] == names[-1][0] == (hero or names[0][0]):
-        return False
-    introduced = NAME.findall(text[: text.find(".", names[1].end())])
-    return {name[0] for name in names} <= set(introduced) and names[0][0] not in read(text).expected

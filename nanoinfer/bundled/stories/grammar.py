@@ -1,6 +1,6 @@
 """A grammar with a memory: it writes texts, gives the probability of any text, and finds the place where a text leaves it.
 
-In: rules (sentences.py, plots.py) and a cast (stories/__init__.py). The grammar defines every possible text, so that the
+In: rules (rules.txt) and a cast (__init__.py). The grammar defines every possible text, so that the
 probability of a text is exact, unlike in a real corpus. This file does not know what the texts are about.
 
 A rule is a list of alternatives, and every mention of it draws a new one. A member of the cast is drawn once per text, at
@@ -21,6 +21,7 @@ import random
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 Memory = dict[str, Any]  # member of the cast -> what was drawn for it
@@ -165,6 +166,18 @@ class Grammar:
         return [
             Option(1 / len(candidates), _modified((_form(who, slot),), slot), {**memory, slot.name: who}) for who in candidates
         ]
+
+
+def read_rules(path: Path) -> dict[str, str]:
+    """Read the rules of a Grammar: each a line with its name and indented lines with its alternatives. "#" begins a comment."""
+    rules: dict[str, list[str]] = {}
+    alternatives: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith(" "):
+            alternatives.append(line.strip())
+        elif line and not line.startswith("#"):
+            alternatives = rules[line] = []
+    return {name: "\n".join(lines) for name, lines in rules.items()}
 
 
 def _weigh(alternatives: str) -> list[tuple[float, Symbols]]:

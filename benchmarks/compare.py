@@ -1,0 +1,147 @@
+"""Run workloads through nanoinfer and, in turns, through other engines, and compare their speeds.
+
+In: a checkpoint or a random model, workloads, engines. Out: a Comparison for each workload.
+"""
+
+import json
+import math
+import statistics
+import sys
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from benchmarks import program
+from benchmarks.peers.process import Peer, PeerProcess, parse_peers
+from nanoinfer.bench.offline import load, run_workload
+from nanoinfer.bench.random_models import checkpoint_of
+from nanoinfer.bench.timing import figures
+from nanoinfer.bench.workloads import Workload
+from nanoinfer.cli.bench import AsJson, ModelOptions, RunOptions, WorkloadOptions, pick_workloads
+from nanoinfer.cli.options import new_table
+from nanoinfer.config import SchedulerConfig
+from nanoinfer.errors import InvalidValueError
+from nanoinfer.llm import LLM
+from nanoinfer.loading.checkpoint import Checkpoint
+
+OURS = "nanoinfer"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One workload. speeds: the median output tokens per second of each engine, by name, nanoinfer first."""
+
+    workload: str
+    is_prefill: bool  # one output token per request: the figure is a time
+    speeds: dict[str, float]
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Nanoinfer's speed divided by that of each other engine."""
+        return {name: self.speeds[OURS] / speed for name, speed in self.speeds.items() if name != OURS}
+
+    def show(self, name: str) -> str:
+        """The figure of an engine with its unit."""
+        return f"{1e3 / self.speeds[name]:,.0f} ms" if self.is_prefill else f"{self.speeds[name]:,.0f} tok/s"
+
+
+def compare(
+    checkpoint: str | None, workloads: list[Workload], *, repeats: int, peers: list[Peer], **engine: Any
+) -> list[Comparison]:
+    """Run each workload once to warm up, then `repeats` times, in every engine.
+
+    Args:
+        checkpoint: A name or a folder, as LLM takes it.
+        workloads: Run in this order.
+        repeats: Measured runs of each workload, >= 1.
+        peers: The other engines.
+        engine: Arguments of LLM. dtype and device are required.
+
+    Raises:
+        InvalidValueError: A workload is too long, or a peer does not support the device or the dtype.
+        NanoinferError: A peer has failed.
+    """
+    llm = load(checkpoint, workloads, **engine)
+    info = llm.info
+    for workload in workloads:  # generate pads to the longest prompt and the longest answer
+        needed, limit = max(workload.input_lens) + max(workload.output_lens), llm.engine.max_model_len
+        if needed > limit and any(peer.name == "transformers" for peer in peers):
+            raise InvalidValueError(
+                f"workload {workload.name} needs {needed} tokens at a time, but max_model_len is {limit}; pick a shorter one"
+            )
+    if any(peer.name != "transformers" for peer in peers) and (not info.device == "cpu" or info.dtype == "float16"):
+        raise InvalidValueError(
+            "a comparison with engines other than transformers requires device=cpu and dtype bfloat16 or float32, got "
+            f"{info.device} and {info.dtype}"
+        )
+    for workload in workloads:
+        run_workload(llm, workload, 0)
+    with ExitStack() as stack:
+        processes = []
+        for peer in peers:
+            process = PeerProcess(
+                peer,
+                Checkpoint.open(checkpoint).path,
+                dtype=info.dtype,
+                device=info.device,
+                num_threads=torch.get_num_threads(),
+                max_model_len=max(max(workload.num_tokens) for workload in workloads),
+                max_num_seqs=min(SchedulerConfig.max_num_seqs, max(len(workload.input_lens) for workload in workloads)),
+                num_cache_tokens=info.num_blocks * info.block_size,
+            )
+            processes.append(stack.enter_context(closing(process)))
+            print(f"comparing with {process.engine}", file=sys.stderr)
+        return [_take_turns(workload, repeats, llm, processes) for workload in workloads]
+
+
+def _take_turns(workload: Workload, repeats: int, llm: LLM, processes: list[PeerProcess]) -> Comparison:
+    """Run a workload `repeats` times in every engine. The peers run it once before, to warm up."""
+    vocab_size = llm.engine.executor.info.vocab_size
+    speeds: dict[str, list[float]] = {name: [] for name in (OURS, *(process.peer.name for process in processes))}
+    for process in processes:
+        process.run(workload, workload.prompts(vocab_size, 0))
+    for run in range(1, repeats + 1):
+        speeds[OURS].append(figures(run_workload(llm, workload, run), sum(workload.input_lens)).output_tokens_per_s)
+        for process in processes:
+            seconds = process.run(workload, workload.prompts(vocab_size, run))
+            speeds[process.peer.name].append(sum(workload.output_lens) / seconds)
+    medians = {name: statistics.median(runs) for name, runs in speeds.items()}
+    return Comparison(workload.name, sum(workload.output_lens) == 1, medians)
+
+
+def main(
+    *,
+    measured: ModelOptions,
+    picked: WorkloadOptions,
+    run: RunOptions,
+    engines: Annotated[
+        str,
+        typer.Option(help="transformers, openvino, vllm, llama.cpp, with commas. Each may have its Python: openvino=PYTHON."),
+    ] = "transformers",
+    as_json: AsJson = False,
+) -> None:
+    """Compare tokens per second with other engines. `nanoinfer bench throughput --help` describes the workloads."""
+    if math.isfinite(picked.request_rate):
+        raise InvalidValueError(f"other engines take all requests at once; leave out request_rate={picked.request_rate}")
+    workloads, peers = pick_workloads(picked), parse_peers(engines)
+    with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint:
+        results = compare(checkpoint, workloads, peers=peers, dtype=measured.dtype, device=measured.device, **asdict(run))
+    if as_json:
+        print(json.dumps([asdict(result) | {"ratios": result.ratios} for result in results], indent=1))
+        return
+    table = new_table("workload", "engine", "output", "ratio")
+    for result in results:
+        for name in result.speeds:
+            ratio = f"{result.ratios[name]:.2f}" if name in result.ratios else ""
+            table.add_row(result.workload, name, result.show(name), ratio, end_section=name == list(result.speeds)[-1])
+    Console().print(table)
+    print("ratio: nanoinfer's speed divided by the engine's")
+
+
+app = program(main)
+if __name__ == "__main__":
+    app()

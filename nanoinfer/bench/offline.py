@@ -1,0 +1,136 @@
+"""Run workloads on an LLM in this process, and compute their figures from the time of each token.
+
+In: a checkpoint and workloads. Out: a Measurement of each workload. serve.py measures a server instead.
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoinfer.attention.kv_cache import bytes_per_block_of
+from nanoinfer.bench.timing import Figures, RequestTiming, figures
+from nanoinfer.bench.workloads import Workload
+from nanoinfer.config import SchedulerConfig
+from nanoinfer.errors import InvalidValueError
+from nanoinfer.llm import LLM
+from nanoinfer.loading import loader
+from nanoinfer.loading.checkpoint import Checkpoint
+
+if sys.platform != "win32":
+    import resource
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the weights in the engine's dtype, of the KV cache, and of the whole process (memory_in_use)."""
+
+    weights: int
+    kv_cache: int
+    in_use: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One workload. figures: those of the run with the median tokens per second."""
+
+    workload: str
+    figures: Figures
+    memory: Memory
+
+
+def run_workload(llm: LLM, workload: Workload, run: int) -> list[RequestTiming]:
+    """Send each request at its time, and record when its tokens arrive. run: selects the prompts."""
+    engine = llm.engine
+    prompts = workload.prompts(llm.info.vocab_size, run)
+    waiting = list(zip(workload.arrivals or [0.0] * len(prompts), prompts, workload.params(), strict=True))
+    waiting.reverse()  # the next one is last
+    timings, running = [], []
+    start = time.perf_counter()
+    while waiting or engine.num_unfinished:
+        while waiting and start + waiting[-1][0] <= time.perf_counter():
+            arrival, prompt, params = waiting.pop()
+            request = engine.add_request(prompt, params)
+            timings.append(RequestTiming(start + arrival))
+            running.append((request, timings[-1]))
+        if not engine.num_unfinished:
+            time.sleep(max(start + waiting[-1][0] - time.perf_counter(), 0))
+            continue
+        engine.step()
+        now = time.perf_counter()
+        for request, timing in running:
+            num_new = request.sequences[0].num_output_tokens - len(timing.token_times)
+            timing.token_times += [now] * num_new  # with accepted drafts, several at once
+        running = [(request, timing) for request, timing in running if request.output is None]
+    return timings
+
+
+def measure(checkpoint: str | None, workloads: list[Workload], *, repeats: int, **engine: Any) -> list[Measurement]:
+    """Run each workload once to warm up, then `repeats` times, on the LLM that load() makes of the other arguments."""
+    llm = load(checkpoint, workloads, **engine)
+    info = llm.info
+    for workload in workloads:
+        run_workload(llm, workload, 0)
+    num_weights = sum(weight.numel() for weight in loader.on_meta(Checkpoint.open(checkpoint))[0].parameters())
+    num_weight_bytes = num_weights * getattr(torch, info.dtype).itemsize
+    memory = Memory(num_weight_bytes, info.num_cache_bytes, memory_in_use(torch.device(info.device)))
+    measurements = []
+    for workload in workloads:
+        runs = [figures(run_workload(llm, workload, run), sum(workload.input_lens)) for run in range(1, repeats + 1)]
+        runs.sort(key=lambda run: run.output_tokens_per_s)
+        measurements.append(Measurement(workload.name, runs[repeats // 2], memory))
+    return measurements
+
+
+def load(checkpoint: str | None, workloads: list[Workload], **engine: Any) -> LLM:
+    """Load a model whose KV cache has the size that the largest workload needs, unless kv_cache_memory is given.
+
+    A larger cache would be touched for the first time in the measured runs.
+
+    Args:
+        engine: Arguments of LLM. dtype and device are required.
+
+    Raises:
+        InvalidValueError: A workload is too long for the model or the cache.
+    """
+    opened, device = Checkpoint.open(checkpoint), loader.resolve_device(engine["device"])
+    dtype = loader.resolve_dtype("bfloat16" if engine.get("quantization") else engine["dtype"], opened, device)
+    is_cache_given = engine.get("kv_cache_memory") is not None
+    if not is_cache_given:
+        config = loader.on_meta(opened)[0].config
+        engine["kv_cache_memory"] = max(cache_bytes(config, dtype, workload.num_tokens) for workload in workloads)
+    llm = LLM(checkpoint, seed=0, **engine)
+    for workload in workloads:
+        if (needed := max(workload.num_tokens)) > llm.engine.max_model_len:
+            raise InvalidValueError(
+                f"workload {workload.name} needs {needed} tokens at a time, but max_model_len is "
+                f"{llm.engine.max_model_len}; pick a shorter one{', or raise kv_cache_memory' if is_cache_given else ''}"
+            )
+    return llm
+
+
+def cache_bytes(config: Any, dtype: torch.dtype, num_tokens: list[int]) -> int:
+    """Bytes of a KV cache for the largest sequences that run at once. num_tokens: the length of each sequence."""
+    block = 256  # tokens: a multiple of every backend's block size
+    num_blocks = sum(sorted((-(-tokens // block) for tokens in num_tokens), reverse=True)[: SchedulerConfig.max_num_seqs])
+    return num_blocks * bytes_per_block_of(config, block, dtype)
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes in use by this process.
+
+    On CUDA: the peak that torch has allocated. On Linux: the anonymous memory (not backed by a file). On macOS: the peak
+    resident memory. On Windows: 0, not supported.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        fields = Path("/proc/self/status").read_text()
+        return int(fields.partition("RssAnon:")[2].split()[0]) * 1024
+    except (OSError, IndexError):
+        if sys.platform == "win32":
+            return 0
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,112 @@
+"""Chat messages -> a prompt, and the grammar of the tool calls that are required.
+
+In: dicts whose content may be a string, a list of text parts or None, tools, SamplingParams. Out: a prompt as text and token
+ids, and new SamplingParams.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from nanoinfer.chat.parsing import reads_tools
+from nanoinfer.chat.template import apply_chat_template
+from nanoinfer.chat.tools import Tool, ToolChoice, tool_call_grammar, tool_schemas, with_tool_arguments
+from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, UnsupportedError, check_flag, shown
+from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
+from nanoinfer.tokenization.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanoinfer.engine.inputs import TokensPrompt
+
+Message = Mapping[str, object]  # {"role": "user", "content": "Hello"}. The chat template decides which keys it reads.
+
+
+def render_chat(
+    tokenizer: Tokenizer | None,
+    messages: Any,
+    *,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    chat_template_kwargs: Mapping[str, object] | None = None,
+    tools: Sequence[Tool] | None = None,
+) -> "TokensPrompt":
+    """Render one conversation as a prompt. The arguments are those of LLM.chat."""
+    conversation = [with_tool_arguments(message) for message in with_text_content(messages)]
+    if tokenizer is None:
+        raise InvalidPromptError("this checkpoint has no tokenizer, so there is no chat template; use token ids")
+    if not isinstance(chat_template, str | None):
+        raise InvalidTypeError(f"chat_template must be a Jinja template as a string, got {shown(chat_template)}")
+    check_flag("add_generation_prompt", add_generation_prompt)
+    if not isinstance(chat_template_kwargs, dict | None):
+        raise InvalidTypeError(f"chat_template_kwargs must be a dict, got {shown(chat_template_kwargs)}")
+    own = {"self", "messages", "conversation", "chat_template", "add_generation_prompt", "tokenize", "tools"}
+    if clash := own & (chat_template_kwargs or {}).keys():
+        raise InvalidValueError(f"chat_template_kwargs must not hold {', '.join(clash)}: that is an argument of its own")
+    if tools and not reads_tools(tokenizer.get_chat_template(chat_template, has_tools=True)):
+        raise UnsupportedError("this chat template has no place for tools; use a model or a chat template that has")
+    text = apply_chat_template(
+        tokenizer,
+        conversation,
+        chat_template=chat_template,
+        add_generation_prompt=add_generation_prompt,
+        tools=tool_schemas(tools) if tools else None,
+        **(chat_template_kwargs or {}),
+    )
+    # The template has written every special token: adding BOS here would duplicate it.
+    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
+def with_text_content(messages: Any) -> list[dict[str, Any]]:
+    """The messages with their contents as strings: text parts are joined by newlines, as in vLLM, and None is no text.
+
+    >>> with_text_content([{"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]}])
+    [{'role': 'user', 'content': 'Hello\\nthere'}]
+    """
+    is_list = isinstance(messages, list | tuple) and len(messages) > 0
+    if not is_list or not all(isinstance(message, Mapping) for message in messages):
+        raise InvalidTypeError(
+            f'messages must be a list of dicts like {{"role": "user", "content": "Hello"}}, got {shown(messages)}'
+        )
+    return [
+        {key: _text(value, index) if key == "content" else value for key, value in message.items()}
+        for index, message in enumerate(messages)
+    ]
+
+
+def constrain_calls(
+    params: SamplingParams,
+    prompt: str,
+    tools: Sequence[Mapping[str, Any]],
+    tool_choice: ToolChoice,
+    *,
+    parallel_tool_calls: bool = True,
+) -> SamplingParams:
+    """Return params with the grammar of the calls that are required, or strict.
+
+    tools: as tool_schemas returns them. prompt: the rendered conversation.
+    """
+    grammar = tool_call_grammar(tools, tool_choice, prompt=prompt, parallel_tool_calls=parallel_tool_calls)
+    if grammar is None:
+        return params
+    if params.structured_outputs is not None:
+        raise InvalidValueError("structured_outputs cannot be used with required or strict tool calls; use one of them")
+    return replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
+
+
+def _text(content: Any, index: int) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple | None):
+        raise InvalidTypeError(f"message {index}: content must be a string, a list of text parts or None, got {shown(content)}")
+    return "\n".join(_text_of_part(part, index) for part in content or ())
+
+
+def _text_of_part(part: Any, index: int) -> str:
+    kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
+    if isinstance(kind, str) and kind != "text":
+        raise UnsupportedError(f"message {index}: a part of type {kind!r} is not supported; give text parts only")
+    if kind is None or not isinstance(text, str):
+        raise InvalidTypeError(
+            f'message {index}: a part of content must be {{"type": "text", "text": "..."}}, got {shown(part)}'
+        )
+    return text

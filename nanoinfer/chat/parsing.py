@@ -1,0 +1,308 @@
+"""An answer's text -> the assistant's message: content, reasoning, tool calls.
+
+In: pieces of text, as they are generated. Out: ChatDeltas in the shapes of OpenAI's API. A stream and a whole answer pass
+through the same parser, so every split of a text gives the same message. The format is that of Qwen3 (hermes):
+
+    <think>
+    reasoning
+    </think>
+
+    content
+    <tool_call>
+    {"name": "get_weather", "arguments": {"city": "Paris"}}
+    </tool_call>
+
+transformers' ResponseParser (from 5.16) reads this format too. It returns a call when the call is complete, raises on malformed
+JSON, and ends a call at a </tool_call> inside a JSON string. This one streams the arguments as they are written, and text that
+is not a call stays content.
+"""
+
+import json
+import re
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+THINK, END_THINK, TOOL_CALL, END_TOOL_CALL = "<think>", "</think>", "<tool_call>", "</tool_call>"
+
+# The beginning of a call whose arguments can be streamed. A different order of the keys is read when the call is complete.
+_CALL_HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"arguments"\s*:\s*(?=\{)')
+
+
+@dataclass(slots=True)
+class ChatDelta:
+    """What a piece of text adds to a message.
+
+    The tool calls are in the shape of OpenAI's chunks. "index" says which call it is. The first delta of a call has its "id"
+    and name. The arguments of all its deltas, joined, are the arguments as the model wrote them.
+    """
+
+    content: str = ""  # for the user
+    reasoning: str = ""  # of the think block
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of OpenAI's "delta", without empty ones. Clients read the reasoning under one name or the other."""
+        reasoning = {"reasoning": self.reasoning, "reasoning_content": self.reasoning} if self.reasoning else {}
+        content = {"content": self.content} if self.content else {}
+        return reasoning | content | ({"tool_calls": self.tool_calls} if self.tool_calls else {})
+
+    def message(self) -> dict[str, Any]:
+        """The fields of OpenAI's "message", for the delta of a whole answer."""
+        message = {"role": "assistant", "refusal": None} | self.fields()
+        if self.tool_calls:
+            message["tool_calls"] = [{name: call[name] for name in call if name != "index"} for call in self.tool_calls]
+        return message | {"content": self.content if self.content or not self.tool_calls else None}
+
+
+class ChatParser:
+    """Parses one answer.
+
+    Whitespace beside a tag belongs to the tag, unless it separates two pieces of content. Without tags, the content is the
+    text. Malformed JSON after a call's name and the opening brace of its arguments stays in the arguments, as in OpenAI's API.
+
+    Attributes:
+        has_tool_calls: Whether a call is complete.
+    """
+
+    def __init__(
+        self, prompt: str = "", *, reasoning: bool = True, tool_calls: bool = True, parallel_tool_calls: bool = True
+    ) -> None:
+        """Begin an answer.
+
+        Args:
+            prompt: The rendered prompt. Some chat templates end it with <think>.
+            reasoning: Parse a think block. If False, it is content.
+            tool_calls: Parse tool calls. If False, they are content.
+            parallel_tool_calls: If False, calls after the first are dropped.
+        """
+        self.has_tool_calls = False
+        self._parses_reasoning, self._parses_calls = reasoning, tool_calls
+        self._keeps_later_calls = parallel_tool_calls
+        self._num_calls = 0
+        self._buffer = ""  # text that is not parsed yet
+        self._is_last = False
+        self._delta = ChatDelta()
+        self._whitespace = ""  # after the latest content or reasoning. It may belong to a tag
+        self._is_after_tag = reasoning and opens_thinking(prompt)
+        self._written: set[str] = set()  # "content", "reasoning"
+        self._parse_next: Callable[[], bool] = self._parse_reasoning if self._is_after_tag else self._parse_start
+        # of the JSON of a call's arguments
+        self._depth = 0
+        self._is_in_string = self._is_escaped = False
+
+    def push(self, text: str, *, is_last: bool = False) -> ChatDelta:
+        """Parse the next piece of text. Text whose meaning is not certain is held back until it is, or until the last piece."""
+        self._buffer += text
+        self._is_last = is_last
+        self._delta = ChatDelta()
+        while self._parse_next():
+            pass
+        if is_last and self._parse_next == self._parse_content and not self._is_after_tag:
+            self._delta.content += self._whitespace
+        return self._delta
+
+    # ---- the states. Each returns whether a different state can go on with the buffer.
+
+    def _parse_start(self) -> bool:
+        """A think block is read at the very beginning only."""
+        text = self._buffer.lstrip()
+        if self._parses_reasoning and text.startswith(THINK):
+            self._buffer = text.removeprefix(THINK)
+            self._is_after_tag = True
+            self._parse_next = self._parse_reasoning
+            return True
+        if self._parses_reasoning and THINK.startswith(text) and not self._is_last:
+            return False
+        self._parse_next = self._parse_content
+        return True
+
+    def _parse_reasoning(self) -> bool:
+        text, is_complete = self._take_until(END_THINK)
+        self._write("reasoning", text)
+        if is_complete:
+            self._whitespace, self._is_after_tag = "", True
+            self._parse_next = self._parse_content
+        return is_complete
+
+    def _parse_content(self) -> bool:
+        if not self._parses_calls:
+            self._write("content", self._buffer)
+            self._buffer = ""
+            return False
+        text, is_complete = self._take_until(TOOL_CALL)
+        self._write("content", text)
+        if is_complete:
+            self._parse_next = self._parse_call
+        return is_complete
+
+    def _parse_call(self) -> bool:
+        """The text after <tool_call>, up to the arguments."""
+        if header := _CALL_HEADER.match(self._buffer):
+            self._buffer = self._buffer[header.end() :]
+            self._begin_call(header[1])
+            self._parse_next = self._parse_arguments
+            return True
+        body, end, rest = self._buffer.partition(END_TOOL_CALL)
+        may_be_call = body.lstrip()[:1] in ("", "{")
+        if may_be_call and not end and not self._is_last:
+            return False
+        if call := _parse_whole_call(body) if may_be_call else None:
+            self._begin_call(call[0])
+            self._add_arguments(call[1])
+            self.has_tool_calls = True
+            self._buffer = rest
+        else:  # no call: the tag is content, and so is what follows, up to the next tag
+            self._write("content", TOOL_CALL)
+        self._parse_next = self._parse_content
+        return True
+
+    def _parse_arguments(self) -> bool:
+        """The JSON object of the arguments, passed on as it is written."""
+        for position, char in enumerate(self._buffer):
+            if self._is_in_string:
+                if self._is_escaped:
+                    self._is_escaped = False
+                else:
+                    self._is_escaped = char == "\\"
+                    self._is_in_string = char != '"'
+            elif char == '"':
+                self._is_in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    self._add_arguments(self._take(position + 1))
+                    self.has_tool_calls = True
+                    self._parse_next = self._parse_call_end
+                    return True
+            elif char == "<" and self._may_begin(END_TOOL_CALL, position):  # the JSON is malformed
+                self._add_arguments(self._take(position))
+                if not self._buffer.startswith(END_TOOL_CALL):
+                    return False
+                self._depth = 0
+                self._parse_next = self._parse_call_end
+                return True
+        self._add_arguments(self._take(len(self._buffer)))
+        return False
+
+    def _parse_call_end(self) -> bool:
+        """The text after the arguments says nothing, up to </tool_call>."""
+        _, is_complete = self._take_until(END_TOOL_CALL)
+        if is_complete:
+            self._parse_next = self._parse_content
+        return is_complete
+
+    # ---- the buffer
+
+    def _take(self, num_characters: int) -> str:
+        text, self._buffer = self._buffer[:num_characters], self._buffer[num_characters:]
+        return text
+
+    def _take_until(self, tag: str) -> tuple[str, bool]:
+        """Take the text before a tag, and the tag, or the text that no tag can change. Returns whether the tag is there."""
+        text, found, rest = self._buffer.partition(tag)
+        if found:
+            self._buffer = rest
+            return text, True
+        start = text.rfind("<")
+        return self._take(start if start >= 0 and self._may_begin(tag, start) else len(text)), False
+
+    def _may_begin(self, tag: str, position: int) -> bool:
+        """Whether a tag is at this position of the buffer, or can be there when more text has come."""
+        text = self._buffer[position : position + len(tag)]
+        return text == tag or (tag.startswith(text) and not self._is_last)
+
+    # ---- the delta
+
+    def _write(self, name: Literal["content", "reasoning"], text: str) -> None:
+        """Add text, and hold back the whitespace at its end."""
+        text = self._whitespace + text
+        visible = text.rstrip()
+        self._whitespace = text[len(visible) :]
+        if not visible:
+            return
+        if self._is_after_tag and name not in self._written:
+            visible = visible.lstrip()
+        self._written.add(name)
+        self._is_after_tag = False
+        setattr(self._delta, name, getattr(self._delta, name) + visible)
+
+    @property
+    def _is_dropped(self) -> bool:
+        return self._num_calls > 1 and not self._keeps_later_calls
+
+    def _begin_call(self, name: str) -> None:
+        self._is_after_tag = True
+        self._num_calls += 1
+        if not self._is_dropped:
+            function = {"name": name, "arguments": ""}
+            call_id = f"call_{uuid.uuid4().hex}"
+            self._delta.tool_calls.append(
+                {"index": self._num_calls - 1, "id": call_id, "type": "function", "function": function}
+            )
+
+    def _add_arguments(self, text: str) -> None:
+        if self._is_dropped or not text:
+            return
+        calls, index = self._delta.tool_calls, self._num_calls - 1
+        if not calls or calls[-1]["index"] != index:
+            calls.append({"index": index, "function": {"arguments": ""}})
+        calls[-1]["function"]["arguments"] += text
+
+
+def parse_chat_answer(text: str, prompt: str = "") -> dict[str, Any]:
+    """Parse a whole answer, in the format of Qwen3 (hermes), into an assistant message that can join the conversation.
+
+    >>> parse_chat_answer("<think>\\nEasy.\\n</think>\\n\\nFour.")["content"]
+    'Four.'
+
+    Args:
+        text: The text of an answer of LLM.chat.
+        prompt: RequestOutput.prompt. Some chat templates end it with <think>.
+
+    Returns:
+        A dict like OpenAI's message: role, content, and if the answer has them, reasoning and tool_calls. Each tool call is
+        {"id": ..., "type": "function", "function": {"name": ..., "arguments": JSON text}}.
+    """
+    return ChatParser(prompt).push(text, is_last=True).message()
+
+
+def reads_tools(template: str) -> bool:
+    """Whether a chat template has a place for tools."""
+    return re.search(r"\btools\b", template) is not None
+
+
+def calls_as_hermes(template: str) -> bool:
+    """Whether a chat template writes tool calls as here. Qwen3-Coder and others write XML into the same tags."""
+    return TOOL_CALL in template and re.search(r'\\?"arguments\\?"', template) is not None
+
+
+def thinks_as_qwen3(template: str) -> bool:
+    """Whether a chat template knows think blocks."""
+    return END_THINK in template
+
+
+def opens_thinking(prompt: str) -> bool:
+    """Whether the prompt ends with <think>, so that the answer begins in the think block."""
+    return prompt.rstrip().endswith(THINK)
+
+
+def closes_thinking(prompt: str) -> bool:
+    """Whether the prompt ends with </think>: a template writes an empty think block so that there is none in the answer."""
+    return prompt.rstrip().endswith(END_THINK)
+
+
+def _parse_whole_call(body: str) -> tuple[str, str] | None:
+    """A call's name and arguments, from a JSON object with the keys in any order. The arguments may be a string with JSON."""
+    try:
+        call = json.loads(body, strict=False)
+        arguments = call.get("arguments")
+        arguments = json.loads(arguments, strict=False) if isinstance(arguments, str) else arguments or {}
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+        return None
+    return call["name"], json.dumps(arguments, ensure_ascii=False)

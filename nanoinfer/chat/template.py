@@ -1,0 +1,88 @@
+"""Chat messages -> text, with a Jinja template, in a process of its own that is stopped at a limit.
+
+In: a template, messages, the template's variables. Out: the text, or an InvalidPromptError.
+
+A chat template is a program that comes with a checkpoint. jinja2's sandbox limits what it reaches, not what it costs, and one
+operation of it ("a" * 10**10) takes any time and memory, and cannot be interrupted in Python. A process can be stopped. The
+renderer is started at the first chat (0.7 s, most of it transformers' import) and kept: a later chat waits some 0.3 ms for it.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from nanoinfer.errors import InvalidPromptError, first_line
+from nanoinfer.system.helper_process import HelperProcess, serve
+from nanoinfer.tokenization.tokenizer import Tokenizer
+
+MAX_SECONDS = 1.0
+MAX_WAIT_SECONDS = 5.0  # for the chats of others
+MAX_BYTES = 2**28  # beyond what the renderer takes before its first template
+MAX_CHARACTERS = 2**23
+
+
+def apply_chat_template(
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    /,
+    *,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    **template_kwargs: Any,
+) -> str:
+    """Chat messages as one text, for `encode(..., add_special_tokens=False)`, because the template writes BOS itself.
+
+    chat_template: instead of the tokenizer's. template_kwargs: variables of the template.
+    """
+    if chat_template is None and tokenizer.hf.chat_template is None:
+        raise InvalidPromptError(
+            "this checkpoint's tokenizer has no chat template; use plain text instead of messages, or another chat template"
+        )
+    arguments = dict(tokenizer.hf.special_tokens_map) | template_kwargs  # in transformers too, template_kwargs take precedence
+    arguments |= {"conversation": messages, "chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
+    try:
+        request = json.dumps([tokenizer.hf.chat_template, arguments])
+    except Exception as error:  # also of the user's own classes
+        raise InvalidPromptError(f"messages and chat_template_kwargs must be JSON ({first_line(error)})") from error
+    reply = _renderer.ask(request)
+    if reply is None:
+        raise InvalidPromptError(f"the chat template was stopped: it took more than {MAX_SECONDS} s, or crashed")
+    if "error" in reply:
+        raise InvalidPromptError(f"the chat template refused the messages: {reply['error']}")
+    return str(reply["text"])
+
+
+_renderer = HelperProcess(__name__, "chat templates", max_wait=MAX_WAIT_SECONDS)
+
+
+# ---- in the other process
+
+
+def main() -> None:
+    """Render one conversation per line."""
+    serve(_prepare, max_seconds=MAX_SECONDS, max_bytes=MAX_BYTES)
+
+
+def _prepare() -> Callable[[bytes], dict[str, str]]:
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()))
+
+    def reply(request: bytes) -> dict[str, str]:
+        try:
+            tokenizer.chat_template, arguments = json.loads(request)
+            text = tokenizer.apply_chat_template(**arguments, tokenize=False)
+        except MemoryError:
+            return {"error": f"it takes more than {MAX_BYTES >> 20} MiB"}
+        except Exception as error:  # a template raises what it likes
+            return {"error": first_line(error)[:500]}
+        if len(text) > MAX_CHARACTERS:
+            return {"error": f"its text has {len(text)} characters, more than {MAX_CHARACTERS}"}
+        return {"text": text}
+
+    return reply
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Tools that a model may call -> what the chat template reads, and the grammar of calls that are required or strict.
+
+In: tools as functions or in OpenAI's form, messages with tool calls. Out: JSON schemas, messages, a Lark grammar. The format of
+a call is that of chat_parsing.py.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from inspect import isfunction
+from typing import Any
+
+from nanoinfer.chat.parsing import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, closes_thinking, opens_thinking
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, first_line
+from nanoinfer.structured.grammar import check_schema
+from nanoinfer.structured.parameters import StructuredOutputsParams
+
+Tool = Callable[..., object] | Mapping[str, object]
+ToolChoice = str | Mapping[str, object]  # "auto", "none", "required" or {"type": "function", "function": {"name": ...}}
+
+# Qwen3 was trained on json.dumps(call). {"type": "object"} is any object.
+_SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """The tools in OpenAI's form. A function is described by its signature and its docstring.
+
+    >>> tool_schemas([{"type": "function", "function": {"name": "night"}}])
+    [{'type': 'function', 'function': {'name': 'night'}}]
+    """
+    if not isinstance(tools, list | tuple):
+        raise InvalidTypeError(f"tools must be a list of functions or JSON schemas, got {tools!r}")
+    return [_tool_schema(tool, index) for index, tool in enumerate(tools)]
+
+
+def _tool_schema(tool: Any, index: int) -> dict[str, Any]:
+    if isfunction(tool):
+        from transformers.utils import get_json_schema
+
+        try:
+            return dict(get_json_schema(tool))
+        except Exception as error:  # of two classes that transformers does not export, and others
+            reason = first_line(error)
+            raise InvalidValueError(f"tools[{index}] needs type hints and a Google style docstring ({reason})") from error
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or tool.get("type") != "function":
+        raise InvalidTypeError(
+            f'tools[{index}] must be a function, or {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}, '
+            f"got {tool!r}"
+        )
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise InvalidValueError(f"tools[{index}] must have a name, got {function.get('name')!r}")
+    if not isinstance(function.get("parameters"), dict | None):
+        raise InvalidTypeError(f"tools[{index}]: parameters must be a JSON schema, got {function['parameters']!r}")
+    return dict(tool)
+
+
+def check_tool_choice(tool_choice: ToolChoice, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """The name of the tool that must be called, or None for "auto", "none" and "required"."""
+    if tool_choice in ("auto", "none") or (tool_choice == "required" and tools):
+        return None
+    names = [tool["function"]["name"] for tool in tools]
+    if tool_choice == "required":
+        raise InvalidValueError("tool_choice 'required' needs tools; give at least one")
+    function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
+    if not isinstance(function, Mapping) or tool_choice.get("type") != "function":  # type: ignore[union-attr]
+        raise InvalidTypeError(
+            "tool_choice must be 'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}, "
+            f"got {tool_choice!r}"
+        )
+    if function.get("name") not in names:
+        raise InvalidValueError(f"tool_choice has {function.get('name')!r}, but the tools are {', '.join(names) or 'none'}")
+    return str(function["name"])
+
+
+def with_tool_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message in OpenAI's form as templates read it.
+
+    The arguments of calls are objects instead of JSON text. Text that is no JSON object stays, so that a conversation goes on
+    after a malformed call. A null is left out, but the content of a call is "". "reasoning" becomes "reasoning_content" too.
+    """
+    message = {name: value for name, value in message.items() if value is not None}
+    if message.get("role") == "assistant":
+        message.setdefault("content", "")
+    if isinstance(message.get("tool_calls"), list | tuple):
+        message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
+    if "reasoning" in message:
+        message.setdefault("reasoning_content", message["reasoning"])
+    return message
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def tool_call_grammar(
+    tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoice, *, prompt: str, parallel_tool_calls: bool = True
+) -> str | None:
+    """The grammar of the whole answer, for StructuredOutputsParams(grammar=...), or None if the answer is free.
+
+    With tool_choice "required" or a named tool, the answer is calls whose arguments satisfy the tools' schemas. With "auto" and
+    a tool with strict=true, each call in the answer is one. A think block may precede them, unless the prompt has closed it.
+    Arguments that a schema does not name are left out, unless it has additionalProperties. The tools are in OpenAI's form, and
+    the prompt is rendered. Without parallel_tool_calls, a required call is the only one.
+    """
+    name = check_tool_choice(tool_choice, tools)
+    functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    is_auto = tool_choice == "auto"
+    if tool_choice == "none" or (is_auto and not any(function.get("strict") for function in functions)):
+        return None
+    calls = []
+    for function in functions:
+        is_free = is_auto and not function.get("strict")
+        parameters = {"type": "object"} if is_free else _closed(function.get("parameters") or _NO_ARGUMENTS)
+        check_schema(f"parameters of the tool {function['name']!r}", parameters)
+        head = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
+        calls.append(f'{_quoted(head)} %json {json.dumps({**parameters, **_SPACING})} "}}"')
+    thinking = _think_block(prompt)
+    if is_auto:  # text up to a call, and again after it
+        answer = "(trigger call)* TEXT"
+    elif name is None and parallel_tool_calls:
+        answer = 'OPEN call ("\\n" OPEN call)*'
+    else:
+        answer = "OPEN call"
+    # Where one text only may follow, llguidance encodes it, and it does not know the tags as tokens. A newline may precede each
+    # tag, so that something else may follow, and the model chooses the token.
+    lines = [
+        f"start: {thinking} {answer}",
+        _THINKING,
+        f"trigger[lazy]: TEXT {_quoted(TOOL_CALL)}",
+        f'call: "\\n" ({" | ".join(calls)}) CLOSE',
+        rf"OPEN: /\n?{TOOL_CALL}/",
+        rf"CLOSE: /\n{{0,2}}{END_TOOL_CALL}/".replace("</", r"<\/"),
+        _TEXT,
+    ]
+    return "\n".join(lines)
+
+
+def after_thinking(params: StructuredOutputsParams, prompt: str) -> StructuredOutputsParams:
+    """The same form for an answer that may begin with a think block, unless the prompt has closed it."""
+    if closes_thinking(prompt):
+        return params
+    if params.grammar is not None:
+        raise UnsupportedError(
+            "structured_outputs.grammar cannot be used while the model thinks; "
+            "set enable_thinking to false in chat_template_kwargs"
+        )
+    if params.regex is not None:
+        answer = "/" + re.sub(r"\\.|/", lambda match: _ESCAPES.get(match[0], match[0]), params.regex, flags=re.S) + "/"
+    elif params.choice is not None:
+        answer = "(" + " | ".join(map(_quoted, params.choice)) + ")"
+    else:
+        schema = {"type": "object"} if params.json_object else json.loads(str(params.json))
+        check_schema("json", schema)
+        spaces = {"x-guidance": {"whitespace_flexible": not params.disable_any_whitespace}}
+        answer = f"%json {json.dumps({**schema, **spaces})}"
+    return StructuredOutputsParams(grammar="\n".join([f"start: {_think_block(prompt)} {answer}", _THINKING, _TEXT]))
+
+
+_THINKING = f"thinking[lazy]: TEXT {json.dumps(END_THINK)}"
+_TEXT = r"TEXT: /(.|\n)*/"
+_ESCAPES = {"/": r"\/", "\\\n": r"\n"}  # what a regular expression between slashes writes differently
+
+
+def _think_block(prompt: str) -> str:
+    """The part of a grammar that comes first: the rest of the prompt's think block, nothing, or a block that may be there."""
+    if opens_thinking(prompt):
+        return 'thinking "\\n\\n"'
+    return "" if closes_thinking(prompt) else f'({_quoted(THINK)} thinking "\\n\\n")?'
+
+
+def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema of arguments without those that it does not name. A schema may say otherwise: additionalProperties."""
+    if "properties" not in parameters or parameters.keys() & {"$ref", "allOf", "anyOf", "oneOf"}:
+        return parameters
+    return {"additionalProperties": False, **parameters}
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,249 @@
+"""Tensor parallelism: which rank has which part of each weight.
+
+In: a family's model and a checkpoint's Weights. Out: the model of one rank, with smaller layers, and the Weights that fill it.
+parallel_layers.py has the modules that join the ranks' results.
+
+    column       a rank has some of a layer's outputs: whole heads of q, k and v, some of the MLP's inner activations
+    row          a rank has the inputs that belong to these. Its product is one term of a sum over the ranks (AllReduced)
+    vocabulary   a rank has an interval of the ids: their rows of the embedding, their logits
+
+A layer has two sums over the ranks, after the attention and after the MLP. The residual and a row layer's bias are added on
+rank 0. The other parts of the model (norms, positions, a router) are the same on every rank. The model files know nothing of
+this. Their layers are built with fewer heads and a smaller inner size.
+
+Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053
+"""
+
+import ctypes
+import dataclasses
+import mmap
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.distributed.parallel_layers import AllReduced, Communicator, VocabularyEmbedding, VocabularyHead
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.execution.parts import Parts
+from nanoinfer.loading.weights import TensorInfo, Weights
+from nanoinfer.models.gpt2 import GPT2LMHeadModel
+from nanoinfer.models.llama import LlamaForCausalLM
+from nanoinfer.models.qwen import QwenForCausalLM
+from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeForCausalLM
+
+# What a rank has of a layer. qkv: a column layer for q, k and v at once. kv: a column layer with num_key_value_heads heads.
+Split = Literal["column", "qkv", "kv", "row", "vocabulary"]
+
+_GPT2: dict[str, Split] = {
+    "attn.c_attn": "qkv",
+    "attn.c_proj": "row",
+    "mlp.c_fc": "column",
+    "mlp.c_proj": "row",
+    "wte": "vocabulary",
+    "lm_head": "vocabulary",
+}
+_QWEN: dict[str, Split] = {
+    "q_proj": "column",
+    "k_proj": "kv",
+    "v_proj": "kv",
+    "o_proj": "row",
+    "gate_proj": "column",
+    "up_proj": "column",
+    "down_proj": "row",
+    "embed_tokens": "vocabulary",
+    "lm_head": "vocabulary",
+}
+# family -> how the names of its layers end, and what a rank has of them. What is not named here is the same on every rank.
+SPLITS: dict[type[nn.Module], dict[str, Split]] = {
+    GPT2LMHeadModel: _GPT2,
+    LlamaForCausalLM: _QWEN,
+    QwenForCausalLM: _QWEN,
+    QwenMoeForCausalLM: _QWEN,  # each expert is split, as any MLP
+}
+
+# Inner sizes of MLPs, in a family's config. They need not be multiples of the number of ranks.
+_INNER_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+
+def check_shards(model_class: type[Any], config: Any, size: int) -> None:
+    """Refuse a number of ranks that a model cannot be split into, and name those that are possible."""
+    if model_class not in SPLITS:
+        names = ", ".join(family.__name__ for family in SPLITS)
+        raise UnsupportedError(
+            f"tensor_parallel_size={size} is not supported for {model_class.__name__}, only for {names}; leave it out"
+        )
+    if not _fits(config, size):
+        allowed = [n for n in range(1, config.num_attention_heads + 1) if _fits(config, n)]
+        raise UnsupportedError(
+            f"tensor_parallel_size must be {' or '.join(map(str, allowed))} for this model, which has "
+            f"{config.num_attention_heads} heads and {config.num_key_value_heads} of keys and values, got {size}"
+        )
+
+
+def _inner_sizes(config: Any) -> dict[str, int]:
+    return {name: getattr(config, name) for name in _INNER_SIZES if getattr(config, name, None) is not None}
+
+
+def _fits(config: Any, size: int) -> bool:
+    num_kv_heads = config.num_key_value_heads
+    return (
+        config.num_attention_heads % size == 0
+        and (num_kv_heads % size == 0 or size % num_kv_heads == 0)  # the second: several ranks have the same head
+        and min(_inner_sizes(config).values()) >= size
+        and config.vocab_size >= size * size  # no rank is without ids
+    )
+
+
+class Shards:
+    """One rank's view of a model that several ranks share. What builds an engine asks it instead of the communicator."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+
+    @property
+    def size(self) -> int:
+        return self.communicator.size
+
+    def minimum(self, number: int) -> int:
+        """The smallest of the ranks' numbers."""
+        return self.communicator.minimum(number)
+
+    def split(self, model: Any, weights: Weights) -> tuple[Any, Weights]:
+        """Build this rank's model on the meta device, and the Weights that fill it, of the whole ones."""
+        config, rank, size = model.config, self.communicator.rank, self.size
+        parts = {name: _even(inner_size, rank, size) for name, inner_size in _inner_sizes(config).items()}
+        parts["vocab_size"] = _vocabulary(config.vocab_size, rank, size)
+        local = {name: part.stop - part.start for name, part in parts.items()}
+        local["num_attention_heads"] = config.num_attention_heads // size
+        if any(field.name == "num_key_value_heads" for field in dataclasses.fields(config)):  # GPT-2 has as many as heads of q
+            local["num_key_value_heads"] = max(config.num_key_value_heads // size, 1)
+        with torch.device("meta"):
+            shard = type(model)(dataclasses.replace(config, **local))
+        return shard, ShardedWeights(weights, model, rank, size)
+
+    def join(self, model: Any, vocab_size: int) -> None:
+        """Replace the layers of a rank's loaded model whose results belong together by modules that join them.
+
+        The model then has the whole model's forward and, on rank 0, its compute_logits. Its config has the whole vocabulary,
+        and the rank's number of heads, which are those of its KV cache.
+        """
+        ids = _vocabulary(vocab_size, self.communicator.rank, self.size)
+        model.config = dataclasses.replace(model.config, vocab_size=vocab_size)
+        model.supports_cuda_graph = False  # a graph with a collective in it has never been tried
+
+        def joined(name: str, module: nn.Module) -> nn.Module | None:
+            split = split_of(type(model), name)
+            if split == "row" or isinstance(module, MixtureOfExperts):
+                return AllReduced(module, self.communicator)
+            if split == "vocabulary":
+                if isinstance(module, nn.Embedding):
+                    return VocabularyEmbedding(module, ids.start, self.communicator)
+                return VocabularyHead(module, vocab_size, self.communicator)
+            return None
+
+        def replace_in(parent: nn.Module, prefix: str) -> None:
+            for name, child in list(parent.named_children()):
+                module = joined(prefix + name, child)
+                if module is None:
+                    replace_in(child, f"{prefix}{name}.")
+                else:
+                    setattr(parent, name, module)
+
+        replace_in(model, "")
+
+    def connect(self, parts: Parts) -> Parts:
+        """Make this rank's parts fit to those of the others: what one of them lacks, none has."""
+        return dataclasses.replace(parts, is_batch_independent=bool(self.minimum(parts.is_batch_independent)))
+
+
+def split_of(model_class: type[Any], layer: str) -> Split | None:
+    """What a rank has of a layer, or None if every rank has all of it."""
+    return next((split for end, split in SPLITS[model_class].items() if f".{layer}".endswith(f".{end}")), None)
+
+
+def _vocabulary(vocab_size: int, rank: int, size: int) -> slice:
+    """The ids of a rank. The last rank may have fewer than the others."""
+    num = -(-vocab_size // size)
+    return slice(rank * num, min((rank + 1) * num, vocab_size))
+
+
+def _even(total: int, rank: int, size: int) -> slice:
+    return slice(rank * total // size, (rank + 1) * total // size)
+
+
+class ShardedWeights(Weights):
+    """A rank's part of each tensor of `base`, and no more than that is read. The weights of the whole model are not used."""
+
+    def __init__(self, base: Weights, model: Any, rank: int, size: int) -> None:
+        self._base, self._rank, self._size = base, rank, size
+        self._model_class, self._rules, self._config = type(model), model.weight_rules, model.config
+        self.has_empty_biases = base.has_empty_biases
+        super().__init__((name, self._info(name)) for name in base)
+
+    def _info(self, name: str) -> TensorInfo:
+        info = self._base[name]
+        axis, parts = self._parts(name)
+        if parts is None:
+            return info
+        shape = list(info.shape)
+        shape[axis] = sum(part.stop - part.start for part in parts)
+        is_view = info.is_mapped and axis == 0 and len(parts) == 1
+        return TensorInfo(tuple(shape), info.dtype, is_mapped=is_view)
+
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        axis, parts = self._parts(name)
+        if parts is None:
+            weight = self._base.read(name, rows)
+            return torch.zeros_like(weight) if self._is_added_elsewhere(name) else weight
+        if axis == 1:
+            weight = self._base.read(name, rows)
+            copy = torch.cat([weight[:, part] for part in parts], dim=1)
+            if self._base[name].is_mapped:
+                _release_pages(weight)  # every page has some of these columns, and has been read for them
+            return copy
+        if len(parts) > 1:
+            return torch.cat([self._base.read(name, part) for part in parts])[rows]
+        start, stop, _ = rows.indices(parts[0].stop - parts[0].start)
+        return self._base.read(name, slice(parts[0].start + start, parts[0].start + stop))
+
+    def _split_of(self, name: str) -> Split | None:
+        layer = name.removeprefix(self._rules.prefix).rpartition(".")[0]
+        return split_of(self._model_class, layer)
+
+    def _is_added_elsewhere(self, name: str) -> bool:
+        """Whether a tensor is a bias that rank 0 adds to the sum."""
+        return self._rank > 0 and self._split_of(name) == "row" and name.endswith(".bias")
+
+    def _parts(self, name: str) -> tuple[int, list[slice] | None]:
+        """The axis along which a tensor is split, and this rank's parts of it. None: all of it."""
+        split, shape = self._split_of(name), self._base[name].shape
+        if split is None or (split == "row" and len(shape) == 1):
+            return 0, None
+        axis = 1 if split == "row" else 0
+        if len(shape) > 1 and name.endswith(self._rules.transpose):
+            axis = 1 - axis
+        total, rank, size = shape[axis], self._rank, self._size
+        if split == "vocabulary":
+            return axis, [_vocabulary(total, rank, size)]
+        if split == "qkv":
+            third, part = total // 3, _even(total // 3, rank, size)
+            return axis, [slice(i * third + part.start, i * third + part.stop) for i in range(3)]
+        if split == "kv" and (num_heads := self._config.num_key_value_heads) < size:
+            head = rank * num_heads // size  # several ranks have the same one
+            return axis, [_even(total, head, num_heads)]
+        return axis, [_even(total, rank, size)]
+
+
+def _release_pages(view: Tensor) -> None:
+    """Return the memory of a view of a mapped file to the system. What is read again later is read from the file again.
+
+    view: some rows of what WeightFiles.read has returned. Any other memory would be lost.
+    """
+    try:
+        madvise, advice = ctypes.CDLL(None).madvise, mmap.MADV_DONTNEED
+    except (OSError, AttributeError, TypeError):  # a system without it
+        return
+    start, stop = view.data_ptr(), view.data_ptr() + view.nbytes
+    first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < end:
+        madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), advice)

@@ -1,0 +1,169 @@
+"""The Executor that runs the model in this process, on one device.
+
+In: finished parts (build.py) and StepPlans. Out: StepOutputs.
+"""
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from nanoinfer import tracing
+from nanoinfer.execution.executor import ExecutorInfo, PromptLogprobs, SequenceOutput, StepOutput
+from nanoinfer.execution.forward_batch import ForwardBatch, PreviousTokens
+from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.draw import argmax
+from nanoinfer.sampling.logprobs import token_logprobs
+from nanoinfer.sampling.routes import HeadRows
+from nanoinfer.sampling.sampler import NOT_FINITE, SampledTokens, Sampler
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import PromptRows, StepPlan
+from nanoinfer.tokenization.tokenizer import Tokenizer
+
+PROMPT_LOGITS = 2**22  # logits of a prompt that are computed at a time for prompt_logprobs: 16 MB
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose tokens are sampled on the device. tokens is None for a plan with num_top_logprobs."""
+
+    plan: StepPlan
+    tokens: SampledTokens | None
+    prompt_logprobs: list[PromptLogprobs]
+    top_logprobs: list[SequenceOutput]
+    must_sync: bool
+    seconds: dict[str, float]
+
+
+class LocalExecutor:
+    """Runs steps on the device of the model. One thread at a time may call it."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        info: ExecutorInfo,
+        *,
+        is_batch_independent: bool = False,
+        batch_invariant: bool = False,
+        tokenizer: Tokenizer | None = None,
+        tracer: "tracing.EventBuffer | None" = None,
+    ) -> None:
+        """Keep the parts.
+
+        Args:
+            is_batch_independent: what was measured with as many threads as torch has now.
+            batch_invariant: compute a chunk's tokens one query at a time.
+            tokenizer: for the token texts in the tracer's events.
+        """
+        self.runner, self.sampler, self.info = runner, sampler, info
+        self.device = torch.device(info.device)
+        self._is_batch_independent, self._num_threads = is_batch_independent, torch.get_num_threads()
+        self._batch_invariant = batch_invariant
+        self._tokenizer, self._tracer = tokenizer, tracer
+        self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused while the rows stay the same
+
+    @property
+    def batch_independent(self) -> bool:
+        """See LLM.batch_independent."""
+        return self._is_batch_independent and torch.get_num_threads() == self._num_threads
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep:
+        """From the plan to the sampled tokens on the device. See Executor.launch."""
+        with self._on_device():
+            start = time.perf_counter()
+            batch = self._build_batch(plan, previous)
+            built = time.perf_counter()
+            hidden = self.runner.forward(batch)
+            forwarded = time.perf_counter()
+            rows = self.runner.head_rows(hidden, batch.logits_indices)
+            tokens, top_logprobs, traced = self._sample(rows, plan)
+            prompt_logprobs = [self._prompt_logprobs(part, hidden) for part in plan.prompt_rows]
+            sampled = time.perf_counter() - forwarded - traced
+        reads_tokens = any(seq.sampling_reads_output or seq.params.logprobs is not None for seq, _ in plan.rows)
+        must_sync = self.sampler.has_user_stages or bool(prompt_logprobs) or reads_tokens
+        seconds = {"build": built - start, "forward": forwarded - built, "sample": sampled, "trace": traced}
+        return LaunchedStep(plan, tokens, prompt_logprobs, top_logprobs, must_sync, seconds)
+
+    @torch.inference_mode()
+    def collect(self, step: LaunchedStep) -> StepOutput:
+        """Wait for the sampled tokens of a step. See Executor.collect."""
+        if step.tokens is None:
+            return StepOutput(step.top_logprobs)
+        start = time.perf_counter()
+        with self._on_device():
+            sampled = step.tokens.read()
+        drafting = {item.sequence: item for item in step.plan.scheduled if item.draft_token_ids}
+        outputs, end = [], 0  # end: of the rows of the sequence before
+        for first, (seq, _) in enumerate(step.plan.rows):
+            if first < end:
+                continue  # the row of a draft
+            item = drafting.get(seq)
+            end = first + 1 + (len(item.draft_token_ids) if item else 0)
+            if error := sampled.errors.get(first):
+                outputs.append(SequenceOutput(seq, error=error))
+                continue
+            num_accepted = item.num_accepted(sampled.token_ids[first:end]) if item else 0
+            # A draft's row that failed is computed again, alone.
+            rows = [row for row in range(first, first + 1 + num_accepted) if row not in sampled.errors]
+            logprobs = [sampled.logprobs[row] for row in rows if row in sampled.logprobs]
+            outputs.append(SequenceOutput(seq, [sampled.token_ids[row] for row in rows], logprobs))
+        seconds = step.seconds | {"sample": step.seconds["sample"] + time.perf_counter() - start}
+        return StepOutput(outputs, step.prompt_logprobs, seconds)
+
+    # ---- internals
+
+    def _build_batch(self, plan: StepPlan, previous: LaunchedStep | None) -> ForwardBatch:
+        tokens = None
+        if previous is not None and previous.tokens is not None:
+            rows = {seq: row for row, (seq, _) in enumerate(previous.plan.rows)}
+            tokens = PreviousTokens(previous.tokens.token_ids, rows)
+        return ForwardBatch.build(
+            plan, self.info.block_size, self.device, tokens, self._tracer, has_single_queries=self._batch_invariant
+        )
+
+    def _sample(self, rows: HeadRows, plan: StepPlan) -> tuple[SampledTokens | None, list[SequenceOutput], float]:
+        """Choose the tokens, or list the most probable ones for a plan with num_top_logprobs. The seconds are tracing's."""
+        sequences = [seq for seq, _ in plan.rows]
+        if plan.num_top_logprobs:
+            return None, _top_logprobs(rows.logits, sequences, plan.num_top_logprobs), 0.0
+        tracer = None
+        if self._tracer is not None and self._tracer.wants_stages:
+            from nanoinfer.sampling.stage_trace import StageTracer
+
+            tracer = StageTracer(self._tracer, sequences, self._tokenizer)
+        batch = SamplingBatch.build(sequences, self.info.vocab_size, self.device, self._previous_sampling_batch)
+        self._previous_sampling_batch = batch
+        return self.sampler(rows, batch, tracer), [], tracer.seconds if tracer else 0.0
+
+    def _prompt_logprobs(self, part: PromptRows, hidden: Float[Tensor, "num_tokens hidden"]) -> PromptLogprobs:
+        """Log-probabilities of the prompt tokens that follow these rows, computed for a limited number of rows at a time."""
+        rows_at_a_time = max(PROMPT_LOGITS // self.info.vocab_size, 1)
+        seq, logprobs = part.sequence, []
+        requested = seq.params.prompt_logprobs
+        num_top = self.info.vocab_size if requested is None or requested == -1 else requested
+        for start in range(part.start, part.stop, rows_at_a_time):
+            logits = self.runner.head_rows(hidden, slice(start, min(start + rows_at_a_time, part.stop))).logits
+            first = part.position + 1 + start - part.start
+            logprobs += token_logprobs(logits, seq.prompt_token_ids[first : first + len(logits)], [num_top] * len(logits))
+        return PromptLogprobs(seq, part.position + 1, logprobs)
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        """Make the model's GPU the current one, on which Triton kernels are launched."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+def _top_logprobs(logits: Float[Tensor, "num_rows vocab"], sequences: list[Sequence], num_top: int) -> list[SequenceOutput]:
+    """The num_top most likely ids of every row, in falling order."""
+    num_top = min(num_top, logits.shape[-1])
+    likeliest = argmax(logits).tolist()  # -1: the logits are not finite
+    all_logprobs = token_logprobs(logits, [max(token_id, 0) for token_id in likeliest], [num_top] * len(logits))
+    return [
+        SequenceOutput(seq, logprobs=[logprobs]) if token_id >= 0 else SequenceOutput(seq, error=NOT_FINITE)
+        for seq, logprobs, token_id in zip(sequences, all_logprobs, likeliest, strict=True)
+    ]

@@ -1,0 +1,72 @@
+"""The parts that run a model: the textbook's, which `fast/` may replace by faster ones with the same result.
+
+In: a model with its weights. Out: Parts, from which build.py makes the runner and the sampler.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nanoinfer.attention.base import AttentionBackend, select_backend
+from nanoinfer.config import EngineConfig
+from nanoinfer.execution.executor import ExecutorInfo
+from nanoinfer.execution.model_runner import ModelRunner, StepGraphs
+from nanoinfer.models.registry import Model
+from nanoinfer.sampling.routes import Route
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an executor is built from.
+
+    Attributes:
+        model: on its device.
+        backend: its attention. It serves this model only.
+        backend_name: in attention.base.BACKENDS.
+        block_size: tokens of a block of the KV cache.
+        routes: of the sampler, in the order in which they are tried.
+        make_decode_graphs: given the sizes of the cache, makes what replays decode steps. None: every step runs eagerly.
+        is_batch_independent: whether a prompt's rows were found to have the same bits in any batch, on this machine. The plain
+            parts promise nothing, because torch's products depend on the number of rows.
+        report: what was compiled. None: nothing was tried.
+        runner_class: makes the runner, from the arguments of ModelRunner. Ranks that share a model have their own.
+    """
+
+    model: Model
+    backend: AttentionBackend
+    backend_name: str
+    block_size: int
+    routes: tuple[Route, ...] = ()
+    make_decode_graphs: Callable[[ExecutorInfo], StepGraphs] | None = None
+    is_batch_independent: bool = False
+    report: object = None
+    runner_class: Callable[..., ModelRunner] = ModelRunner
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+
+def plain_parts(model: Model, config: EngineConfig) -> Parts:
+    """Select the attention backend of a model. The model runs as its file says, and the sampler stage by stage.
+
+    The model, dtype and device of the config are not read, because the model has been loaded.
+
+    Raises:
+        InvalidValueError, UnsupportedError: as attention.base.select_backend does.
+    """
+    weight = next(model.parameters())
+    name, backend = select_backend(
+        config.attention_backend,
+        weight.device,
+        weight.dtype,
+        model.config.head_dim,
+        block_size=config.cache.block_size,
+        enforce_eager=config.enforce_eager,
+    )
+    return Parts(model, backend, name, config.cache.block_size or backend.default_block_size)

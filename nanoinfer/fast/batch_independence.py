@@ -1,0 +1,124 @@
+"""Whether a prompt's hidden rows have the same bits in any batch, tried with the compiled model on this machine.
+
+In: a compiled model and its attention backend. Out: True or False. The kernels' rows are independent by construction, so this
+check is about the rest: a model file or an attention of the user's own, and a compiler that does not keep the order of
+additions.
+
+A prompt and two decode steps run alone, then beside other prompts, and with batch_invariant also token by token.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from nanoinfer.attention.base import AttentionBackend
+from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.models.registry import Model
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
+
+PROMPT_LENGTHS = (5, 37, 1, 66, 20)  # the second one is compared
+COMPARED = 1
+NUM_DECODES = 2
+
+
+@torch.inference_mode()
+def is_batch_independent(
+    model: Model, backend: AttentionBackend, block_size: int, dtype: torch.dtype, *, has_single_queries: bool = False
+) -> bool:
+    """Whether rows are independent of the batch. With has_single_queries (batch_invariant), also of the chunk."""
+    longest = model.config.max_position_embeddings - NUM_DECODES
+    if longest < 1:
+        return False  # max_position_embeddings is too small for the check
+    lengths = [min(length, longest) for length in PROMPT_LENGTHS]
+    generator = torch.Generator().manual_seed(0)
+    token_ids = [
+        torch.randint(0, model.config.vocab_size, (length + NUM_DECODES,), generator=generator).tolist() for length in lengths
+    ]
+    sequences = scratch_sequences(token_ids, block_size)
+    cache = KVCache(
+        num_layers=model.config.num_hidden_layers,
+        num_blocks=sum(len(seq.block_table) for seq in sequences),
+        block_size=block_size,
+        num_kv_heads=model.config.num_key_value_heads,
+        head_dim=model.config.head_dim,
+        dtype=dtype,
+        layout=backend.layout,
+    )
+    decodes = [1] * NUM_DECODES
+    run = partial(_hidden_rows, model, backend, cache, has_single_queries=has_single_queries)
+    alone = run([sequences[COMPARED]], [[num] for num in (lengths[COMPARED], *decodes)])
+    together = run(sequences, [lengths, *([num] * len(sequences) for num in decodes)])
+    others = [run([sequences[COMPARED]], [[1]] * len(alone))] if has_single_queries else []
+    return all(same_bits(other, alone) for other in (together, *others))
+
+
+def scratch_sequences(token_ids: list[list[int]], block_size: int) -> list[Sequence]:
+    """One sequence for each list of ids. Its blocks hold all of its tokens, and follow those of the sequence before it."""
+    sequences: list[Sequence] = []
+    num_blocks = 0
+    for i, ids in enumerate(token_ids):
+        seq = Sequence(str(i), ids, SamplingParams(), seed=0, max_num_tokens=len(ids))
+        first, num_blocks = num_blocks, num_blocks + -(-len(ids) // block_size)
+        seq.block_table = list(range(first, num_blocks))
+        sequences.append(seq)
+    return sequences
+
+
+def same_bits(first: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal bit by bit. NaN equals NaN: a damaged weight does not show the order of a sum."""
+    integers = {4: torch.int32, 2: torch.int16}[first.dtype.itemsize]
+    return torch.equal(first.contiguous().view(integers), other.contiguous().view(integers))
+
+
+def _hidden_rows(
+    model: Model,
+    backend: AttentionBackend,
+    cache: KVCache,
+    sequences: list[Sequence],
+    steps: list[list[int]],
+    *,
+    has_single_queries: bool,
+) -> Float[Tensor, "num_tokens hidden"]:
+    """The compared sequence's rows. steps: the number of each sequence's new tokens in each step."""
+    compared = sequences[COMPARED if len(sequences) > 1 else 0]
+    for seq in sequences:
+        seq.num_computed_tokens = 0
+    rows = []
+    for nums in steps:
+        items = [ScheduledSequence(seq, num) for seq, num in zip(sequences, nums, strict=True)]
+        items.sort(key=lambda item: item.num_new_tokens > 1)  # the scheduler's order
+        plan, device = StepPlan(tuple(items)), torch.device("cpu")
+        batch = ForwardBatch.build(plan, cache.block_size, device, has_single_queries=has_single_queries)
+        hidden = model(batch.input_ids, batch.positions, backend.begin_step(cache, batch.attention))
+        start = 0
+        for item in items:
+            if item.sequence is compared:
+                rows.append(hidden[start : start + item.num_new_tokens].clone())
+            start += item.num_new_tokens
+            item.sequence.num_computed_tokens += item.num_new_tokens
+    return torch.cat(rows)
+
+
+@contextmanager
+def one_layer_of_each_kind(model: nn.Module, num_layers: int) -> Iterator[None]:
+    """Inside, the model has one layer of each kind: most models one, some an MLP in one layer and experts in another.
+
+    A model without a list of its layers keeps all of them.
+    """
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList) and len(child) == num_layers:
+            kinds = {repr(layer): layer for layer in child}
+            setattr(model, name, nn.ModuleList(kinds.values()))
+            try:
+                yield
+            finally:
+                setattr(model, name, child)
+            return
+    yield

@@ -1,0 +1,381 @@
+"""A fused trace as programs of C++ kernels.
+
+In: a Trace after the passes of fuse.py. Out: the same trace, in which each run of operations that have kernels is one call of a
+CPUProgram. What has no kernel stays a torch operation, or a module, between two programs.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.fast.cpu.layers import add_call, has_kernel, norm_call, rotate_call
+from nanoinfer.fast.cpu.linear import KernelLinear
+from nanoinfer.fast.cpu.operations import Buffer, CPUProgram, Operation, View
+from nanoinfer.fast.cpu.program import NOTHING
+from nanoinfer.fast.fuse import ADD, FusedLinear, FusedRotation
+from nanoinfer.fast.trace import Trace, has_hooks
+from nanoinfer.models.layers import RMSNorm
+
+Pack = Callable[[FusedLinear], Any]  # -> a PackedLinear, or one of its kind
+
+
+def compile_for_cpu(trace: Trace, pack: Pack, dtype: torch.dtype) -> list[CPUProgram]:
+    """Replace operations of a fused trace by programs.
+
+    Args:
+        trace: changed in place.
+        pack: lays out a linear layer for its kernel.
+        dtype: of the weights.
+
+    Returns:
+        The programs, in their order. There are none if no operation has a kernel.
+    """
+    compiler = _Compiler(trace, pack, dtype)
+    for node in list(trace.graph.nodes):
+        if not compiler.add(node) and any(given in compiler.views for given in node.all_input_nodes):
+            compiler.finish(node)
+    for node in reversed(compiler.views):  # what the forward pass computes and does not use
+        trace.graph.erase_node(node)
+    for node in trace.graph.nodes:  # what a linear layer is given may have more axes than the programs know
+        if isinstance(module := trace.module(node), FusedLinear):
+            with suppress(UnsupportedError):
+                node.target = trace.name("linear_kernel", KernelLinear(pack(module), node.kwargs))
+    return compiler.programs
+
+
+class _Compiler:
+    """Collects the operations of one program after the other.
+
+    Attributes:
+        views: what the nodes of the current program compute.
+    """
+
+    def __init__(self, trace: Trace, pack: Pack, dtype: torch.dtype) -> None:
+        self.programs: list[CPUProgram] = []
+        self.views: dict[fx.Node, View | tuple[View, ...]] = {}
+        self._trace, self._pack, self._dtype = trace, pack, dtype
+        self._operations: list[Operation] = []
+        self._inputs: dict[fx.Node, Buffer] = {}
+        self._attend: fx.Node | None = None
+        self._results: dict[fx.Node, tuple[int, ...]] = {}  # of finished programs: their shapes for a row
+
+    def add(self, node: fx.Node) -> bool:
+        """Make the node a part of the current program. Returns whether it can be one."""
+        inputs = dict(self._inputs)
+        view = viewed(node, self.views)
+        if view is not None:
+            self.views[node] = view
+        elif not self._add_operation(node):
+            self._inputs = inputs
+            return False
+        return True
+
+    def _add_operation(self, node: fx.Node) -> bool:
+        module = self._trace.module(node)
+        if isinstance(module, FusedLinear):
+            return self._add_linear(node, module)
+        if isinstance(module, FusedRotation):
+            return self._add_rotation(node, module)
+        if module is not None and has_kernel(module) and not has_hooks(module) and len(node.args) == 1:
+            return self._add_norm(node, module)
+        if node.target in ADD and len(node.args) == 2 and not node.kwargs:
+            return self._add_sum(node)
+        if node.op == "call_method" and node.target == "__call__" and len(node.args) == 5 and not node.kwargs:
+            return self._add_attention(node)
+        return False
+
+    def finish(self, before: fx.Node) -> None:
+        """Put the call of the current program in front of a node that reads its results."""
+        graph, members = self._trace.graph, set(self.views)
+        read = [node for node in self.views if any(user not in members for user in node.users)]
+        outputs = [view for node in read if isinstance(view := self.views[node], View)]
+        program = CPUProgram(_with_joined_rotations(self._operations), list(self._inputs.values()), outputs, self._dtype)
+        with graph.inserting_before(before):
+            call = graph.call_module(self._trace.name("program", program), (self._attend, *self._inputs))
+            values = [call]
+            if len(outputs) > 1:
+                values = [graph.call_function(operator.getitem, (call, index)) for index in range(len(outputs))]
+            rest = iter(values)
+            results = [next(rest) if isinstance(self.views[node], View) else self._number_of_rows(node) for node in read]
+        self._results |= {result: view.shape for result, view in zip(values, outputs, strict=True)}
+        for node, result in zip(read, results, strict=True):
+            node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in members)
+        for node in reversed(self.views):
+            graph.erase_node(node)
+        self.programs.append(program)
+        self._operations, self._inputs, self._attend = [], {}, None
+        self.views.clear()
+
+    def _add_linear(self, node: fx.Node, module: FusedLinear) -> bool:
+        others = [node.kwargs.get("factor"), node.kwargs.get("residual")]
+        x = self._operand(node.args[0], (module.in_features,), must_fit=True)
+        factor, residual = (other and self._operand(other, (module.out_features,)) for other in others)
+        if x is None or any(other is not None and view is None for other, view in zip(others, (factor, residual), strict=True)):
+            return False
+        try:
+            packed = self._pack(module)
+        except UnsupportedError:
+            return False  # no kernel has this number of inputs
+        reads = tuple(view for view in (x, factor, residual) if view)
+
+        def call(slices: Any, scratch: int) -> Any:
+            x, *others, out = slices
+            factor_slice = others.pop(0) if factor else NOTHING
+            return packed.call(x=x, out=out, scratch=scratch, factor=factor_slice, residual=others[0] if residual else NOTHING)
+
+        overwrites = tuple(view for view in (residual, factor) if view and view.buffer is not x.buffer)  # x is read to the end
+        self._write(node, module.out_features, reads, call, overwrites=overwrites, scratch_bytes=packed.scratch_bytes)
+        return True
+
+    def _add_norm(self, node: fx.Node, norm: Any) -> bool:
+        if (x := self._operand(node.args[0], tuple(norm.weight.shape), must_fit=True)) is None:
+            return False
+        self._write(node, len(norm.weight), (x,), lambda slices, _: norm_call(norm, *slices))
+        return True
+
+    def _add_sum(self, node: fx.Node) -> bool:
+        """Of two values of a program, or of one and what is added to each row."""
+        given_views = [self.views.get(given) for given in node.args if isinstance(given, fx.Node)]
+        known = [view for view in given_views if isinstance(view, View)]
+        terms = [self._operand(given, known[0].shape) for given in node.args] if known else [None]
+        if any(term is None or len(term.shape) != 1 for term in terms):
+            return False
+        reads, size = tuple(term for term in terms if term), known[0].size
+        self._write(node, size, reads, lambda slices, _: add_call(self._dtype, size, *slices), overwrites=reads)
+        return True
+
+    def _add_rotation(self, node: fx.Node, module: FusedRotation) -> bool:
+        """In place, unless something else reads the heads."""
+        x = self.views.get(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+        if not isinstance(x, View) or len(x.shape) != 2 or x.buffer.shape is not None:
+            return False
+        readers = [reader for reader, view in _readers(x.buffer.node, self.views[x.buffer.node]) if view.overlaps(x)]
+        cos, sin = (self._operand(angle, (1, x.shape[1])) for angle in node.args[1:])
+        if readers != [node] or cos is None or sin is None:
+            return False
+        self.views[node] = x
+        self._operations.append(_Rotation(self._dtype, (x, cos, sin), [module.norm], [x.shape[0]]))
+        return True
+
+    def _add_attention(self, node: fx.Node) -> bool:
+        attend, layer, *heads = node.args
+        found = [self.views.get(head) for head in heads if isinstance(head, fx.Node)]
+        views = [view for view in found if isinstance(view, View) and len(view.shape) == 2]
+        is_same = isinstance(attend, fx.Node) and self._attend in (None, attend)
+        if len(views) < 3 or not isinstance(layer, int) or not is_same:
+            return False
+        self._attend = cast(fx.Node, attend)
+        out = View(Buffer(views[0].size, node, is_attended=True), 0, views[0].shape)
+        self.views[node] = out
+        self._operations.append(Operation(tuple(views), out, layer=layer))
+        return True
+
+    def _operand(self, node: Any, shape: tuple[int, ...], *, must_fit: bool = False) -> View | None:
+        """A value with this shape for each row. None: it has another one."""
+        if not isinstance(node, fx.Node):
+            return None
+        view = self.views.get(node)
+        if view is None:
+            if self._results.get(node, shape) != shape or (must_fit and node not in self._results and _is_reshaped(node)):
+                return None
+            buffer = self._inputs.setdefault(node, Buffer(math.prod(shape), node, shape))
+            buffer.must_fit |= must_fit
+            view = View(buffer, 0, buffer.shape or ())
+        return view if isinstance(view, View) and view.shape == shape else None
+
+    def _number_of_rows(self, node: fx.Node) -> fx.Node:
+        """The shape of a value, or its first number, taken from an input instead, which has as many rows."""
+        rows = next(given for given, buffer in self._inputs.items() if buffer.must_fit)
+        shape = self._trace.graph.call_function(getattr, (rows, "shape"))
+        is_number = node.target is operator.getitem or node.target == "size"
+        return self._trace.graph.call_function(operator.getitem, (shape, 0)) if is_number else shape
+
+    def _write(self, node: fx.Node, width: int, reads: tuple[View, ...], call: Any, **options: Any) -> None:
+        view = self.views[node] = View(Buffer(width, node), 0, (width,))
+        self._operations.append(Operation(reads, view, call, **options))
+
+
+class _Rotation(Operation):
+    """Rotates heads in place. The heads after them, rotated by the same angles, may join."""
+
+    def __init__(self, dtype: torch.dtype, reads: tuple[View, ...], norms: list[RMSNorm | None], nums: list[int]) -> None:
+        """reads: heads, cos and sin. norms, nums: of one or two groups of heads, and how many heads each has."""
+        super().__init__(reads, reads[0], self._rotate)
+        self._dtype, self._norms, self._nums = dtype, norms, nums
+
+    def joined(self, other: Operation) -> "_Rotation | None":
+        """Both as one operation, if the other's heads follow and no third ones have joined."""
+        (heads, *angles), (others, *other_angles) = self.reads, other.reads
+        if not isinstance(other, _Rotation) or len(self._nums) > 1 or angles != other_angles:
+            return None
+        is_next = (
+            heads.buffer is others.buffer and heads.first + heads.size == others.first and heads.shape[1] == others.shape[1]
+        )
+        if not is_next or len({norm.eps for norm in (*self._norms, *other._norms) if norm is not None}) > 1:
+            return None
+        both = View(heads.buffer, heads.first, (heads.shape[0] + others.shape[0], heads.shape[1]))
+        return _Rotation(self._dtype, (both, *angles), self._norms + other._norms, self._nums + other._nums)
+
+    def _rotate(self, slices: Any, scratch: int) -> Any:
+        nums, norms = [*self._nums, 0][:2], [*self._norms, None][:2]
+        return rotate_call(self._dtype, self.out.shape[1], nums, norms, *slices[:3])
+
+
+def _with_joined_rotations(operations: list[Operation]) -> list[Operation]:
+    joined: list[Operation] = []
+    for operation in operations:
+        last = joined[-1] if joined else None
+        both = last.joined(operation) if isinstance(last, _Rotation) else None
+        joined = [*joined[:-1], both] if both else [*joined, operation]
+    return joined
+
+
+# ---- parts of what a kernel computes
+
+_Views = View | tuple[View, ...]
+
+
+def viewed(node: fx.Node, views: Mapping[fx.Node, _Views]) -> _Views | None:
+    """What a node is, if it only names numbers of a view: some of them, or in another shape. () is a number of rows."""
+    source = views.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+    if source is None:
+        return None
+    if node.target is operator.getitem:
+        return _item(source, node.args[1])
+    if not isinstance(source, View):
+        return None
+    if node.target is getattr:
+        return () if node.args[1] == "shape" and all(_is_first(user) for user in node.users) else None
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name not in _VIEWS or (name in ("unbind", "split", "chunk") and not all(map(_is_item, node.users))):
+        return None
+    try:
+        return _VIEWS[name](source, *node.args[1:], **node.kwargs)
+    except (TypeError, ValueError):  # arguments that are symbols, or another signature
+        return None
+
+
+def _is_reshaped(node: fx.Node) -> bool:
+    """Whether the number of axes is unknown: other operations have rows of numbers."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op in ("call_function", "call_method") and name in {
+        *_VIEWS,
+        "getitem",
+        "transpose",
+        "permute",
+        "squeeze",
+        "unsqueeze",
+    }
+
+
+def _is_item(user: fx.Node) -> bool:
+    return user.target is operator.getitem and isinstance(user.args[1], int)
+
+
+def _is_first(user: fx.Node) -> bool:
+    return user.target is operator.getitem and user.args[1:] == (0,)
+
+
+def _item(source: _Views, index: Any) -> _Views | None:
+    if isinstance(source, tuple):
+        return source[index] if source and isinstance(index, int) else ()
+    match index:
+        case (slice(start=None, stop=None, step=None), int(i)):
+            return _unbind(source, 1)[i]
+        case (slice(start=None, stop=None, step=None), slice(start=start, stop=stop, step=None)):
+            first, end, _ = slice(start, stop).indices(source.shape[0])
+            return _narrow(source, 1, first, end - first)
+    return None
+
+
+def _axis(view: View, dim: int) -> int:
+    """The axis of a row. Raises: ValueError for the axis of the rows."""
+    axis = dim - 1 if dim > 0 else len(view.shape) + dim
+    if dim == 0 or not 0 <= axis < len(view.shape):
+        raise ValueError(dim)
+    return axis
+
+
+def _shaped(view: View, *sizes: int) -> View:
+    """The same numbers in another shape, with at most one -1."""
+    known = math.prod(size for size in sizes if size != -1)
+    shape = tuple(view.size // known if size == -1 else size for size in sizes)
+    if math.prod(shape) != view.size:
+        raise ValueError(sizes)
+    return View(view.buffer, view.first, shape)
+
+
+def _reshape(view: View, *sizes: Any) -> View:
+    sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else sizes
+    if isinstance(sizes[0], int) and sizes[0] != -1:
+        raise ValueError(sizes)  # a number of rows that is no symbol
+    return _shaped(view, *sizes[1:])
+
+
+def _unflatten(view: View, dim: int, sizes: Any) -> View:
+    axis = _axis(view, dim)
+    known = math.prod(size for size in sizes if size != -1)
+    sizes = (view.shape[axis] // known if size == -1 else size for size in sizes)
+    return _shaped(view, *view.shape[:axis], *sizes, *view.shape[axis + 1 :])
+
+
+def _flatten(view: View, start_dim: int = 0, end_dim: int = -1) -> View:
+    start, end = _axis(view, start_dim), _axis(view, end_dim)
+    return _shaped(view, *view.shape[:start], math.prod(view.shape[start : end + 1]), *view.shape[end + 1 :])
+
+
+def _narrow(view: View, dim: int, start: int, length: int) -> View:
+    if _axis(view, dim) != 0:
+        raise ValueError(dim)  # these numbers are not side by side
+    size = view.size // view.shape[0]
+    return View(view.buffer, view.first + start * size, (length, *view.shape[1:]))
+
+
+def _split(view: View, sizes: Any, dim: int = 0) -> tuple[View, ...]:
+    total = view.shape[_axis(view, dim)]
+    lengths = [min(sizes, total - start) for start in range(0, total, sizes)] if isinstance(sizes, int) else list(sizes)
+    return tuple(_narrow(view, dim, sum(lengths[:i]), length) for i, length in enumerate(lengths))
+
+
+def _chunk(view: View, chunks: int, dim: int = 0) -> tuple[View, ...]:
+    return _split(view, -(-view.shape[_axis(view, dim)] // chunks), dim)
+
+
+def _unbind(view: View, dim: int = 0) -> tuple[View, ...]:
+    return tuple(View(part.buffer, part.first, part.shape[1:]) for part in _split(view, 1, dim))
+
+
+def _size(view: View, dim: int) -> tuple[View, ...]:
+    if dim != 0:
+        raise ValueError(dim)
+    return ()
+
+
+_VIEWS: dict[str, Callable[..., _Views]] = {
+    "view": _reshape,
+    "reshape": _reshape,
+    "unflatten": _unflatten,
+    "flatten": _flatten,
+    "narrow": _narrow,
+    "split": _split,
+    "chunk": _chunk,
+    "unbind": _unbind,
+    "contiguous": lambda view: view,
+    "size": _size,
+}
+
+
+def _readers(node: fx.Node, view: _Views) -> Iterator[tuple[fx.Node, View]]:
+    """The nodes that read a view, or a part of it, and what they read."""
+    for user in node.users:
+        part = viewed(user, {node: view})
+        if part is not None:
+            yield from _readers(user, part)
+        elif isinstance(view, View):
+            yield user, view

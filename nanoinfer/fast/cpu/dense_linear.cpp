@@ -1,0 +1,126 @@
+// A linear layer in float32, bfloat16 or float16: out = residual + factor * activation(x @ weight.T + bias). linear.py lays out
+// the weight.
+//
+// At one row a layer takes the time of reading its weights, so they are stored in the order in which they are read. At many
+// rows it takes the time of the products: the sums of ROWS rows and a tile of outputs stay in the machine's registers.
+//
+// Numbers of 16 bits are multiplied in pairs where the processor can (AVX512-BF16). Elsewhere they are widened to float, the
+// weights in registers and x once for all outputs.
+//
+// Rows are independent by construction. For any number of rows, an output is one sum in fp32 over the inputs in their order.
+
+// With AVX-512 there are 32 vector registers: 24 for sums, 3 for weights and one for x. Otherwise there are 16: 12, 3 and one.
+#ifdef __AVX512F__
+constexpr int LANES = 16, ROWS = 8, VECTORS = 3;
+#else
+constexpr int LANES = 8, ROWS = 4, VECTORS = 3;
+#endif
+#include <omp.h>
+
+#include "activations.h"
+#include "program.h"
+
+struct LinearCall {
+    Slice x, factor, residual, out;  // out may be factor or residual
+    int64_t scratch;                 // an array of the batch: x as floats
+    const StoredTerms* weight;       // [num_out / TILE, num_in / PER_TERM, VECTORS], aligned to 64 bytes
+    const Number* bias;              // [num_out] or null
+    int64_t num_out, num_in, activation;  // num_in is a multiple of PER_TERM
+};
+
+namespace {
+
+constexpr int TILE = VECTORS * LANES;  // outputs
+constexpr int TASK_ROWS = 12 * ROWS;   // that a thread computes at a time, at most
+constexpr int FETCH_AHEAD = 4096 / sizeof(StoredTerms);
+constexpr bool WIDENS = sizeof(StoredTerms) != sizeof(Terms);
+
+// The rows of x as terms, in which the products read them.
+struct Terms2D {
+    const Term* terms;
+    int64_t stride;
+};
+
+// Outputs of a tile for NUM rows from `row` on. For each term, num_ahead vectors from `ahead` on are fetched meanwhile.
+template <int NUM>
+void compute(const LinearCall& call, const Batch& batch, const Terms2D& x, int64_t tile, int64_t row, const StoredTerms* ahead,
+             int num_ahead) {
+    const int64_t num_terms = call.num_in / PER_TERM;
+    Floats sums[NUM][VECTORS] = {};
+    multiply(sums, x.terms + row * x.stride, x.stride, 1, call.weight + tile * num_terms * VECTORS, VECTORS, num_terms, ahead,
+             num_ahead);
+    for (int i = 0; i < NUM; i++) {
+        const Number* factor = call.factor.row<Number>(batch, row + i);
+        const Number* residual = call.residual.row<Number>(batch, row + i);
+        Number* out = call.out.row<Number>(batch, row + i);
+        for (int j = 0; j < VECTORS; j++) {
+            const int64_t first = tile * TILE + j * LANES;
+            const int num = std::clamp<int64_t>(call.num_out - first, 0, LANES);
+            Floats result = sums[i][j];
+            if (call.bias) result += load(call.bias + first, num);
+            result = activated(result, call.activation);
+            if (factor) result *= load(factor + first, num);
+            if (residual) result += load(residual + first, num);
+            store(out + first, result, num);
+        }
+    }
+}
+
+// A task: a tile for the rows first .. last - 1. The passes over the rows fetch the next tile from memory meanwhile, num_ahead
+// vectors for each term. Without this, reading and multiplying alternate: 16 rows took 1.3 to 1.6 times as long. With one row
+// there is nothing to do meanwhile, and what is fetched is FETCH_AHEAD vectors ahead in the same tile. Only the last part of the
+// rows fetches the next tile: the others are computed with the same one again.
+void compute_rows(const LinearCall& call, const Batch& batch, const Terms2D& x, int64_t tile, int64_t first, int64_t last,
+                  bool is_last_part) {
+    static_assert(ROWS <= 8);
+    constexpr decltype(&compute<1>) FORMS[] = {compute<1>, compute<2>, compute<3>, compute<4>,
+                                               compute<5>, compute<6>, compute<7>, compute<8>};
+    const int64_t num_terms = call.num_in / PER_TERM, num_passes = (last - first + ROWS - 1) / ROWS;
+    const StoredTerms* weight = call.weight + tile * num_terms * VECTORS;
+    if (last - first == 1) {
+        compute<1>(call, batch, x, tile, first, weight + FETCH_AHEAD, VECTORS);
+        return;
+    }
+    const StoredTerms* next = weight + num_terms * VECTORS;
+    const int num_ahead = is_last_part ? (VECTORS + num_passes - 1) / num_passes : 0;
+    for (int64_t row = first, fetched = 0; row < last; row += ROWS, fetched += num_ahead) {
+        const int64_t num = std::min<int64_t>(ROWS, last - row);
+        FORMS[num - 1](call, batch, x, tile, row, next + fetched * num_terms, fetched < VECTORS ? num_ahead : 0);
+    }
+}
+
+// x as it is, or widened into scratch memory.
+Terms2D terms_of_rows(const LinearCall& call, const Batch& batch) {
+    if constexpr (!WIDENS) return {(const Term*)call.x.row<Number>(batch, 0), call.x.stride / PER_TERM};
+    float* wide = static_cast<float*>(batch.arrays[call.scratch]);
+    const int64_t num_parts = (call.num_in + LANES - 1) / LANES;
+#pragma omp for nowait
+    for (int64_t task = 0; task < batch.num_rows * num_parts; task++) {
+        const int64_t row = task / num_parts, first = task % num_parts * LANES;
+        const int num = std::min<int64_t>(call.num_in - first, LANES);
+        const Floats part = load(call.x.row<Number>(batch, row) + first, num);
+        std::memcpy(wide + row * call.num_in + first, &part, num * sizeof(float));
+    }
+    batch.barrier->wait(omp_get_num_threads());
+    return {(const Term*)wide, call.num_in};
+}
+
+}  // namespace
+
+extern "C" const int64_t sizeof_LinearCall = sizeof(LinearCall);
+extern "C" const int64_t tile_size = TILE, num_per_term = PER_TERM, scratch_bytes_per_input = WIDENS ? sizeof(float) : 0;
+
+extern "C" void linear(const LinearCall* call, const Batch& batch) {
+    const Terms2D x = terms_of_rows(*call, batch);
+    const int64_t num_tiles = (call->num_out + TILE - 1) / TILE;
+    // A small layer has few tiles. Its rows are divided then, so that every thread has some.
+    const int64_t least_parts = std::max<int64_t>(4 * omp_get_num_threads() / num_tiles, 1);
+    const int64_t part_rows = batch.num_rows / least_parts;
+    const int64_t task_rows = std::clamp<int64_t>((part_rows + ROWS - 1) / ROWS * ROWS, ROWS, TASK_ROWS);
+    const int64_t num_parts = (batch.num_rows + task_rows - 1) / task_rows;
+#pragma omp for schedule(static) nowait
+    for (int64_t task = 0; task < num_tiles * num_parts; task++) {
+        const int64_t part = task % num_parts, last = std::min((part + 1) * task_rows, batch.num_rows);
+        compute_rows(*call, batch, x, task / num_parts, part * task_rows, last, part == num_parts - 1);
+    }
+}

@@ -1,0 +1,115 @@
+// The kernels between the products of a layer: norms, sums, and the rotation of queries and keys. models/layers.py defines them.
+//
+// All sums of a row are in fp32 and in one order, so rows are independent.
+
+constexpr int LANES = 16;
+#include "program.h"
+#include "vectors.h"
+
+namespace {
+
+// Call visit(i, num) for the numbers i .. i + num - 1 of `size`, at most LANES at a time.
+template <class Visit>
+void each(int64_t size, Visit visit) {
+    for (int64_t i = 0; i < size; i += LANES) visit(i, int(std::min<int64_t>(LANES, size - i)));
+}
+
+float inverse_root_mean_square(const Number* x, int64_t size, double eps) {
+    Floats squares = {};
+    each(size, [&](int64_t i, int num) {
+        const Floats part = load(x + i, num);
+        squares += part * part;
+    });
+    return 1 / std::sqrt(sum(squares) / size + float(eps));
+}
+
+// weight * x, where x is rounded first, as RMSNorm does.
+Floats scaled(Floats x, const Number* weight, int num) {
+    return load(weight, num) * widen(narrow(x));
+}
+
+}  // namespace
+
+struct NormCall {
+    Slice x, out;
+    const Number *weight, *bias;
+    int64_t size;
+    double eps;
+};
+
+extern "C" void rms_norm(const NormCall* call, const Batch& batch) {
+#pragma omp for nowait
+    for (int64_t row = 0; row < batch.num_rows; row++) {
+        const Number* x = call->x.row<Number>(batch, row);
+        Number* out = call->out.row<Number>(batch, row);
+        const float scale = inverse_root_mean_square(x, call->size, call->eps);
+        each(call->size, [&](int64_t i, int num) {
+            store(out + i, scaled(load(x + i, num) * scale, call->weight + i, num), num);
+        });
+    }
+}
+
+extern "C" void layer_norm(const NormCall* call, const Batch& batch) {
+#pragma omp for nowait
+    for (int64_t row = 0; row < batch.num_rows; row++) {
+        const Number* x = call->x.row<Number>(batch, row);
+        Number* out = call->out.row<Number>(batch, row);
+        Floats total = {}, squares = {};
+        each(call->size, [&](int64_t i, int num) { total += load(x + i, num); });
+        const float mean = sum(total) / call->size;
+        each(call->size, [&](int64_t i, int num) {
+            Floats distance = load(x + i, num) - mean;
+            for (int lane = num; lane < LANES; lane++) distance[lane] = 0;
+            squares += distance * distance;
+        });
+        const float scale = 1 / std::sqrt(sum(squares) / call->size + float(call->eps));
+        each(call->size, [&](int64_t i, int num) {
+            store(out + i, (load(x + i, num) - mean) * scale * load(call->weight + i, num) + load(call->bias + i, num), num);
+        });
+    }
+}
+
+struct AddCall {
+    Slice x, y, out;  // out may be x or y
+    int64_t size;
+};
+
+extern "C" void add(const AddCall* call, const Batch& batch) {
+#pragma omp for nowait
+    for (int64_t row = 0; row < batch.num_rows; row++) {
+        const Number *x = call->x.row<Number>(batch, row), *y = call->y.row<Number>(batch, row);
+        Number* out = call->out.row<Number>(batch, row);
+        each(call->size, [&](int64_t i, int num) { store(out + i, load(x + i, num) + load(y + i, num), num); });
+    }
+}
+
+// Rotates heads in place: the first num_q_heads of a row, and after them num_k_heads, which may have another norm.
+struct RotateCall {
+    Slice heads, cos, sin;              // cos, sin: [num_rows, head_dim]
+    const Number *q_weight, *k_weight;  // of an RMSNorm over each head before its rotation, or null
+    int64_t num_q_heads, num_k_heads, head_dim;
+    double eps;
+};
+
+extern "C" void rotate(const RotateCall* call, const Batch& batch) {
+    const int64_t head_dim = call->head_dim, half = head_dim / 2, num_heads = call->num_q_heads + call->num_k_heads;
+#pragma omp for nowait
+    for (int64_t task = 0; task < batch.num_rows * num_heads; task++) {
+        const int64_t row = task / num_heads, index = task % num_heads;
+        Number* head = call->heads.row<Number>(batch, row) + index * head_dim;
+        const Number *cos = call->cos.row<Number>(batch, row), *sin = call->sin.row<Number>(batch, row);
+        const Number* weight = index < call->num_q_heads ? call->q_weight : call->k_weight;
+        const float scale = weight ? inverse_root_mean_square(head, head_dim, call->eps) : 1;
+        each(half, [&](int64_t i, int num) {
+            Floats first = load(head + i, num), second = load(head + half + i, num);
+            if (weight) {
+                first = widen(narrow(scaled(first * scale, weight + i, num)));
+                second = widen(narrow(scaled(second * scale, weight + half + i, num)));
+            }
+            store(head + i, first * load(cos + i, num) - second * load(sin + i, num), num);
+            store(head + half + i, second * load(cos + half + i, num) + first * load(sin + half + i, num), num);
+        });
+    }
+}
+
+extern "C" const int64_t sizeof_NormCall = sizeof(NormCall), sizeof_AddCall = sizeof(AddCall), sizeof_RotateCall = sizeof(RotateCall);

@@ -1,0 +1,67 @@
+"""The kernels of layers.cpp: norms, sums, and the rotation of queries and keys. models/layers.py has their definitions."""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_double, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from nanoinfer.fast.cpu import native
+from nanoinfer.fast.cpu.program import KernelCall, Slice
+from nanoinfer.models.layers import RMSNorm
+
+
+class NormCall(ctypes.Structure):
+    _fields_ = (("x", Slice), ("out", Slice), ("weight", c_void_p), ("bias", c_void_p), ("size", c_int64), ("eps", c_double))
+
+
+class AddCall(ctypes.Structure):
+    _fields_ = (("x", Slice), ("y", Slice), ("out", Slice), ("size", c_int64))
+
+
+class RotateCall(ctypes.Structure):
+    _fields_ = (
+        *((name, Slice) for name in ("heads", "cos", "sin")),
+        *((name, c_void_p) for name in ("q_weight", "k_weight")),
+        *((name, c_int64) for name in ("num_q_heads", "num_k_heads", "head_dim")),
+        ("eps", c_double),
+    )
+
+
+def has_kernel(norm: nn.Module | None) -> bool:
+    """Whether norm_call computes this module: a norm over the last axis, with a weight, and a bias if it is a LayerNorm."""
+    if type(norm) is nn.LayerNorm:
+        return norm.weight is not None and norm.weight.ndim == 1 and norm.bias is not None
+    return type(norm) is RMSNorm and norm.weight.ndim == 1
+
+
+def norm_call(norm: nn.LayerNorm | RMSNorm, x: Slice, out: Slice) -> KernelCall:
+    library, weight = _library(norm.weight.dtype), norm.weight
+    if isinstance(norm, RMSNorm):
+        return KernelCall(library.rms_norm, NormCall(x, out, weight.data_ptr(), None, len(weight), norm.eps))
+    return KernelCall(library.layer_norm, NormCall(x, out, weight.data_ptr(), norm.bias.data_ptr(), len(weight), norm.eps))
+
+
+def add_call(dtype: torch.dtype, size: int, x: Slice, y: Slice, out: Slice) -> KernelCall:
+    return KernelCall(_library(dtype).add, AddCall(x, y, out, size))
+
+
+def rotate_call(
+    dtype: torch.dtype, head_dim: int, nums: Sequence[int], norms: Sequence[RMSNorm | None], *slices: Slice
+) -> KernelCall:
+    """Rotate heads in place: nums[0] heads of a row after the first of `norms`, and nums[1] after the second.
+
+    slices: of the heads, of cos and of sin.
+    """
+    weights = (None if norm is None else norm.weight.data_ptr() for norm in norms)
+    eps = next((norm.eps for norm in norms if norm is not None), 0.0)
+    return KernelCall(_library(dtype).rotate, RotateCall(*slices, *weights, *nums, head_dim, eps))
+
+
+@cache
+def _library(dtype: torch.dtype) -> ctypes.CDLL:
+    source = Path(__file__).with_name("layers.cpp")
+    return native.load(source, *native.definitions_of(dtype), structures=(NormCall, AddCall, RotateCall))

@@ -1,0 +1,115 @@
+"""Linear layers on a CPU: the weights laid out once for dense_linear.cpp, which also applies what was fused into the layer.
+
+In: a FusedLinear. Out: PackedLinear, which makes the kernel calls of programs. quantized.py has the layers in 8 and 4 bits.
+
+dense_linear.cpp takes 0.45 to 0.9 of oneDNN's time at one row, 0.6 to 1.0 at 16, 0.9 to 1.0 at 64 and 0.97 to 1.07 at 1,020 (2
+cores of an AMD EPYC, AVX512-BF16). A row's bits do not depend on the number of rows, which oneDNN does not promise.
+"""
+
+import ctypes
+from collections.abc import Collection
+from ctypes import c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.fast.cpu import native
+from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Program, Slice
+from nanoinfer.fast.fuse import FusedLinear
+
+ACTIVATION_CODES = {None: 0, "silu": 1, "gelu_tanh": 2}  # as in activations.h
+
+
+class LinearCall(ctypes.Structure):
+    """The arguments of dense_linear.cpp."""
+
+    _fields_ = (
+        *((name, Slice) for name in ("x", "factor", "residual", "out")),
+        *(("scratch", c_int64), ("weight", c_void_p), ("bias", c_void_p)),
+        *((name, c_int64) for name in ("num_out", "num_in", "activation")),
+    )
+
+
+class PackedLinear:
+    """A linear layer as a kernel reads it.
+
+    Attributes:
+        scratch_bytes: memory that a call needs for each row.
+
+    Raises:
+        UnsupportedError: the kernel does not support the dtype or the number of inputs, or cannot be compiled.
+    """
+
+    def __init__(self, fused: FusedLinear) -> None:
+        linear = fused.merged()
+        dtype = linear.weight.dtype
+        source = Path(__file__).with_name("dense_linear.cpp")
+        library = native.load(source, *native.definitions_of(dtype), structures=(LinearCall,))
+        names = ("tile_size", "num_per_term", "scratch_bytes_per_input")
+        tile, per_term, scratch = (c_int64.in_dll(library, name).value for name in names)
+        if linear.in_features % per_term:
+            raise UnsupportedError(f"dense_linear.cpp needs inputs in multiples of {per_term}, got {linear.in_features}")
+        self.num_in, self.num_out, self.dtype = linear.in_features, linear.out_features, dtype
+        self.scratch_bytes = scratch * linear.in_features
+        self._kernel, self._activation = library.linear, ACTIVATION_CODES[fused.activation]
+        self._weight = _tiled(linear.weight.detach(), tile, per_term)
+        self._bias = None if linear.bias is None else linear.bias.detach().to(dtype).contiguous()
+
+    def call(self, *, x: Slice, out: Slice, scratch: int, factor: Slice = NOTHING, residual: Slice = NOTHING) -> KernelCall:
+        """out = residual + factor * activation(x @ weight.T + bias). out may be the slice of factor or of residual.
+
+        scratch: the array of the batch that has scratch_bytes for each row.
+        """
+        arguments = LinearCall(
+            x, factor, residual, out, scratch, self._weight.data_ptr(), None if self._bias is None else self._bias.data_ptr(),
+            self.num_out, self.num_in, self._activation,
+        )  # fmt: skip
+        return KernelCall(self._kernel, arguments)
+
+
+class KernelLinear(nn.Module):
+    """A linear layer outside of the programs, such as the LM head.
+
+    Args:
+        packed: a PackedLinear, or a class with its attributes and its method `call`.
+        others: which of factor and residual a call gets.
+    """
+
+    def __init__(self, packed: Any, others: Collection[str] = ()) -> None:
+        super().__init__()
+        self._packed = packed
+        out = Slice(0, 0, packed.num_out)
+        places = {name: Slice(3 + i, 0, packed.num_out) for i, name in enumerate(others)}
+        self._program = Program([packed.call(x=Slice(1, 0, packed.num_in), out=out, scratch=2, **places)])
+
+    def forward(self, x: Float[Tensor, "*rows in"], **others: Float[Tensor, "*rows out"]) -> Float[Tensor, "*rows out"]:
+        packed = self._packed
+        if x.dtype != packed.dtype or x.shape[-1] != packed.num_in:
+            raise UnsupportedError(
+                f"the layer takes rows of {packed.num_in} numbers in {packed.dtype}, got {tuple(x.shape)} in {x.dtype}"
+            )
+        out, num_rows = x.new_empty((*x.shape[:-1], packed.num_out)), x.numel() // packed.num_in
+        arrays = (other.expand(out.shape).contiguous() for other in others.values())
+        self._program(num_rows, (out, x.contiguous(), scratch_for(num_rows * packed.scratch_bytes, x), *arrays))
+        return out
+
+
+def scratch_for(num_bytes: int, like: Tensor) -> Tensor | None:
+    """Memory of a kernel's own, on the device of a tensor."""
+    return like.new_empty(num_bytes // 4 + 1, dtype=torch.int32) if num_bytes else None
+
+
+def _tiled(weight: Shaped[Tensor, "out in"], tile: int, per_term: int) -> Shaped[Tensor, "tiles terms tile per_term"]:
+    """Lay out the weight tile by tile. A tile has each term of all its outputs in turn. The last one is padded with zeros."""
+    num_out, num_terms = len(weight), weight.shape[1] // per_term
+    num_whole, rest = divmod(num_out, tile)
+    tiled = weight.new_empty(num_whole + (rest > 0), num_terms, tile, per_term)
+    tiled[:num_whole] = weight[: num_whole * tile].view(num_whole, tile, num_terms, per_term).transpose(1, 2)
+    if rest:
+        tiled[-1] = F.pad(weight[-rest:], (0, 0, 0, tile - rest)).view(tile, num_terms, per_term).transpose(0, 1)
+    return tiled

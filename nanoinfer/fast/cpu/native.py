@@ -1,0 +1,128 @@
+"""Compile the C++ kernels of this package for this machine when they are first used, and keep the libraries.
+
+In: a .cpp file without headers of torch, and the sizes to compile in. It may include the .h files of its folder and of this
+one. Out: a library to call by ctypes. The compiler is $CXX or g++. Libraries are kept in $NANOINFER_CACHE, or in the user's
+cache folder (~/.cache/nanoinfer), which can be deleted at any time. Where the folder cannot be written, every process compiles,
+and without a compiler the engine runs the plain definitions.
+
+Several processes may compile the same kernel at once. Each does so in a folder of its own and moves the complete library to its
+place, so that no process loads half a file.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from nanoinfer.errors import UnsupportedError, first_line
+
+# The library is not linked with OpenMP's. Its symbols are found in the one that torch has loaded, so that both share one team
+# of threads.
+HEADERS = Path(__file__).parent
+COMPILE = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-Wno-psabi", "-c", "-I", str(HEADERS))
+
+_DEFINITIONS: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("BF16",), torch.float16: ("FP16",)}
+
+
+def definitions_of(dtype: torch.dtype) -> tuple[str, ...]:
+    """What a dtype defines in the source of a kernel (vectors.h).
+
+    Raises:
+        UnsupportedError: the dtype is not float32, bfloat16 or float16.
+    """
+    if dtype not in _DEFINITIONS:
+        name = str(dtype).removeprefix("torch.")
+        raise UnsupportedError(f"C++ kernels support float32, bfloat16 and float16, not {name}")
+    return _DEFINITIONS[dtype]
+
+
+@cache
+def load(source: Path, *definitions: str, structures: tuple[type[ctypes.Structure], ...] = ()) -> ctypes.CDLL:
+    """Load a kernel, and compile it first unless the library is kept from an earlier call.
+
+    Args:
+        source: the .cpp file.
+        definitions: of the preprocessor, such as "HEAD_DIM=64".
+        structures: the arguments of its functions, whose sizes are compared with the library's.
+
+    Raises:
+        UnsupportedError: there is no C++ compiler, or it failed. The message has the reason.
+    """
+    library = _load(source, f"STREAMED={_streamed()}", *definitions)
+    for structure in structures:
+        size = ctypes.c_int64.in_dll(library, f"sizeof_{structure.__name__}").value
+        assert size == ctypes.sizeof(structure), f"{structure.__name__} has {size} bytes in {source.name}"
+    return library
+
+
+def _load(source: Path, *definitions: str) -> ctypes.CDLL:
+    command = [*_compiler(), *COMPILE, *(f"-D{definition}" for definition in definitions)]
+    texts = [path.read_text(encoding="utf-8") for path in (source, *sorted({*source.parent.glob("*.h"), *HEADERS.glob("*.h")}))]
+    everything = "\0".join([*command, *texts, processor()])
+    name = f"{source.stem}-{hashlib.sha256(everything.encode()).hexdigest()[:16]}.so"
+    folder = cache_folder()
+    with suppress(OSError):  # not compiled yet, or damaged
+        return ctypes.CDLL(str(folder / name))
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder if folder.is_dir() and os.access(folder, os.W_OK) else None) as temporary:
+        compiled, library = Path(temporary, "kernel.o"), Path(temporary, name)
+        _run([*command, str(source), "-o", str(compiled)])
+        _run([*_compiler(), "-shared", str(compiled), "-o", str(library)])
+        try:
+            loaded = ctypes.CDLL(str(library))
+        except OSError as error:
+            raise UnsupportedError(f"{source.name} was compiled and cannot be loaded: {first_line(error)}") from error
+        with suppress(OSError):
+            os.replace(library, folder / name)
+    return loaded
+
+
+def cache_folder() -> Path:
+    """The folder of what is kept for this machine."""
+    given = os.environ.get("NANOINFER_CACHE")
+    return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanoinfer"))
+
+
+@cache
+def processor() -> str:
+    """Everything the system reports about its first processor, except values that change over time."""
+    parts = [platform.platform(), platform.processor(), str(os.cpu_count())]
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+        parts += [line for line in first.splitlines() if not line.startswith(("cpu MHz", "bogomips"))]
+    except OSError:  # not Linux
+        pass
+    return "\n".join(parts)
+
+
+def _streamed() -> int:
+    """The prefetch locality for weights that are read once per step.
+
+    0 keeps them out of the outer caches, which gained 5% on an AMD EPYC (Zen 5). On an Intel Xeon with AMX it halved the
+    memory's bandwidth, 12 instead of 29 GB/s (2026-11-23), so other processors get 3, an ordinary prefetch.
+    """
+    return 0 if "AuthenticAMD" in processor() else 3
+
+
+def _compiler() -> list[str]:
+    command = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    if shutil.which(command[0]) is None:
+        raise UnsupportedError(f"there is no C++ compiler {command[0]!r}; install g++, or name one in CXX")
+    return command
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        lines = done.stderr.splitlines() or [f"exit status {done.returncode}"]
+        raise UnsupportedError(next((line for line in lines if "error" in line or "cannot find" in line), lines[0]))

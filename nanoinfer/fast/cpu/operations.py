@@ -1,0 +1,237 @@
+"""The operations of a compiled model on a CPU, and how a step runs them.
+
+In: Operations, which compile.py makes, and the tensors of a step. Out: the tensors that the rest of the model reads.
+
+A CPUProgram computes all rows of a step. It needs no Python between its kernels, not even for the attention when every sequence
+decodes: a decode step of GPT-2's shape is then one call. When a step has prompts, the attention is called between parts of the
+program. The kernels are the same in both cases, and so are the bits of a row.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.fast.cpu.linear import scratch_for
+from nanoinfer.fast.cpu.program import KernelCall, Program, Slice
+
+
+@dataclass(eq=False, slots=True)
+class Buffer:
+    """Numbers of each row that one operation computes, or that the program is given.
+
+    Attributes:
+        width: how many.
+        node: the operation in the graph.
+        shape: of an input, for a row. None: the program computes it.
+        must_fit: whether an input must have this shape. Others are expanded to it.
+        is_attended: the attention may return a tensor of its own, in which nothing else is written.
+    """
+
+    width: int
+    node: fx.Node
+    shape: tuple[int, ...] | None = None
+    must_fit: bool = False
+    is_attended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Numbers first .. of each row of a buffer, as a tensor that has this shape for each row."""
+
+    buffer: Buffer
+    first: int
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size == self.buffer.width
+
+    def overlaps(self, other: "View") -> bool:
+        is_apart = self.first + self.size <= other.first or other.first + other.size <= self.first
+        return self.buffer is other.buffer and not is_apart
+
+    def tensor(self, array: Tensor, num_rows: int) -> Tensor:
+        """The numbers in the array of the buffer."""
+        rows = array[: num_rows * self.buffer.width].view(num_rows, self.buffer.width)
+        return rows[:, self.first : self.first + self.size].unflatten(1, self.shape)
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """A kernel call whose operands have no places yet.
+
+    Attributes:
+        call: makes it from the slices of `reads` and of `out`, and the index of the scratch array. None: the attention.
+        overwrites: operands in whose place the result may be written, if nothing reads them later.
+        scratch_bytes: of a row.
+        layer: of the attention, whose `reads` are q, k and v.
+    """
+
+    reads: tuple[View, ...]
+    out: View
+    call: Callable[[Sequence[Slice], int], KernelCall] | None = None
+    overwrites: tuple[View, ...] = ()
+    scratch_bytes: int = 0
+    layer: int = -1
+
+
+class CPUProgram:
+    """Operations of one or of many layers, in their order.
+
+    Args:
+        operations: at least one.
+        inputs: the buffers that a call is given.
+        outputs: what a call returns.
+        dtype: of all numbers.
+    """
+
+    def __init__(self, operations: list[Operation], inputs: list[Buffer], outputs: list[View], dtype: torch.dtype) -> None:
+        self.operations, self._inputs, self._outputs, self._dtype = operations, inputs, outputs, dtype
+        slots, self._widths = _slots_of(operations, {view.buffer for view in outputs})
+        self._index = {buffer: i for i, buffer in enumerate(inputs)} | {b: len(inputs) + slot for b, slot in slots.items()}
+        self._scratch = len(inputs) + len(self._widths)
+        self._scratch_bytes = max(operation.scratch_bytes for operation in operations)
+        self._parts = list(self._split())
+        self._attentions = [operation for operation in operations if operation.call is None]
+        self._unread = {operation: self._unread_after(operation) for operation in self._attentions}
+        self._whole: tuple[Any, Program] | None = None  # with the attention kernel that was used last
+
+    def __call__(self, attend: Any, *given: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Compute the outputs.
+
+        Args:
+            attend: the attention. None if the program has none.
+            given: the inputs.
+
+        Raises:
+            UnsupportedError: an input with another dtype or shape than the kernels were made for.
+        """
+        num_rows = next(len(tensor) for tensor, buffer in zip(given, self._inputs, strict=True) if buffer.must_fit)
+        arrays: list[Any] = [self._fitted(*pair, num_rows) for pair in zip(given, self._inputs, strict=True)]
+        arrays += [torch.empty(num_rows * width, dtype=self._dtype) for width in self._widths]
+        arrays += [scratch_for(num_rows * self._scratch_bytes, arrays[0]), None]
+        if (step := self._step_of(attend)) is not None:
+            kernel, arrays[-1] = step
+            self._program_with(kernel)(num_rows, arrays)
+        else:
+            for part in self._parts:
+                if isinstance(part, Program):
+                    part(num_rows, arrays)
+                else:
+                    self._attend(attend, part, num_rows, arrays)
+        outputs = tuple(view.tensor(arrays[self._index[view.buffer]], num_rows) for view in self._outputs)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _fitted(self, tensor: Tensor, buffer: Buffer, num_rows: int) -> Tensor:
+        """An input as the kernels read it."""
+        assert buffer.shape is not None
+        if tensor.dtype != self._dtype:
+            raise UnsupportedError(
+                f"the kernels' weights are in {self._dtype}, got {buffer.node} in {tensor.dtype}; use one dtype, or "
+                "enforce_eager=True"
+            )
+        shape = (num_rows, *buffer.shape)
+        if tensor.shape != shape:
+            if buffer.must_fit:
+                raise UnsupportedError(
+                    f"{buffer.node} must have the shape {shape}, got {tuple(tensor.shape)}; for a forward pass that changes "
+                    "the number of rows use enforce_eager=True"
+                )
+            tensor = tensor.expand(shape)
+        return tensor.contiguous()
+
+    def _step_of(self, attend: Any) -> tuple[Any, Any] | None:
+        """The kernel that computes the attention inside of the program, and its rows. None: Python calls the attention."""
+        as_step = getattr(attend, "as_step", None)
+        if as_step is None or not self._attentions or (step := as_step()) is None:
+            return None
+        is_fitting = all(step[0].computes(*(view.shape for view in operation.reads)) for operation in self._attentions)
+        return step if is_fitting else None
+
+    def _program_with(self, kernel: Any) -> Program:
+        if self._whole is None or self._whole[0] is not kernel:
+            calls = [
+                self._call(operation)
+                if operation.call is not None
+                else kernel.call(*self._slices(operation), rows=self._scratch + 1, layer=operation.layer)
+                for operation in self.operations
+            ]
+            self._whole = kernel, Program(calls)
+        return self._whole[1]
+
+    def _attend(self, attend: Any, operation: Operation, num_rows: int, arrays: list[Any]) -> None:
+        q, k, v = (view.tensor(arrays[self._index[view.buffer]], num_rows) for view in operation.reads)
+        arrays[self._index[operation.out.buffer]] = attend(operation.layer, q, k, v).contiguous().view(-1)
+        for index in self._unread[operation]:
+            arrays[index] = torch.empty_like(arrays[index])  # the attention may have kept q, k and v
+
+    def _unread_after(self, attention: Operation) -> set[int]:
+        """The arrays of q, k and v that later operations only write."""
+        later = self.operations[self.operations.index(attention) + 1 :]
+        read = {view.buffer for operation in later for view in operation.reads} | {view.buffer for view in self._outputs}
+        return {self._index[view.buffer] for view in attention.reads if view.buffer not in read and view.buffer.shape is None}
+
+    def _split(self) -> Iterator[Program | Operation]:
+        """The calls before, between and after the attentions."""
+        calls: list[KernelCall] = []
+        for operation in self.operations:
+            if operation.call is not None:
+                calls.append(self._call(operation))
+                continue
+            if calls:
+                yield Program(calls)
+            yield operation
+            calls = []
+        if calls:
+            yield Program(calls)
+
+    def _call(self, operation: Operation) -> KernelCall:
+        assert operation.call is not None
+        return operation.call(self._slices(operation), self._scratch)
+
+    def _slices(self, operation: Operation) -> list[Slice]:
+        views = (*operation.reads, operation.out)
+        return [Slice(self._index[view.buffer], view.first, view.buffer.width) for view in views]
+
+
+def _slots_of(operations: list[Operation], outputs: set[Buffer]) -> tuple[dict[Buffer, int], list[int]]:
+    """Give each computed buffer an array, which it shares with buffers that are read before or after it alone.
+
+    Returns:
+        The number of the array of each buffer, and the widths of the arrays.
+    """
+    last_use: dict[Buffer, int] = {}
+    for i, operation in enumerate(operations):
+        last_use |= {view.buffer: i for view in (*operation.reads, operation.out)}
+    slots: dict[Buffer, int] = {}
+    widths: list[int] = []
+    free: dict[bool, list[int]] = {False: [], True: []}  # by is_attended
+    for i, operation in enumerate(operations):
+        out = operation.out.buffer
+        ending = [b for b in dict.fromkeys(view.buffer for view in operation.reads) if last_use[b] == i and b in slots]
+        ending = [buffer for buffer in ending if buffer not in outputs]
+        if out not in slots:
+            reused = [view.buffer for view in operation.overwrites if view.buffer in ending and view.is_whole]
+            reused = [buffer for buffer in reused if buffer.width == out.width and not buffer.is_attended]
+            if reused:
+                slots[out] = slots[reused[0]]
+                ending.remove(reused[0])
+            else:
+                if not free[out.is_attended]:
+                    free[out.is_attended].append(len(widths))
+                    widths.append(0)
+                fitting = min(free[out.is_attended], key=lambda slot: abs(widths[slot] - out.width))
+                free[out.is_attended].remove(fitting)
+                slots[out], widths[fitting] = fitting, max(widths[fitting], out.width)
+        for buffer in ending:
+            free[buffer.is_attended].append(slots[buffer])
+    return slots, widths

@@ -1,0 +1,278 @@
+// Paged decode attention on a CPU: store each row's new key and value, then attend with its one query over its tokens.
+//
+// The same computation as paged_decode in cpu.py, which is the text to read first. fast/cpu/native.py compiles this file for
+// the machine it runs on, with these sizes as constants:
+//
+//     HEAD_DIM   numbers of a head
+//     GROUP      query heads that share a KV head
+//
+// Reading the cache takes the time, so each slot is read once, and the slots that are needed next are prefetched meanwhile.
+// Without the prefetch the kernel reaches 60% of the memory's bandwidth, with it 74 to 94%.
+// Slots after the end of a sequence are not read, whatever they hold.
+//
+// Rows are independent by construction. A row's tokens are split into spans of SPAN tokens, each (row, span, KV head) is one
+// task, and the spans of a row are merged in order. The number of threads and the rows beside decide only which thread runs a
+// task. All sums are in fp32, and their order is written out: 16 lanes, then a fixed tree.
+
+#include <omp.h>
+
+constexpr int LANES = 16;
+#include "pages.h"
+#include "program.h"
+
+// Some tokens of a row: its num_spans spans are attended to by themselves, and merged.
+struct Span {
+    int64_t row, index, num_spans;
+};
+
+struct Partial;
+
+// The rows of a step, the same for all layers. find_spans fills in the spans.
+struct DecodeRows {
+    const int64_t *slots;         // of the new tokens
+    const int64_t *block_tables;  // [num_rows, max_blocks]
+    const int64_t *seq_lens;      // tokens of each row, the new one included
+    int64_t num_rows, max_blocks, num_spans, num_kv_heads, block_size;
+    Span* spans;           // [num_spans]
+    Partial* partials;     // [num_spans, num_kv_heads]
+    Number* const* pages;  // the keys and the values of each layer: [num_blocks, num_kv_heads, block_size, HEAD_DIM]
+};
+
+// A layer's heads. q, out: [num_rows, num_kv_heads * GROUP, HEAD_DIM]. k, v: [num_rows, num_kv_heads, HEAD_DIM]. The strides of
+// rows are in numbers.
+struct Heads {
+    const Number *q, *k, *v;
+    Number* out;
+    int64_t q_stride, k_stride, v_stride;
+    Number *k_pages, *v_pages;
+};
+
+// The attention of a layer in a program.
+struct AttendCall {
+    Slice q, k, v, out;
+    int64_t rows;  // an array of the batch: a DecodeRows
+    int64_t layer;
+};
+
+// The sum over a span's tokens of exp(score - largest) * value, and of exp(score - largest), for each query head of a group.
+struct Partial {
+    Head values[GROUP];
+    float largest[GROUP], total[GROUP];
+};
+
+namespace {
+
+constexpr int64_t SPAN = 256;  // tokens of a span, at most
+
+// A query, in the form in which it is multiplied: bfloat16 numbers in pairs, if the machine has an instruction for them.
+#if defined(BF16) && defined(__AVX512BF16__)
+constexpr int QUERY_VECTORS = (HEAD_DIM + 2 * LANES - 1) / (2 * LANES);
+typedef Terms Query[QUERY_VECTORS];
+
+Terms load_pairs(const Number* head, int i) {
+    Terms pairs = {};
+    std::memcpy(&pairs, head + 2 * LANES * i, sizeof(Number) * std::min(HEAD_DIM - 2 * LANES * i, 2 * LANES));
+    return pairs;
+}
+
+void load_query(Query& query, const Number* head) {
+    for (int i = 0; i < QUERY_VECTORS; i++) query[i] = load_pairs(head, i);
+}
+
+Floats products(const Query& query, const Number* key) {
+    Floats sums = {};
+    for (int i = 0; i < QUERY_VECTORS; i++) {
+        sums = (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)query[i], (__m512bh)load_pairs(key, i));
+    }
+    return sums;
+}
+#else
+typedef Head Query;
+
+void load_query(Query& query, const Number* head) {
+    query = load_head(head);
+}
+
+Floats products(const Query& query, const Number* key) {
+    const Head head = load_head(key);
+    Floats sums = query.part[0] * head.part[0];
+    for (int i = 1; i < HEAD_VECTORS; i++) sums += query.part[i] * head.part[i];
+    return sums;
+}
+#endif
+
+// Lane l of the result: in lanes without BIT those of x, in the others those of y, each added to the lane beside it.
+template <int BIT>
+Floats add_neighbours(Floats x, Floats y) {
+    Ints own = {}, other = {};
+    for (int lane = 0; lane < LANES; lane++) {
+        own[lane] = lane & BIT ? LANES + lane : lane;
+        other[lane] = own[lane] ^ BIT;
+    }
+    return __builtin_shuffle(x, y, own) + __builtin_shuffle(x, y, other);
+}
+
+// Lane i of the result is the sum of x[i]. Every sum is added in the same order. It takes a third of the time of LANES sums.
+Floats sums_of(Floats (&x)[LANES]) {
+    static_assert(LANES == 16);
+    for (int i = 0; i < 8; i++) x[i] = add_neighbours<1>(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < 4; i++) x[i] = add_neighbours<2>(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < 2; i++) x[i] = add_neighbours<4>(x[2 * i], x[2 * i + 1]);
+    return add_neighbours<8>(x[0], x[1]);
+}
+
+// Where the heads of a span's tokens are, counted from the start of the pages. Their keys and values are at the same place.
+struct Places {
+    int64_t num_tokens, of[SPAN];
+
+    Places(const Pages& pages, int64_t first, int64_t last) : num_tokens(last - first) {
+        for (int64_t token = first; token < last;) {
+            const int64_t end = std::min(token - token % pages.block_size + pages.block_size, last);
+            int64_t place = pages.at(token) - pages.pages;
+            for (; token < end; token++, place += HEAD_DIM) of[token - first] = place;
+        }
+    }
+};
+
+constexpr int64_t AHEAD = std::max<int64_t>(8192 / (HEAD_DIM * sizeof(Number)), 1);  // tokens
+
+// Fetch the head that is visited AHEAD tokens later, if there is one: in `places` or, behind its end, in `next`.
+void prefetch(const Number* pages, const Places& places, const Number* next_pages, const Places& next, int64_t token) {
+    const int64_t ahead = token + AHEAD - places.num_tokens;
+    if (ahead >= next.num_tokens) return;
+    const Number* head = ahead < 0 ? pages + places.of[token + AHEAD] : next_pages + next.of[ahead];
+    for (size_t byte = 0; byte < HEAD_DIM * sizeof(Number); byte += 64) __builtin_prefetch((const char*)head + byte);
+}
+
+// next: of the task that follows.
+void attend(Partial& result, const Number* q, const Number* k_pages, const Number* v_pages, const Places& places,
+            const Places& next) {
+    Query queries[GROUP];
+    for (int g = 0; g < GROUP; g++) load_query(queries[g], q + g * HEAD_DIM);
+
+    Floats scores[GROUP][SPAN / LANES];
+    const int64_t num_tokens = places.num_tokens, num_vectors = (num_tokens + LANES - 1) / LANES;
+    for (int64_t first = 0; first < num_tokens; first += LANES) {
+        const int64_t num = std::min<int64_t>(LANES, num_tokens - first);
+        for (int64_t i = 0; i < num; i++) prefetch(k_pages, places, v_pages, places, first + i);
+        for (int g = 0; g < GROUP; g++) {
+            Floats sums[LANES];
+            for (int i = 0; i < LANES; i++) {
+                sums[i] = products(queries[g], k_pages + places.of[first + std::min<int64_t>(i, num - 1)]);
+            }
+            scores[g][first / LANES] = sums_of(sums) * (1.0f / std::sqrt(float(HEAD_DIM)));
+            for (int64_t i = num; i < LANES; i++) scores[g][first / LANES][i] = -INFINITY;
+        }
+    }
+
+    for (int g = 0; g < GROUP; g++) {
+        Floats largest = scores[g][0], total = {};
+        for (int64_t i = 1; i < num_vectors; i++) largest = scores[g][i] > largest ? scores[g][i] : largest;
+        result.largest[g] = -INFINITY;
+        for (int lane = 0; lane < LANES; lane++) result.largest[g] = std::max(result.largest[g], largest[lane]);
+        for (int64_t i = 0; i < num_vectors; i++) {
+            scores[g][i] = exp_of(scores[g][i] - result.largest[g]);
+            total += scores[g][i];
+        }
+        result.total[g] = sum(total);
+    }
+
+    Floats sums[GROUP][HEAD_VECTORS] = {};
+    for (int64_t token = 0; token < num_tokens; token++) {
+        prefetch(v_pages, places, k_pages, next, token);
+        const Head value = load_head(v_pages + places.of[token]);
+#pragma GCC unroll 16
+        for (int g = 0; g < GROUP; g++) {
+            const float weight = ((float*)scores[g])[token];
+#pragma GCC unroll 16
+            for (int i = 0; i < HEAD_VECTORS; i++) sums[g][i] += weight * value.part[i];
+        }
+    }
+    for (int g = 0; g < GROUP; g++) std::copy_n(sums[g], HEAD_VECTORS, result.values[g].part);
+}
+
+void write(Number* out, const Head& values, float total) {
+    for (int i = 0; i < HEAD_VECTORS; i++) {
+        store(out + i * LANES, values.part[i] / total, std::min(HEAD_DIM - i * LANES, LANES));
+    }
+}
+
+void merge(const Partial* parts, int64_t num_spans, int64_t stride, Number* out) {
+    for (int g = 0; g < GROUP; g++) {
+        float largest = -INFINITY, total = 0;
+        for (int64_t s = 0; s < num_spans; s++) largest = std::max(largest, parts[s * stride].largest[g]);
+        Head merged = {};
+        for (int64_t s = 0; s < num_spans; s++) {
+            const Partial& part = parts[s * stride];
+            const float scale = std::exp(part.largest[g] - largest);
+            total += part.total[g] * scale;
+            for (int j = 0; j < HEAD_VECTORS; j++) merged.part[j] += part.values[g].part[j] * scale;
+        }
+        write(out + g * HEAD_DIM, merged, total);
+    }
+}
+
+// Called by all threads of a team, which divide the work.
+void compute(const DecodeRows& rows, const Heads& heads, Barrier& barrier) {
+    const int64_t num_kv_heads = rows.num_kv_heads, num_tasks = rows.num_spans * num_kv_heads;
+    const auto places_of = [&](int64_t task) {
+        const auto [row, index, num_spans] = rows.spans[task / num_kv_heads];
+        const Pages pages{heads.k_pages, rows.block_tables + row * rows.max_blocks, num_kv_heads, rows.block_size,
+                          task % num_kv_heads};
+        return Places(pages, index * SPAN, std::min((index + 1) * SPAN, rows.seq_lens[row]));
+    };
+    const auto out_of = [&](int64_t task) {
+        return heads.out + (rows.spans[task / num_kv_heads].row * num_kv_heads + task % num_kv_heads) * GROUP * HEAD_DIM;
+    };
+    const int64_t together = std::clamp<int64_t>(num_tasks / (8 * omp_get_num_threads()), 1, 4);  // for a thread at a time
+    // Every row is stored before any is attended to: rows of one sequence (drafts) attend to those before them.
+#pragma omp for nowait
+    for (int64_t row = 0; row < rows.num_rows; row++) {
+        const Number *k = heads.k + row * heads.k_stride, *v = heads.v + row * heads.v_stride;
+        store_token(heads.k_pages, heads.v_pages, k, v, rows.slots[row], num_kv_heads, rows.block_size);
+    }
+    barrier.wait(omp_get_num_threads());
+#pragma omp for schedule(dynamic, together) nowait
+    for (int64_t task = 0; task < num_tasks; task++) {
+        const Span& span = rows.spans[task / num_kv_heads];
+        const int64_t head = task % num_kv_heads * GROUP;
+        attend(rows.partials[task], heads.q + span.row * heads.q_stride + head * HEAD_DIM, heads.k_pages, heads.v_pages,
+               places_of(task), places_of(std::min(task + 1, num_tasks - 1)));
+        if (span.num_spans == 1) merge(rows.partials + task, 1, 0, out_of(task));
+    }
+    // Merge the spans of a row: each is scaled to the largest score of all, and added.
+    if (rows.num_spans == rows.num_rows) return;
+    barrier.wait(omp_get_num_threads());
+#pragma omp for nowait
+    for (int64_t task = 0; task < num_tasks; task++) {
+        const Span& span = rows.spans[task / num_kv_heads];
+        if (span.index == 0 && span.num_spans > 1) merge(rows.partials + task, span.num_spans, num_kv_heads, out_of(task));
+    }
+}
+
+}  // namespace
+
+extern "C" const int64_t sizeof_DecodeRows = sizeof(DecodeRows), sizeof_Heads = sizeof(Heads), sizeof_AttendCall = sizeof(AttendCall);
+extern "C" const int64_t span_tokens = SPAN, span_bytes = sizeof(Span), partial_bytes = sizeof(Partial);
+
+extern "C" void find_spans(DecodeRows* rows) {
+    Span* span = rows->spans;
+    for (int64_t row = 0; row < rows->num_rows; row++) {
+        const int64_t num_spans = (rows->seq_lens[row] + SPAN - 1) / SPAN;
+        for (int64_t index = 0; index < num_spans; index++) *span++ = {row, index, num_spans};
+    }
+}
+
+extern "C" void decode(const DecodeRows* rows, const Heads* heads, int num_threads) {
+    Barrier barrier;
+#pragma omp parallel num_threads(num_threads)
+    compute(*rows, *heads, barrier);
+}
+
+extern "C" void attend(const AttendCall* call, const Batch& batch) {
+    const DecodeRows& rows = *static_cast<const DecodeRows*>(batch.arrays[call->rows]);
+    Number* const* pages = rows.pages + 2 * call->layer;
+    const Number *q = call->q.row<Number>(batch, 0), *k = call->k.row<Number>(batch, 0), *v = call->v.row<Number>(batch, 0);
+    Number* out = call->out.row<Number>(batch, 0);
+    compute(rows, {q, k, v, out, call->q.stride, call->k.stride, call->v.stride, pages[0], pages[1]}, *batch.barrier);
+}

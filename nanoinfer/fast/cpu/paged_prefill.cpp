@@ -1,0 +1,257 @@
+// Paged prefill attention on a CPU: store the keys and values of prompt chunks, then attend with each of their queries.
+//
+// The same computation as causal_attention in attention/cpu.py, which should be read first. Keys are taken in tiles. Each query has the
+// largest score so far, the sum of its weights and the weighted sum of values. Both sums are scaled when a larger score is
+// found (Dao et al. 2022, https://arxiv.org/abs/2205.14135). So scores stay in the processor's cache.
+//
+// A vector holds LANES rows, a row being a query of a head. Everything that belongs to a row (scores, maximum, sums) is in one
+// lane of vectors, and the numbers of keys and values are broadcast. So no sum runs across lanes.
+//
+// Rows are independent of the batch and of the chunk. Tiles begin at multiples of TILE tokens of the sequence. A key after a
+// row's own token gets weight 0, and adding 0 changes no bit. All sums are in fp32.
+
+#include <vector>
+
+// A block is computed in the machine's registers: BROADCASTS numbers (of keys or values) by BLOCK vectors of rows.
+#ifdef __AVX512F__
+constexpr int LANES = 16, BROADCASTS = 8, BLOCK = 3;
+#else
+constexpr int LANES = 8, BROADCASTS = 4, BLOCK = 3;
+#endif
+#include <omp.h>
+
+#include "pages.h"
+#include "program.h"
+
+namespace {
+
+constexpr int TILE = 64;            // keys
+constexpr int VECTORS = 2 * BLOCK;  // of the rows of a task
+constexpr int ROWS = VECTORS * LANES;
+constexpr int HEAD_TERMS = (HEAD_DIM + PER_TERM - 1) / PER_TERM;
+constexpr int TILE_TERMS = TILE / PER_TERM;
+constexpr int COLUMNS = (HEAD_DIM + BROADCASTS - 1) / BROADCASTS * BROADCASTS;  // of values
+
+// Some queries of one KV head, and their partial results. A query has a row for each of its heads.
+struct Rows {
+    Terms queries[HEAD_TERMS][VECTORS];
+    Ints positions[VECTORS];
+    Floats largest[VECTORS], total[VECTORS];  // score, sum of weights
+    Floats values[COLUMNS][VECTORS];          // sums of weight * value
+};
+
+struct Tile {
+    Term keys[TILE][HEAD_TERMS];
+    Term values[TILE_TERMS][COLUMNS];
+};
+
+typedef Floats Scores[TILE][BLOCK];
+typedef Terms Weights[TILE_TERMS][BLOCK];
+
+// The scores of a block of rows with the first num_keys keys of a tile, and the largest score of each row so far.
+void find_scores(Scores& scores, Floats* largest, const Rows& rows, int block, const Tile& tile, int64_t first_key,
+                 int num_keys) {
+    const float scale = 1.0f / std::sqrt(float(HEAD_DIM));
+    for (int key = 0; key < num_keys; key += BROADCASTS) {
+        Floats sums[BROADCASTS][BLOCK] = {};
+        multiply(sums, tile.keys[key], HEAD_TERMS, 1, &rows.queries[0][block], VECTORS, HEAD_TERMS);
+        for (int i = 0; i < BROADCASTS; i++) {
+            const int position = first_key + key + i;
+            for (int j = 0; j < BLOCK; j++) {
+                const Floats score = rows.positions[block + j] < position ? Floats{} - INFINITY : sums[i][j] * scale;
+                largest[j] = score > largest[j] ? score : largest[j];
+                scores[key + i][j] = score;
+            }
+        }
+    }
+}
+
+// exp(score - largest), and their sum added to total.
+void find_weights(Weights& weights, Floats* total, const Scores& scores, const Floats* largest, int num_keys) {
+    for (int key = 0; key < num_keys; key += PER_TERM) {
+        for (int j = 0; j < BLOCK; j++) {
+            Floats numbers[PER_TERM];
+            for (int i = 0; i < PER_TERM; i++) {
+                numbers[i] = exp_of(scores[key + i][j] - largest[j]);
+                total[j] += numbers[i];
+            }
+            weights[key / PER_TERM][j] = terms_of(numbers);
+        }
+    }
+}
+
+// Attend with a block of rows to the first num_keys keys of a tile.
+void attend(Rows& rows, int block, const Tile& tile, int64_t first_key, int num_keys) {
+    Scores scores;
+    Weights weights;
+    Floats largest[BLOCK], total[BLOCK], factor[BLOCK];
+    std::copy_n(rows.largest + block, BLOCK, largest);
+    find_scores(scores, largest, rows, block, tile, first_key, num_keys);
+    for (int j = 0; j < BLOCK; j++) {
+        factor[j] = exp_of(rows.largest[block + j] - largest[j]);
+        total[j] = rows.total[block + j] * factor[j];
+    }
+    find_weights(weights, total, scores, largest, num_keys);
+    std::copy_n(largest, BLOCK, rows.largest + block);
+    std::copy_n(total, BLOCK, rows.total + block);
+    for (int column = 0; column < COLUMNS; column += BROADCASTS) {
+        Floats sums[BROADCASTS][BLOCK];
+        for (int i = 0; i < BROADCASTS; i++) {
+            for (int j = 0; j < BLOCK; j++) sums[i][j] = rows.values[column + i][block + j] * factor[j];
+        }
+        multiply(sums, &tile.values[0][column], 1, COLUMNS, weights[0], BLOCK, num_keys / PER_TERM);
+        for (int i = 0; i < BROADCASTS; i++) std::copy_n(sums[i], BLOCK, &rows.values[column + i][block]);
+    }
+}
+
+const Number ZEROS[HEAD_DIM] = {};
+
+// Where the heads of the tokens first .. first + TILE - 1 are stored. Tokens from num_tokens on are zeros.
+struct Places {
+    const Number* of[TILE];
+
+    Places(const Pages& pages, int64_t first, int num_tokens) {
+        int64_t left = 0;  // in the block
+        for (int token = 0; token < TILE; token++) {
+            if (token >= num_tokens) {
+                of[token] = ZEROS;
+            } else if (left-- > 0) {
+                of[token] = of[token - 1] + HEAD_DIM;
+            } else {
+                of[token] = pages.at(first + token);
+                left = pages.block_size - (first + token) % pages.block_size - 1;
+            }
+        }
+    }
+};
+
+// Call set(i, term) for each term of a head.
+template <class Set>
+void each_term(const Number* head, Set set) {
+    for (int i = 0; i < HEAD_DIM / PER_TERM; i++) set(i, term_of(head[i * PER_TERM], head[i * PER_TERM + PER_TERM - 1]));
+    if (HEAD_DIM % PER_TERM) set(HEAD_TERMS - 1, term_of(head[HEAD_DIM - 1], 0));
+}
+
+void copy(Tile& tile, const Places& keys, const Places& values) {
+    for (int token = 0; token < TILE; token++) {
+        each_term(keys.of[token], [&](int i, Term term) { tile.keys[token][i] = term; });
+    }
+    for (int term = 0; term < TILE_TERMS; term++) {
+        const Number *first = values.of[term * PER_TERM], *second = values.of[term * PER_TERM + PER_TERM - 1];
+        for (int d = 0; d < HEAD_DIM; d++) tile.values[term][d] = term_of(first[d], second[d]);
+        for (int d = HEAD_DIM; d < COLUMNS; d++) tile.values[term][d] = 0;
+    }
+}
+
+// A prompt chunk: its queries are the last ones of a sequence of seq_len tokens.
+struct Chunk {
+    int64_t start, num_queries, seq_len;  // start: the place of its first query in q
+    const int64_t* block_table;
+};
+
+// Some rows of a chunk. Consecutive rows are the heads of a query that share the KV head, then those of the next query.
+struct Task {
+    const Chunk* chunk;
+    int64_t kv_head, first_row, num_rows, group;
+
+    int64_t position_of(int64_t row) const {
+        return chunk->seq_len - chunk->num_queries + (first_row + row) / group;
+    }
+
+    // Call visit(row, its position, its place in q and out) for each row.
+    template <class Visit>
+    void each_row(int64_t token_stride, Visit visit) const {
+        int64_t query = first_row / group, head = first_row % group;
+        for (int row = 0; row < num_rows; row++) {
+            visit(row, chunk->seq_len - chunk->num_queries + query,
+                  (chunk->start + query) * token_stride + (kv_head * group + head) * HEAD_DIM);
+            if (++head == group) head = 0, query++;
+        }
+    }
+};
+
+void attend(const Task& task, const Number* q, int64_t q_stride, const Pages& keys, const Pages& values, Number* out,
+            int64_t out_stride) {
+    Rows rows = {};
+    Tile tile;
+    for (Floats& largest : rows.largest) largest -= INFINITY;
+    task.each_row(q_stride, [&](int row, int64_t position, int64_t place) {
+        ((int32_t*)rows.positions)[row] = position;
+        each_term(q + place, [&](int i, Term term) { ((Term*)rows.queries[i])[row] = term; });
+    });
+
+    const int64_t last = task.position_of(task.num_rows - 1);
+    for (int64_t first = 0; first <= last; first += TILE) {
+        const int num_tokens = std::min<int64_t>(TILE, last + 1 - first);
+        copy(tile, {keys, first, num_tokens}, {values, first, num_tokens});
+        for (int block = 0; block * LANES < task.num_rows; block += BLOCK) {
+            const int64_t last_row = std::min<int64_t>((block + BLOCK) * LANES, task.num_rows) - 1;
+            const int64_t num_keys = std::min<int64_t>(TILE, task.position_of(last_row) + 1 - first);
+            if (num_keys > 0) attend(rows, block, tile, first, (num_keys + BROADCASTS - 1) / BROADCASTS * BROADCASTS);
+        }
+    }
+
+    Numbers results[HEAD_DIM][VECTORS];
+    for (int d = 0; d < HEAD_DIM; d++) {
+        for (int j = 0; j < VECTORS; j++) results[d][j] = narrow(rows.values[d][j] / rows.total[j] + 0.0f);  // +0 for -0
+    }
+    task.each_row(out_stride, [&](int row, int64_t, int64_t place) {
+        for (int d = 0; d < HEAD_DIM; d++) out[place + d] = ((const Number*)results[d])[row];
+    });
+}
+
+}  // namespace
+
+// q, out: [num_tokens, num_kv_heads * group, HEAD_DIM]. k, v: [num_tokens, num_kv_heads, HEAD_DIM]. The strides of tokens are
+// in numbers.
+struct PrefillCall {
+    const Number *q, *k, *v;
+    Number* out;
+    int64_t q_stride, k_stride, v_stride;
+    Number *k_pages, *v_pages;    // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
+    const int64_t* slots;         // of the tokens
+    const int64_t* starts;        // [num_chunks + 1], the first token of each chunk, relative to any origin
+    const int64_t* block_tables;  // [num_chunks, max_blocks]
+    const int64_t* seq_lens;      // tokens of each sequence so far, its chunk included
+    int64_t num_chunks, max_blocks, num_kv_heads, group, block_size;
+};
+
+extern "C" const int64_t sizeof_PrefillCall = sizeof(PrefillCall);
+
+extern "C" void prefill(const PrefillCall* arguments, int num_threads) {
+    const PrefillCall& call = *arguments;
+    std::vector<Chunk> chunks;
+    for (int64_t i = 0; i < call.num_chunks; i++) {
+        const int64_t start = call.starts[i], num_queries = call.starts[i + 1] - start;
+        chunks.push_back({start - call.starts[0], num_queries, call.seq_lens[i], call.block_tables + i * call.max_blocks});
+    }
+    std::vector<Task> tasks;
+    for (const Chunk& chunk : chunks) {  // its last rows first, because they take the longest
+        const int64_t num_rows = chunk.num_queries * call.group;
+        for (int64_t first = (num_rows - 1) / ROWS * ROWS; first >= 0; first -= ROWS) {
+            for (int64_t kv_head = 0; kv_head < call.num_kv_heads; kv_head++) {
+                tasks.push_back({&chunk, kv_head, first, std::min<int64_t>(ROWS, num_rows - first), call.group});
+            }
+        }
+    }
+    const int64_t num_tokens = call.starts[call.num_chunks] - call.starts[0], num_tasks = tasks.size();
+
+    Barrier barrier;
+#pragma omp parallel num_threads(num_threads)
+    {
+        // Every token is stored before any is attended to.
+#pragma omp for nowait
+        for (int64_t token = 0; token < num_tokens; token++) {
+            const Number *k = call.k + token * call.k_stride, *v = call.v + token * call.v_stride;
+            store_token(call.k_pages, call.v_pages, k, v, call.slots[token], call.num_kv_heads, call.block_size);
+        }
+        barrier.wait(omp_get_num_threads());
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t i = 0; i < num_tasks; i++) {
+            const Task& task = tasks[i];
+            const Pages keys{call.k_pages, task.chunk->block_table, call.num_kv_heads, call.block_size, task.kv_head};
+            const Pages values{call.v_pages, task.chunk->block_table, call.num_kv_heads, call.block_size, task.kv_head};
+            attend(task, call.q, call.q_stride, keys, values, call.out, call.num_kv_heads * call.group * HEAD_DIM);
+        }
+    }
+}

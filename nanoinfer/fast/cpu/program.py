@@ -1,0 +1,74 @@
+"""Programs: calls of C++ kernels that are made one after the other, without Python between them.
+
+In: kernel calls, built once. Out: a callable that gets the rows and arrays of a batch. A kernel takes a few microseconds in a
+small model, which is what a call from Python takes as well. program.h has the C++ side.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanoinfer.fast.cpu import native
+
+
+class Slice(ctypes.Structure):
+    """Where the rows of a value are: row i begins at number first + i * stride of an array. array -1: there is no value."""
+
+    _fields_ = (("array", c_int64), ("first", c_int64), ("stride", c_int64))
+
+
+NOTHING = Slice(-1, 0, 0)
+
+
+class KernelCall(NamedTuple):
+    """A kernel's function and its arguments. The caller keeps the tensors alive whose addresses the arguments hold."""
+
+    kernel: Any  # a function of a library
+    arguments: ctypes.Structure
+
+
+class _KernelCall(ctypes.Structure):
+    _fields_ = (("kernel", c_void_p), ("arguments", c_void_p))
+
+
+_KernelCall.__name__ = "KernelCall"
+
+
+class Program:
+    """Kernel calls in their order.
+
+    Raises:
+        UnsupportedError: there is no C++ compiler, or it failed.
+    """
+
+    def __init__(self, calls: Sequence[KernelCall]) -> None:
+        self._run = _run_function()
+        self._arguments = [call.arguments for call in calls]  # kept alive
+        self._calls = (_KernelCall * len(calls))(
+            *(_KernelCall(ctypes.cast(call.kernel, c_void_p).value, ctypes.addressof(call.arguments)) for call in calls)
+        )
+
+    def __call__(self, num_rows: int, arrays: Sequence[Tensor | ctypes.Structure | None]) -> None:
+        """Make the calls. arrays: by the index that the calls' arguments name."""
+        pointers = [_address_of(array) for array in arrays]
+        batch = (c_int64 * (2 + len(pointers)))(num_rows, 0, *pointers)  # 0: the barrier
+        self._run(self._calls, len(self._calls), batch, torch.get_num_threads())
+
+
+def _address_of(array: Tensor | ctypes.Structure | None) -> int:
+    if array is None:
+        return 0
+    return array.data_ptr() if isinstance(array, Tensor) else ctypes.addressof(array)
+
+
+@cache
+def _run_function() -> Any:
+    function = native.load(Path(__file__).with_name("program.cpp"), structures=(_KernelCall,)).run
+    function.argtypes, function.restype = [c_void_p, c_int64, c_void_p, c_int], None
+    return function

@@ -1,0 +1,80 @@
+"""Linear layers on a CPU in 8 and 4 bits, computed by quantized_linear.cpp.
+
+In: a FusedLinear. Out: PackedQuantizedLinear, which makes the kernel calls of programs. loading/quantization.py has the
+rounding.
+
+At one row a layer takes the time of reading its weights, so half or a quarter of the bytes take that much less. At many rows it
+takes the time of the products, so the activations are rounded to 8 bits too: for each row and group, x = scale * integer in
+-127 .. 127. Processors have instructions for sums of such products that do more per cycle than those for bfloat16.
+
+The sum of a group's products is an integer, which is exact in any order. So a row has the same bits among any number of rows.
+Source: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339 (activations rounded as they come).
+"""
+
+import ctypes
+from ctypes import c_int64, c_void_p
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Shaped, UInt8
+from torch import Tensor
+
+from nanoinfer.fast.cpu import native
+from nanoinfer.fast.cpu.linear import ACTIVATION_CODES
+from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Slice
+from nanoinfer.fast.fuse import FusedLinear
+from nanoinfer.loading.quantization import QuantizedWeight, quantized
+
+TILE = 32  # outputs that quantized_linear.cpp computes together
+
+
+class QuantizedLinearCall(ctypes.Structure):
+    """The arguments of quantized_linear.cpp."""
+
+    _fields_ = (
+        *((name, Slice) for name in ("x", "factor", "residual", "out")),
+        ("scratch", c_int64),
+        *((name, c_void_p) for name in ("weight", "scales", "zeros", "bias")),
+        *((name, c_int64) for name in ("num_out", "num_in", "group", "bits", "activation")),
+    )
+
+
+class PackedQuantizedLinear:
+    """A linear layer as quantized_linear.cpp reads it: see PackedLinear. The rows are in bfloat16.
+
+    Raises:
+        UnsupportedError: the kernel cannot be compiled.
+    """
+
+    def __init__(self, fused: FusedLinear, bits: int) -> None:
+        linear = fused.merged()
+        source = Path(__file__).with_name("quantized_linear.cpp")
+        self._kernel = native.load(source, "BF16", structures=(QuantizedLinearCall,)).linear
+        weight = quantized(linear, bits)
+        self.num_in, self.num_out, self.dtype = linear.in_features, linear.out_features, torch.bfloat16
+        self.scratch_bytes = self.num_in + 8 * (self.num_in // weight.group)  # integers, and a scale and a sum per group
+        self._arrays = _tiled_integers(weight), _tiled(weight.scales), _tiled(weight.zeros)
+        self._bias = None if linear.bias is None else linear.bias.detach().float()
+        self._sizes = self.num_out, self.num_in, weight.group, bits, ACTIVATION_CODES[fused.activation]
+
+    def call(self, *, x: Slice, out: Slice, scratch: int, factor: Slice = NOTHING, residual: Slice = NOTHING) -> KernelCall:
+        """See PackedLinear.call."""
+        pointers = (array.data_ptr() for array in self._arrays)
+        bias = None if self._bias is None else self._bias.data_ptr()
+        return KernelCall(self._kernel, QuantizedLinearCall(x, factor, residual, out, scratch, *pointers, bias, *self._sizes))
+
+
+def _tiled(array: Shaped[Tensor, "out columns"]) -> Shaped[Tensor, "tiles columns tile"]:
+    """The columns of TILE outputs, one column after the other. The last tile is filled up with zeros."""
+    padded = F.pad(array, (0, 0, 0, -len(array) % TILE))
+    return padded.unflatten(0, (-1, TILE)).transpose(1, 2).contiguous()
+
+
+def _tiled_integers(weight: QuantizedWeight) -> UInt8[Tensor, "tiles words tile 4"]:
+    """The integers of four inputs side by side. In 4 bits, the upper halves of the bytes are the next four."""
+    integers = F.pad(weight.integers, (0, 0, 0, -len(weight.integers) % TILE))
+    words = integers.unflatten(1, (-1, 4))
+    if weight.bits == 4:
+        words = words[:, ::2] | words[:, 1::2] << 4
+    return words.unflatten(0, (-1, TILE)).transpose(1, 2).contiguous()

@@ -1,0 +1,193 @@
+// Vectors of floats and products of them, for the C++ kernels. A kernel defines LANES, the floats of a vector, before it includes
+// the file. The compiler's command line defines (native.py):
+//
+//     BF16, FP16   numbers in memory are bfloat16 or float16, otherwise they are float
+//     STREAMED     the locality of a prefetch of weights that are read once per step
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+// GCC's vectors. The compiler splits them where the machine's registers are shorter.
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+
+#if defined(BF16)
+typedef uint16_t Number;  // the upper half of a float's bits
+typedef uint16_t Numbers __attribute__((vector_size(2 * LANES)));
+
+inline Floats widen(Numbers x) {
+#ifdef __AVX512F__
+    if constexpr (LANES == 16) return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16);
+#endif
+    return (Floats)(__builtin_convertvector(x, Ints) << 16);
+}
+
+inline Numbers narrow(Floats x) {  // round to nearest, ties to even
+    const Ints bits = (Ints)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return __builtin_convertvector(x == x ? rounded : Ints{} + 0x7fc0, Numbers);
+}
+#elif defined(FP16)
+typedef uint16_t Number;  // IEEE's half precision
+typedef uint16_t Numbers __attribute__((vector_size(2 * LANES)));
+
+inline Floats widen(Numbers x) {
+#ifdef __F16C__  // GCC converts number by number
+    static_assert(LANES % 8 == 0);
+    Floats wide;
+    for (int i = 0; i < LANES / 8; i++) ((__m256*)&wide)[i] = _mm256_cvtph_ps(((__m128i*)&x)[i]);
+    return wide;
+#else
+    typedef _Float16 Halfs __attribute__((vector_size(2 * LANES)));
+    return __builtin_convertvector((Halfs)x, Floats);
+#endif
+}
+
+inline Numbers narrow(Floats x) {
+#ifdef __F16C__
+    Numbers narrowed;
+    for (int i = 0; i < LANES / 8; i++) ((__m128i*)&narrowed)[i] = _mm256_cvtps_ph(((__m256*)&x)[i], _MM_FROUND_TO_NEAREST_INT);
+    return narrowed;
+#else
+    typedef _Float16 Halfs __attribute__((vector_size(2 * LANES)));
+    return (Numbers)__builtin_convertvector(x, Halfs);
+#endif
+}
+#else
+typedef float Number;
+typedef Floats Numbers;
+
+inline Floats widen(Numbers x) {
+    return x;
+}
+
+inline Numbers narrow(Floats x) {
+    return x;
+}
+#endif
+
+// Load and store the first `num` numbers of a vector. A call of memcpy for a size that is not known takes longer than the rest.
+inline Floats load(const Number* from, int num = LANES) {
+    Numbers numbers = {};
+    if (num == LANES) {
+        std::memcpy(&numbers, from, sizeof numbers);
+    } else {
+        std::memcpy(&numbers, from, num * sizeof(Number));
+    }
+    return widen(numbers);
+}
+
+inline void store(Number* to, Floats x, int num = LANES) {
+    const Numbers numbers = narrow(x);
+    if (num == LANES) {
+        std::memcpy(to, &numbers, sizeof numbers);
+    } else {
+        std::memcpy(to, &numbers, num * sizeof(Number));
+    }
+}
+
+inline float sum(Floats x) {
+    float lanes[LANES];
+    std::memcpy(lanes, &x, sizeof lanes);
+    for (int width = LANES / 2; width > 0; width /= 2) {
+        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+    }
+    return lanes[0];
+}
+
+// exp(x) for x <= 0: 2^n * exp(r) with |r| <= ln(2) / 2, and a Taylor polynomial for exp(r). Below -87 it is 0.
+inline Floats exp_of(Floats x) {
+    const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const Floats n = (x * 1.44269504f + round) - round;
+    const Floats r = x - n * 0.693145752f - n * 1.42860677e-6f;  // ln(2) in two parts
+    Floats y = r * (1.0f / 720) + 1.0f / 120;
+    y = y * r + 1.0f / 24;
+    y = y * r + 1.0f / 6;
+    y = y * r + 0.5f;
+    y = y * r + 1.0f;
+    y = y * r + 1.0f;
+    y *= (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
+    return x < -87.0f ? Floats{} : y;  // NaN stays NaN
+}
+
+// A term is what a lane multiplies in one instruction: a float, or two bfloat16 numbers where the machine adds two products.
+#if defined(BF16) && defined(__AVX512BF16__)
+constexpr int PER_TERM = 2;
+typedef uint32_t Term;
+typedef Ints Terms;
+
+inline Term term_of(Number first, Number second) {
+    return first | Term(second) << 16;
+}
+
+inline Terms terms_of(const Floats* x) {  // x[0] and x[1], rounded, side by side in each lane
+    const Terms order = (Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}) * 0x10001 + 0x100000;
+    return (Terms)_mm512_permutexvar_epi16((__m512i)order, (__m512i)_mm512_cvtne2ps_pbh((__m512)x[1], (__m512)x[0]));
+}
+
+inline Floats add_products(Floats sum, Terms x, Term y) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)_mm512_set1_epi32(y));
+}
+
+typedef Terms StoredTerms;  // as they are in memory
+#else
+constexpr int PER_TERM = 1;
+typedef float Term;
+typedef Floats Terms;
+
+inline Term term_of(Number first, Number) {
+    return widen(Numbers{first})[0];
+}
+
+inline Terms terms_of(const Floats* x) {
+    return x[0];
+}
+
+inline Floats add_products(Floats sum, Terms x, Term y) {
+    return sum + x * y;
+}
+
+typedef Numbers StoredTerms;
+#endif
+
+// Terms are multiplied as they are stored, or widened first.
+template <class Stored>
+inline Terms loaded(const Stored& stored) {
+    if constexpr (sizeof(Stored) == sizeof(Terms)) {
+        return (Terms)stored;
+    } else {
+        return widen(stored);
+    }
+}
+
+// Add the products of number i and vector j to sums[i][j], term after term. The strides are those of numbers i, of their terms,
+// and of the vectors' terms. For each term, num_ahead vectors from `ahead` on are fetched into the processor's cache. The vectors
+// of a single number are read once per step, which STREAMED says to the processor.
+template <int NUMBERS, int VECTORS, class Stored>
+__attribute__((always_inline)) inline void multiply(
+    Floats (&sums)[NUMBERS][VECTORS], const Term* numbers, int64_t number_stride, int64_t term_stride, const Stored* vectors,
+    int64_t vector_stride, int64_t num_terms, const Stored* ahead = nullptr, int num_ahead = 0) {
+    for (int64_t term = 0; term < num_terms; term++) {
+        for (int i = 0; i < num_ahead; i++) __builtin_prefetch(ahead++, 0, NUMBERS == 1 ? STREAMED : 3);
+        Terms terms[VECTORS];
+#pragma GCC unroll 4
+        for (int j = 0; j < VECTORS; j++) terms[j] = loaded(vectors[j]);
+#pragma GCC unroll 8
+        for (int i = 0; i < NUMBERS; i++) {
+#pragma GCC unroll 4
+            for (int j = 0; j < VECTORS; j++) sums[i][j] = add_products(sums[i][j], terms[j], numbers[i * number_stride]);
+        }
+        numbers += term_stride;
+        vectors += vector_stride;
+    }
+}
+
+}  // namespace

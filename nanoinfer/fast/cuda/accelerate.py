@@ -1,0 +1,47 @@
+"""Compile a model for a GPU, and capture its decode steps as CUDA graphs.
+
+In: the plain parts of an engine. Out: parts with Triton kernels and CUDA graphs. Without Triton the model stays as it is.
+"""
+
+import logging
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import cast
+
+from torch import nn
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.execution.parts import Parts
+from nanoinfer.fast.accelerate import CompileReport, compile_modules
+from nanoinfer.fast.cuda.decode_graphs import DecodeGraphs
+from nanoinfer.fast.cuda.graphs import CUDACapture
+from nanoinfer.fast.sampling import make_routes
+
+logger = logging.getLogger(__name__)
+
+
+def compile_model(model: nn.Module) -> CompileReport:
+    """Compile a model in place. Without Triton it stays unchanged, and one log line says so."""
+    report = CompileReport()
+    try:
+        compile_for_cuda = import_module("nanoinfer.fast.cuda.compile").compile_for_cuda
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        report.left[""] = "triton is not installed"
+        logger.info("triton is not installed: norms, rotations and gates run as torch's own operators, one after the other")
+        return report
+    compile_modules(model, compile_for_cuda, report)
+    return report
+
+
+def accelerate_on_cuda(parts: Parts, config: EngineConfig) -> Parts:
+    """Return parts with kernels and CUDA graphs."""
+    report = compile_model(cast(nn.Module, parts.model))
+    num_graph_rows = config.max_num_rows if parts.backend.supports_cuda_graph else 0
+    make_decode_graphs = None
+    if num_graph_rows and getattr(parts.model, "supports_cuda_graph", True):
+        make_decode_graphs = partial(DecodeGraphs, max_num_rows=num_graph_rows, capture=CUDACapture())
+    routes = make_routes(parts.device, parts.dtype, parts.model.config.vocab_size, num_graph_rows)
+    return replace(parts, routes=(*parts.routes, *routes), make_decode_graphs=make_decode_graphs, report=report)

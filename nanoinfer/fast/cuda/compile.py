@@ -1,0 +1,113 @@
+"""A trace for a GPU: fewer and larger products, and one Triton kernel for everything between two of them.
+
+In: a Trace. Out: the same trace, changed in place: its graph calls the modules of this file. A model with no operation that a
+kernel computes faster stays as it is. GPT-2 is one: its linear layers have a bias, so the product cannot add the residual, and
+torch's own operators compute LayerNorm and GELU in one kernel each.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, fx, nn
+
+from nanoinfer.fast.cuda.fused_kernels import rms_norm, rotate, silu_and_mul
+from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
+from nanoinfer.fast.trace import Trace, has_hooks
+from nanoinfer.models.layers import RMSNorm
+
+
+class KernelRMSNorm(nn.Module):
+    """RMSNorm in one kernel."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps
+
+    def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class KernelRotation(nn.Module):
+    """FusedRotation in one kernel."""
+
+    def __init__(self, fused: FusedRotation) -> None:
+        super().__init__()
+        self.norm = fused.norm
+
+    def forward(
+        self,
+        x: Float[Tensor, "num_tokens heads head_dim"],
+        cos: Float[Tensor, "num_tokens 1 head_dim"],
+        sin: Float[Tensor, "num_tokens 1 head_dim"],
+    ) -> Float[Tensor, "num_tokens heads head_dim"]:
+        return rotate(x, cos, sin) if self.norm is None else rotate(x, cos, sin, self.norm.weight, self.norm.eps)
+
+
+class GatedLinear(nn.Module):
+    """silu(gate(x)) * up(x): one product for both layers, and one kernel. gate_up: the layers' outputs side by side."""
+
+    def __init__(self, gate_up: nn.Linear) -> None:
+        super().__init__()
+        self.gate_up = gate_up
+
+    def forward(self, x: Float[Tensor, "num_tokens in"]) -> Float[Tensor, "num_tokens out"]:
+        return silu_and_mul(self.gate_up(x))
+
+
+class AddedLinear(nn.Module):
+    """residual + linear(x), of a layer without a bias: the kernel of the product adds to the residual, also in its place."""
+
+    def __init__(self, linear: nn.Linear, *, in_place: bool) -> None:
+        super().__init__()
+        self.linear, self.in_place = linear, in_place
+
+    def forward(
+        self, x: Float[Tensor, "num_tokens in"], residual: Float[Tensor, "num_tokens out"]
+    ) -> Float[Tensor, "num_tokens out"]:
+        add = torch.Tensor.addmm_ if self.in_place else torch.addmm
+        return add(residual, x, self.linear.weight.t())
+
+
+def compile_for_cuda(trace: Trace) -> int:
+    """Compile a trace in place. Returns the number of operations that kernels of this package or larger products compute."""
+    fuse(trace)
+    num_faster = 0
+    for node in list(trace.graph.nodes):
+        module = trace.module(node)
+        faster: nn.Module | None = None
+        if isinstance(module, FusedRotation):
+            faster = KernelRotation(module)
+        elif type(module) is RMSNorm and module.weight.ndim == 1 and not has_hooks(module):
+            faster = KernelRMSNorm(module)
+        elif isinstance(module, FusedLinear):
+            faster = _faster_linear(trace, node, module)
+        if faster is not None:
+            node.target = trace.name("kernel", faster)
+            num_faster += 1
+    return num_faster
+
+
+def _faster_linear(trace: Trace, node: fx.Node, module: FusedLinear) -> nn.Module | None:
+    """What computes a linear layer together with others, or with the addition after it. The node's arguments become its own."""
+    factor, residual = node.kwargs.get("factor"), node.kwargs.get("residual")
+    gate = trace.module(factor) if isinstance(factor, fx.Node) else None
+    if isinstance(factor, fx.Node) and isinstance(gate, FusedLinear) and not residual and _is_gate(factor, gate, node, module):
+        node.kwargs = {}
+        trace.graph.erase_node(factor)
+        return GatedLinear(FusedLinear(*gate.linears, *module.linears).merged())
+    if isinstance(residual, fx.Node) and factor is None and module.activation is None and module.merged().bias is None:
+        return AddedLinear(module.merged(), in_place=_is_last_use(trace, residual, node))
+    return module.merged() if len(module.linears) > 1 and not node.kwargs else None
+
+
+def _is_gate(factor: fx.Node, gate: FusedLinear, node: fx.Node, module: FusedLinear) -> bool:
+    """Whether the node is silu(gate(x)) * up(x), and nothing else reads the gate."""
+    is_alike = len({linear.bias is None for linear in (*gate.linears, *module.linears)}) == 1
+    is_of_same_input = factor.args == node.args and not factor.kwargs and len(factor.users) == 1
+    return gate.activation == "silu" and module.activation is None and is_alike and is_of_same_input
+
+
+def _is_last_use(trace: Trace, residual: fx.Node, node: fx.Node) -> bool:
+    """Whether the product may overwrite the residual: another operation of the graph made it, and nothing reads it later."""
+    is_new = isinstance(trace.module(residual), AddedLinear | nn.Embedding)
+    order = list(trace.graph.nodes)
+    return is_new and max(map(order.index, residual.users)) == order.index(node)

@@ -1,0 +1,106 @@
+"""Everything between the products of a model, in one Triton kernel each instead of up to ten of torch's: norms, rotation, gate.
+
+In: the inputs of such a part. Out: its result. compile.py calls these functions, and knows the modules that they replace.
+
+All of them are bound by memory. A kernel reads its rows once and writes the result once, where torch's kernels would store
+every intermediate result. A program computes one row, or a part of one, in fp32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+
+@triton.jit
+def _rms_norm_kernel(x, weight, out, eps, SIZE: tl.constexpr, SIZE_PADDED: tl.constexpr):
+    """One row: x / sqrt(mean(x^2) + eps) * weight."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, SIZE_PADDED)
+    inside = columns < SIZE
+    wide = tl.load(x + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+    dtype = out.dtype.element_ty
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + columns, (scale * normed).to(dtype), mask=inside)
+
+
+@triton.jit
+def _rotate_kernel(
+    x, weight, cos, sin, out, x_stride, eps, NUM_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """One head of one token: its two halves, normed together if there is a weight, turned by the token's angles.
+
+    first, second = first * cos - second * sin, second * cos + first * sin
+    """
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pairs = tl.arange(0, HALF_PADDED)
+    inside = pairs < HALF
+    start = x + token * x_stride + head * 2 * HALF
+    first = tl.load(start + pairs, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(start + HALF + pairs, mask=inside, other=0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    if HAS_NORM:
+        shrink = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF) + eps)
+        first = tl.load(weight + pairs, mask=inside, other=0.0).to(tl.float32) * first * shrink
+        second = tl.load(weight + HALF + pairs, mask=inside, other=0.0).to(tl.float32) * second * shrink
+    c = tl.load(cos + token * 2 * HALF + pairs, mask=inside, other=0.0).to(tl.float32)  # both halves have the same angles
+    s = tl.load(sin + token * 2 * HALF + pairs, mask=inside, other=0.0).to(tl.float32)
+    end = out + (token * NUM_HEADS + head) * 2 * HALF
+    tl.store(end + pairs, (first * c - second * s).to(dtype), mask=inside)
+    tl.store(end + HALF + pairs, (second * c + first * s).to(dtype), mask=inside)
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """A part of one row: silu(gate) * up, where gate is the row's first half and up the second."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = columns < SIZE
+    gate = tl.load(gate_up + row * 2 * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * SIZE + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Float[Tensor, "*rows size"], weight: Float[Tensor, " size"], eps: float) -> Float[Tensor, "*rows size"]:
+    """layers.RMSNorm in one kernel."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    size = x.shape[-1]
+    _rms_norm_kernel[(x.numel() // size,)](x, weight, out, eps, size, triton.next_power_of_2(size))
+    return out
+
+
+def rotate(
+    x: Float[Tensor, "num_tokens heads head_dim"],
+    cos: Float[Tensor, "num_tokens 1 head_dim"],
+    sin: Float[Tensor, "num_tokens 1 head_dim"],
+    weight: Float[Tensor, " head_dim"] | None = None,
+    eps: float = 0.0,
+) -> Float[Tensor, "num_tokens heads head_dim"]:
+    """layers.apply_rotary in one kernel.
+
+    Args:
+        weight: of an RMSNorm over each head that comes before the rotation. None is no norm.
+        eps: of that norm.
+    """
+    num_tokens, num_heads, head_dim = x.shape
+    if x.stride()[1:] != (head_dim, 1):
+        x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    half = head_dim // 2
+    _rotate_kernel[(num_tokens, num_heads)](
+        x, x if weight is None else weight, cos, sin, out, x.stride(0), eps,
+        num_heads, half, triton.next_power_of_2(half), weight is not None,
+    )  # fmt: skip
+    return out
+
+
+def silu_and_mul(gate_up: Float[Tensor, "num_tokens two_sizes"]) -> Float[Tensor, "num_tokens size"]:
+    """silu(gate) * up in one kernel, where gate is the first half of each row and up the second."""
+    num_tokens, size, tile = len(gate_up), gate_up.shape[1] // 2, 1024
+    out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
+    _silu_mul_kernel[(num_tokens, triton.cdiv(size, tile))](gate_up, out, size, tile)
+    return out

@@ -1,0 +1,198 @@
+"""Fewer and larger operations in a trace: what a kernel can compute in one call becomes one call of a module of this file.
+
+In: a Trace. Out: the same trace, changed in place. Each module defines what it computes in plain torch, so that a fused trace
+runs on any device, and the kernels of cpu/ and cuda/ are compared with it. The passes:
+
+    merge_linears      linear layers of the same input are one product: q, k and v
+    fuse_activations   activation(linear(x)) is one product
+    fuse_factors       factor * linear(x) is one product: the gate of an MLP
+    fuse_residuals     residual + linear(x) is one product
+    fuse_rotations     a norm over heads and the rotation after it are one operation
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, fx, nn
+
+from nanoinfer.fast.trace import Trace, has_hooks
+from nanoinfer.loading.quantization import side_by_side
+from nanoinfer.models.layers import RMSNorm, apply_rotary, gelu_tanh
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
+
+ADD, MULTIPLY = (operator.add, torch.add, "add"), (operator.mul, torch.mul, "mul")  # as a graph names them
+
+
+class FusedLinear(nn.Module):
+    """residual + factor * activation(x @ weight.T + bias), of one linear layer or of several with the same input.
+
+    Attributes:
+        linears: the layers, whose outputs are side by side.
+        activation: a name in ACTIVATIONS.
+    """
+
+    def __init__(self, *linears: nn.Linear, activation: str | None = None) -> None:
+        super().__init__()
+        self.linears = linears
+        self.activation = activation
+        self.in_features = linears[0].in_features
+        self.out_features = sum(linear.out_features for linear in linears)
+
+    def forward(
+        self,
+        x: Float[Tensor, "rows in"],
+        factor: Float[Tensor, "rows out"] | None = None,
+        residual: Float[Tensor, "rows out"] | None = None,
+    ) -> Float[Tensor, "rows out"]:
+        outs = [linear(x) for linear in self.linears]
+        out = torch.cat(outs, dim=-1) if len(outs) > 1 else outs[0]
+        if self.activation is not None:
+            out = ACTIVATIONS[self.activation](out)
+        out = out if factor is None else factor * out
+        return out if residual is None else residual + out
+
+    def merged(self) -> nn.Linear:
+        """One layer that computes what `linears` do. The weight of several is a copy."""
+        if len(self.linears) == 1:
+            return self.linears[0]
+        merged = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        merged.weight = side_by_side([linear.weight for linear in self.linears])
+        if self.linears[0].bias is not None:
+            merged.bias = nn.Parameter(torch.cat([linear.bias for linear in self.linears]), requires_grad=False)
+        return merged
+
+
+class FusedRotation(nn.Module):
+    """apply_rotary, after an RMSNorm over each head if there is one."""
+
+    def __init__(self, norm: RMSNorm | None) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(
+        self,
+        x: Float[Tensor, "num_tokens heads head_dim"],
+        cos: Float[Tensor, "num_tokens 1 head_dim"],
+        sin: Float[Tensor, "num_tokens 1 head_dim"],
+    ) -> Float[Tensor, "num_tokens heads head_dim"]:
+        return apply_rotary(x if self.norm is None else self.norm(x), cos, sin)
+
+
+def fuse(trace: Trace) -> None:
+    """Apply all passes."""
+    for change in (fuse_linears, fuse_activations, fuse_factors, fuse_residuals, merge_linears, fuse_rotations):
+        change(trace)
+
+
+def fuse_linears(trace: Trace) -> None:
+    """Make each linear layer a FusedLinear, on which the other passes work."""
+    for node in list(trace.graph.nodes):
+        module = trace.module(node)
+        if type(module) is nn.Linear and len(node.args) == 1 and not (node.kwargs or has_hooks(module)):
+            node.target = trace.name("linear", FusedLinear(module))
+
+
+def fuse_activations(trace: Trace) -> None:
+    for node in list(trace.graph.nodes):
+        if (name := _activation_of(trace, node)) and (linear := _fusible(trace, node.args[0])):
+            module = _module(trace, linear)
+            if module.activation is None and not linear.kwargs:
+                _replace(trace, node, linear, FusedLinear(*module.linears, activation=name))
+
+
+def fuse_factors(trace: Trace) -> None:
+    for node in list(trace.graph.nodes):
+        if node.target in MULTIPLY and len(node.args) == 2:
+            for linear, factor in (node.args[::-1], node.args):
+                if (fusible := _fusible(trace, linear)) and isinstance(factor, fx.Node) and not fusible.kwargs:
+                    _replace(trace, node, fusible, _module(trace, fusible), factor=factor)
+                    break
+
+
+def fuse_residuals(trace: Trace) -> None:
+    for node in list(trace.graph.nodes):
+        if node.target in ADD and len(node.args) == 2 and not node.kwargs:
+            for linear, residual in (node.args[::-1], node.args):
+                if (fusible := _fusible(trace, linear)) and isinstance(residual, fx.Node) and "residual" not in fusible.kwargs:
+                    _replace(trace, node, fusible, _module(trace, fusible), **fusible.kwargs, residual=residual)
+                    break
+
+
+def merge_linears(trace: Trace) -> None:
+    groups: dict[tuple[fx.Node, bool], list[fx.Node]] = {}
+    for node in trace.graph.nodes:
+        module = trace.module(node)
+        if isinstance(module, FusedLinear) and module.activation is None and not node.kwargs:
+            groups.setdefault((node.args[0], module.linears[0].bias is None), []).append(node)
+    for nodes in groups.values():
+        if len(nodes) > 1:
+            _merge(trace, nodes)
+
+
+def fuse_rotations(trace: Trace) -> None:
+    for node in list(trace.graph.nodes):
+        if node.target is apply_rotary and len(node.args) == 3:
+            x, normed, norm = node.args[0], None, None
+            module = trace.module(x) if isinstance(x, fx.Node) and len(x.users) == 1 else None
+            if type(module) is RMSNorm and module.weight.ndim == 1 and not has_hooks(module):
+                x, normed, norm = x.args[0], x, module
+            with trace.graph.inserting_before(node):
+                fused = trace.graph.call_module(trace.name("rotation", FusedRotation(norm)), (x, *node.args[1:]))
+            _take_the_place(trace, node, fused)
+            if normed is not None:
+                trace.graph.erase_node(normed)
+
+
+def _merge(trace: Trace, nodes: Sequence[fx.Node]) -> None:
+    """One product in place of the first, of which the others' outputs are parts."""
+    linears = [linear for node in nodes for linear in _module(trace, node).linears]
+    with trace.graph.inserting_before(nodes[0]):
+        merged = trace.graph.call_module(trace.name("linear", FusedLinear(*linears)), nodes[0].args)
+    start = 0
+    for node in nodes:
+        size = _module(trace, node).out_features
+        with trace.graph.inserting_before(node):
+            part = trace.graph.call_method("narrow", (merged, -1, start, size))
+        _take_the_place(trace, node, part)
+        start += size
+
+
+def _activation_of(trace: Trace, node: fx.Node) -> str | None:
+    module = trace.module(node)
+    approximate = node.kwargs.get("approximate")
+    if (node.target is F.silu and not node.kwargs.get("inplace")) or type(module) is nn.SiLU:
+        return "silu"
+    if (node.target is F.gelu and approximate == "tanh") or (type(module) is nn.GELU and module.approximate == "tanh"):
+        return "gelu_tanh"
+    return None
+
+
+def _fusible(trace: Trace, node: object) -> fx.Node | None:
+    """The node itself if it is a linear layer whose result nothing else reads, and that has no residual yet."""
+    if isinstance(node, fx.Node) and isinstance(trace.module(node), FusedLinear) and len(node.users) == 1:
+        return node if "residual" not in node.kwargs else None
+    return None
+
+
+def _module(trace: Trace, node: fx.Node) -> FusedLinear:
+    module = trace.module(node)
+    assert isinstance(module, FusedLinear)
+    return module
+
+
+def _replace(trace: Trace, node: fx.Node, linear: fx.Node, module: FusedLinear, **kwargs: Any) -> None:
+    """Compute a linear layer where the operation after it is, which becomes a part of it."""
+    with trace.graph.inserting_before(node):
+        fused = trace.graph.call_module(trace.name("linear", module), linear.args, {**linear.kwargs, **kwargs})
+    _take_the_place(trace, node, fused)
+    trace.graph.erase_node(linear)
+
+
+def _take_the_place(trace: Trace, node: fx.Node, other: fx.Node) -> None:
+    node.replace_all_uses_with(other)
+    trace.graph.erase_node(node)

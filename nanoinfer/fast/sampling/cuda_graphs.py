@@ -1,0 +1,98 @@
+"""CUDA graphs of the draw, for steps that use no parameters but temperature, min_p, top_k and top_p.
+
+In: HeadRows and a SamplingBatch. Out: the token ids that the stages and the draw give, or None for an unsupported step. A graph
+launches the same kernels in every step, so each row is computed both greedily and by the draw. The parameters are copied into
+static inputs, with the off value for a parameter that a row does not use. Rows are independent, so the content of the rows
+beyond the batch does not matter.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from nanoinfer.execution.memory import LOGITS_COPIES
+from nanoinfer.fast.cuda.graphs import Capture, CapturedGraph, capture_graph, capture_sizes
+from nanoinfer.fast.sampling import few_logits
+from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch
+from nanoinfer.sampling.routes import HeadRows, Route
+
+MAX_TOP_K = 256  # the number of largest logits that a graph fetches. A larger top_k runs without a graph
+BYTES_AT_A_TIME = 2**26  # of logits: bounds the memory that a graph works in, however many rows it has
+
+_INPUTS: dict[str, tuple[torch.dtype, float]] = {  # name in ParameterColumns, or "u": dtype, and the value that is off
+    "greedy": (torch.bool, False),
+    "temperature": (torch.float32, 1.0),
+    "min_p": (torch.float32, 0.0),
+    "top_k": (torch.int64, torch.iinfo(torch.int64).max),
+    "top_p": (torch.float64, 1.0),
+    "u": (torch.float64, 0.0),
+}
+
+
+class SamplerGraphs(Route):
+    """Captured graphs of the draw, by number of rows and by the inputs that are read."""
+
+    def __init__(self, max_num_rows: int, capture: Capture) -> None:
+        self.sizes = capture_sizes(max_num_rows)
+        self._capture = capture
+        self._logits = torch.empty(0, 0)  # [max_num_rows, vocab] from the first step on
+        self._columns: dict[str, Tensor] = {}  # the static inputs by their names in _INPUTS, [max_num_rows] each
+        self._graphs: dict[tuple[int, tuple[str, ...]], CapturedGraph | None] = {}  # None: the capture failed
+
+    def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Int[Tensor, " batch"] | None:
+        """Replay the graph of the step, captured on first use. None also if its capture failed."""
+        if not rows.is_raw or len(rows.hidden) > self.sizes[-1] or batch.columns.max_top_k > MAX_TOP_K:
+            return None
+        logits = rows.logits
+        size = next(size for size in self.sizes if size >= len(logits))
+        names = _inputs_read(batch)
+        self._fill(logits, batch, names)
+        for needed in (self.sizes[-1], size):  # the largest first: the smaller graphs fit into its memory
+            if (needed, names) not in self._graphs:
+                name = f"the draw of {needed} tokens"
+                self._graphs[needed, names] = capture_graph(name, partial(self._draw, needed, names), self._capture)
+        if (graph := self._graphs[size, names]) is None:
+            return None
+        graph.replay()
+        return graph.out[: len(logits)].clone()  # it may be read after the next replay
+
+    def reserved_bytes(self, logits_bytes: int) -> int:
+        """The static logits, and the copies of the rows that a graph processes at a time."""
+        return logits_bytes + LOGITS_COPIES * min(logits_bytes, BYTES_AT_A_TIME)
+
+    def _fill(self, logits: Tensor, batch: SamplingBatch, names: tuple[str, ...]) -> None:
+        """Copy a step into the first rows of the static inputs, which the first call allocates."""
+        if not self._columns:
+            self._logits = logits.new_zeros(self.sizes[-1], logits.shape[-1])
+            for name, (dtype, off) in _INPUTS.items():
+                self._columns[name] = torch.full((self.sizes[-1],), off, dtype=dtype, device=logits.device)
+        self._logits[: len(logits)] = logits
+        for name in names:
+            column = batch.u if name == "u" else getattr(batch.columns, name)
+            self._columns[name][: len(logits)] = _INPUTS[name][1] if column is None else column
+
+    def _draw(self, size: int, names: tuple[str, ...]) -> Int[Tensor, " size"]:
+        """Draw the tokens of the first rows of the static inputs, some rows at a time. This is what a graph captures."""
+        num_at_a_time = max(BYTES_AT_A_TIME // self._logits[0].nbytes, 1)
+        max_top_k = min(MAX_TOP_K, self._logits.shape[-1])
+        token_ids = []
+        for start in range(0, size, num_at_a_time):
+            rows = slice(start, min(start + num_at_a_time, size))
+            if not names:
+                token_ids.append(few_logits.argmax(self._logits[rows]))
+                continue
+            inputs: dict[str, Any] = {name: self._columns[name][rows] for name in names}
+            u = inputs.pop("u")
+            batch = SamplingBatch(columns=ParameterColumns(max_top_k=max_top_k, **inputs), u=u)
+            token_ids.append(few_logits.sample_both_ways(self._logits[rows], batch))
+        return torch.cat(token_ids)
+
+
+def _inputs_read(batch: SamplingBatch) -> tuple[str, ...]:
+    """() if all rows are greedy. Otherwise all inputs, top_k and top_p only if a row uses them, because bisection is slow."""
+    if batch.groups.all_greedy:
+        return ()
+    return tuple(name for name in _INPUTS if name not in ("top_k", "top_p") or getattr(batch.columns, name) is not None)

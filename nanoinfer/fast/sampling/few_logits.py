@@ -1,0 +1,286 @@
+"""The last four stages and the draw in less time: a few logits decide most rows.
+
+In: logits after every stage before the temperature. Out: a token id per row, always the one that the last four stages and
+draw.draw give. The same stages run here, on fewer columns. The result is exact for four reasons. Columns stay in the order of
+their ids, so ties are broken alike. Every column left out was dropped or is counted in the total. Sums are of integers. torch's
+exp gives a number the same bits at any index (tests/fast/sampling/test_few_logits.py checks it).
+
+    row has top_k    the k + 32 largest logits are enough, unless more than those tie with the k-th
+    only top_p       the 256 largest are enough, if those above the smallest of them reach top_p of the total weight
+    neither          every token may be drawn: weights of all, but no sort
+
+A row that these logits do not decide runs the plain stages. (With bf16 logits ties are the rule: over 50,257 of them the 40th
+largest tied with the 41st in 64% of rows.)
+
+On a GPU reading a value is expensive, and passing over all logits is cheap: a threshold is found by bisection there.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from nanoinfer.sampling import stages
+from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.draw import draw, draw_from_weights, integer_weights, thresholds
+from nanoinfer.sampling.routes import HeadRows, Route
+from nanoinfer.sampling.sampler import STAGES_FROM_TEMPERATURE
+from nanoinfer.system.transfer import on_device
+
+TIE_MARGIN = 32  # columns beyond the k-th, for ids that tie with it
+NUM_TRIED = 256  # largest logits that top_p reads before it sorts all
+SCRATCH_BYTES = 2**20  # on a CPU: of logits at a time, so that one pass finds in the cache what the pass before it wrote
+GROUP_SIZE = 8  # ids of a group of _ids_of_largest
+FEW_LOGITS = 2**16  # on a CPU, up to this many logits one operator is as fast as several over slices of them
+NUM_PARTS, LEAST_WIDTH = 64, 64  # the parts of a row, of first_largest
+BLOCK = 512  # ids of a block of _draw_from_blocks
+
+Logits = Float[Tensor, "batch vocab"]
+Weights = Int[Tensor, "batch vocab"]
+Ids = Int[Tensor, " batch"]
+Candidates = Float[Tensor, "batch parts columns"]  # the largest logits of each part of a row, in the order of the ids
+CandidateIds = Int[Tensor, "batch parts columns"]
+Largest = Float[Tensor, " batch"]  # of each row's logits; not finite where no token can be drawn
+
+
+class FewLogits(Route):
+    """The route by these functions. It supports every step."""
+
+    def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Ids:
+        token_ids, largest = sample(rows.logits, batch)
+        return torch.where(largest.isfinite(), token_ids, -1)
+
+
+def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
+    """Choose one token id per row, greedily or by the draw. A row whose largest logit is not finite gets an arbitrary id."""
+    groups = batch.groups
+    if groups.all_greedy:
+        return first_largest(logits)
+    token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    largest = torch.empty(len(logits), dtype=logits.dtype, device=logits.device)
+    if groups.greedy_rows:
+        rows = on_device(torch.tensor(groups.greedy_rows), logits.device)
+        token_ids[rows], largest[rows] = first_largest(logits[rows])
+    routes: tuple[tuple[tuple[int, ...], Callable[[Logits, SamplingBatch], tuple[Ids, Largest]]], ...] = (
+        (groups.top_k_rows, _sample_top_k),
+        (groups.top_p_rows, _sample_top_p),
+        (groups.other_rows, _sample_other),
+    )
+    if not can_read(logits):
+        routes = ((tuple(sorted(groups.top_k_rows + groups.top_p_rows + groups.other_rows)), _sample_by_threshold),)
+    for row_numbers, route in routes:
+        if len(row_numbers) == len(logits):  # the usual step: all rows need the same
+            return route(logits, batch)
+        if row_numbers:
+            rows = on_device(torch.tensor(row_numbers), logits.device)
+            token_ids[rows], largest[rows] = route(logits[rows], batch.only_rows(rows))
+    return token_ids, largest
+
+
+def can_read(logits: Logits) -> bool:
+    """Whether the next operation may depend on a value of these. Reading a value from a GPU waits for all its queued work."""
+    return not logits.is_cuda
+
+
+def argmax(logits: Logits) -> Ids:
+    """Compute draw.argmax in less time."""
+    token_ids, largest = first_largest(logits)
+    return torch.where(largest.isfinite(), token_ids, -1)
+
+
+def sample_both_ways(logits: Logits, batch: SamplingBatch) -> Ids:
+    """Compute the argmax and the draw of every row and keep one: the same kernels for any values, to be captured.
+
+    -1 for a row whose largest logit is not finite.
+    """
+    argmax, (drawn, largest) = first_largest(logits)[0], _sample_by_threshold(logits, batch)
+    token_ids = drawn if batch.columns.greedy is None else torch.where(batch.columns.greedy, argmax, drawn)
+    return torch.where(largest.isfinite(), token_ids, -1)
+
+
+def sample_plainly(logits: Logits, batch: SamplingBatch) -> Ids:
+    """Run the last four stages and the draw: the definition."""
+    for stage in STAGES_FROM_TEMPERATURE:
+        logits = stage(logits, batch)
+    return draw(logits, batch.u)
+
+
+def _sample_top_k(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
+    """Work on [batch, k + margin]. The temperature keeps the order, so the k-th largest logit stays the k-th largest."""
+    num_columns = min(batch.columns.max_top_k + TIE_MARGIN, logits.shape[-1])
+    candidates, ids = largest_columns(logits, num_columns)
+    token_ids, is_undecided = decide_top_k(candidates.unsqueeze(1), ids.unsqueeze(1), batch)
+    if num_columns < logits.shape[-1]:
+        token_ids = _plainly_where(is_undecided, token_ids, logits, batch)
+    return token_ids, candidates.amax(dim=-1)
+
+
+def decide_top_k(candidates: Candidates, ids: CandidateIds, batch: SamplingBatch) -> tuple[Ids, Bool[Tensor, " batch"]]:
+    """Draw from the largest logits of each part of the rows, k + margin of each.
+
+    Returns:
+        The token ids, and which rows the candidates do not decide, if they are not whole parts. If a candidate of a part is
+        dropped, every id of the part that ties with the k-th largest logit is a candidate.
+    """
+    scaled = stages.apply_temperature(candidates.flatten(1), batch)
+    kept = stages.keep_top_k(stages.keep_min_p(scaled, batch), batch)
+    token_ids = _pick(ids.flatten(1), draw(stages.keep_top_p(kept, batch), batch.u))
+    return token_ids, (kept.view_as(candidates).amin(dim=-1) > float("-inf")).any(dim=-1)
+
+
+def _sample_top_p(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
+    """Work on the largest logits and the total weight of all."""
+    total = torch.cat([weights.sum(dim=-1) for weights, _ in weights_in_chunks(logits, batch)])  # [batch]
+    candidates, ids = largest_columns(logits, min(NUM_TRIED, logits.shape[-1]))
+    token_ids, is_undecided = decide_top_p(candidates.unsqueeze(1), ids.unsqueeze(1), total, batch)
+    if candidates.shape[-1] < logits.shape[-1]:
+        token_ids = _plainly_where(is_undecided, token_ids, logits, batch)
+    return token_ids, candidates.amax(dim=-1)
+
+
+def decide_top_p(
+    candidates: Candidates, ids: CandidateIds, total: Int[Tensor, " batch"], batch: SamplingBatch
+) -> tuple[Ids, Bool[Tensor, " batch"]]:
+    """Draw from the largest logits of each part of the rows. total: the weight of all ids that min_p keeps.
+
+    Returns:
+        The token ids, and which rows the candidates do not decide, if they are not whole parts. Which ids that tie with the
+        smallest candidate of a part are candidates is arbitrary, so the larger ones must be enough.
+    """
+    assert batch.columns.top_p is not None
+    scaled = stages.apply_temperature(candidates.flatten(1), batch)
+    kept = stages.drop_beyond(scaled, batch.columns.top_p, total)  # what min_p drops is not in the total, and comes last
+    token_ids = _pick(ids.flatten(1), draw(kept, batch.u))
+    above = scaled > scaled.view_as(candidates).amin(dim=-1).amax(dim=-1, keepdim=True)
+    return token_ids, (integer_weights(scaled) * above).sum(dim=-1) < batch.columns.top_p * total
+
+
+def _sample_other(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
+    """Draw from all weights, since every token may be drawn."""
+    token_ids = [draw_from_weights(weights, batch.u[rows]) for weights, rows in weights_in_chunks(logits, batch)]
+    return torch.cat(token_ids), logits.amax(dim=-1)
+
+
+def _sample_by_threshold(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
+    """Draw any row without a sort and without a value that the host must read: for a GPU."""
+    kept = stages.keep_top_k(stages.keep_min_p(stages.apply_temperature(logits, batch), batch), batch)
+    weights = integer_weights(kept)
+    if batch.columns.top_p is not None:
+        weights = weights.masked_fill(_beyond(kept, weights, batch.columns.top_p), 0)
+    return _draw_from_blocks(weights, batch.u), logits.amax(dim=-1)
+
+
+def _draw_from_blocks(weights: Weights, u: Float[Tensor, " batch"]) -> Ids:
+    """draw_from_weights in two steps: find the block of ids that holds the threshold, then the id in the block.
+
+    For a GPU, which sums blocks in parallel but scans a long row step by step. A CPU takes 1.2 times as long this way.
+    """
+    blocks = F.pad(weights, (0, -weights.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))  # [batch, num_blocks, BLOCK]
+    sums = blocks.sum(dim=-1)
+    cumulative = sums.cumsum(dim=-1)
+    threshold = thresholds(cumulative[:, -1], u).unsqueeze(-1)
+    block = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=sums.shape[-1] - 1)  # clamped: a row of zeros
+    before = (cumulative - sums).gather(-1, block)
+    inside = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, BLOCK)).squeeze(1).cumsum(dim=-1)
+    return (block * BLOCK + torch.searchsorted(inside, threshold - before, right=True)).squeeze(-1)
+
+
+def _beyond(logits: Logits, weights: Weights, top_p: Float[Tensor, " batch"]) -> Bool[Tensor, "batch vocab"]:
+    """What stages.drop_beyond drops, by bisection: the largest logit such that it and those above it weigh top_p of the total.
+
+    The bits of floats, read as integers, are in the order of the floats once those of negative floats are flipped. 32 halvings
+    find any of them.
+    """
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which it equals
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    enough = top_p * weights.sum(dim=-1)  # float64
+    low = torch.full_like(enough, -(2**31), dtype=torch.int64)
+    high = torch.full_like(enough, 2**31 - 1, dtype=torch.int64)
+    for _ in range(32):
+        middle = (low + high + 1) >> 1
+        is_enough = (weights * (keys >= middle.unsqueeze(-1))).sum(dim=-1) >= enough
+        low, high = torch.where(is_enough, middle, low), torch.where(is_enough, high, middle - 1)
+    threshold = low.unsqueeze(-1)
+    above = (weights * (keys > threshold)).sum(dim=-1, keepdim=True)
+    ties = keys == threshold  # they enter by rising id
+    before = above + (ties.cumsum(dim=-1) - 1) * (weights * ties).amax(dim=-1, keepdim=True)
+    dropped = (keys < threshold) | (ties & (before >= enough.unsqueeze(-1)))
+    return dropped & (top_p < 1.0).unsqueeze(-1)
+
+
+def first_largest(logits: Logits) -> tuple[Ids, Largest]:
+    """argmax and maximum: of equal maxima the lowest id. The part of the row that holds the maximum is found first.
+
+    A maximum alone is taken of many numbers at once. A search for its index reads them one by one, and takes 3 times as long.
+    """
+    if logits.numel() <= FEW_LOGITS and not logits.is_cuda:
+        largest, ids = logits.max(dim=-1)
+        return ids, largest
+    width = min(max(logits.shape[-1] // NUM_PARTS, LEAST_WIDTH), logits.shape[-1])
+    num_whole = logits.shape[-1] // width
+    maxima = logits[:, : num_whole * width].unflatten(-1, (num_whole, width)).amax(dim=-1)  # [batch, num_whole]
+    if rest := logits.shape[-1] - num_whole * width:
+        maxima = torch.cat((maxima, logits[:, -rest:].amax(dim=-1, keepdim=True)), dim=-1)
+    largest, part = maxima.max(dim=-1)
+    ids = part.unsqueeze(-1) * width + torch.arange(max(width, rest), device=logits.device)  # one part of each row
+    ids = ids.clamp_(max=logits.shape[-1] - 1)
+    return ids.gather(-1, logits.gather(-1, ids).argmax(dim=-1, keepdim=True)).squeeze(-1), largest
+
+
+def largest_columns(logits: Logits, num_columns: int) -> tuple[Float[Tensor, "batch columns"], Int[Tensor, "batch columns"]]:
+    """The largest logits of each row with their ids, in the order of the ids."""
+    if num_columns == logits.shape[-1]:
+        return logits, torch.arange(num_columns, device=logits.device).expand_as(logits)
+    ids = _ids_of_largest(logits, num_columns).sort(dim=-1).values
+    return logits.gather(-1, ids), ids
+
+
+def _ids_of_largest(logits: Logits, num_columns: int) -> Int[Tensor, "batch columns"]:
+    """Find the ids of the k largest logits, k = num_columns, in any order. Faster than topk over the whole row.
+
+    Split the ids into strided groups. The k largest logits lie in the k groups with the largest maxima, since a logit of
+    another group has k group maxima above it, or equal to it. Those groups are found in the same way, over the maxima.
+    """
+    vocab_size = logits.shape[-1]
+    num_groups = vocab_size // GROUP_SIZE
+    if num_groups < 2 * num_columns or logits.numel() <= FEW_LOGITS:
+        return logits.topk(num_columns, dim=-1, sorted=False).indices
+    num_grouped = num_groups * GROUP_SIZE
+    group_maxima = logits[:, :num_grouped].unflatten(-1, (GROUP_SIZE, num_groups)).amax(dim=1)  # [batch, num_groups]
+    groups = _ids_of_largest(group_maxima, num_columns)  # [batch, columns]
+    offsets = torch.arange(0, num_grouped, num_groups, device=logits.device)  # group g holds the ids g, g + num_groups, ...
+    candidates = (groups.unsqueeze(-1) + offsets).flatten(1)  # [batch, columns * GROUP_SIZE]
+    if num_grouped < vocab_size:
+        rest = torch.arange(num_grouped, vocab_size, device=logits.device).expand(len(logits), -1)
+        candidates = torch.cat((candidates, rest), dim=-1)
+    return candidates.gather(-1, logits.gather(-1, candidates).topk(num_columns, dim=-1, sorted=False).indices)
+
+
+def weights_in_chunks(logits: Logits, batch: SamplingBatch, largest: Largest | None = None) -> Iterator[tuple[Weights, slice]]:
+    """draw.integer_weights after temperature and min_p, some rows at a time, with the slice of these rows.
+
+    largest: of the full rows, if the logits are only a part of them. It takes part as one more column.
+    """
+    vocab_size = logits.shape[-1]
+    num_at_a_time = max(SCRATCH_BYTES // (vocab_size * 4) if logits.device.type == "cpu" else len(logits), 1)
+    for start in range(0, len(logits), num_at_a_time):
+        rows = slice(start, start + num_at_a_time)
+        part = batch if len(logits) <= num_at_a_time else batch.only_rows(rows)
+        columns = logits[rows] if largest is None else torch.cat((logits[rows], largest[rows].unsqueeze(-1)), dim=-1)
+        weights = integer_weights(stages.keep_min_p(stages.apply_temperature(columns, part), part))
+        yield weights[:, :vocab_size], rows
+
+
+def _pick(ids: Tensor, columns: Ids) -> Ids:
+    """The ids in the drawn columns. Clamped, since a row of NaNs draws no column."""
+    return ids.gather(-1, columns.clamp(max=ids.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+
+
+def _plainly_where(is_undecided: Bool[Tensor, " batch"], token_ids: Ids, logits: Logits, batch: SamplingBatch) -> Ids:
+    """Run the plain stages on the rows that the candidates do not decide."""
+    rows = is_undecided.nonzero().squeeze(-1)
+    if len(rows):
+        token_ids = token_ids.index_copy(0, rows, sample_plainly(logits[rows], batch.only_rows(rows)))
+    return token_ids

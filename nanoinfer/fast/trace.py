@@ -1,0 +1,112 @@
+"""A module's forward pass as a graph of operations, recorded by torch.fx.
+
+In: a module. Out: a Trace, whose graph calls linear layers, norms, embeddings, the attention and torch's own functions in the
+order of the forward pass. A submodule whose forward pass depends on values (a router that sends tokens to experts) cannot be
+recorded. It stays one call of the graph, and the trace says why. So does one that must not be called with symbols, because it
+reaches other processes: it has the attribute `runs_untraced`.
+
+Source of the method: Reed et al. 2022, https://arxiv.org/abs/2112.08429
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from nanoinfer.models.layers import RMSNorm, RotaryEmbedding
+
+# The forward passes of modules that stay one call. A subclass counts as one of these unless it has a forward of its own.
+LEAVES = {module.forward for module in (nn.Linear, nn.LayerNorm, RMSNorm, nn.Embedding, RotaryEmbedding)}
+
+_NAMING = ("call_module", "get_attr")  # operations of a node whose target is a path in the module
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A recorded forward pass.
+
+    Attributes:
+        graph: of torch.fx. Its placeholders are the arguments of the forward pass.
+        owned: what the graph's calls of modules and attributes name.
+        called: the submodules that are one call of the graph, by their path in the traced module.
+        untraced: what a module among them raised when it was given symbols.
+    """
+
+    graph: fx.Graph
+    owned: dict[str, Any]
+    called: dict[str, nn.Module]
+    untraced: dict[str, Exception]
+
+    def module(self, node: fx.Node) -> nn.Module | None:
+        """The module that a node calls."""
+        return self.owned[str(node.target)] if node.op == "call_module" else None
+
+    def name(self, prefix: str, value: Any) -> str:
+        """Own another module, and return the name by which the graph may call it."""
+        name = f"{prefix}_{sum(name.startswith(prefix) for name in self.owned)}"
+        self.owned[name] = value
+        return name
+
+
+def trace(module: nn.Module) -> Trace:
+    """Record a module's forward pass.
+
+    Raises:
+        Exception: whatever its forward pass raises when it computes with symbols instead of tensors.
+    """
+    with _lock:
+        tracer = _Tracer()
+        graph = tracer.trace(module)
+    owned = {str(node.target): _attribute(module, str(node.target)) for node in graph.nodes if node.op in _NAMING}
+    called = {name: value for name, value in owned.items() if isinstance(value, nn.Module)}
+    return Trace(graph, owned, called, tracer.untraced)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether functions of the user's are called with the module, which a compiled module would not call."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+# torch.fx replaces nn.Module.__call__ and __getattr__ of the process while it traces. Calls of other threads pass through.
+_lock = threading.Lock()
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self) -> None:
+        super().__init__(autowrap_modules=())  # type: ignore[arg-type]
+        self._thread = threading.get_ident()
+        self.untraced: dict[str, Exception] = {}
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return type(m).forward in LEAVES or has_hooks(m) or getattr(m, "runs_untraced", False)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        last, stack = next(iter(reversed(self.graph.nodes))), self.module_stack.copy()
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception as error:  # of the module's own code, which was given symbols
+            for node in reversed(self.graph.nodes):
+                if node is last:
+                    break
+                self.graph.erase_node(node)
+            self.module_stack = stack
+            path = self.path_of_module(m)
+            self.untraced = {name: why for name, why in self.untraced.items() if not name.startswith(f"{path}.")}
+            self.untraced[path] = error
+            return self.create_proxy("call_module", path, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)

@@ -1,0 +1,217 @@
+"""A folder, a GGUF file or a hub name -> one checkpoint: config.json, generation_config.json, the paths of the weights.
+
+In: the user's name for the model. Out: a Checkpoint, plain data. This file opens JSON and the header of a GGUF file only.
+weights.py and formats/ read the tensors.
+"""
+
+import hashlib
+import json
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, first_line, shown
+
+if TYPE_CHECKING:
+    from nanoinfer.loading.formats.gguf import GGUFFile
+
+BUNDLED = Path(__file__).parent.parent / "bundled"
+DEFAULT_MODEL = "tiny-qwen3"
+
+# Everything that a checkpoint needs. The hub also has .bin, .gguf and .onnx files, which are not loaded.
+TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model"]
+WEIGHT_FILES = ["*.safetensors"]
+MAX_JSON_BYTES = 2**22  # of a config or an index. The index of a model of 72B parameters has 80 kB.
+
+_CONVERT = (
+    "nanoinfer reads safetensors only, because a .bin file is a pickle and may run code. Convert it once, load the result:\n"
+    '  python -c "from transformers import AutoModelForCausalLM, AutoTokenizer; '
+    "AutoModelForCausalLM.from_pretrained('{model}').save_pretrained('converted'); "
+    "AutoTokenizer.from_pretrained('{model}').save_pretrained('converted')\""
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One model's files."""
+
+    path: Path  # the folder, or the GGUF file
+    config: dict[str, Any]  # config.json, or what a GGUF file has in its place
+    generation_config: dict[str, Any]  # generation_config.json, {} where there is none
+    weight_files: list[Path]  # the safetensors files, in the index's order, or the GGUF file
+    gguf: "GGUFFile | None" = None  # the header of a GGUF file
+
+    @classmethod
+    def open(cls, model: str | None = None, revision: str | None = None) -> "Checkpoint":
+        """Find a checkpoint and read its JSON files.
+
+        Args:
+            model: a folder, a .gguf file, the name of a bundled model ("tiny-qwen3", "tiny-gpt2"), or a hub name such as
+                "Qwen/Qwen3-0.6B", which is downloaded to the hub's cache unless it is there (HF_HUB_OFFLINE=1 uses the
+                cache alone). None is tiny-qwen3.
+            revision: a branch, tag or commit of the hub's repository.
+        """
+        model = DEFAULT_MODEL if model is None else model
+        path = locate(model, revision)
+        if path.is_file():
+            return cls._open_gguf(path)
+        names = list_folder(path)
+        gguf_names = sorted(name for name in names if name.endswith(".gguf"))
+        if gguf_names and not any(name.endswith(".safetensors") for name in names):
+            if len(gguf_names) > 1:
+                raise CheckpointNotFoundError(f"{path} holds {first_ten(gguf_names)}; give the path of one of them")
+            return cls._open_gguf(path / gguf_names[0])
+        config = read_json(path / "config.json")
+        generation_path = path / "generation_config.json"
+        generation_config = read_json(generation_path) if generation_path.exists() else {}
+        return cls(path, config, generation_config, _weight_files(path, model))
+
+    @classmethod
+    def _open_gguf(cls, path: Path) -> "Checkpoint":
+        from nanoinfer.loading.formats.gguf import read_gguf
+        from nanoinfer.loading.formats.gguf_families import to_config, to_generation_config
+
+        check_file(path)
+        file = read_gguf(path)
+        return cls(path, to_config(file), to_generation_config(file), [path], file)
+
+    @property
+    def config_path(self) -> Path:
+        """The file that `config` comes from."""
+        return self.path / "config.json" if self.gguf is None else self.path
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every id that ends a text: from generation_config.json, or from config.json where that has none."""
+        settings = self.config if self.generation_config.get("eos_token_id") is None else self.generation_config
+        eos = settings.get("eos_token_id")
+        ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        if not all(type(token_id) is int for token_id in ids):
+            raise CheckpointError(f"eos_token_id in {self.path} must be an id or a list of ids, got {shown(eos)}")
+        return frozenset(ids)
+
+
+def locate(model: str, revision: str | None = None, *, with_weights: bool = True) -> Path:
+    """Return the folder or .gguf file of that name. A hub name is downloaded: whole, or without weights for a tokenizer."""
+    if not model:
+        raise CheckpointNotFoundError(f"the model's name is empty; {list_bundled()}")
+    try:
+        path = Path(model).expanduser()
+        model.encode()  # the libraries below take UTF-8 only
+        is_file = path.is_file()
+        is_checkpoint = path.is_dir() or (is_file and path.suffix == ".gguf")
+    except (OSError, ValueError, RuntimeError) as error:  # too long, no permission, not Unicode, a ~user that does not exist
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointNotFoundError(f"{shown(model)} cannot be used as a folder ({reason}); {list_bundled()}") from error
+    if not is_checkpoint and model in bundled_models():
+        path, is_checkpoint = BUNDLED / model, True
+    if is_checkpoint:
+        if revision is not None:
+            raise CheckpointError(f"{path} is on this machine and has no revision {shown(revision)}; leave revision out")
+        return path
+    if is_file:
+        raise CheckpointNotFoundError(f"{shown(model)} is a file; give the folder that it lies in, with its config.json")
+    from nanoinfer.loading.hub import download
+
+    return download(model, revision, TEXT_FILES + WEIGHT_FILES if with_weights else TEXT_FILES)
+
+
+def bundled_models() -> list[str]:
+    return sorted(path.parent.name for path in BUNDLED.glob("*/config.json"))
+
+
+def list_bundled() -> str:
+    return f"bundled are {', '.join(bundled_models())}"
+
+
+def list_folder(path: Path) -> list[str]:
+    try:
+        return os.listdir(path)
+    except (OSError, ValueError):
+        return []
+
+
+def file_digests(path: Path) -> dict[str, str]:
+    """A digest of a GGUF file, or of each file in a folder that a model's answers may depend on, by the file's name."""
+    patterns = [*TEXT_FILES, *WEIGHT_FILES, "*.gguf"]
+    digests = {}
+    for file in [path] if path.is_file() else sorted(path.iterdir()):
+        if not file.is_file() or not any(map(file.match, patterns)):
+            continue
+        with file.open("rb") as content:
+            digests[file.name] = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    return digests
+
+
+def check_file(path: Path, max_bytes: int | None = None) -> None:
+    """Refuse what cannot be read to its end: a pipe or a device blocks or never ends, and a folder is no file.
+
+    Symbolic links are followed, as the hub's cache is made of them.
+    """
+    try:
+        info = path.stat()
+        is_regular = stat.S_ISREG(info.st_mode)
+        if is_regular:  # opening a pipe waits for its other end
+            path.open("rb").close()
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"{path} does not exist; a checkpoint is a folder with config.json and weights"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if not is_regular:
+        raise CheckpointError(f"{path} cannot be read: it is not a regular file")
+    if max_bytes is not None and info.st_size > max_bytes:
+        raise CheckpointError(f"{path} has {info.st_size} bytes; at most {max_bytes} are read of such a file")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object."""
+    check_file(path, MAX_JSON_BYTES)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is not valid JSON (nested too deeply); download it again") from error
+    except ValueError as error:  # not UTF-8, not JSON, or an integer of more than 4,300 digits
+        raise CheckpointError(f"{path} is not valid JSON ({first_line(error)}); download it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _weight_files(path: Path, model: str) -> list[Path]:
+    """The files of one set of weights: one file, or the shards of an index. As in transformers, one file takes precedence."""
+    index_path = path / "model.safetensors.index.json"
+    present = set(list_folder(path))
+    if "model.safetensors" in present:
+        names = ["model.safetensors"]
+    elif index_path.name in present:
+        names = _shard_names(index_path)
+    else:
+        names = sorted(name for name in present if name.endswith(".safetensors"))
+    if missing := [name for name in names if name not in present]:
+        raise CheckpointNotFoundError(f"{index_path} names {first_ten(missing)}, not in the folder; download them too")
+    if not names:
+        raise CheckpointNotFoundError(f"{path} holds no *.safetensors file. " + _CONVERT.format(model=model))
+    for name in names:
+        check_file(path / name)
+    return [path / name for name in names]
+
+
+def _shard_names(index_path: Path) -> list[str]:
+    """The files that an index names. They are in its own folder: a name such as ../x would read files of the user's."""
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index_path} has no weight_map of file names; download it again")
+    names = list(dict.fromkeys(weight_map.values()))
+    if outside := [name for name in names if Path(name).name != name]:
+        raise CheckpointError(f"{index_path} names {first_ten(outside)}, outside its folder; download it again")
+    return names
+
+
+def first_ten(items: list[str], separator: str = ", ") -> str:
+    """The first ten of many, and how many more there are. A file may hold names of any characters and length."""
+    named = [item if item.isprintable() and len(item) <= 300 else shown(item) for item in items[:10]]
+    return separator.join(named + ([f"and {len(items) - 10} more"] if len(items) > 10 else []))

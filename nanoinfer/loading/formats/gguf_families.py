@@ -1,0 +1,186 @@
+"""What a GGUF file's metadata and tensors mean: config.json and generation_config.json as the model's family reads them.
+
+In: a GGUFFile. Out: dicts with the keys of config.json, and the parameter that each tensor fills. Metadata that changes the
+arithmetic is honoured or refused by name.
+Source: gguf/constants.py and convert_hf_to_gguf.py of https://github.com/ggml-org/llama.cpp
+"""
+
+import re
+import struct
+from typing import Any
+
+import numpy as np
+
+from nanoinfer.errors import UnsupportedError, WeightsError, shown
+from nanoinfer.loading.formats.gguf import GGUFFile
+from nanoinfer.models.rope import RopeConfig, rope_frequencies
+
+# general.architecture -> (architecture, model_type) in config.json
+_ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),  # also Mistral's, SmolLM2's, TinyLlama's and Yi's
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "gpt2": ("GPT2LMHeadModel", "gpt2"),
+}
+
+# Keys of an architecture that change its arithmetic. 0 and absence mean without.
+_REFUSED = ("expert_count", "attention.sliding_window", "attention.scale", "logit_scale", "embedding_scale", "residual_scale")
+
+_LLAMA_NAMES = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GPT2_NAMES = {
+    "token_embd": "wte",
+    "position_embd": "wpe",
+    "output_norm": "ln_f",
+    "output": "lm_head",
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+_TENSOR = re.compile(r"(blk\.(?P<layer>\d{1,6})\.)?(?P<name>\w+)\.(?P<kind>weight|bias)")
+
+LLAMA3_FACTORS = "rope_freqs.weight"  # not a weight: what Llama 3 divides each frequency by
+# Llama 3.1, 3.2 and 3.3 have these. The file has only the factors that follow from them, and the largest is `factor`.
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def parameter_name(architecture: str, tensor_name: str) -> str:
+    """The parameter that a tensor fills. An unknown name stays as it is, so that load_weights reports it."""
+    names, layers = (_GPT2_NAMES, "h") if architecture == "gpt2" else (_LLAMA_NAMES, "layers")
+    match = _TENSOR.fullmatch(tensor_name)
+    if match is None or match["name"] not in names:
+        return tensor_name
+    layer = "" if match["layer"] is None else f"{layers}.{int(match['layer'])}."
+    return f"{layer}{names[match['name']]}.{match['kind']}"
+
+
+def to_config(file: GGUFFile) -> dict[str, Any]:
+    """Return what config.json has for this model. The family checks types and ranges, as it does for config.json."""
+    if file.architecture not in _ARCHITECTURES:
+        raise UnsupportedError(
+            f"{file.path} has the architecture {shown(file.architecture)}; {', '.join(_ARCHITECTURES)} are supported in GGUF "
+            "files. The model's safetensors may be supported where its GGUF is not"
+        )
+    for key in _REFUSED:
+        if file.get(key):
+            raise UnsupportedError(f"{file.architecture}.{key}={shown(file.get(key))} in {file.path} is not supported")
+    if "token_embd.weight" not in file.tensors:
+        raise WeightsError(f"{file.path} has no token_embd.weight, which every model has; download it again")
+    architecture, model_type = _ARCHITECTURES[file.architecture]
+    config = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "dtype": _dtype(file),
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+    }
+    return config | (_gpt2_sizes(file) if file.architecture == "gpt2" else _llama_sizes(file))
+
+
+def to_generation_config(file: GGUFFile) -> dict[str, Any]:
+    """Return BOS, the padding, and the ids that end a text: of a document's end, of a turn (eot) and of a message (eom)."""
+    ids = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding", "eos", "eot", "eom")}
+    ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
+    return _without_none(bos_token_id=ids["bos"], pad_token_id=ids["padding"], eos_token_id=list(dict.fromkeys(ends)))
+
+
+def _dtype(file: GGUFFile) -> str:
+    """The dtype to compute in: that of the matrices. Blocks of few bits have no dtype: bfloat16 holds what they hold."""
+    names = {tensor.block_type.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    return {("F32",): "float32", ("F16",): "float16", ("F16", "F32"): "float16"}.get(tuple(sorted(names)), "bfloat16")
+
+
+def _gpt2_sizes(file: GGUFFile) -> dict[str, Any]:
+    return _without_none(
+        n_embd=file.get("embedding_length"),
+        n_inner=file.get("feed_forward_length"),
+        n_layer=file.get("block_count"),
+        n_head=file.get("attention.head_count"),
+        n_positions=file.get("context_length"),
+        layer_norm_epsilon=_as_decimal(file.get("attention.layer_norm_epsilon")),
+    )
+
+
+def _llama_sizes(file: GGUFFile) -> dict[str, Any]:
+    hidden_size, num_heads = file.get("embedding_length"), file.get("attention.head_count")
+    head_dim, num_rotated = file.get("attention.key_length"), file.get("rope.dimension_count")
+    if head_dim is None and type(hidden_size) is int and type(num_heads) is int and num_heads:
+        head_dim = hidden_size // num_heads
+    if num_rotated not in (None, head_dim):
+        raise UnsupportedError(
+            f"{file.path} rotates {shown(num_rotated)} of the {shown(head_dim)} numbers of a head, which is not supported"
+        )
+    return _without_none(
+        hidden_size=hidden_size,
+        intermediate_size=file.get("feed_forward_length"),
+        num_hidden_layers=file.get("block_count"),
+        num_attention_heads=num_heads,
+        num_key_value_heads=file.get("attention.head_count_kv"),
+        head_dim=head_dim,
+        max_position_embeddings=file.get("context_length"),
+        rms_norm_eps=_as_decimal(file.get("attention.layer_norm_rms_epsilon")),
+        rope_parameters=_rope(file, head_dim),
+        attention_bias="blk.0.attn_output.bias" in file.tensors or None,  # Qwen2's biases have no key
+        mlp_bias="blk.0.ffn_down.bias" in file.tensors or None,
+    )
+
+
+def _rope(file: GGUFFile, head_dim: Any) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _as_decimal(file.get("rope.freq_base", 10_000.0))}
+    prefix = f"{file.architecture}.rope.scaling."
+    scaling = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    if scaling.get("type", "none") != "none":
+        if unknown := scaling.keys() - {"type", "factor", "original_context_length", "finetuned"}:
+            raise UnsupportedError(f"{prefix}{min(unknown)} in {file.path} is not supported")
+        rope |= _without_none(
+            rope_type=scaling["type"],
+            factor=scaling.get("factor"),
+            original_max_position_embeddings=scaling.get("original_context_length"),
+        )
+    if LLAMA3_FACTORS in file.tensors:
+        rope |= _llama3_rope(file, rope["rope_theta"], head_dim)
+    return rope
+
+
+def _llama3_rope(file: GGUFFile, theta: Any, head_dim: Any) -> dict[str, Any]:
+    """Llama 3's rope_parameters, from the factors that the file has. Refuse factors that are not Llama 3's."""
+    tensor = file.tensors[LLAMA3_FACTORS]
+    is_expected = isinstance(theta, float) and theta > 1 and type(head_dim) is int and tensor.shape == (head_dim // 2,)
+    if is_expected and tensor.block_type.name == "F32" and head_dim <= 2**16:
+        with file.path.open("rb") as content:
+            content.seek(tensor.start)
+            factors = struct.unpack(f"<{head_dim // 2}f", content.read(tensor.num_bytes))
+        rope = {"rope_type": "llama3", "factor": _as_decimal(max(factors)), **_LLAMA3_ROPE}
+        if 1 <= rope["factor"] <= 1e6:
+            scaled = RopeConfig.from_hf({"rope_parameters": rope | {"rope_theta": theta}})
+            expected = rope_frequencies(head_dim, RopeConfig(theta)) / rope_frequencies(head_dim, scaled)
+            if np.allclose(factors, expected.numpy(), rtol=1e-4):
+                return rope
+    raise UnsupportedError(f"{LLAMA3_FACTORS} in {file.path} is not Llama 3's table of frequencies, and not supported")
+
+
+def _as_decimal(value: Any) -> Any:
+    """A number in fp32 as the shortest decimal: 1e-05 and not 9.999999747378752e-06, so that it equals config.json's."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _without_none(**config: Any) -> dict[str, Any]:
+    """Leave out what the file does not have: the family has a default, or names the key that is missing."""
+    return {key: value for key, value in config.items() if value is not None}

@@ -1,0 +1,137 @@
+"""The tokenizer and the chat template that a GGUF file has among its metadata.
+
+In: the metadata, as loading/formats/gguf.py reads it. Out: a Tokenizer. Two kinds are supported: byte-level BPE ("gpt2": GPT-2,
+Qwen, Llama 3, SmolLM) and SentencePiece's BPE ("llama": Llama 2, TinyLlama, Mistral).
+
+transformers has a converter of its own. It differs between versions, and splits text as GPT-2 does where it does not know a
+vocabulary's way, which may give wrong tokens. Here that is refused by name.
+Source: llama-vocab.cpp of https://github.com/ggml-org/llama.cpp, and the tokenizer.json of each model
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoinfer.errors import CheckpointError, NanoinferError, UnsupportedError, first_line, shown
+from nanoinfer.tokenization.tokenizer import Tokenizer, panics_raised
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_CONTROL, _USER_DEFINED = 3, 4  # token types: special tokens, and others that are never split
+MAX_SENTENCEPIECE_CHARACTERS = 2**21  # of all tokens together. Every way to cut each in two is tried.
+
+_ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# tokenizer.ggml.pre -> the regex that splits a text into words. None is GPT-2's, which the tokenizers library has.
+_WORDS = {
+    "gpt-2": None,
+    "smollm": None,  # with each digit a word
+    "qwen2": _ENGLISH + r"\p{N}" + _REST,
+    "deepseek-r1-qwen": _ENGLISH + r"\p{N}" + _REST,
+    "llama-bpe": _ENGLISH + r"\p{N}{1,3}" + _REST,
+}
+_LLAMA3 = "llama-bpe"
+
+
+def tokenizer_from_gguf(metadata: dict[str, Any], path: Path) -> Tokenizer | None:
+    """Build the tokenizer of a GGUF file, or return None if it has none."""
+    if "tokenizer.ggml.tokens" not in metadata:
+        return None
+    way_out = "pass LLM(tokenizer=...), a folder or a hub name with the model's tokenizer.json"
+    try:
+        with panics_raised():
+            return _build(metadata, path, way_out)
+    except NanoinferError:
+        raise
+    except Exception as error:  # of many classes, for metadata of the wrong type
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise CheckpointError(f"the tokenizer in {path} cannot be used ({reason}); {way_out}") from error
+
+
+def _build(metadata: dict[str, Any], path: Path, way_out: str) -> Tokenizer:
+    from transformers import PreTrainedTokenizerFast
+
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if split is None and metadata.get("general.architecture") == "gpt2":
+        split = "gpt-2"
+    if kind == "gpt2" and split in _WORDS:
+        backend = _byte_level(metadata, tokens, split)
+    elif kind == "llama":
+        backend = _sentencepiece(metadata, tokens)
+    else:
+        raise UnsupportedError(
+            f"the tokenizer in {path} is {shown(kind)} with the splitting {shown(split)}; supported are 'llama', and 'gpt2' "
+            f"with {', '.join(_WORDS)}. P{way_out[1:]}"
+        )
+    _add_special_tokens(backend, tokens, metadata.get("tokenizer.ggml.token_type", []))
+    special = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is not None and 0 <= token_id < len(tokens):
+            special[f"{name}_token"] = tokens[token_id]
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or split == _LLAMA3)
+    adds_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
+    _add_template(backend, special["bos_token"] if adds_bos else None, special["eos_token"] if adds_eos else None)
+    chat_template = metadata.get("tokenizer.chat_template")
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=chat_template, **special))
+
+
+def _byte_level(metadata: dict[str, Any], tokens: list[str], split: str) -> "tokenizers.Tokenizer":
+    """GPT-2's BPE over bytes, with the words that the vocabulary was learned on."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split == _LLAMA3))
+    steps: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=_WORDS[split] is None)
+    ]
+    if split == "smollm":
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    elif words := _WORDS[split]:
+        steps.insert(0, pre_tokenizers.Split(Regex(words), behavior="isolated"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
+    if split == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> "tokenizers.Tokenizer":
+    """Llama 2's BPE over characters, with bytes for unknown ones. A space is written as U+2581."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers.convert_slow_tokenizer import generate_merges
+
+    if sum(map(len, tokens)) > MAX_SENTENCEPIECE_CHARACTERS:
+        raise CheckpointError(f"the tokens have more than {MAX_SENTENCEPIECE_CHARACTERS} characters; download the file again")
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    # SentencePiece stores no merges: every pair of tokens that makes a token is one, the best score first.
+    merges = generate_merges(vocabulary, zip(tokens, metadata["tokenizer.ggml.scores"], strict=True))
+    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    adds_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = normalizers.Replace(" ", "\u2581")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if adds_space else spaces
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps + ([decoders.Strip(" ", 1, 0)] if adds_space else []))
+    return backend
+
+
+def _add_special_tokens(backend: "tokenizers.Tokenizer", tokens: list[str], types: list[int]) -> None:
+    """Keep control tokens and user-defined ones whole. They have their ids already."""
+    from tokenizers import AddedToken
+
+    for token_type, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
+        texts = [token for token, its_type in zip(tokens, types, strict=False) if its_type == token_type and token]
+        add([AddedToken(token, normalized=False, special=token_type == _CONTROL) for token in texts])
+
+
+def _add_template(backend: "tokenizers.Tokenizer", bos: str | None, eos: str | None) -> None:
+    """Add BOS before every text and EOS behind it, where the file asks for that."""
+    from tokenizers import processors
+
+    if bos is None and eos is None:
+        return
+    special = [(token, backend.token_to_id(token)) for token in (bos, eos) if token is not None]
+    single = " ".join(f"{part}:0" for part in (bos, "$A", eos) if part)
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)

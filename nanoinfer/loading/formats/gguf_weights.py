@@ -1,0 +1,182 @@
+"""The weights of a GGUF file, as the model's parameters: blocks of few bits become floats.
+
+In: a GGUFFile. Out: Weights with the model's own names, read piece by piece. The memory that a piece takes is a few times
+that of its floats, and no tensor is unpacked whole unless its axes are swapped.
+
+A block has `d`, its scale in fp16, and integers of 4 to 8 bits. Formats that end in _1, and K ones of 4 and 5 bits, have a
+minimum too. K blocks have 256 weights in groups of 16 or 32, and a scale for each group.
+Source: ggml-quants.c of https://github.com/ggml-org/ggml, dequantize_row_*
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nanoinfer.loading.formats.gguf import GGUFFile
+from nanoinfer.loading.formats.gguf_families import LLAMA3_FACTORS, parameter_name
+from nanoinfer.loading.quantization import QuantizedWeight
+from nanoinfer.loading.weights import TensorInfo, Weights
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_GPT2_LINEAR = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # [in, out] in GPT-2's checkpoints, [out, in] in GGUF
+
+
+class GGUFWeights(Weights):
+    """The tensors of a GGUF file under the names, and in the order, that the family's safetensors have them.
+
+    llama.cpp rotates neighbouring numbers of a head, (0, 1), (2, 3), ..., and Llama's checkpoints the two halves, (0, n/2),
+    (1, n/2 + 1), ... The files of the architecture "llama" have the rows of q and k in llama.cpp's order. It is undone here.
+    """
+
+    has_integers = True
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._file = file
+        self._sources = {parameter_name(file.architecture, name): name for name in file.tensors if name != LLAMA3_FACTORS}
+        # Mapped, not read. A private mapping, as torch has no read-only tensors.
+        size = file.path.stat().st_size
+        self._bytes = torch.from_file(str(file.path), shared=False, size=size, dtype=torch.uint8)
+        super().__init__((name, self._info(name)) for name in self._sources)
+
+    def _info(self, name: str) -> TensorInfo:
+        tensor = self._file.tensors[self._sources[name]]
+        shape = tensor.shape[::-1] if self._is_transposed(name) else tensor.shape
+        if tensor.block_type.name not in _FLOATS:
+            return TensorInfo(shape, "F32")
+        return TensorInfo(shape, tensor.block_type.name, is_mapped=not self._num_rotated_heads(name))
+
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        if self._is_transposed(name):
+            return self._unpack(name).T[rows]
+        if num_heads := self._num_rotated_heads(name):
+            return _to_halves(self._unpack(name), num_heads)[rows]
+        return self._unpack(name, rows)
+
+    def integers(self, name: str) -> QuantizedWeight | None:
+        tensor = self._file.tensors[self._sources[name]]
+        if tensor.block_type.name not in _INTEGERS:
+            return None
+        bits, zero, unpack = _INTEGERS[tensor.block_type.name]
+        blocks = self._stored(name).reshape(-1, tensor.block_type.num_bytes)
+        integers, scales = unpack(blocks).view(tensor.shape), _half(blocks, 0).view(tensor.shape[0], -1)
+        if num_heads := self._num_rotated_heads(name):
+            integers, scales = _to_halves(integers, num_heads), _to_halves(scales, num_heads)
+        return QuantizedWeight(bits, integers, scales, torch.full_like(scales, zero, dtype=torch.uint8))
+
+    def _is_transposed(self, name: str) -> bool:
+        return self._file.architecture == "gpt2" and name.endswith(_GPT2_LINEAR)
+
+    def _num_rotated_heads(self, name: str) -> int:
+        if self._file.architecture != "llama" or (".q_proj." not in name and ".k_proj." not in name):
+            return 0
+        num_heads = self._file.get("attention.head_count")
+        return num_heads if ".q_proj." in name else self._file.get("attention.head_count_kv", num_heads)
+
+    def _unpack(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """Return rows of a tensor in the file's own order: in its dtype if it is a float, else in fp32."""
+        tensor, stored = self._file.tensors[self._sources[name]], self._stored(name)
+        if dtype := _FLOATS.get(tensor.block_type.name):
+            return stored.view(dtype).view(tensor.shape)[rows]
+        stored = stored.view(tensor.shape[0], -1)[rows]  # a row is whole blocks
+        blocks = stored.reshape(-1, tensor.block_type.num_bytes)
+        return _UNPACK[tensor.block_type.name](blocks).view(len(stored), *tensor.shape[1:])
+
+    def _stored(self, name: str) -> Tensor:
+        tensor = self._file.tensors[self._sources[name]]
+        return self._bytes[tensor.start : tensor.start + tensor.num_bytes]
+
+
+def _to_halves(weight: Tensor, num_heads: int) -> Tensor:
+    """Rows of each head from (0, 1), (2, 3), ... to the even ones and then the odd ones."""
+    return weight.view(num_heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+# ---- blocks [num_blocks, num_bytes] uint8 -> weights [num_blocks, num_weights] fp32
+
+
+def _half(blocks: Tensor, start: int) -> Tensor:
+    """The fp16 number at a byte of each block, [num_blocks, 1] in fp32."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _fields(packed: Tensor, num_bits: int, num_bytes: int) -> Tensor:
+    """Split bytes into fields: for each run of num_bytes the lowest field of every byte, then the next field of every byte."""
+    shifts = torch.arange(0, 8, num_bits, dtype=torch.uint8).view(-1, 1)
+    runs = packed.reshape(len(packed), -1, 1, num_bytes)
+    return (runs >> shifts & (1 << num_bits) - 1).view(len(packed), -1)
+
+
+def _high_bits(packed: Tensor) -> Tensor:
+    """The 32 bits of 4 bytes, each as 0 or 16."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return (packed.unsqueeze(-1) >> shifts & 1).view(len(packed), -1) << 4
+
+
+def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """8 scales and 8 minima of 6 bits from 12 bytes: four bytes with the low bits of each, then the rest."""
+    first, second, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat([first & 63, rest & 15 | first >> 6 << 4], dim=1)
+    minima = torch.cat([second & 63, rest >> 4 | second >> 6 << 4], dim=1)
+    return scales.float(), minima.float()
+
+
+def _without_minimum(integers: Callable[[Tensor], Tensor], zero: int) -> Callable[[Tensor], Tensor]:
+    """d * (integer - zero)."""
+    return lambda blocks: _half(blocks, 0) * (integers(blocks).float() - zero)
+
+
+def _with_minimum(integers: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """d * integer + minimum."""
+    return lambda blocks: _half(blocks, 0) * integers(blocks) + _half(blocks, 2)
+
+
+def _four_bits(blocks: Tensor) -> Tensor:
+    return _fields(blocks[:, -16:], 4, 16)
+
+
+def _five_bits(blocks: Tensor) -> Tensor:
+    return _four_bits(blocks) | _high_bits(blocks[:, -20:-16])
+
+
+def _eight_bits(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:] ^ 128  # signed + 128
+
+
+def _k_groups(blocks: Tensor, integers: Tensor) -> Tensor:
+    """d * scale * integer - dmin * minimum, for 8 groups of 32."""
+    scales, minima = _scales_and_minima(blocks[:, 4:16])
+    scales, minima = (_half(blocks, 0) * scales).unsqueeze(-1), (_half(blocks, 2) * minima).unsqueeze(-1)
+    return (scales * integers.view(-1, 8, 32) - minima).view(len(blocks), 256)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    return _k_groups(blocks, _fields(blocks[:, 16:], 4, 32))
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    return _k_groups(blocks, _fields(blocks[:, 48:], 4, 32) | _fields(blocks[:, 16:48], 1, 32) << 4)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    low, high = _fields(blocks[:, :128], 4, 64), _fields(blocks[:, 128:192], 2, 32)
+    scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)  # of groups of 16
+    return (scales.unsqueeze(-1) * ((low | high << 4).float() - 32).view(-1, 16, 16)).view(len(blocks), 256)
+
+
+_UNPACK: dict[str, Callable[[Tensor], Tensor]] = {
+    "Q4_0": _without_minimum(_four_bits, 8),
+    "Q4_1": _with_minimum(_four_bits),
+    "Q5_0": _without_minimum(_five_bits, 16),
+    "Q5_1": _with_minimum(_five_bits),
+    "Q8_0": _without_minimum(_eight_bits, 128),
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
+
+# type -> (bits, the integer that stands for 0, blocks -> integers), of those that have a scale and no minimum
+_INTEGERS: dict[str, tuple[int, int, Callable[[Tensor], Tensor]]] = {
+    "Q4_0": (4, 8, _four_bits),
+    "Q8_0": (8, 128, _eight_bits),
+}

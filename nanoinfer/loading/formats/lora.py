@@ -1,0 +1,168 @@
+"""LoRA adapters in peft's format, merged into the weights while they are read.
+
+    merged = weight + strength * scale * B @ A,  scale = alpha / r, or alpha / sqrt(r) with use_rslora
+
+A is [r, in] and B is [out, r]. The sum is computed in fp32 and rounded once. The merged model is as fast as its base, and any
+base will do, quantised ones too. All requests use the same adapters.
+
+In: the base's Weights, and the adapters' folders. Out: Weights. What an adapter may contain besides A and B is refused by name.
+Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685. use_rslora: Kalajdzievski 2023, https://arxiv.org/abs/2312.03732.
+Format: peft's tuners/lora of https://github.com/huggingface/peft.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError, WeightsError, shown
+from nanoinfer.loading.checkpoint import check_file, first_ten, locate, read_json
+from nanoinfer.loading.weights import TensorInfo, WeightFiles, WeightRules, Weights
+
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
+
+# Settings of adapter_config.json that change the result, with the values that do not.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "lora_bias": (False,),
+    "use_qalora": (False,),
+    "use_bdlora": (None, False),
+    "modules_to_save": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    # Others change the base's weights too before they train. peft saves such an adapter in a form that fits the base, too.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+}
+
+
+@dataclass(frozen=True)
+class _Update:
+    """B @ A * scale, of one adapter for one tensor."""
+
+    a: Tensor  # [r, in]
+    b: Tensor  # [out, r]
+    scale: float
+
+
+class LoraWeights(Weights):
+    """The base's tensors with adapters merged into them: (folder or hub name, strength). 1 is as it was trained."""
+
+    def __init__(self, base: Weights, adapters: Sequence[tuple[str, float]], rules: WeightRules) -> None:
+        self._base = base
+        self._rules = rules
+        self.has_empty_biases = base.has_empty_biases
+        self._updates: dict[str, list[_Update]] = defaultdict(list)
+        tensor_names = {name.removeprefix(rules.prefix): name for name in base}
+        for adapter, strength in adapters:
+            for module, update in _read_adapter(adapter).items():
+                name = tensor_names.get(f"{module}.weight".removeprefix(rules.prefix))
+                self._check_fit(adapter, module, name, update)
+                self._updates[str(name)].append(replace(update, scale=update.scale * strength))
+        super().__init__(base | {name: TensorInfo(base[name].shape, "F32") for name in self._updates})
+
+    def _check_fit(self, adapter: str, module: str, name: str | None, update: _Update) -> None:
+        expected = (update.b.shape[0], update.a.shape[1])
+        shape = None if name is None else self._base[name].shape
+        if name is not None and shape is not None and name.endswith(self._rules.transpose):
+            shape = shape[::-1]
+        if shape != expected:
+            found = "which the model does not have" if shape is None else f"of shape {list(shape)} in the model"
+            raise WeightsError(
+                f"the adapter {shown(adapter)} changes {shown(module)} of shape {list(expected)}, {found}; "
+                "use it with the base model that its adapter_config.json names"
+            )
+
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        weight = self._base.read(name, rows)
+        for update in self._updates.get(name, ()):
+            is_transposed = name.endswith(self._rules.transpose)  # [in, out]
+            change = update.a[:, rows].T @ update.b.T if is_transposed else update.b[rows] @ update.a
+            weight = weight.float() + update.scale * change
+        return weight
+
+
+def _read_adapter(name: str) -> dict[str, _Update]:
+    """Read an adapter. Returns the update of each module that it changes, with strength 1."""
+    try:
+        folder = locate(name)
+    except CheckpointError as error:
+        raise CheckpointNotFoundError(f"lora: {error}") from error
+    config_path, weights_path = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    if not config_path.exists():
+        raise CheckpointNotFoundError(f"{folder} has no adapter_config.json; a LoRA adapter is a folder as peft saves it")
+    if not weights_path.exists():
+        raise CheckpointNotFoundError(
+            f"{folder} has no adapter_model.safetensors. A .bin file is a pickle and may run code; save the adapter with "
+            "safe_serialization=True"
+        )
+    config = read_json(config_path)
+    for key, allowed in _NEUTRAL.items():
+        if key in config and not any(type(config[key]) is type(value) and config[key] == value for value in allowed):
+            raise UnsupportedError(
+                f"{key}={shown(config[key])} in {config_path} is not supported, only {' or '.join(map(repr, allowed))}; "
+                "merge the adapter into its base with peft's merge_and_unload, and load the result"
+            )
+    check_file(weights_path)
+    files = WeightFiles([weights_path])
+    parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for tensor_name in files:
+        match = _TENSOR.fullmatch(tensor_name)
+        if match is None or len(files[tensor_name].shape) != 2:
+            raise UnsupportedError(f"{weights_path} has {first_ten([tensor_name])}, which is neither A nor B of a linear layer")
+        module, part = match.groups()
+        parts[module][part] = files.read(tensor_name).float()
+    return {module: _update(config, config_path, module, **matrices) for module, matrices in parts.items()}
+
+
+def _update(
+    config: dict[str, Any], config_path: Path, module: str, A: Tensor | None = None, B: Tensor | None = None
+) -> _Update:
+    """Pair A and B of a module, with the scale that the config gives it."""
+    if A is None or B is None or A.shape[0] != B.shape[1]:
+        raise WeightsError(f"{shown(module)} in the adapter of {config_path} has no A and B that fit; download it again")
+    rank = _for_module(config, "r", "rank_pattern", module, config_path)
+    alpha = _for_module(config, "lora_alpha", "alpha_pattern", module, config_path)
+    if rank != A.shape[0]:
+        raise WeightsError(
+            f"{shown(module)} has the rank {A.shape[0]}, but {config_path} says {shown(rank)}; download it again"
+        )
+    return _Update(A, B, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _for_module(config: dict[str, Any], key: str, patterns_key: str, module: str, config_path: Path) -> float:
+    """The number of a module: of the first pattern that matches the end of its name, else of `key`."""
+    value: Any = config.get(key)
+    patterns = config.get(patterns_key) or {}
+    if not isinstance(patterns, dict):
+        raise CheckpointError(f"{patterns_key} in {config_path} must map names to numbers, got {shown(patterns)}")
+    for pattern, number in patterns.items():
+        if _matches(pattern, module, patterns_key, config_path):
+            value = number
+            break
+    if type(value) not in (int, float) or not 0 < value < 2**31:
+        raise CheckpointError(f"{key} of {shown(module)} in {config_path} must be a number above 0, got {shown(value)}")
+    return value
+
+
+def _matches(pattern: str, module: str, patterns_key: str, config_path: Path) -> bool:
+    """Whether a pattern is the module's name, or the end of it from a dot on.
+
+    peft takes patterns for regular expressions. One of an unknown file could run for hours, so only names are taken, with an
+    escaped dot.
+    """
+    name = pattern.removeprefix("^").replace("\\.", ".")
+    if not re.fullmatch(r"[\w.]+", name):
+        raise UnsupportedError(f"{patterns_key} in {config_path} has the pattern {shown(pattern)}; only names are supported")
+    return module == name or (not pattern.startswith("^") and module.endswith(f".{name}"))

@@ -1,0 +1,68 @@
+"""A hub name -> the folder of the model in the hub's cache, downloaded unless it is there.
+
+In: a name that is no file or folder of this machine. Out: a path, or an error that says why there is none and what to try.
+"""
+
+import difflib
+from pathlib import Path
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from nanoinfer.errors import CheckpointNotFoundError, shown
+from nanoinfer.loading.checkpoint import bundled_models, list_bundled, list_folder
+
+_NOT_NEEDED = ["*/*", "consolidated*.safetensors"]  # folders of other formats, and Mistral's own: the same weights once more
+
+
+def download(model: str, revision: str | None, patterns: list[str]) -> Path:
+    """Return the folder of a hub model, with the files that match one of the patterns."""
+    path = Path(model).expanduser()
+    if path.is_absolute() or model.startswith(".") or path.suffix == ".gguf":
+        way_out = f"{_did_you_mean(model)}give a checkpoint's folder, a .gguf file on this machine, or a hub name"
+        kind = "file" if path.suffix == ".gguf" else "folder"
+        raise CheckpointNotFoundError(f"there is no {kind} {shown(model)}; {way_out}")
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
+    except HFValidationError as error:
+        raise CheckpointNotFoundError(
+            f"{shown(model)} is neither a folder nor a possible hub name (owner/name); {_did_you_mean(model)}{list_bundled()}"
+        ) from error
+    except Exception as error:  # the hub's own errors, and those of its HTTP library without a network
+        reason, way_out = _explain(error, model)
+        raise CheckpointNotFoundError(
+            f"{shown(model)} is no folder here, and the hub did not give it (revision {(revision or 'main')[:100]}): {reason}; "
+            f"{_did_you_mean(model)}{way_out}, or use a folder; {list_bundled()}"
+        ) from error
+
+
+def _explain(error: Exception, model: str) -> tuple[str, str]:
+    """Why a hub's model cannot be downloaded, and the way out."""
+    log_in = "`hf auth login`, or set HF_TOKEN"
+    if isinstance(error, GatedRepoError):
+        page = f"{constants.ENDPOINT}/{model}"
+        return "it is gated, and this account has no access", f"accept its conditions at {page} and log in with {log_in}"
+    if isinstance(error, RepositoryNotFoundError):
+        return "there is no such model, or it is private", f"check the name, and for a private one log in with {log_in}"
+    if isinstance(error, RevisionNotFoundError):
+        return "it has no such revision", "check the name of the branch, tag or commit"
+    if isinstance(error, LocalEntryNotFoundError):  # which does not say which of the two it is
+        offline = "HF_HUB_OFFLINE is set and the hub's cache does not have it, or only a part of it"
+        return offline if constants.HF_HUB_OFFLINE else "it cannot be reached", "check the name and the network"
+    reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+    return reason, "check the name and the network (a download continues where it stopped)"
+
+
+def _did_you_mean(model: str) -> str:
+    """Suggest a bundled, cached or local model with a similar name, as the beginning of a way out."""
+    cached = [name.removeprefix("models--").replace("--", "/") for name in list_folder(Path(constants.HF_HUB_CACHE))]
+    local = [str(Path(model).with_name(name)) for name in list_folder(Path(model).expanduser().parent)]
+    candidates = {*bundled_models(), *cached, *local} - {model}
+    close = difflib.get_close_matches(model, sorted(candidates), n=1, cutoff=0.8)
+    return f"did you mean {shown(close[0])}? Otherwise " if close else ""

@@ -1,0 +1,263 @@
+"""A checkpoint's name -> a model with its weights on its device, with its tokenizer and EOS ids.
+
+In: an EngineConfig. Out: the model as its file in models/ says, the tokenizer, the EOS ids.
+"""
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanoinfer.config import DTYPES, EngineConfig
+from nanoinfer.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    InvalidValueError,
+    NanoinferError,
+    UnsupportedError,
+    WeightsError,
+    shown,
+)
+from nanoinfer.loading.checkpoint import Checkpoint, check_file, locate
+from nanoinfer.loading.weights import WeightFiles, Weights, dtype_of, head_is_tied, load_weights
+from nanoinfer.models.registry import Model, find_model
+from nanoinfer.system.process import set_cuda_device
+from nanoinfer.tokenization.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanoinfer.distributed.sharding import Shards
+    from nanoinfer.loading.formats.gguf import GGUFFile
+
+logger = logging.getLogger(__name__)
+
+# Fields of a family's config that no weight can be smaller than.
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+
+MAX_TOKENIZER_BYTES = 2**26  # of one file. Gemma 3's tokenizer.json has 33 MB.
+_TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")  # how they begin
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model with its weights, and its files."""
+
+    checkpoint: Checkpoint
+    model: Model
+    num_parameters: int  # of the checkpoint, also where the model is a rank's part of it
+    tokenizer: Tokenizer | None  # None if there is none. The model then takes token ids only
+    eos_token_ids: frozenset[int]
+
+
+def load(config: EngineConfig, shards: "Shards | None" = None) -> Loaded:
+    """Load a model, its tokenizer and its EOS ids. With shards, the model is split among ranks."""
+    checkpoint = Checkpoint.open(config.model, config.revision)
+    model, num_parameters = load_configured(checkpoint, config, shards)
+    tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
+    tokenizer = load_tokenizer(tokenizer_path, checkpoint.gguf if config.tokenizer is None else None)
+    if config.tokenizer is not None and tokenizer is None:
+        raise CheckpointNotFoundError(f"{tokenizer_path} holds no tokenizer files, such as tokenizer.json")
+    eos_token_ids = checkpoint.eos_token_ids
+    if not eos_token_ids and tokenizer is not None and tokenizer.hf.eos_token_id is not None:
+        eos_token_ids = frozenset([tokenizer.hf.eos_token_id])
+    if outside := sorted(token_id for token_id in eos_token_ids if not 0 <= token_id < model.config.vocab_size):
+        # No error: transformers writes 50256 into the config of a small GPT-2.
+        logger.warning("eos_token_id %s is outside the vocabulary and is ignored", shown(outside))
+    eos_token_ids -= frozenset(outside)
+    return Loaded(checkpoint, model, num_parameters, tokenizer, eos_token_ids)
+
+
+def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: "Shards | None" = None) -> tuple[Any, int]:
+    """Load the model, or a rank's part of it, as the config says. Returns it, and the number of parameters of all ranks."""
+    device = resolve_device(config.device)
+    if config.quantization and device.type != "cpu":
+        raise UnsupportedError(
+            f"quantization={config.quantization!r} runs on a CPU only, got device {str(device)!r}; leave it out"
+        )
+    if device.type == "cuda":
+        set_cuda_device(device)
+    dtype = resolve_dtype("bfloat16" if config.quantization else config.dtype, checkpoint, device)
+    whole, weights = on_meta(checkpoint)
+    num_parameters = sum(weight.numel() for weight in whole.parameters())
+    model = _fill(whole, weights, dtype, device, config.lora, shards)
+    if config.quantization and config.enforce_eager:
+        from nanoinfer.loading.quantization import quantize_model
+
+        quantize_model(model, config.quantization)
+    return model, num_parameters
+
+
+def load_tokenizer(path: Path, file: "GGUFFile | None" = None) -> Tokenizer | None:
+    """The tokenizer of a folder or of a GGUF file, or None where there is none. file: the GGUF file's, if it has been read."""
+    if file is not None or path.is_file():
+        from nanoinfer.loading.formats.gguf import read_gguf
+        from nanoinfer.loading.formats.gguf_tokenizer import tokenizer_from_gguf
+
+        return tokenizer_from_gguf((file or read_gguf(path)).metadata, path)
+    _check_tokenizer_files(path)
+    return Tokenizer.load(path)
+
+
+def _check_tokenizer_files(path: Path) -> None:
+    """Refuse files that transformers would hang on, or read whole for a long time. It chooses among many names."""
+    for file in (*path.iterdir(), *path.glob("additional_chat_templates/*")):
+        if file.suffix in (".json", ".txt", ".jinja", ".model") and file.exists() and not file.is_dir():
+            check_file(file, MAX_TOKENIZER_BYTES if file.name.startswith(_TOKENIZER_FILES) else None)
+
+
+def load_model(
+    checkpoint: Checkpoint, dtype: str = "auto", device: torch.device | str = "cpu", lora: Sequence[tuple[str, float]] = ()
+) -> Any:
+    """Build the checkpoint's model with its weights: the textbook form, which runs on every device.
+
+    Args:
+        checkpoint: the files.
+        dtype: one of config.DTYPES. "auto" is the checkpoint's own, or fp32 on a CPU that is slow at it.
+        device: where the weights go.
+        lora: adapters to merge into the weights, each with its strength.
+    """
+    device = torch.device(device)
+    return _fill(*on_meta(checkpoint), resolve_dtype(dtype, checkpoint, device), device, lora)
+
+
+def _fill(
+    model: Any,
+    weights: Weights,
+    dtype: torch.dtype,
+    device: torch.device,
+    lora: Sequence[tuple[str, float]],
+    shards: "Shards | None" = None,
+) -> Any:
+    """Give a model on the meta device its weights. With shards, return this rank's part of it."""
+    vocab_size = model.config.vocab_size
+    if lora:
+        from nanoinfer.loading.formats.lora import LoraWeights
+
+        weights = LoraWeights(weights, lora, model.weight_rules)
+    if shards is not None:
+        model, weights = shards.split(model, weights)
+    load_weights(model, weights, model.weight_rules, dtype, device)
+    if shards is not None:
+        shards.join(model, vocab_size)
+    return model.to(device).eval()
+
+
+def open_weights(checkpoint: Checkpoint) -> Weights:
+    """Return the checkpoint's tensors as the model takes them, whatever the format that they are stored in."""
+    if checkpoint.gguf is not None:
+        from nanoinfer.loading.formats.gguf_weights import GGUFWeights
+
+        return GGUFWeights(checkpoint.gguf)
+    settings = checkpoint.config.get("quantization_config")
+    if not settings:
+        return WeightFiles(checkpoint.weight_files)
+    from nanoinfer.loading.formats.packed import open_packed
+
+    return open_packed(checkpoint.weight_files, settings, checkpoint.config_path)
+
+
+def on_meta(checkpoint: Checkpoint) -> tuple[Any, Weights]:
+    """Build the checkpoint's model on the meta device: every shape, and no weights. Return it and the checkpoint's tensors."""
+    model_class, config = read_config(checkpoint)
+    files = open_weights(checkpoint)
+    _compare_sizes(config, files, checkpoint.config_path)
+    is_tied = head_is_tied(config.tie_word_embeddings, files, model_class.weight_rules)
+    with torch.device("meta"):
+        return model_class(dataclasses.replace(config, tie_word_embeddings=is_tied)), files
+
+
+def read_config(checkpoint: Checkpoint) -> tuple[type[Any], Any]:
+    """Return the family's class and its config. Check types and ranges, and that the numbers of heads are consistent."""
+    path = checkpoint.config_path
+    model_class = find_model(checkpoint.config)
+    try:
+        config = model_class.Config.from_hf(checkpoint.config)
+    except KeyError as error:
+        raise CheckpointError(f"{path} has no {error}, which this architecture needs") from error
+    except NanoinferError:
+        raise
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{path} holds a value of the wrong type ({error}); download it again") from error
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        allowed = None
+        is_size = field.type is int or (field.type == int | None and value is not None)
+        if is_size and (type(value) is not int or not 1 <= value < 2**31):
+            allowed = "a number >= 1 and below 2**31"
+        elif field.type is float and (type(value) not in (int, float) or not abs(value) <= sys.float_info.max):
+            allowed = "a finite number"
+        elif field.type is bool and type(value) is not bool:
+            allowed = "true or false"
+        if allowed is not None:
+            raise CheckpointError(f"{field.name} in {path} must be {allowed}, got {shown(value)}; download it again")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise CheckpointError(
+            f"num_attention_heads in {path} must be a multiple of num_key_value_heads, got {config.num_attention_heads} "
+            f"and {config.num_key_value_heads}"
+        )
+    return model_class, config
+
+
+def _compare_sizes(config: Any, files: Weights, path: Path) -> None:
+    """Refuse sizes that the headers of the weights contradict, so that neither 10**6 layers nor 10**9 angles are built.
+
+    These bounds hold for any architecture. load_weights compares every tensor.
+    """
+    problems = []
+    if config.num_hidden_layers > len(files):
+        problems.append(f"num_hidden_layers in {path} is {config.num_hidden_layers}, but the weights are {len(files)} tensors")
+    if (num_experts := getattr(config, "num_experts", 0) * len(getattr(config, "sparse_layers", ()))) > len(files):
+        problems.append(
+            f"num_experts in {path} makes {num_experts} experts in all layers, but the weights are {len(files)} tensors"
+        )
+    for name in _SIZES:
+        size = getattr(config, name, None) or 1
+        if size > files.num_elements:
+            problems.append(f"{name} in {path} is {size}, but the weights have only {files.num_elements} elements")
+    if problems:
+        raise WeightsError(f"{problems[0]}; are both of the same model?")
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device of that name, which must exist. `auto` is a GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidValueError(f"device must be auto, cpu, cuda or cuda:N, got {shown(name)}") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+        raise InvalidValueError(f"device must be auto, cpu, cuda or cuda:N, got {shown(name)}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidValueError(f"device is {shown(name)}, but torch sees {torch.cuda.device_count()} GPUs; use 'cpu'")
+    return device
+
+
+def cpu_has_fast_bf16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def resolve_dtype(dtype: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """Return the dtype that a checkpoint is run in, for one of config.DTYPES."""
+    if dtype not in DTYPES:
+        raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(dtype)}")
+    if DTYPES[dtype] != "auto":
+        return getattr(torch, DTYPES[dtype])
+    name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")  # newer and older transformers
+    own = {"float64": torch.float32, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    resolved = own.get(str(name).removeprefix("torch.")) if name else dtype_of(open_weights(checkpoint))
+    if resolved is None:
+        raise UnsupportedError(
+            f"the checkpoint's dtype is {shown(name)}; {', '.join(own)} are supported. Pass dtype= to choose one"
+        )
+    if device.type != "cpu" or resolved is torch.float32 or (resolved is torch.bfloat16 and cpu_has_fast_bf16()):
+        return resolved
+    logger.info("the checkpoint is %s, which this CPU is slow at: using float32 (dtype= chooses)", resolved)
+    return torch.float32

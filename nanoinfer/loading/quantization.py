@@ -1,0 +1,148 @@
+"""Linear layers whose weights are kept in 8 or 4 bits: how weights are rounded, and the plain form of such a layer.
+
+In: nn.Linear layers. Out: QuantizedWeights, or a model whose linear layers have them.
+
+A group of inputs of an output channel has a scale and a zero: weight = scale * (integer - zero).
+Sources: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339 (8 bits). Yao et al. 2022, https://arxiv.org/abs/2206.01861 (a
+scale per group).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+
+from nanoinfer.errors import UnsupportedError
+
+BITS = {"int8": 8, "int4": 4}  # quantization -> bits
+# bits -> how many inputs share a scale. The first number that divides a layer's inputs is used.
+GROUPS = {8: (128, 64, 32), 4: (64, 32)}
+MULTIPLE = 32  # of inputs, the smallest group
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """weight = scales * (integers - zeros), for each output and group of inputs."""
+
+    bits: int  # 8 or 4. Integers are in 0 .. 2**bits - 1
+    integers: UInt8[Tensor, "out in"]
+    scales: Float[Tensor, "out groups"]
+    zeros: UInt8[Tensor, "out groups"]  # the integers that stand for 0. In 4 bits a GPTQ checkpoint may have 16
+
+    @property
+    def group(self) -> int:
+        """The number of inputs that share a scale."""
+        return self.integers.shape[1] // self.scales.shape[1]
+
+    def widened(self) -> Float[Tensor, "out in"]:
+        """The weight in float32."""
+        shifted = self.integers.unflatten(1, (-1, self.group)).float() - self.zeros.unsqueeze(2)
+        return (shifted * self.scales.unsqueeze(2)).flatten(1)
+
+
+class QuantizedParameter(nn.Parameter):
+    """A matrix that the checkpoint has as integers. The tensor is their value, rounded to the model's dtype."""
+
+    read_integers: Callable[[], QuantizedWeight | None]  # from the file. None: they do not have the form of a QuantizedWeight
+
+    @classmethod
+    def of(cls, weight: Tensor, read_integers: Callable[[], QuantizedWeight | None]) -> "QuantizedParameter":
+        parameter = cls(weight, requires_grad=False)
+        parameter.read_integers = read_integers
+        return parameter
+
+
+def side_by_side(weights: list[Tensor]) -> nn.Parameter:
+    """Join matrices [out, in] with the same inputs into one. It is a QuantizedParameter if all of them are."""
+    joined = torch.cat(weights)
+    readers = [weight.read_integers for weight in weights if isinstance(weight, QuantizedParameter)]
+    if len(readers) < len(weights):
+        return nn.Parameter(joined, requires_grad=False)
+
+    def read_integers() -> QuantizedWeight | None:
+        parts = [part for read in readers if (part := read()) is not None]
+        if len(parts) < len(readers) or len({part.group for part in parts}) > 1:
+            return None
+        integers, scales, zeros = (
+            torch.cat([getattr(part, name) for part in parts]) for name in ("integers", "scales", "zeros")
+        )
+        return QuantizedWeight(parts[0].bits, integers, scales, zeros)
+
+    return QuantizedParameter.of(joined, read_integers)
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer whose weight is widened at each call, which saves memory and no time."""
+
+    def __init__(self, linear: nn.Linear, bits: int) -> None:
+        super().__init__()
+        self.weight = quantized(linear, bits)
+        self.bias = linear.bias
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        return F.linear(x, self.weight.widened().to(x.dtype), self.bias)
+
+
+def quantize_model(model: nn.Module, quantization: str) -> None:
+    """Replace every nn.Linear by a QuantizedLinear, one after the other. An embedding keeps its table."""
+    check_sizes(model, quantization)
+    for path, linear in [(path, module) for path, module in model.named_modules() if type(module) is nn.Linear]:
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, QuantizedLinear(linear, BITS[quantization]))
+
+
+def check_sizes(model: nn.Module, quantization: str) -> None:
+    """Refuse a model with a layer whose number of inputs is not a multiple of MULTIPLE."""
+    for name, layer in model.named_modules():
+        if type(layer) is nn.Linear and layer.in_features % MULTIPLE:
+            raise UnsupportedError(
+                f"quantization={quantization!r} needs layers with inputs in multiples of {MULTIPLE}, and {name} has "
+                f"{layer.in_features}; leave quantization out"
+            )
+
+
+def quantized(linear: nn.Linear, bits: int) -> QuantizedWeight:
+    """Return a layer's weight in integers: those of the checkpoint, which lose nothing, or rounded ones."""
+    weight = linear.weight
+    stored = weight.read_integers() if isinstance(weight, QuantizedParameter) else None
+    if stored is None or stored.bits > bits:
+        return quantize(weight, bits)
+    # Fewer inputs to a group than in the file, where activations would lose more in a larger one.
+    group = math.gcd(stored.group, _group_size(stored.integers.shape[1], bits))
+    scales, zeros = (array.repeat_interleave(stored.group // group, dim=1) for array in (stored.scales, stored.zeros))
+    return QuantizedWeight(bits, stored.integers, scales, zeros)
+
+
+def quantize(weight: Float[Tensor, "out in"], bits: int) -> QuantizedWeight:
+    """Round a weight to 8 or 4 bits. In 8 bits the zero is 128. In 4 bits the 16 values span the range of a group."""
+    group = _group_size(weight.shape[1], bits)
+    rounded = _in_eight_bits if bits == 8 else _in_four_bits
+    rows = max(2**20 // weight.shape[1], 1)  # at a time, so that what is computed stays in the processor's cache
+    parts = [rounded(part.unflatten(1, (-1, group)).float()) for part in weight.detach().split(rows)]
+    integers, scales, zeros = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return QuantizedWeight(bits, integers, scales, zeros)
+
+
+def _group_size(num_inputs: int, bits: int) -> int:
+    return next(group for group in GROUPS[bits] if num_inputs % group == 0)
+
+
+def _in_eight_bits(groups: Float[Tensor, "out groups group"]) -> tuple[Tensor, Tensor, Tensor]:
+    scales = (groups.abs().amax(2) / 127).clamp(min=torch.finfo(torch.float32).tiny)  # a group of zeros has any scale
+    integers = (groups / scales.unsqueeze(2)).round() + 128
+    return integers.to(torch.uint8).flatten(1), scales, torch.full_like(scales, 128, dtype=torch.uint8)
+
+
+def _in_four_bits(groups: Float[Tensor, "out groups group"]) -> tuple[Tensor, Tensor, Tensor]:
+    low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)  # 0 has an integer of its own
+    scales = ((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny)
+    zeros = (-low / scales).round().unsqueeze(2)
+    integers = ((groups / scales.unsqueeze(2)).round() + zeros).clamp(0, 15)
+    shifted = integers - zeros
+    fitted = (groups * shifted).sum(2) / shifted.square().sum(2)  # the scale with the least squared error for these integers
+    scales = torch.where(fitted > 0, fitted, scales)
+    return integers.to(torch.uint8).flatten(1), scales, zeros.to(torch.uint8).squeeze(2)

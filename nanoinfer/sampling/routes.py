@@ -1,0 +1,65 @@
+"""Routes: faster ways to the tokens that the sampler's stages give.
+
+In: the rows of a step before the LM head has been applied, so that a route may fuse the head with the choice of the token or
+divide the vocabulary among ranks. Out: token ids, or None for a step that the route does not support. The core has no route of
+its own. Those that exist are in fast/sampling/ and distributed/.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from nanoinfer.sampling.batch import SamplingBatch
+
+
+class HeadRows:
+    """The hidden rows of a step that choose a token, with the LM head. The logits are computed when they are first read.
+
+    Attributes:
+        hidden: the output of the model's last layer.
+        head: maps `hidden` to the model's logits, in the model's dtype.
+        is_raw: whether the logits are the model's own and are needed for nothing but the choice. False once the stages before
+            the temperature have been applied, or if log-probabilities are read from the logits.
+    """
+
+    def __init__(
+        self,
+        hidden: Float[Tensor, "num_rows hidden"],
+        head: Callable[[Tensor], Tensor],
+        processed_logits: Float[Tensor, "num_rows vocab"] | None = None,
+    ) -> None:
+        """processed_logits: fp32, the result of the stages before the temperature. None: `logits` are the model's own."""
+        self.hidden, self.head = hidden, head
+        self.is_raw = processed_logits is None
+        self._logits = processed_logits
+
+    @classmethod
+    def of_logits(cls, logits: Float[Tensor, "num_rows vocab"]) -> "HeadRows":
+        """Rows whose logits are known. The stages may write into them if they are fp32."""
+        return cls(logits, lambda hidden: hidden)
+
+    @property
+    def logits(self) -> Float[Tensor, "num_rows vocab"]:
+        """fp32."""
+        if self._logits is None:
+            self._logits = self.head(self.hidden).float().contiguous()  # a copy of expanded logits, which cannot be written
+        return self._logits
+
+
+@runtime_checkable
+class Route(Protocol):
+    """Gives exactly the tokens of the plain list of stages, in less time."""
+
+    def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Int[Tensor, " num_rows"] | None:
+        """Choose one token id per row: at least one row, and none whose stages before the temperature are still to come.
+
+        Returns:
+            The ids, -1 for a row whose largest logit is not finite. None if the route does not support the step.
+        """
+        ...
+
+    def reserved_bytes(self, logits_bytes: int) -> int:
+        """The bytes that the route keeps on the device, where the logits of the largest step take logits_bytes."""
+        return 0

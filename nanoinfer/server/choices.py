@@ -1,0 +1,166 @@
+"""The JSON of the choices of /v1/chat/completions and /v1/completions, whole and in chunks.
+
+In: CompletionOutputs and Deltas. Out: dicts with OpenAI's fields, to which vLLM's stop_reason and, with return_token_ids,
+token_ids are added. In log-probabilities, a token that is a part of a character keeps its true bytes: as "bytes" in a chat's,
+and as the text "bytes:\\xf0\\x9f" in a completion's.
+"""
+
+import codecs
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from nanoinfer.async_llm import RequestStream
+from nanoinfer.chat.parsing import ChatParser
+from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition, RequestOutput
+from nanoinfer.server.chat_format import ChatFormat
+from nanoinfer.server.protocol import ChatCompletionRequest, CompletionRequest
+from nanoinfer.tokenization.tokenizer import Tokenizer
+
+LOWEST = -9999.0  # instead of -inf, which JSON does not have. The value is vLLM's
+
+
+class ChatChoices:
+    """The choices of one chat request. Their message is what a ChatParser makes of the text."""
+
+    object_name, chunk_name, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, request: ChatCompletionRequest, chat_format: ChatFormat, tokenizer: Tokenizer | None) -> None:
+        self._request = request
+        self._format = chat_format
+        self._tokenizer = tokenizer
+        self._parsers: dict[int, ChatParser] = {}
+
+    def whole(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+        parser = self._format.make_parser(self._request, output.prompt or "")
+        message = parser.push(answer.text, is_last=True).message()
+        return {"index": index, "message": message} | self._common_fields(parser, answer)
+
+    def chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[dict[str, Any]]:
+        if index not in self._parsers:
+            self._parsers[index] = self._format.make_parser(self._request, stream.prepared.prompt or "")
+            yield {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        parser = self._parsers[index]
+        fields = parser.push(delta.text, is_last=delta.finish_reason is not None).fields()
+        if fields or delta.logprobs or delta.finish_reason or self._request.return_token_ids:
+            yield {"index": index, "delta": fields} | self._common_fields(parser, delta)
+
+    def _common_fields(self, parser: ChatParser, answer: CompletionOutput | Delta) -> dict[str, Any]:
+        # "length" stays, so that a client notices a call that is cut. After a named tool, OpenAI's reason is "stop".
+        is_named = isinstance(self._request.tool_choice, dict)
+        called_tool = parser.has_tool_calls and answer.finish_reason == "stop" and not is_named
+        fields: dict[str, Any] = {"logprobs": None, "finish_reason": "tool_calls" if called_tool else answer.finish_reason}
+        if answer.logprobs is not None:
+            num_top = self._request.top_logprobs or 0
+            fields["logprobs"] = chat_logprobs(self._tokenizer, answer.token_ids, answer.logprobs, num_top)
+        return fields | _extensions(answer, self._request.return_token_ids)
+
+
+class CompletionChoices:
+    """The choices of one completion request. With echo, their text begins with the prompt."""
+
+    object_name, chunk_name, id_prefix = "text_completion", "text_completion", "cmpl"
+
+    def __init__(self, request: CompletionRequest, tokenizer: Tokenizer | None) -> None:
+        self._request = request
+        self._tokenizer = tokenizer
+        self._logprobs: dict[int, LegacyLogprobs] = {}  # by choice, because a stream's offsets continue from chunk to chunk
+
+    def whole(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+        return self._choice(index, output.prompt, output.prompt_token_ids, output.prompt_logprobs, answer)
+
+    def chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[dict[str, Any]]:
+        if index not in self._logprobs:
+            assert stream.request is not None, "it has a delta"
+            prompt = stream.prepared
+            yield self._choice(index, prompt.prompt, prompt.prompt_token_ids, stream.request.prompt_logprobs, delta)
+        elif delta.text or delta.logprobs or delta.finish_reason or self._request.return_token_ids:
+            yield self._choice(index, None, [], None, delta)
+
+    def _choice(
+        self,
+        index: int,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        prompt_logprobs: list[LogprobsOnePosition | None] | None,
+        answer: CompletionOutput | Delta,
+    ) -> dict[str, Any]:
+        """Make a choice, which begins with the prompt if that is requested and not empty."""
+        text, token_ids = answer.text, answer.token_ids
+        positions: list[LogprobsOnePosition | None] = [*(answer.logprobs or ())]
+        if self._request.max_tokens == 0:  # the engine has generated one token
+            text, token_ids, positions = "", [], []
+        if self._request.echo and prompt_token_ids:
+            if prompt is None:
+                prompt = "" if self._tokenizer is None else self._tokenizer.decode(prompt_token_ids)
+            text, token_ids = prompt + text, prompt_token_ids + token_ids
+            positions = [*(prompt_logprobs or ()), *positions]
+        if index not in self._logprobs:
+            self._logprobs[index] = LegacyLogprobs(self._tokenizer)
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": None if self._request.logprobs is None else self._logprobs[index].push(token_ids, positions),
+            "finish_reason": answer.finish_reason,
+        } | _extensions(answer, self._request.return_token_ids)
+
+
+def _extensions(answer: CompletionOutput | Delta, return_token_ids: bool | None) -> dict[str, Any]:
+    """Return the fields that vLLM has and OpenAI does not have."""
+    fields: dict[str, Any] = {"stop_reason": answer.stop_reason} if answer.finish_reason else {}
+    return fields | ({"token_ids": answer.token_ids} if return_token_ids else {})
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer | None, token_ids: Sequence[int], positions: Sequence[LogprobsOnePosition], num_top: int
+) -> dict[str, Any]:
+    """Make the "logprobs" of a chat's choice."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        data = _bytes(tokenizer, token_id)
+        return {"token": data.decode(errors="replace"), "logprob": max(logprob, LOWEST), "bytes": list(data)}
+
+    content = []
+    for token_id, position in zip(token_ids, positions, strict=True):
+        top = sorted(position.items(), key=lambda item: -item[1].logprob)[:num_top]
+        top_entries = [entry(other, one.logprob) for other, one in top]
+        content.append(entry(token_id, position[token_id].logprob) | {"top_logprobs": top_entries})
+    return {"content": content, "refusal": None}
+
+
+class LegacyLogprobs:
+    """Makes the "logprobs" of a completion's choice, and keeps the offset in the text from chunk to chunk."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0
+
+    def push(self, token_ids: Sequence[int], positions: Sequence[LogprobsOnePosition | None]) -> dict[str, list[Any]]:
+        """Make the entries of the next tokens. The first token of a prompt has no log-probability."""
+        chunk: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token_id, position in zip(token_ids, positions, strict=True):
+            chunk["tokens"].append(self._text(token_id))
+            chunk["text_offset"].append(self._offset)
+            self._offset += len(self._decoder.decode(_bytes(self._tokenizer, token_id)))
+            chunk["token_logprobs"].append(None if position is None else max(position[token_id].logprob, LOWEST))
+            chunk["top_logprobs"].append(None if position is None else self._top(position))
+        return chunk
+
+    def _top(self, position: LogprobsOnePosition) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token_id, one in position.items():
+            top.setdefault(self._text(token_id), max(one.logprob, LOWEST))  # of two ids with one text, the likelier
+        return top
+
+    def _text(self, token_id: int) -> str:
+        data = _bytes(self._tokenizer, token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+@functools.lru_cache(maxsize=2**18)  # decoding takes 5 us, and a token may be in the top of every position
+def _bytes(tokenizer: Tokenizer | None, token_id: int) -> bytes:
+    return str(token_id).encode() if tokenizer is None else tokenizer.token_bytes(token_id)

@@ -1,0 +1,241 @@
+"""StructuredOutputsParams -> a grammar over token ids: which ids may follow those that are there.
+
+In: the parameters of a request. Out: a GrammarState for each of its answers. llguidance (extra [structured]) does the work.
+
+A grammar is a program that comes with a request. It is refused before any work if it is too large, not valid, or too expensive.
+llguidance limits most of what a grammar costs, but not all: a few take minutes, or overflow the stack of the process. So each
+new grammar is first tried in a process that can be stopped (helper_process.py). `main` is that process's side.
+"""
+
+import copy
+import json
+import random
+import re
+import time
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line
+from nanoinfer.structured.parameters import StructuredOutputsParams
+from nanoinfer.system.helper_process import HelperProcess, serve
+from nanoinfer.tokenization.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_CHARACTERS = 2**16  # of a schema, a regular expression, all choices, or a grammar
+MAX_STRING = 2**13  # characters of a single string in a schema
+MAX_NESTING = 64  # of a schema
+MAX_KEPT = 128  # grammars that need no second trial
+MAX_WAIT_SECONDS = 2.0  # for the trials of other grammars
+TRIAL_SECONDS, TRIAL_BYTES = 1.5, 2**30
+TRIAL_TOKENS, TRIAL_TOKEN_SECONDS = 64, 0.05
+
+# What llguidance may spend: on the lexer of a grammar, and on one mask. In its own units, of which it does 14 to 50 in a us.
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 20_000,  # of 1 to 2 kB
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+
+_LISTING = re.compile(r"\n *1 \| ")
+_TAG = re.compile(r"<[!-~]*>")
+_END = "<|end of the grammar|>"
+_SAMPLE = ' {"a":\n\t[1,  "é€😀"]}\n'
+
+
+class GrammarState:
+    """Where one answer is in its grammar."""
+
+    def __init__(self, matcher: "LLMatcher", end_id: int) -> None:
+        """end_id: llguidance's EOS."""
+        self._matcher = matcher
+        self._end_id = end_id
+
+    def copy(self) -> "GrammarState":
+        """A second state at the same place. All copies share the grammar's lexer, and max_lexer_states is for all of them."""
+        return GrammarState(self._matcher.deep_copy(), self._end_id)
+
+    def advance(self, token_id: int) -> None:
+        """Append a token that is neither EOS nor a stop id."""
+        self._matcher.consume_token(token_id)
+
+    def write_forbidden(self, forbidden: np.ndarray, stop_ids: Iterable[int]) -> None:
+        """Write 0 for each id that may follow, and 1 for all others. stop_ids may follow where the answer may end.
+
+        forbidden: [vocab], uint8.
+        """
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        forbidden[:] = 1 if self.error else np.unpackbits(~bits, bitorder="little", count=len(forbidden))
+        forbidden[self._end_id : self._end_id + 1] = 1  # it may be beyond the model's ids
+        forbidden[list(stop_ids)] = not self._matcher.is_accepting()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer must end here, since no token can follow."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot be followed further, such as a limit that it reached."""
+        return f"structured_outputs: {_reason(self._matcher)}" if self._matcher.is_error() else None
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer. Any thread may call it: llguidance compiles without Python's lock.
+
+    The tokenizer is converted at the first call, which takes a second for 152k ids and holds Python's lock.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._lock = Lock()
+        self._converted: tuple[LLTokenizer, int] | None = None
+
+    def compile(self, params: StructuredOutputsParams) -> GrammarState:
+        """The state at the beginning of an answer. It shares nothing with earlier ones, and takes 1 to 5 ms after the trial.
+
+        A grammar that is not valid or too expensive is refused, and so is a new one while too many others wait for their trial.
+        """
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError as error:
+            raise UnsupportedError(
+                "structured_outputs requires llguidance, which is not installed; pip install 'nanoinfer[structured]'"
+            ) from error
+        tokenizer, end_id = self._convert()
+        grammar = _tried_grammar(params)
+        state = GrammarState(LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS)), end_id)
+        forbidden = np.empty(self._vocab_size, dtype=np.uint8)
+        state.write_forbidden(forbidden, ())  # the first mask takes longest, and here it delays no other request
+        if refusal := state.error or ("only an empty answer is allowed" if forbidden.all() else ""):
+            raise InvalidValueError(f"{params.form} cannot be used: {refusal}")
+        return state
+
+    def _convert(self) -> "tuple[LLTokenizer, int]":
+        """The tokenizer in llguidance's form, and its EOS: a token of our own, since a model may have none, or several."""
+        from llguidance import LLTokenizer
+
+        if self._tokenizer is None:
+            raise InvalidValueError(
+                "structured_outputs needs a tokenizer, which this checkpoint lacks; load the model with one"
+            )
+        with self._lock:
+            if self._converted is None:
+                backend = copy.deepcopy(self._tokenizer.backend)
+                backend.add_special_tokens([_END])
+                num_ids = max(self._vocab_size, *(1 + token_id for token_id in backend.get_vocab().values()))
+                end_id = backend.get_vocab()[_END]
+                converted = LLTokenizer(_with_text_tokens(backend.to_str()), n_vocab=num_ids, eos_token=end_id)
+                # Where a grammar leaves one text only, llguidance encodes it, and allows the first of its tokens.
+                if converted.decode_str(converted.tokenize_str(_SAMPLE)) != _SAMPLE:
+                    raise UnsupportedError("structured_outputs is not supported with this tokenizer, which changes the text")
+                self._converted = converted, end_id
+            return self._converted
+
+
+def _with_text_tokens(tokenizer_json: str) -> str:
+    """Move added tokens that are text, such as Qwen3's <tool_call>, into the vocabulary.
+
+    llguidance takes an added token that looks like a tag for a special token, which no text of a grammar can contain.
+    """
+    tokenizer = json.loads(tokenizer_json)
+    text_tokens = [token for token in tokenizer["added_tokens"] if not token["special"] and _TAG.fullmatch(token["content"])]
+    if not text_tokens or not isinstance(tokenizer["model"]["vocab"], dict):
+        return tokenizer_json
+    tokenizer["model"]["vocab"] |= {token["content"]: token["id"] for token in text_tokens}
+    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token not in text_tokens]
+    return json.dumps(tokenizer)
+
+
+@lru_cache(MAX_KEPT)  # errors are not kept, since a busy machine may be their cause
+def _tried_grammar(params: StructuredOutputsParams) -> str:
+    """The parameters as a grammar that the other process has tried."""
+    grammar = _grammar(params)
+    refusal = _trial_process.ask(json.dumps(grammar))
+    if refusal is None:
+        refusal = f"the grammar takes more than {TRIAL_SECONDS} s, or too much memory"
+    if refusal:
+        raise InvalidValueError(f"{params.form} cannot be used: {refusal}")
+    return grammar
+
+
+def _grammar(params: StructuredOutputsParams) -> str:
+    """The parameters as a grammar in llguidance's own notation."""
+    from llguidance import LLMatcher, grammar_from
+
+    form = params.form
+    text = '{"type": "object"}' if params.json_object else json.dumps(params.choice) if params.choice else getattr(params, form)
+    if len(text) > MAX_CHARACTERS:
+        raise InvalidValueError(f"{form} must have at most {MAX_CHARACTERS} characters, got {len(text)}")
+    try:
+        if form in ("json", "json_object"):
+            check_schema("json", json.loads(text))
+            options = {"whitespace_flexible": not params.disable_any_whitespace}
+            return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
+        return grammar_from(form, text)  # type: ignore[arg-type]
+    except ValueError as error:  # a grammar in GBNF that cannot be converted
+        raise InvalidValueError(f"{form} cannot be used: {first_line(error)}") from error
+
+
+def check_schema(name: str, value: object, depth: int = 0) -> None:
+    """Refuse what is nested too deep, and too long strings. Descriptions are not read, but count.
+
+    name: What the schema is, for the error.
+    """
+    if depth > MAX_NESTING:
+        raise InvalidValueError(f"{name} must be nested at most {MAX_NESTING} deep")
+    if isinstance(value, str) and len(value) > MAX_STRING:
+        raise InvalidValueError(f"each string of {name} must have at most {MAX_STRING} characters, got {len(value)}")
+    for child in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
+        check_schema(name, child, depth + 1)
+
+
+def _reason(matcher: "LLMatcher") -> str:
+    """Its error on one line, or "". It ends where llguidance lists the grammar, of which we may have written a part."""
+    return " ".join(_LISTING.split(matcher.get_error())[0].split())[:300]
+
+
+# ---- in the process that can be stopped
+
+
+def main() -> None:
+    """Try one grammar per line."""
+    serve(_prepare, max_seconds=TRIAL_SECONDS, max_bytes=TRIAL_BYTES)
+
+
+def _prepare() -> Callable[[bytes], str]:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    tokenizer, limits = LLTokenizer("byte"), LLParserLimits(**_LIMITS)
+
+    def reply(request: bytes) -> str:
+        """Compile a grammar and follow it for some random bytes. Returns why it is refused, or ""."""
+        matcher = LLMatcher(tokenizer, json.loads(request), log_level=0, limits=limits)
+        rng = random.Random(0)
+        for _ in range(TRIAL_TOKENS):
+            if matcher.is_stopped():
+                break
+            start = time.process_time()
+            bits = int.from_bytes(matcher.compute_bitmask(), "little")
+            if time.process_time() - start > TRIAL_TOKEN_SECONDS:
+                return f"a token of it takes more than {TRIAL_TOKEN_SECONDS} s"
+            if allowed := [byte for byte in range(256) if bits >> byte & 1]:
+                matcher.consume_token(rng.choice(allowed))
+        return _reason(matcher)
+
+    return reply
+
+
+_trial_process = HelperProcess(__name__, "new grammars", max_wait=MAX_WAIT_SECONDS)
+
+if __name__ == "__main__":
+    main()

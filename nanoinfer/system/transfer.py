@@ -1,0 +1,26 @@
+"""Copies from the host to a device that do not wait for the device.
+
+An ordinary copy from the host's memory waits for all work in the GPU's queue, while a copy from pinned memory is queued. torch
+keeps freed pinned memory, and reuses it when the copies from it have ended.
+"""
+
+from itertools import chain
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on a CPU, or its copy on another device, which kernels launched after this call see."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def integers_on_device(lists: list[list[int]], device: torch.device) -> list[Int[Tensor, "..."]]:
+    """Return a tensor of each list, all of which are slices of one tensor that is copied in one transfer."""
+    if device.type == "cpu":
+        return list(torch.tensor(list(chain.from_iterable(lists)), dtype=torch.int64).split(list(map(len, lists))))
+    # Each starts at a multiple of 16 bytes, because Triton compiles another kernel for other pointers.
+    even = [numbers + [0] * (len(numbers) % 2) for numbers in lists]
+    slices = on_device(torch.tensor(list(chain.from_iterable(even)), dtype=torch.int64), device).split(list(map(len, even)))
+    return [padded[: len(numbers)] for padded, numbers in zip(slices, lists, strict=True)]

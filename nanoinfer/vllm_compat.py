@@ -1,0 +1,176 @@
+"""The door for scripts that were written for vLLM: which arguments are accepted, and how wrong ones are refused by name.
+
+In: the arguments of a call. Out: the same call without those of vLLM's arguments that change nothing here, or an error with the
+argument that was probably meant.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
+
+from nanoinfer.errors import InvalidTypeError, UnsupportedError, is_one_of, shown, suggest
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+T = TypeVar("T")
+
+# vLLM's arguments that nanoinfer does not have, with the values that change nothing here. The first one is how nanoinfer acts.
+# Any different value requests what is not supported.
+_GENERATE: dict[str, tuple[object, ...]] = {
+    "lora_request": (None,),
+    "priority": (None,),
+    "prompt_adapter_request": (None,),
+    "tokenization_kwargs": (None, {}),
+}
+_LLM: dict[str, tuple[object, ...]] = {
+    "runner": ("generate", "auto"),
+    "task": ("generate", "auto", None),
+    "convert": ("none", "auto"),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "distributed_executor_backend": (None, "uni"),
+    "trust_remote_code": (False, True),  # a permission: there is no remote code to run
+    "disable_log_stats": (True, False),
+    "load_format": ("auto", "safetensors"),
+    "config_format": ("auto", "hf"),
+    "generation_config": ("auto",),
+    "override_generation_config": (None, {}),
+    "hf_overrides": (None, {}),
+    "hf_token": (None,),
+    "download_dir": (None,),
+    "code_revision": (None,),
+    "tokenizer_revision": (None,),
+    "tokenizer_mode": ("auto",),
+    "skip_tokenizer_init": (False,),
+    "enable_chunked_prefill": (True, None),
+    "disable_sliding_window": (False,),
+    "disable_custom_all_reduce": (False, True),  # there is one device
+    "enable_lora": (False, None),
+    "limit_mm_per_prompt": (None, {}),
+    "mm_processor_kwargs": (None,),
+    "logits_processors": (None, []),
+    "max_logprobs": (-1,),  # no limit
+    "structured_outputs_config": (None,),
+    "compilation_config": (None,),
+    "kv_cache_dtype": ("auto",),
+    "kv_cache_memory_bytes": (None,),
+    "num_gpu_blocks_override": (None,),
+    "cpu_offload_gb": (0,),
+    "swap_space": (0, 4),  # GiB that may be swapped out, 4 was vLLM's default
+    "scheduling_policy": ("fcfs",),
+}
+NEUTRAL_VALUES: dict[str, dict[str, tuple[object, ...]]] = {
+    "LLM()": _LLM,
+    "AsyncLLM()": _LLM,
+    "generate()": _GENERATE,
+    "chat()": {
+        **_GENERATE,
+        "chat_template_content_format": ("auto", "string"),
+        "continue_final_message": (False,),
+        "mm_processor_kwargs": (None,),
+    },
+    "beam_search()": {"lora_request": (None,), "use_tqdm": (False,), "concurrency_limit": (None,)},
+    "SamplingParams": {
+        "guided_decoding": (None,),
+        "spaces_between_special_tokens": (True,),
+        "output_kind": (None,),
+        "extra_args": (None, {}),
+        "flat_logprobs": (False,),
+        "truncate_prompt_tokens": (None,),
+        "skip_reading_prefix_cache": (None, False),
+    },
+    "StructuredOutputsParams": {
+        "disable_additional_properties": (False,),
+        "whitespace_pattern": (None,),
+        "structural_tag": (None,),
+    },
+    "BeamSearchParams": {"temperature": (0.0,), "include_stop_str_in_output": (False,)},
+    "a prompt": {
+        "multi_modal_data": (None,),
+        "multi_modal_uuids": (None,),
+        "mm_processor_kwargs": (None,),
+        "token_type_ids": (None,),
+        "cache_salt": (None,),
+    },
+}
+
+
+def arguments_of(arguments: Callable[P, T], owner: str) -> Callable[[Callable[[S, T], R]], Callable[Concatenate[S, P], R]]:
+    """Decorate a method that takes a dataclass of arguments, so that it is called with the dataclass's own arguments.
+
+    The signature becomes the one of the dataclass, for type checkers and for `inspect.signature`, and is checked as
+    check_argument_names does.
+
+    Args:
+        arguments: The dataclass, such as EngineArgs.
+        owner: As for check_argument_names.
+    """
+
+    def decorate(method: Callable[[S, T], R]) -> Callable[Concatenate[S, P], R]:
+        def called(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            return method(self, arguments(*args, **kwargs))
+
+        parameters = inspect.signature(arguments).parameters.values()
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        functools.update_wrapper(called, method)
+        called.__signature__ = inspect.Signature([own, *parameters], return_annotation=None)  # type: ignore[attr-defined]
+        called.__doc__ = "\n\n".join(filter(None, map(inspect.getdoc, (method, arguments))))
+        return check_argument_names(owner)(called)
+
+    return decorate
+
+
+def check_argument_names(owner: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a method, so that wrong arguments are refused by name before Python's own bare TypeError.
+
+    The signature stays the one of the decorated method, for type checkers and for `inspect.signature`.
+
+    Args:
+        owner: The name in the messages, such as "LLM()". Its NEUTRAL_VALUES are accepted and ignored.
+
+    Raises:
+        InvalidTypeError: From the decorated method, for an argument that is unknown, missing or not given by name.
+        UnsupportedError: From the decorated method, for a neutral argument with a different value.
+    """
+    neutral = NEUTRAL_VALUES.get(owner, {})
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(method)
+        parameters = list(signature.parameters.values())[1:]  # without self
+        known = [parameter.name for parameter in parameters]
+        positional = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
+
+        @functools.wraps(method)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            if (surplus := args[1 + len(positional) :]) and len(known) > len(positional):
+                after = f" after {positional[-1]}" if positional else ""
+                way_out = f"write {known[len(positional)]}={shown(surplus[0])}"
+                raise InvalidTypeError(f"{owner} takes keyword arguments only{after}, got {shown(surplus)}; {way_out}")
+            for name in [name for name in kwargs if name not in known]:
+                value = kwargs.pop(name)
+                if name not in neutral:
+                    raise InvalidTypeError(f"{owner} has no argument {name!r}; {suggest(name, known)}")
+                check_neutral(name, value, neutral[name])
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:  # an argument is missing, or given twice
+                raise InvalidTypeError(f"{owner}: {error}") from None
+            return method(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def check_neutral(name: str, value: object, neutral: Sequence[object]) -> None:
+    """Refuse a value of another library's argument, unless it is one of those that change nothing here."""
+    if not is_one_of(value, neutral):
+        raise UnsupportedError(f"{name}={shown(value)} is not supported; leave it out (it acts as {neutral[0]!r})")
+
+
+def named_arguments(cls: type[T]) -> type[T]:
+    """Decorate a dataclass, so that an argument that does not exist is refused with the one that was probably meant."""
+    cls.__init__ = check_argument_names(cls.__name__)(cls.__init__)  # type: ignore[method-assign]
+    return cls

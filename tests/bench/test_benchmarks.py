@@ -1,0 +1,72 @@
+"""The other programs of benchmarks/: a report in Markdown, generation with and without drafts, drawing for 64 rows."""
+
+import datetime
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import compare, report, sampler, speculation
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_report_is_a_dated_entry_in_markdown():
+    result = CliRunner().invoke(report.app, ["--model", "tiny-gpt2", "--workload", "A,C", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert "workload C needs 1024 tokens at a time" in result.stderr
+    result = CliRunner().invoke(report.app, ["--model", "tiny-gpt2", "--workload", "A", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("## tiny-gpt2 in float32 on ")
+    assert lines[0].endswith(str(datetime.date.today()))
+    assert "| workload | nanoinfer | transformers | ratio |" in lines
+    (row,) = [line for line in lines if line.startswith("| A |")]
+    assert re.fullmatch(r"\| A \| [\d,]+ tok/s \| [\d,]+ tok/s \| \d+\.\d\d \|", row)
+    assert sum(line.startswith("| decode, ") for line in lines) == 4
+
+
+def test_a_prefill_is_shown_in_milliseconds():
+    result = compare.Comparison("C", True, {"nanoinfer": 4.0, "vllm": 2.5})
+    assert (result.show("nanoinfer"), result.show("vllm"), result.ratios) == ("250 ms", "400 ms", {"vllm": 1.6})
+    assert compare.Comparison("A", False, {"nanoinfer": 1234.5}).show("nanoinfer") == "1,234 tok/s"
+
+
+def test_a_comparison_fits_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    speeds = {"nanoinfer": 1632.1, "transformers": 132.3, "llama.cpp": 12345.6}
+    monkeypatch.setattr(compare, "compare", lambda *args, **options: [compare.Comparison("yours", False, speeds)])
+    printed = CliRunner().invoke(compare.app, []).stdout
+    assert max(map(len, printed.splitlines())) <= 80
+    words = ("workload", "engine", "ratio", "yours", "transformers", "1,632 tok/s", "12.34", "llama.cpp", "0.13")
+    assert [word for word in words if word not in printed] == []
+
+
+def test_speculation_is_measured_with_and_without_drafts(monkeypatch):
+    monkeypatch.setattr(speculation, "PROMPT_LEN", 4)
+    monkeypatch.setattr(speculation, "OUTPUT_LEN", 40)
+    monkeypatch.setattr(speculation, "CASES", (("one id", [5], 1), ("two streams", None, 2)))
+    result = CliRunner().invoke(speculation.app, ["--repeats", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    repeating, _ = json.loads(result.stdout)
+    assert repeating["name"] == "one id"
+    assert repeating["accepted"] == repeating["drafted"] > 30  # two runs of 39 tokens, nearly all of them drafted
+    assert repeating["ratio"] == repeating["drafting"] / repeating["plain"] > 0
+    assert repeating["propose_us"] > 0
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(speculation.app, ["--repeats", "1"]).stdout
+    assert "two streams" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_every_case_of_the_sampler_is_timed(monkeypatch):
+    monkeypatch.setattr(sampler, "VOCAB_SIZES", (500,))
+    result = CliRunner().invoke(sampler.app, ["--repeats", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    cases = json.loads(result.stdout)
+    assert len(cases) == 8
+    for case in cases:
+        assert case["ratio"] == pytest.approx(case["theirs_ms"] / case["ours_ms"])
+    shown = CliRunner().invoke(sampler.app, ["--repeats", "1"]).stdout
+    assert "64 rows" in shown

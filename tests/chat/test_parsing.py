@@ -1,0 +1,143 @@
+"""An answer's text becomes content, reasoning and tool calls, however it is split."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanoinfer.chat.parsing import ChatParser, parse_chat_answer
+
+NIGHT = '<tool_call>\n{"name": "night", "arguments": {}}\n</tool_call>'
+WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+def call(arguments: str, name: str = "f") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def parse(pieces: list[str], prompt: str = "", **kwargs) -> tuple[str, str, list[tuple[str, str]]]:
+    """(reasoning, content, [(name, arguments)]) of a stream, accumulated as a client does."""
+    parser = ChatParser(prompt, **kwargs)
+    content = reasoning = ""
+    calls: list[dict] = []
+    deltas = [parser.push(piece) for piece in pieces] + [parser.push("", is_last=True)]
+    for delta in deltas:
+        content += delta.content
+        reasoning += delta.reasoning
+        for part in delta.tool_calls:
+            if part["index"] == len(calls):
+                assert part["id"].startswith("call_")
+                assert part["type"] == "function"
+                calls.append({"name": part["function"]["name"], "arguments": "", "id": part["id"]})
+            else:  # of the newest call, and without what the first delta said
+                assert part.keys() == {"index", "function"}
+                assert part["function"].keys() == {"arguments"}
+                assert part["index"] == len(calls) - 1
+            calls[-1]["arguments"] += part["function"]["arguments"]
+    assert len({made["id"] for made in calls}) == len(calls)
+    return reasoning, content, [(made["name"], made["arguments"]) for made in calls]
+
+
+# name -> (prompt's end, text, (reasoning, content, calls))
+CASES = {
+    "plain text is kept as it is": ("", "\n Hello \n", ("", "\n Hello \n", [])),
+    "whitespace alone": ("", " \n", ("", " \n", [])),
+    "thinking": ("", "<think>\nHm.\n\nYes.\n</think>\n\nFour.\n", ("Hm.\n\nYes.", "Four.\n", [])),
+    "thinking opened by the prompt": ("<think>\n", "Hm.\n</think>\n\nFour.", ("Hm.", "Four.", [])),
+    "thinking off (vllm #17609)": ("<think>\n\n</think>\n\n", "Four.", ("", "Four.", [])),
+    "an empty think block": ("", "<think>\n\n</think>\n\nFour.", ("", "Four.", [])),
+    "thinking is cut": ("", "<think>\nHm. </thi", ("Hm. </thi", "", [])),
+    "thinking is cut after a space": ("<think>", "Hm. \n", ("Hm.", "", [])),
+    "a think tag later is content": ("", "Use <think> and </think>.", ("", "Use <think> and </think>.", [])),
+    "a call named in the reasoning": ("", "<think><tool_call></think>\n" + NIGHT, ("<tool_call>", "", [("night", "{}")])),
+    "no arguments (vllm #28806)": ("", NIGHT, ("", "", [("night", "{}")])),
+    "arguments are left out": ("", '<tool_call>{"name": "night"}</tool_call>', ("", "", [("night", "{}")])),
+    "thinking, content and a call": ("", f"<think>a</think>\n\nb\n\n{WEATHER}", ("a", "b", [("weather", '{"city": "Paris"}')])),
+    "two calls": ("", f"{WEATHER}\n{NIGHT}\n", ("", "", [("weather", '{"city": "Paris"}'), ("night", "{}")])),
+    "content between calls": ("", f"a\n{NIGHT}\nb\n{NIGHT}\nc\n", ("", "a\n\nb\n\nc\n", [("night", "{}")] * 2)),
+    "values repeat earlier text (vllm #10395)": (
+        "",
+        call('{"wd": 23, "sd": 0.8, "injection": "ZSJB39", "module_id": "M62121G9142"}'),
+        ("", "", [("f", '{"wd": 23, "sd": 0.8, "injection": "ZSJB39", "module_id": "M62121G9142"}')]),
+    ),
+    "braces in a string (vllm #21544)": ("", call('{"c": "mkdir {a,b"}'), ("", "", [("f", '{"c": "mkdir {a,b"}')])),
+    "nested, closed by numbers (vllm #22885)": ("", call('{"a": {"b": [1, {}]}}'), ("", "", [("f", '{"a": {"b": [1, {}]}}')])),
+    "escapes": ("", call(r'{"a": "\"}\\", "b": 1}'), ("", "", [("f", r'{"a": "\"}\\", "b": 1}')])),
+    "the closing tag in a string": ("", call('{"a": "</tool_call>"}'), ("", "", [("f", '{"a": "</tool_call>"}')])),
+    "not ASCII (vllm #19056)": ("", call('{"title": "版本 🎉"}', "summary"), ("", "", [("summary", '{"title": "版本 🎉"}')])),
+    "arguments first": ("", '<tool_call>{"arguments":{"a":1},"name":"f"}</tool_call>', ("", "", [("f", '{"a": 1}')])),
+    "arguments as a string": (
+        "",
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        ("", "", [("f", '{"a": 1}')]),
+    ),
+    "the closing tag is missing": ("", WEATHER.removesuffix("\n</tool_call>"), ("", "", [("weather", '{"city": "Paris"}')])),
+    "cut in the name": ("", '<tool_call>\n{"name": "we', ("", '<tool_call>\n{"name": "we', [])),
+    "cut in the arguments": ("", '<tool_call>{"name": "f", "arguments": {"a": "b', ("", "", [("f", '{"a": "b')])),
+    "cut in a tag": ("", "a <tool_ca", ("", "a <tool_ca", [])),
+    "no JSON": ("", "\n<tool_call>no</tool_call> a", ("", "\n<tool_call>no</tool_call> a", [])),
+    "malformed JSON": ("", '<tool_call>{"name" "f"}</tool_call>', ("", '<tool_call>{"name" "f"}</tool_call>', [])),
+    "JSON that is no call": ("", "<tool_call>{}</tool_call>", ("", "<tool_call>{}</tool_call>", [])),
+    "a tag in content, then a call": ("", f"<tool_call> is a tag.\n{NIGHT}", ("", "<tool_call> is a tag.", [("night", "{}")])),
+    "malformed arguments": ("", call("{a: [1") + NIGHT, ("", "", [("f", "{a: [1}\n"), ("night", "{}")])),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_text_is_parsed_the_same_whole_and_by_characters(case):
+    prompt, text, expected = CASES[case]
+    assert parse([text], prompt) == expected
+    assert parse(list(text), prompt) == expected
+
+
+PIECES = ["<think>", "</think>", "<tool_call>", "</tool_call>", "\n", " ", "<", "{", "}", '"', "\\", "a", "{}", NIGHT, WEATHER]
+PIECES += ['{"name": "f"', ', "arguments": ', "[", "]", "<tool", "</"]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join), st.data(), st.sampled_from(["", "<think>\n"]))
+def test_no_split_changes_the_message(text, data, prompt):
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert parse(pieces, prompt) == parse([text], prompt)
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
+def test_without_parsers_an_answer_is_its_text(text):
+    assert parse(list(text), "<think>", reasoning=False, tool_calls=False) == ("", text, [])
+
+
+def test_text_is_held_back_only_while_a_tag_may_begin():
+    parser = ChatParser()
+    pieces = ["<", "p>", "a", " <tool", "box> ", "b", "<tool_call>", '{"name": "f"', ', "arguments": {', '"a', '": 1}', "}"]
+    shown = [parser.push(piece).fields() for piece in pieces]
+    assert [fields.get("content", "") for fields in shown[:6]] == ["", "<p>", "a", "", " <toolbox>", " b"]
+    assert shown[6:8] == [{}, {}]
+    functions = [fields["tool_calls"][0]["function"] for fields in shown[8:11]]
+    assert functions == [{"name": "f", "arguments": "{"}, {"arguments": '"a'}, {"arguments": '": 1}'}]
+    assert shown[11] == {}
+
+
+@pytest.mark.parametrize(("text", "is_complete"), [(WEATHER, True), (WEATHER[:-20], False), ("Hello", False)])
+def test_has_tool_calls_says_whether_a_call_is_complete(text, is_complete):
+    parser = ChatParser()
+    parser.push(text, is_last=True)
+    assert parser.has_tool_calls is is_complete
+
+
+def test_without_parallel_tool_calls_the_first_remains():
+    expected = ("", "", [("weather", '{"city": "Paris"}')])
+    assert parse([WEATHER + NIGHT + NIGHT], parallel_tool_calls=False) == expected
+    assert parse(list(WEATHER + NIGHT + NIGHT), parallel_tool_calls=False) == expected
+
+
+def test_a_message_has_openais_fields():
+    message = parse_chat_answer(f"<think>\nHm.\n</think>\n\n{WEATHER}\n{NIGHT}")
+    first, second = message["tool_calls"]
+    assert message["role"] == "assistant"
+    assert message["content"] is None
+    assert message["reasoning"] == message["reasoning_content"] == "Hm."
+    assert first.keys() == {"id", "type", "function"}
+    assert json.loads(first["function"]["arguments"]) == {"city": "Paris"}
+    assert second["function"] == {"name": "night", "arguments": "{}"}
+    assert "reasoning" not in parse_chat_answer("Hello")

@@ -1,0 +1,117 @@
+"""Chat templates run in a process of their own: transformers' text, and limits that end one template alone."""
+
+import os
+import signal
+import time
+
+import pytest
+from threads import run_in_threads
+
+from nanoinfer.chat import template as chat_template
+from nanoinfer.chat.template import apply_chat_template
+from nanoinfer.chat.tools import tool_schemas
+from nanoinfer.errors import InvalidPromptError
+from nanoinfer.loading.checkpoint import BUNDLED
+from nanoinfer.tokenization.tokenizer import Tokenizer
+
+MESSAGES = [
+    {"role": "system", "content": "You are a duck."},
+    {"role": "user", "content": "Où est Lily ? 😀 <|im_end|>", "name": None},
+]
+USER = {"role": "user", "content": "Tell me a story about Lily"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(BUNDLED / "tiny-qwen3")
+
+
+def get_weather(city: str, days: int = 1):
+    """Tell the weather.
+
+    Args:
+        city: The city.
+        days: The number of days.
+    """
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": False, "continue_final_message": True},
+        {
+            "chat_template": "{{ bos_token }}|{{ eos_token }}|{{ messages | tojson }}|{{ enable_thinking }}",
+            "enable_thinking": False,
+        },
+        {"chat_template": "{{ eos_token }}", "eos_token": "</s>"},
+        {"chat_template": "{{ tools | tojson(indent=2) }}", "tools": tool_schemas([get_weather])},
+        {"chat_template": "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}"},
+        {"chat_template": "{% generation %}{{ messages[0].content }}{% endgeneration %}"},
+    ],
+)
+def test_the_text_is_that_of_transformers(tokenizer, arguments):
+    text = apply_chat_template(tokenizer, MESSAGES, **arguments)
+    assert text == tokenizer.hf.apply_chat_template(MESSAGES, tokenize=False, **{"add_generation_prompt": True} | arguments)
+    assert text
+
+
+def test_the_chat_template_writes_every_message_and_the_generation_prompt_unless_switched_off(tokenizer):
+    messages = [USER, {"role": "assistant", "content": "No."}]
+    text = "<|im_start|>user\nTell me a story about Lily<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n"
+    assert apply_chat_template(tokenizer, messages, add_generation_prompt=False) == text
+    assert apply_chat_template(tokenizer, messages) == text + "<|im_start|>assistant\n"
+
+
+def test_a_template_that_refuses_the_messages_is_quoted(tokenizer):
+    refusing = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(InvalidPromptError, match="the chat template refused the messages: roles must alternate"):
+        apply_chat_template(tokenizer, [USER], chat_template=refusing)
+    with pytest.raises(InvalidPromptError, match="the chat template refused the messages"):
+        apply_chat_template(tokenizer, [USER], chat_template="{% for %}")
+
+
+def test_what_is_not_json_is_refused(tokenizer):
+    with pytest.raises(InvalidPromptError, match=r"must be JSON \(Object of type complex is not"):
+        apply_chat_template(tokenizer, [{"role": "user", "content": 1j}])
+    loop = []
+    loop.append(loop)
+    with pytest.raises(InvalidPromptError, match=r"must be JSON \(Circular"):
+        apply_chat_template(tokenizer, MESSAGES, documents=loop)
+
+
+def test_a_template_that_is_stopped_ends_alone_and_the_next_chat_is_answered(tokenizer):
+    expected = apply_chat_template(tokenizer, MESSAGES)
+    forever = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    start = time.perf_counter()
+    with pytest.raises(InvalidPromptError, match=r"was stopped: it took more than 1.0 s, or crashed"):
+        apply_chat_template(tokenizer, MESSAGES, chat_template=forever)
+    assert time.perf_counter() - start > 0.9
+    assert apply_chat_template(tokenizer, MESSAGES) == expected
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows")
+def test_a_process_that_was_killed_is_started_again(tokenizer):
+    expected = apply_chat_template(tokenizer, MESSAGES)
+    os.kill(chat_template._renderer._process.pid, signal.SIGKILL)
+    with pytest.raises(InvalidPromptError, match="was stopped"):
+        apply_chat_template(tokenizer, MESSAGES)
+    assert apply_chat_template(tokenizer, MESSAGES) == expected
+
+
+def test_threads_get_the_text_of_their_own_messages(tokenizer):
+    def messages(i):
+        return [{"role": "user", "content": f"question {i}"}]
+
+    texts = {}
+    run_in_threads(lambda i: texts.update({i: apply_chat_template(tokenizer, messages(i))}), 8)
+    assert texts == {i: apply_chat_template(tokenizer, messages(i)) for i in range(8)}
+
+
+def test_a_thousand_chats_take_no_time_to_speak_of(tokenizer):
+    apply_chat_template(tokenizer, MESSAGES)
+    start = time.process_time()
+    for _ in range(1000):
+        apply_chat_template(tokenizer, MESSAGES)
+    assert time.process_time() - start < 1  # measured 0.1 s

@@ -1,0 +1,115 @@
+"""A model compiled for a GPU gives the textbook's logits. Where there is no GPU, Triton interprets its kernels."""
+
+import pytest
+import tiny_models
+import torch
+
+pytest.importorskip("triton")
+
+from nanoinfer.attention.dense import DenseAttention
+from nanoinfer.fast.cuda import accelerate, compile
+from nanoinfer.fast.cuda.accelerate import compile_model
+from nanoinfer.loading import loader
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.models.qwen import QwenDecoderLayer
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FACTOR = 1.25 if DEVICE == "cuda" else 1.6  # the interpreter cuts bits off where it should round to bf16
+IDS = torch.arange(1, 14) * 31 % tiny_models.VOCAB_SIZE
+
+dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+def load(path, dtype="float32", device=DEVICE):
+    return loader.load_model(Checkpoint.open(str(path)), dtype, device)
+
+
+@torch.inference_mode()
+def logits_of(model):
+    ids = IDS.to(next(model.parameters()).device)
+    return model.compute_logits(model(ids, torch.arange(len(ids), device=ids.device), DenseAttention())).float().cpu()
+
+
+def assert_same_logits(path, dtype, compiled):
+    """In fp32 within rounding. In bf16 as near the fp32 truth as the textbook, times FACTOR."""
+    truth = logits_of(load(path, device="cpu"))
+    if dtype == "float32":
+        torch.testing.assert_close(logits_of(compiled), truth, atol=1e-4, rtol=0)
+        return
+    error_of_textbook = (logits_of(load(path, dtype)) - truth).abs().mean()
+    assert error_of_textbook < 0.1 * truth.abs().mean()  # the comparison means something
+    assert (logits_of(compiled) - truth).abs().mean() < FACTOR * error_of_textbook
+
+
+def kernels_of(model):
+    return [type(module).__name__ for module in model.forward.__self__.modules() if module.__module__ == compile.__name__]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])  # Triton's interpreter is slow
+@dtypes
+def test_a_family_gives_the_textbooks_logits(family, dtype, tmp_path):
+    path = tiny_models.save(family, tmp_path)
+    model = load(path, dtype)
+    report = compile_model(model)
+    assert "" in report.compiled
+    assert_same_logits(path, dtype, model)
+
+
+def test_gpt2_stays_as_it_is(tmp_path):
+    model = load(tiny_models.save("gpt2", tmp_path))
+    assert compile_model(model).compiled == {}
+    assert "forward" not in vars(model)
+
+
+def test_a_layer_has_a_kernel_for_all_between_its_products(tmp_path):
+    """Of a layer: two norms, two rotations with norms, q, k and v, gate and up, and two products that add the residual."""
+    model = load(tiny_models.save("qwen3", tmp_path))
+    report = compile_model(model)
+    assert report.compiled == {"": 2 * 8 + 1}
+    kernels = kernels_of(model)
+    assert [kernels.count(name) for name in ("KernelRMSNorm", "KernelRotation", "GatedLinear", "AddedLinear")] == [5, 4, 2, 4]
+    added = [module for module in model.forward.__self__.modules() if isinstance(module, compile.AddedLinear)]
+    assert all(module.in_place for module in added)
+
+
+class TwiceResidual(QwenDecoderLayer):
+    """The input of the layer is read again after its sum, so it may not be overwritten."""
+
+    def forward(self, x, cos, sin, attend):
+        return super().forward(x, cos, sin, attend) * 0.5 + x
+
+
+@pytest.mark.slow
+def test_a_residual_that_is_read_later_is_not_overwritten(tmp_path):
+    path = tiny_models.save("qwen3", tmp_path)
+    model, expected = load(path), load(path)
+    for one in (model, expected):
+        one.layers[1].__class__ = TwiceResidual
+    compile_model(model)
+    torch.testing.assert_close(logits_of(model), logits_of(expected), atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@dtypes
+def test_the_comparison_notices_a_product_that_forgets_the_residual(dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(compile.AddedLinear, "forward", lambda self, x, residual: self.linear(x))
+    path = tiny_models.save("qwen3", tmp_path)
+    model = load(path, dtype)
+    compile_model(model)
+    with pytest.raises(AssertionError):
+        assert_same_logits(path, dtype, model)
+
+
+def test_without_triton_the_model_stays_unchanged_and_one_log_line_says_so(tmp_path, monkeypatch, caplog):
+    def missing(name):
+        raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+    monkeypatch.setattr(accelerate, "import_module", missing)
+    model = load(tiny_models.save("qwen3", tmp_path))
+    caplog.clear()
+    with caplog.at_level("INFO", "nanoinfer.fast"):
+        compile_model(model)
+    assert "forward" not in vars(model)
+    [record] = caplog.records
+    assert record.message.startswith("triton is not installed: norms, rotations and gates run as torch's own operators")

@@ -1,0 +1,267 @@
+"""A replayed draw gives the tokens of the plain stages, whatever its static inputs held before. Captures are simulated."""
+
+import random
+
+import pytest
+import tiny_models
+import torch
+from sampling_rows import batch_of, sampling_by
+
+from nanoinfer import LLM, Recorder, SamplingParams
+from nanoinfer.fast.sampling import cuda_graphs
+from nanoinfer.fast.sampling.cuda_graphs import MAX_TOP_K, SamplerGraphs
+from nanoinfer.sampling.sampler import STAGES, Sampler
+from nanoinfer.sampling.stage_trace import StageTracer
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.tracing import TokenDrawn
+
+pytestmark = pytest.mark.slow
+
+NAN, INF = float("nan"), float("inf")
+SUPPORTED = {
+    "greedy": {"temperature": 0},
+    "greedy with more": {"temperature": 0, "top_k": 3, "top_p": 0.5, "min_p": 0.2},
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "hot": {"temperature": 1e30},
+    "min_p": {"min_p": 0.05},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.9},
+    "little top_p": {"top_p": 1e-6, "temperature": 1.5},
+    "all": {"temperature": 0.8, "min_p": 0.01, "top_k": 40, "top_p": 0.95},
+}
+NOT_SUPPORTED = {
+    "allowed_token_ids": [3, 4],
+    "bad_words": ((3,),),
+    "min_tokens": 2,
+    "logit_bias": {3: 5.0},
+    "repetition_penalty": 1.5,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "no_repeat_ngram_size": 1,
+    "logits_processors": [lambda prompt, output, logits: logits + torch.arange(len(logits))],
+    "logprobs": 1,
+    "top_k": MAX_TOP_K + 1,
+}
+
+
+PLAIN = sampling_by()
+
+
+class SimulatedCapture:
+    """A Capture. A replay reads and writes the same tensors as the capture. sizes: rows of each captured graph, in order."""
+
+    def __init__(self):
+        self.sizes, self.num_replays = [], 0
+
+    def __call__(self, run):
+        out = run().clone()
+        self.sizes.append(len(out))
+
+        def replay():
+            self.num_replays += 1
+            out.copy_(run())
+
+        return replay, out
+
+
+def sequence(seed=0, bad_words=(), **params):
+    params = SamplingParams(max_tokens=None, **params)
+    return Sequence("r", [1, 2], params, seed, 9999, bad_words=bad_words, eos_token_ids=frozenset([0]))
+
+
+def random_steps(vocab_size, num_steps, max_num_rows, groups=SUPPORTED):
+    """Steps of any number of rows, of one kind of row or of all. Logits with ties and without."""
+    rng, generator = random.Random(vocab_size), torch.Generator().manual_seed(vocab_size)
+    for step in range(num_steps):
+        some = rng.choice([list(groups), list(groups), rng.sample(list(groups), 1)])
+        rows = [sequence(rng.getrandbits(64), **groups[rng.choice(some)]) for _ in range(rng.randint(1, max_num_rows))]
+        logits = torch.randn(len(rows), vocab_size, generator=generator) * rng.choice([0.1, 1, 5])
+        yield (logits * 2).round() if step % 2 else logits, batch_of(rows, vocab_size)
+
+
+def num_disagreeing(steps, sampler):
+    num_rows = 0
+    for logits, batch in steps:
+        ours, theirs = (s(logits.clone(), batch).read() for s in (sampler, PLAIN))
+        assert ours.errors == theirs.errors == {}
+        num_rows += sum(a != b for a, b in zip(ours.token_ids, theirs.token_ids, strict=True))
+    return num_rows
+
+
+# ---- the same tokens
+
+
+@pytest.mark.parametrize(("vocab_size", "num_steps"), [(1, 30), (2, 60), (30, 120), (1000, 60), (5000, 20)])
+def test_replayed_draws_are_those_of_the_plain_stages(vocab_size, num_steps):
+    """All steps share the static inputs: rows beyond a batch hold the content of earlier steps."""
+    capture = SimulatedCapture()
+    sampler = sampling_by(SamplerGraphs(20, capture))
+    assert num_disagreeing(random_steps(vocab_size, num_steps, 20), sampler) == 0
+    assert capture.num_replays == num_steps  # no step ran without a graph
+
+
+@pytest.mark.parametrize("rows_at_a_time", [1, 3, 7])
+def test_the_number_of_rows_drawn_at_a_time_changes_no_token(rows_at_a_time, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "BYTES_AT_A_TIME", rows_at_a_time * 300 * 4)
+    assert num_disagreeing(random_steps(300, 40, 20), sampling_by(SamplerGraphs(20, SimulatedCapture()))) == 0
+
+
+@pytest.mark.parametrize("name", ["temperature", "min_p", "top_k", "top_p", "greedy", "u", "logits"])
+def test_the_comparison_notices_a_static_input_that_is_not_filled_again(name, monkeypatch):
+    def stale(self, logits, batch, names):
+        static_inputs = self._columns | {"logits": self._logits}
+        kept = static_inputs[name].clone() if self._columns else None
+        fill(self, logits, batch, names)
+        if kept is not None:
+            static_inputs[name].copy_(kept)
+
+    fill = SamplerGraphs._fill
+    monkeypatch.setattr(SamplerGraphs, "_fill", stale)
+    assert num_disagreeing(random_steps(300, 40, 20), sampling_by(SamplerGraphs(20, SimulatedCapture()))) > 0
+
+
+def test_the_rows_beyond_the_batch_do_not_matter():
+    graphs = SamplerGraphs(20, SimulatedCapture())
+    steps = list(random_steps(300, 10, 10))
+    for step in steps:
+        assert num_disagreeing([step], sampling_by(graphs)) == 0
+        num_rows = len(step[0])
+        graphs._logits[num_rows:] = NAN
+        for name, worst in {"greedy": True, "temperature": 0.0, "min_p": NAN, "top_p": -1.0, "u": NAN}.items():
+            graphs._columns[name][num_rows:] = worst
+
+
+def test_a_row_without_a_finite_logit_gets_its_own_error():
+    logits = torch.randn(4 * len(SUPPORTED), 50, generator=torch.Generator().manual_seed(0))
+    logits[0::4], logits[1::4, 7], logits[2::4, 9] = -INF, NAN, INF
+    batch = batch_of([sequence(seed, **params) for params in SUPPORTED.values() for seed in range(4)], 50)
+    capture = SimulatedCapture()
+    ours, theirs = (s(logits.clone(), batch).read() for s in (sampling_by(SamplerGraphs(64, capture)), PLAIN))
+    assert capture.num_replays == 1
+    assert ours == theirs
+    assert len(ours.errors) == 3 * len(SUPPORTED)
+
+
+def test_drawn_tokens_outlive_the_next_replay():
+    """With async_scheduling a step is read after the next is launched."""
+    sampler = sampling_by(SamplerGraphs(2, SimulatedCapture()))
+    batch = batch_of([sequence(temperature=0)], 3)
+    first, second = (sampler(torch.tensor([logits]), batch) for logits in ([0.0, 1.0, 0.0], [0.0, 0.0, 1.0]))
+    assert (first.read().token_ids, second.read().token_ids) == ([1], [2])
+
+
+# ---- what is captured
+
+
+def test_a_size_and_kind_is_captured_on_first_use_after_the_largest_size_of_the_kind():
+    capture = SimulatedCapture()
+    sampler = sampling_by(SamplerGraphs(20, capture))
+
+    def draw(num_rows, **params):
+        sampler(torch.zeros(num_rows, 10), batch_of([sequence(seed, **params) for seed in range(num_rows)], 10))
+        sizes, capture.sizes = capture.sizes, []
+        return sizes
+
+    assert draw(3, temperature=0) == [20, 4]
+    assert draw(4, temperature=0, top_k=3) == []
+    assert draw(5, temperature=0) == [8]
+    assert draw(17) == [20]
+    assert draw(3, temperature=0.5, min_p=0.1) == [4]
+    assert draw(3, top_k=2) == [20, 4]
+    assert draw(3, top_p=0.5) == [20, 4]
+    assert draw(3, top_p=0.5, top_k=2) == [20, 4]
+    assert [draw(3), draw(20), draw(4, temperature=0), draw(4, top_p=0.4, temperature=0.3)] == [[]] * 4
+
+
+@pytest.mark.parametrize("name", NOT_SUPPORTED)
+def test_a_step_with_a_row_that_is_not_supported_runs_without_a_graph(name):
+    capture = SimulatedCapture()
+    sampler = sampling_by(SamplerGraphs(8, capture))
+    more = sequence(1, bad_words=((3,),)) if name == "bad_words" else sequence(1, **{name: NOT_SUPPORTED[name]})
+    batch = batch_of([sequence(0), more, sequence(2, temperature=0)], 400)
+    logits = torch.randn(3, 400, generator=torch.Generator().manual_seed(0))
+    ours, theirs = (s(logits.clone(), batch).read() for s in (sampler, PLAIN))
+    assert ours == theirs
+    assert capture.sizes == []
+
+
+def test_too_many_rows_or_users_stages_run_without_a_graph():
+    capture = SimulatedCapture()
+    sampler = sampling_by(SamplerGraphs(2, capture))
+    assert sampler(torch.eye(3), batch_of([sequence(temperature=0)] * 3, 3)).read().token_ids == [0, 1, 2]
+
+    def reverse(logits, batch):
+        return -logits
+
+    sampler = sampling_by(SamplerGraphs(2, capture), stages=(*STAGES, reverse))
+    assert sampler(torch.tensor([[2.0, 1.0, 3.0]]), batch_of([sequence(temperature=0)], 3)).read().token_ids == [1]
+    assert capture.sizes == []
+
+
+def test_a_draw_that_cannot_be_captured_runs_without_a_graph_and_logs_one_warning(caplog):
+    def fail(run):
+        raise RuntimeError("CUDA out of memory\nand so on")
+
+    steps = list(random_steps(30, 40, 20, {"all": SUPPORTED["all"]}))
+    assert num_disagreeing(steps, sampling_by(SamplerGraphs(20, fail))) == 0
+    assert caplog.text.count("the draw of 4 tokens could not be captured as a CUDA graph (CUDA out of memory)") == 1
+
+
+# ---- in an engine
+
+PROMPTS = [[7] * 16 + [5, 6], [7] * 16 + [9], list(range(3, 40)), [1], [4, 4], [8, 9, 10]]
+SAMPLED = [
+    {"temperature": 0},
+    {"top_k": 5, "temperature": 0.9},
+    {"top_p": 0.8},
+    {"min_p": 0.1, "temperature": 1.5},
+    {"repetition_penalty": 1.5, "temperature": 0.8},
+    {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
+]
+
+
+def tokens_of(path, capture, params=SAMPLED, **options):
+    llm = LLM(str(path), device="cpu", kv_cache_memory=2**24, max_num_seqs=5, **options)
+    if capture:
+        llm.engine.executor.sampler = Sampler(routes=[SamplerGraphs(5, capture)])
+    lengths = (3, 9, 14, 7, 2, 8)  # the row with a penalty ends soon: until then no draw is replayed
+    params = [
+        SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, seed=n, **its)
+        for n, its in zip(lengths, params, strict=True)
+    ]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    tiny_models.assert_nothing_is_left(llm)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("params", [[{"temperature": 0}] * 6, SAMPLED], ids=["greedy", "sampled"])
+def test_an_engine_gives_the_same_tokens_with_replayed_draws(qwen3_path, params, is_async):
+    """Batches of at most 5 sequences, padded to 1, 2, 4 or 5 rows. Prompts and decodes share a step."""
+    capture = SimulatedCapture()
+    ours = tokens_of(qwen3_path, capture, params, async_scheduling=is_async)
+    assert ours == tokens_of(qwen3_path, None, params)
+    assert set(capture.sizes) == {1, 2, 4, 5}
+    assert capture.num_replays > 8
+
+
+def test_an_engine_whose_graphs_do_nothing_gives_other_tokens(qwen3_path):
+    """The twin of the test above: the comparison can fail."""
+
+    def stale(run):
+        return lambda: None, run().clone()
+
+    assert tokens_of(qwen3_path, stale) != tokens_of(qwen3_path, None)
+
+
+def test_a_traced_draw_is_not_replayed():
+    capture, recorder = SimulatedCapture(), Recorder()
+    rows = [sequence(seed=1, temperature=0.7)]
+    logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(0))
+    sampler = sampling_by(SamplerGraphs(4, capture))
+    traced = sampler(logits.clone(), batch_of(rows, 30), StageTracer(recorder, rows, None)).read()
+    assert capture.num_replays == 0
+    assert recorder.of(TokenDrawn)[0].token_id == traced.token_ids[0]
+    assert sampler(logits.clone(), batch_of(rows, 30)).read() == traced
+    assert capture.num_replays == 1

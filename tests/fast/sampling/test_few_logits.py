@@ -1,0 +1,246 @@
+"""The fast path draws the tokens of the plain stages: any vocabulary, parameters, ties, masks, rows without a token."""
+
+import math
+import random
+from unittest.mock import patch
+
+import pytest
+import torch
+from sampling_rows import BAD, PARAMS, batch_of, random_logits, random_params, sampling_by, sequence
+
+from nanoinfer.fast.sampling import few_logits
+
+INF, NAN = math.inf, math.nan
+
+
+def as_on_a_gpu(logits, batch):
+    with patch.object(few_logits, "can_read", lambda logits: False):
+        return SAMPLERS["fast"](logits, batch)
+
+
+SAMPLERS = {"fast": sampling_by(few_logits.FewLogits()), "plain": sampling_by(), "as on a GPU": as_on_a_gpu}
+
+
+def disagreeing(logits, batch):
+    """The rows whose token differs between the samplers. No row may have an error."""
+    outputs = [sampler(logits.clone(), batch).read() for sampler in SAMPLERS.values()]
+    assert all(output.errors == {} for output in outputs)
+    token_ids = zip(*[output.token_ids for output in outputs], strict=True)
+    return [row for row, ids in enumerate(token_ids) if len(set(ids)) > 1]
+
+
+@pytest.fixture
+def plain_rows(monkeypatch):
+    """How many rows ran the plain stages, one number per call."""
+
+    def counting(logits, batch):
+        numbers.append(len(logits))
+        return original(logits, batch)
+
+    numbers, original = [], few_logits.sample_plainly
+    monkeypatch.setattr(few_logits, "sample_plainly", counting)
+    return numbers
+
+
+# ---- random rows
+
+
+def random_history(rng, vocab_size):
+    """Masks, biases and penalties, so that the stages before the temperature leave -inf, ties and changed logits."""
+    pool = rng.sample(range(vocab_size), min(vocab_size, 8))
+    history = {
+        "prompt": rng.choices(pool, k=4),
+        "output": rng.choices(pool, k=rng.randint(0, 6)),
+        "allowed_token_ids": rng.sample(range(vocab_size), rng.choice([1, min(3, vocab_size), (vocab_size + 1) // 2])),
+        "logit_bias": {token_id: rng.choice([-100.0, -1.0, 0.5, 100.0]) for token_id in pool},
+        "repetition_penalty": rng.choice([1.0, 1.3]),
+        "frequency_penalty": rng.choice([0.0, 0.5]),
+        "presence_penalty": rng.choice([0.0, -1.0]),
+    }
+    return {name: value for name, value in history.items() if name in ("prompt", "output") or rng.random() < 0.5}
+
+
+def random_batch(rng, num_rows, vocab_size, group=None):
+    sequences = []
+    for _ in range(num_rows):
+        params = random_params(rng, vocab_size, group)
+        if rng.random() < 0.4:
+            params |= random_history(rng, vocab_size)
+        sequences.append(sequence(rng.getrandbits(64), **params))
+    return batch_of(sequences, vocab_size)
+
+
+@pytest.mark.parametrize("kind", ["random", "rounded to bf16", "few values", "constant"])
+@pytest.mark.parametrize(
+    ("vocab_size", "num_rows"), [(1, 64), (2, 256), (7, 512), (300, 512), (1000, 256), (5000, 96), (50_257, 24)]
+)
+def test_a_mixed_batch_gets_the_tokens_of_the_plain_stages(vocab_size, num_rows, kind):
+    batch = random_batch(random.Random(f"{kind} {vocab_size}"), num_rows, vocab_size)
+    assert disagreeing(random_logits(kind, num_rows, vocab_size), batch) == []
+
+
+@pytest.mark.parametrize("group", PARAMS)
+@pytest.mark.parametrize(("vocab_size", "num_rows"), [(40, 128), (1000, 128), (50_257, 4)])
+def test_a_batch_of_one_group_gets_the_tokens_of_the_plain_stages(vocab_size, num_rows, group):
+    batch = random_batch(random.Random(f"{group} {vocab_size}"), num_rows, vocab_size, group)
+    rows = {name: len(getattr(batch.groups, f"{name}_rows")) for name in PARAMS}
+    assert rows == dict.fromkeys(PARAMS, 0) | {group: num_rows}
+    for kind in ("random", "rounded to bf16", "few values"):
+        assert disagreeing(random_logits(kind, num_rows, vocab_size), batch) == []
+
+
+def test_every_row_is_in_one_group():
+    batch = random_batch(random.Random(0), 500, 100)
+    groups = [getattr(batch.groups, f"{name}_rows") for name in PARAMS]
+    assert sorted(row for group in groups for row in group) == list(range(500))
+    assert min(map(len, groups)) > 20
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"TIE_MARGIN": 0, "NUM_TRIED": 1},
+        {"TIE_MARGIN": 1, "NUM_TRIED": 2, "SCRATCH_BYTES": 1, "BLOCK": 1},
+        {"TIE_MARGIN": 299, "NUM_TRIED": 299, "SCRATCH_BYTES": 5000, "BLOCK": 7},
+        {"TIE_MARGIN": 9999, "NUM_TRIED": 9999, "SCRATCH_BYTES": 2**40, "BLOCK": 9999},
+    ],
+)
+@pytest.mark.parametrize("kind", ["random", "rounded to bf16", "few values"])
+def test_the_sizes_of_the_fast_path_change_no_token(kind, sizes, monkeypatch):
+    for name, size in sizes.items():
+        monkeypatch.setattr(few_logits, name, size)
+    batch = random_batch(random.Random(kind), 256, 300)
+    assert disagreeing(random_logits(kind, 256, 300), batch) == []
+
+
+# ---- rows for which the largest logits are not enough
+
+
+def test_only_rows_whose_ties_fill_the_top_k_margin_run_the_plain_stages(plain_rows):
+    """Over 300 ids, k = 5 fetches 37 columns: 36 equal ones fit, and 37 do not show that there is no 38th."""
+    logits = torch.arange(300.0).neg().repeat(4, 1)
+    for row, num_equal in enumerate([1, 36, 37, 300]):
+        logits[row, :num_equal] = 0
+    batch = batch_of([sequence(seed, top_k=5) for seed in range(4)], 300)
+    assert disagreeing(logits, batch) == []
+    assert plain_rows == [2]
+
+
+def test_only_rows_too_flat_for_top_p_run_the_plain_stages(plain_rows):
+    """Over 1000 ids 256 columns are tried. Of equal ones they hold .256, and none is above the smallest of them."""
+    logits = torch.zeros(4, 1000)
+    logits[0, 17] = 50  # decided by one
+    logits[1, 100:300] = 50  # 200 of the 256 hold everything that counts
+    logits[3] = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 0.01
+    batch = batch_of([sequence(seed, top_p=0.9) for seed in range(4)], 1000)
+    assert disagreeing(logits, batch) == []
+    assert plain_rows == [2]
+
+
+def test_a_tie_at_the_edge_of_the_candidates_is_not_decided_by_which_of_its_ids_are_candidates(plain_rows):
+    """255 heavy ids and 745 equal light ones, of which one is tried: top_p reaches the light ones only in the second row."""
+    logits = torch.full((2, 1000), -9.0)
+    logits[:, torch.randperm(1000, generator=torch.Generator().manual_seed(0))[:255]] = 0
+    share = 255 / (255 + 745 * math.exp(-9))
+    params = [{"top_p": share - 1e-4}, {"top_p": share + 1e-4}]
+    batch = batch_of([sequence(seed, **params[seed % 2]) for seed in range(200)], 1000)
+    assert disagreeing(logits.repeat(100, 1), batch) == []
+    assert plain_rows == [100]
+
+
+def test_ordinary_rows_do_not_run_the_plain_stages(plain_rows):
+    logits = torch.randn(40, 5000, generator=torch.Generator().manual_seed(0)) * 5
+    batch = batch_of([sequence(seed, **params) for params in PARAMS.values() for seed in range(10)], 5000)
+    assert disagreeing(logits, batch) == []
+    assert plain_rows == []
+
+
+@pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.9}])
+def test_the_comparison_notices_ties_that_do_not_run_the_plain_stages(params, monkeypatch):
+    """The planted fault keeps the candidates of an undecided row, which are an arbitrary part of the tied ids."""
+    logits = torch.zeros(50, 1000)
+    batch = batch_of([sequence(seed, **params) for seed in range(50)], 1000)
+    assert disagreeing(logits, batch) == []
+    monkeypatch.setattr(few_logits, "_plainly_where", lambda is_undecided, token_ids, logits, batch: token_ids)
+    assert len(disagreeing(logits, batch)) > 25
+
+
+# ---- rows without a token
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("vocab_size", [2, 30, 1000])
+def test_a_bad_row_of_any_group_gets_its_own_error_and_changes_no_other_token(vocab_size, bad):
+    """Two good rows and a bad row of each group, in one batch and in a batch per group."""
+    generator = torch.Generator().manual_seed(0)
+    params = PARAMS | {"top_k": {"top_k": 1, "top_p": 0.95}}  # 5 would be off over 2 ids
+    for groups in (list(params), *([name] for name in params)):
+        sequences = [sequence(seed, **params[name]) for seed, name in enumerate(groups * 3)]
+        is_bad = [len(groups) <= row < 2 * len(groups) for row in range(len(sequences))]
+        good = (torch.randn(len(sequences), vocab_size, generator=generator) * 3).bfloat16().float()
+        mixed = good.clone()
+        for row, bad_row in enumerate(is_bad):
+            if bad_row:
+                BAD[bad](mixed[row])
+        expected = SAMPLERS["plain"](good.clone(), batch_of(sequences, vocab_size)).read().token_ids
+        for sampler in SAMPLERS.values():
+            sampled = sampler(mixed.clone(), batch_of(sequences, vocab_size)).read()
+            assert sampled.token_ids == [-1 if b else token_id for b, token_id in zip(is_bad, expected, strict=True)]
+            assert sorted(sampled.errors) == [row for row, b in enumerate(is_bad) if b]
+            assert all("logits are not finite" in error for error in sampled.errors.values())
+
+
+@pytest.mark.parametrize("group", PARAMS)
+@pytest.mark.parametrize("vocab_size", [6, 1000])
+def test_a_row_whose_parameters_leave_no_token_gets_its_own_error(vocab_size, group):
+    """Only id 2 is allowed, and a logits processor masks it."""
+    nothing = {
+        "allowed_token_ids": [2],
+        "logits_processors": [lambda p, o, logits: logits.index_fill(0, torch.tensor([2]), -INF)],
+    }
+    sequences = [sequence(0, **PARAMS[group]), sequence(1, **PARAMS[group], **nothing), sequence(2, **PARAMS[group])]
+    logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(0))
+    alone = [
+        SAMPLERS["plain"](logits[[row]].clone(), batch_of([sequences[row]], vocab_size)).read().token_ids[0] for row in (0, 2)
+    ]
+    for sampler in SAMPLERS.values():
+        sampled = sampler(logits.clone(), batch_of(sequences, vocab_size)).read()
+        assert sampled.token_ids == [alone[0], -1, alone[1]]
+        assert list(sampled.errors) == [1]
+        assert "apply_logits_processors" in sampled.errors[1]
+
+
+@pytest.mark.parametrize("group", PARAMS)
+def test_a_nan_that_a_mask_hides_is_still_an_error(group):
+    logits = torch.zeros(2, 400)
+    logits[1, 7] = NAN
+    sequences = [sequence(seed, allowed_token_ids=[3], **PARAMS[group]) for seed in range(2)]
+    for sampler in SAMPLERS.values():
+        assert sampler(logits.clone(), batch_of(sequences, 400)).read().token_ids == [3, -1]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_exp_gives_a_number_the_same_bits_at_any_index(num_threads):
+    """The fast path computes exp of gathered columns and of slices, the plain stages of whole rows."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        x = -torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 25
+        whole, rng = x.exp(), random.Random(0)
+        for _ in range(300):
+            start, length = rng.randrange(90_000), rng.choice([1, 2, 3, 7, 15, 31, 72, 256, 1000, 9999])
+            assert torch.equal(x[start : start + length].exp(), whole[start : start + length])
+            ids = torch.randint(len(x), (length,), generator=torch.Generator().manual_seed(start))
+            assert torch.equal(x[ids].exp(), whole[ids])
+        rows = x.view(20, 5000)
+        assert torch.equal(rows[::3].exp(), whole.view(20, 5000)[::3])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_minus_zero_ties_with_zero(sampler):
+    """Of three equal tokens top_p = 0.5 keeps the first two, whatever the sign of a zero."""
+    sequences = [sequence(seed=seed, temperature=1.0, top_p=0.5) for seed in range(40)]
+    logits = torch.tensor([-0.0, 0.0, 0.0]).repeat(40, 1)
+    assert set(SAMPLERS[sampler](logits, batch_of(sequences, 3)).read().token_ids) == {0, 1}

@@ -1,0 +1,120 @@
+"""LLM.batch_independent says what is so, at GPT-2's width as well. What cannot be kept is refused where it is required."""
+
+import random
+
+import pytest
+import tiny_models
+import torch
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.attention.base import BACKENDS
+from nanoinfer.attention.cpu import CPUBackend
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.fast.batch_independence import one_layer_of_each_kind
+from nanoinfer.fast.cpu.attention import KernelBackend
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.loader import load_model
+from nanoinfer.models.qwen import QwenForCausalLM
+from nanoinfer.models.qwen_moe import MixtureOfExperts
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    try:
+        KernelBackend(torch.float32, num_heads=4, num_kv_heads=2, head_dim=16)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", params=tiny_models.WIDE)
+def wide(request, tmp_path_factory):
+    return tiny_models.save(request.param, tmp_path_factory.mktemp(request.param), **tiny_models.WIDE[request.param])
+
+
+def logprobs_of(llm, prompts, max_tokens=6):
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=2, detokenize=False)
+    return [
+        [{token_id: entry.logprob for token_id, entry in position.items()} for position in output.outputs[0].logprobs]
+        for output in llm.generate(prompts, params, use_tqdm=False)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_at_the_width_of_real_models_a_prompt_gets_the_same_log_probabilities_alone_and_beside_others(wide, dtype):
+    llm = LLM(wide, dtype=dtype, kv_cache_memory=2**26, enable_prefix_caching=False)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(tiny_models.VOCAB_SIZE) for _ in range(rng.randrange(1, 131))] for _ in range(20)]
+    together = logprobs_of(llm, prompts)
+    different = [i for i in range(8) if logprobs_of(llm, [prompts[i]]) != [together[i]]]
+    assert llm.batch_independent
+    assert different == []
+
+
+def test_a_model_whose_rows_depend_on_the_batch_is_found_out(qwen3_path, monkeypatch):
+    forward = QwenForCausalLM.forward
+
+    def forward_of_many(self, input_ids, positions, attend):
+        return forward(self, input_ids, positions, attend) + (len(input_ids) > 40) * 1e-3
+
+    monkeypatch.setattr(QwenForCausalLM, "forward", forward_of_many)
+    assert not LLM(qwen3_path, kv_cache_memory=2**24).batch_independent
+    with pytest.raises(UnsupportedError, match="this machine's do, for this model in float32 on cpu; leave it out"):
+        LLM(qwen3_path, kv_cache_memory=2**24, batch_invariant=True)
+
+
+def test_so_is_a_kind_of_layer_that_is_not_the_first(tmp_path, monkeypatch):
+    """The first layer has one MLP, the second has experts."""
+    path = tiny_models.save("qwen2_moe", tmp_path)
+    assert LLM(path, kv_cache_memory=2**24).batch_independent
+    forward = MixtureOfExperts.forward
+    monkeypatch.setattr(MixtureOfExperts, "forward", lambda self, x: forward(self, x) + (len(x) > 40) * 1e-3)
+    assert not LLM(path, kv_cache_memory=2**24).batch_independent
+
+
+def test_so_is_an_attention_backend(qwen3_path, monkeypatch):
+    prefill = KernelBackend.prefill
+
+    def prefill_of_many(self, q, *args):
+        return prefill(self, q, *args) * (1.001 if len(q) > 40 else 1.0)
+
+    monkeypatch.setattr(KernelBackend, "prefill", prefill_of_many)
+    assert not LLM(qwen3_path, kv_cache_memory=2**24).batch_independent
+
+
+class DependentDecode(CPUBackend):
+    def decode(self, q, *args):
+        return super().decode(q, *args) * (1.001 if len(q) > 1 else 1.0)
+
+
+def test_so_is_a_decode_of_ones_own(qwen3_path, monkeypatch):
+    monkeypatch.setitem(BACKENDS, "mine", DependentDecode)
+    assert not LLM(qwen3_path, attention_backend="mine", kv_cache_memory=2**24).batch_independent
+
+
+@pytest.mark.parametrize(("family", "layers", "num"), [("gpt2", "h", 1), ("qwen2_moe", "layers", 2)])
+def test_one_layer_of_each_kind_is_tried(family, layers, num, tmp_path):
+    model = load_model(Checkpoint.open(str(tiny_models.save(family, tmp_path))))
+    all_layers = getattr(model, layers)
+    with one_layer_of_each_kind(model, model.config.num_hidden_layers):
+        assert len(getattr(model, layers)) == num
+    assert getattr(model, layers) is all_layers
+
+
+def test_without_kernels_nothing_is_promised(qwen3_path, monkeypatch):
+    """torch's products depend on the number of rows on many machines, and few rows do not show it."""
+    assert not LLM(qwen3_path, enforce_eager=True, kv_cache_memory=2**24).batch_independent
+    with pytest.raises(UnsupportedError, match="enforce_eager=True uses torch's products, whose bits do"):
+        LLM(qwen3_path, enforce_eager=True, kv_cache_memory=2**24, batch_invariant=True)
+
+
+def test_it_holds_for_the_number_of_threads_at_loading(qwen3_path):
+    llm = LLM(qwen3_path, kv_cache_memory=2**24)
+    assert llm.batch_independent
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert not llm.batch_independent
+    finally:
+        torch.set_num_threads(before)
+    assert llm.batch_independent

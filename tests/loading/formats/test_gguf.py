@@ -1,0 +1,374 @@
+"""GGUF files give the logits of transformers with the unpacked weights, and the tokens of the checkpoint they are made of."""
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import gguf_files
+import pytest
+import tiny_models
+import torch
+from gguf_files import floats, random_blocks
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.attention.dense import DenseAttention
+from nanoinfer.chat.template import apply_chat_template
+from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError, WeightsError
+from nanoinfer.loading import loader
+from nanoinfer.loading.checkpoint import BUNDLED, Checkpoint
+from nanoinfer.loading.formats.gguf import read_gguf
+from nanoinfer.loading.formats.gguf_families import to_config, to_generation_config
+from nanoinfer.loading.formats.gguf_tokenizer import tokenizer_from_gguf
+from nanoinfer.loading.formats.gguf_weights import GGUFWeights
+from nanoinfer.tokenization.tokenizer import Tokenizer
+
+PROMPT = torch.arange(1, 41) * 31 % tiny_models.VOCAB_SIZE
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}  # rows of whole K blocks
+
+
+def logits_here(path, dtype="float32"):
+    model = loader.load_model(Checkpoint.open(str(path)), dtype)
+    with torch.inference_mode():
+        return model.compute_logits(model(PROMPT, torch.arange(len(PROMPT)), DenseAttention()))
+
+
+def save(model, path: Path, tensors=None, **metadata) -> Path:
+    tensors = gguf_files.tensors_of(model) if tensors is None else tensors
+    return gguf_files.write(path / "model.gguf", gguf_files.metadata_of(model.config) | metadata, tensors)
+
+
+GPT2 = ["gpt2", "gpt2_untied", "gpt2_n_inner"]
+
+
+@pytest.mark.parametrize("family", [*GPT2, "qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "llama", "llama_biases"])
+def test_logits_equal_transformers(family, tmp_path):
+    model = tiny_models.build(family)
+    with torch.inference_mode():
+        torch.testing.assert_close(logits_here(save(model, tmp_path)), model(PROMPT[None]).logits[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("blocks", [("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"), ("Q4_K", "Q5_K", "Q6_K", "Q8_0")])
+def test_logits_equal_transformers_with_the_weights_that_ggmls_loops_unpack(blocks, tmp_path):
+    model = tiny_models.build("qwen3", **WIDE)
+    with torch.inference_mode():
+        path = save(model, tmp_path, gguf_files.tensors_of(model, "F16", blocks))
+        for parameter in (model.model.embed_tokens.weight, model.lm_head.weight):
+            parameter.copy_(parameter.half())
+        torch.testing.assert_close(logits_here(path), model(PROMPT[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", gguf_files.UNPACK)
+def test_blocks_are_unpacked_as_ggml_unpacks_them_in_whole_and_in_rows(name, tmp_path):
+    tensor, expected = random_blocks(name, (7, 512), seed=3)
+    file = read_gguf(gguf_files.write(tmp_path / "x.gguf", {}, {"x": tensor, "y": floats(torch.ones(2))}))
+    weights = GGUFWeights(file)
+    assert weights["x"].shape == (7, 512)
+    torch.testing.assert_close(weights.read("x"), expected, atol=0, rtol=1e-6)
+    torch.testing.assert_close(weights.read("x", slice(2, 5)), expected[2:5], atol=0, rtol=1e-6)
+    assert len(expected.unique()) > 100  # no block is trivial
+    assert (weights.integers("x") is not None) == (name in ("Q4_0", "Q8_0"))
+    if (kept := weights.integers("x")) is not None:
+        torch.testing.assert_close(kept.widened(), expected, atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0"])
+def test_integers_of_llamas_queries_are_in_the_order_of_the_checkpoint(name, tmp_path):
+    metadata = {"general.architecture": "llama", "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2}
+    tensor, _ = random_blocks(name, (4 * 8, 64), seed=4)
+    file = read_gguf(gguf_files.write(tmp_path / "x.gguf", metadata, {"blk.0.attn_q.weight": tensor}))
+    weights, query = GGUFWeights(file), "layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(weights.integers(query).widened(), weights.read(query), atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
+def test_floats_keep_their_dtype(name, tmp_path):
+    weight = torch.randn(3, 4)
+    weights = GGUFWeights(read_gguf(gguf_files.write(tmp_path / "x.gguf", {}, {"x": floats(weight, name)})))
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name]
+    assert torch.equal(weights.read("x"), weight.to(dtype))
+    assert weights["x"].dtype == name
+
+
+def test_llamas_queries_and_keys_get_back_the_order_of_their_rows(tmp_path):
+    q, k = torch.randn(4 * 8, 6), torch.randn(2 * 8, 6)
+    metadata = {"general.architecture": "llama", "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2}
+    stored = {"q": gguf_files.to_pairs(q, 4), "k": gguf_files.to_pairs(k, 2), "v": k}
+    assert not torch.equal(stored["q"], q)
+    tensors = {f"blk.0.attn_{name}.weight": floats(weight) for name, weight in stored.items()}
+    weights = GGUFWeights(read_gguf(gguf_files.write(tmp_path / "x.gguf", metadata, tensors)))
+    for name, weight in {"q": q, "k": k, "v": k}.items():
+        assert torch.equal(weights.read(f"layers.0.self_attn.{name}_proj.weight"), weight)
+        assert torch.equal(weights.read(f"layers.0.self_attn.{name}_proj.weight", slice(3, 7)), weight[3:7])
+
+
+# ---- config
+
+
+def llama_file(path, tensors=(), **metadata):
+    sizes = {"embedding_length": 64, "feed_forward_length": 96, "block_count": 1, "context_length": 131072}
+    sizes |= {"attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 500000.0}
+    metadata = {f"llama.{key}": value for key, value in (sizes | metadata).items() if value is not None}
+    tensors = {"token_embd.weight": floats(torch.zeros(32, 64))} | dict(tensors)
+    return read_gguf(gguf_files.write(path / "llama.gguf", {"general.architecture": "llama"} | metadata, tensors))
+
+
+def test_the_config_is_that_of_config_json(tmp_path):
+    config = to_config(llama_file(tmp_path))
+    assert config == {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "float32",
+        "vocab_size": 32,
+        "tie_word_embeddings": True,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,  # not 9.999999747378752e-06
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    }
+
+
+def llama3_factors(factor):
+    """As convert_hf_to_gguf.py computes rope_freqs.weight for a head of 16."""
+    factors = []
+    for i in range(0, 16, 2):
+        wavelen = 2 * math.pi * 500000.0 ** (i / 16)
+        if wavelen < 8192 / 4:
+            factors.append(1.0)
+        elif wavelen > 8192 / 1:
+            factors.append(factor)
+        else:
+            smooth = (8192 / wavelen - 1) / (4 - 1)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return torch.tensor(factors)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama3s_table_of_frequencies_becomes_its_rope_parameters(factor, tmp_path):
+    table = llama3_factors(factor)
+    assert len(table.unique()) == 3  # short waves, long ones, and one between
+    config = to_config(llama_file(tmp_path, {"rope_freqs.weight": floats(table)}))
+    assert config["rope_parameters"] == {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    table[4] *= 1.01
+    with pytest.raises(UnsupportedError, match=r"rope_freqs.weight in .* is not Llama 3's table"):
+        to_config(llama_file(tmp_path, {"rope_freqs.weight": floats(table)}))
+
+
+def test_yarn_is_read_and_other_scalings_are_refused(tmp_path):
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32768}
+    rope = to_config(llama_file(tmp_path, **yarn))["rope_parameters"]
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 4.0, 32768)
+    with pytest.raises(UnsupportedError, match=r"llama\.rope\.scaling\.yarn_beta_fast in .* is not supported"):
+        to_config(llama_file(tmp_path, **yarn, **{"rope.scaling.yarn_beta_fast": 16.0}))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "sentence"),
+    [
+        ({"expert_count": 8}, r"llama\.expert_count=8 in .* is not supported"),
+        ({"attention.sliding_window": 4096}, r"llama\.attention\.sliding_window=4096 in .* is not supported"),
+        ({"rope.dimension_count": 8}, r"rotates 8 of the 16 numbers of a head"),
+    ],
+)
+def test_a_variant_that_is_not_supported_is_refused_by_name(metadata, sentence, tmp_path):
+    with pytest.raises(UnsupportedError, match=sentence):
+        to_config(llama_file(tmp_path, **metadata))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "error", "sentence"),
+    [
+        ({"general.architecture": "gemma3"}, {}, UnsupportedError, "architecture 'gemma3'; llama, qwen2, qwen3, gpt2 are"),
+        ({}, {}, UnsupportedError, "architecture 'None'"),
+        ({"split.count": 3}, {}, UnsupportedError, "one of 3 parts.*llama-gguf-split --merge"),
+        ({}, {"x": (10, (1, 256), bytes(84))}, UnsupportedError, "'x' in .* has the type Q2_K, which is not supported; take"),
+        ({}, {"x": (99, (1, 256), b"")}, UnsupportedError, "'x' in .* has the type 99"),
+        ({"general.architecture": "llama"}, {}, WeightsError, "has no token_embd.weight"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(metadata, tensors, error, sentence, tmp_path):
+    path = gguf_files.write(tmp_path / "x.gguf", metadata, tensors)
+    with pytest.raises(error, match=sentence):
+        Checkpoint.open(str(path))
+
+
+def test_a_tensor_that_is_missing_or_unknown_is_reported_by_name(tmp_path):
+    model = tiny_models.build("qwen3")
+    tensors = gguf_files.tensors_of(model)
+    tensors["blk.0.ffn_gate_exps.weight"] = tensors.pop("blk.1.ffn_up.weight")
+    with pytest.raises(WeightsError, match=r"unexpected: blk.0.ffn_gate_exps.weight\s+missing: layers.1.mlp.up_proj.weight"):
+        logits_here(save(model, tmp_path, tensors))
+
+
+def test_metadata_that_is_missing_or_of_another_type_is_reported_by_name(tmp_path):
+    model = tiny_models.build("qwen3")
+    for changes, sentence in (
+        ({"qwen3.attention.head_count": [4, 4]}, "of the wrong type|num_attention_heads"),
+        ({"qwen3.block_count": 10**9}, "num_hidden_layers in .*model.gguf is 1000000000, but the weights are"),
+        ({"qwen3.embedding_length": "48"}, "hidden_size in .* must be a number|wrong type"),
+    ):
+        with pytest.raises(CheckpointError, match=sentence):
+            logits_here(save(model, tmp_path, **changes))
+
+
+# ---- finding the file
+
+
+def test_a_folder_with_one_gguf_file_is_that_file_and_one_with_several_names_them(tmp_path):
+    model = tiny_models.build("qwen3")
+    path = save(model, tmp_path)
+    assert Checkpoint.open(str(tmp_path)).gguf == Checkpoint.open(str(path)).gguf
+    (tmp_path / "other.gguf").write_bytes(b"")
+    with pytest.raises(CheckpointNotFoundError, match=r"holds model.gguf, other.gguf; give the path of one of them"):
+        Checkpoint.open(str(tmp_path))
+    with pytest.raises(CheckpointNotFoundError, match="there is no file 'missing"):
+        Checkpoint.open("missing.gguf")
+    with pytest.raises(CheckpointError, match="has no revision 'v2'"):
+        Checkpoint.open(str(path), "v2")
+
+
+# ---- the tokenizer
+
+
+def bundled_metadata(**changes):
+    """tiny-qwen3's tokenizer as llama.cpp's converter writes it."""
+    content = json.loads((BUNDLED / "tiny-qwen3" / "tokenizer.json").read_text())
+    tokens = list(content["model"]["vocab"])
+    special = {token["content"] for token in content["added_tokens"]}
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in content["model"]["merges"]],
+        "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"),
+        "tokenizer.chat_template": (BUNDLED / "tiny-qwen3" / "chat_template.jinja").read_text(),
+    }
+    return metadata | changes
+
+
+TEXTS = ["Once upon a time, Lily was 12.", "<|im_start|>user\nHi<|im_end|>", "  two  spaces\n\n1234 über 😀 don't", ""]
+
+
+def test_a_byte_level_tokenizer_gives_the_tokens_of_tokenizer_json():
+    ours = tokenizer_from_gguf(bundled_metadata(), Path("x.gguf"))
+    theirs = Tokenizer.load(BUNDLED / "tiny-qwen3")
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(theirs.encode(text), skip_special_tokens=False) == text
+    messages = [{"role": "user", "content": "Hi"}]
+    assert apply_chat_template(ours, messages) == apply_chat_template(theirs, messages)
+    assert ours.hf.eos_token == "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("split", "text", "words"),
+    [
+        ("gpt-2", "a 1234 b", ["a", "Ġ1234", "Ġb"]),
+        ("smollm", "a 1234 b", ["a", "Ġ", "1", "2", "3", "4", "Ġb"]),
+        ("qwen2", "a 1234 b", ["a", "Ġ", "1", "2", "3", "4", "Ġb"]),
+        ("llama-bpe", "a 1234 b", ["a", "Ġ", "123", "4", "Ġb"]),
+        ("qwen2", "I'M\n\n x", ["I", "'M", "ĊĊ", "Ġx"]),
+        ("gpt-2", "I'M\n\n x", ["I", "'", "M", "ĊĊ", "Ġx"]),
+    ],
+)
+def test_a_text_is_split_into_the_words_of_its_vocabulary(split, text, words):
+    changes = {"tokenizer.ggml.pre": split, "tokenizer.ggml.bos_token_id": 1}
+    backend = tokenizer_from_gguf(bundled_metadata(**changes), Path("x.gguf")).backend
+    assert [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)] == words
+
+
+def test_bos_and_eos_are_added_as_the_file_says():
+    changes = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
+    ids = tokenizer_from_gguf(bundled_metadata(**changes), Path("x.gguf")).encode("Once")
+    assert (ids[0], ids[-1]) == (1, 2)
+    assert tokenizer_from_gguf(bundled_metadata(), Path("x.gguf")).encode("Once") == ids[1:-1]
+
+
+def sentencepiece_metadata(**changes):
+    pieces = {"▁": -1.0, "l": -2.0, "o": -3.0, "w": -4.0, "e": -5.0, "r": -6.0, "lo": -7.0, "ow": -6.5, "low": -8.0}
+    pieces |= {"▁l": -9.0, "er": -6.2, "▁low": -10.0, "lower": -11.0}
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(pieces)],
+        "tokenizer.ggml.scores": [0.0] * 259 + list(pieces.values()),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    return metadata | changes
+
+
+def sentencepiece(text: str, metadata: dict) -> list[int]:
+    """SentencePiece's own rule: join the pair whose piece has the best score, until none is left."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    scores = dict(zip(tokens[259:], metadata["tokenizer.ggml.scores"][259:], strict=True))
+    pieces = list("▁" + text.replace(" ", "▁"))
+    while joined := [(scores[a + b], -i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in scores]:
+        i = -max(joined)[1]
+        pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
+    ids = []
+    for piece in pieces:
+        ids += [tokens.index(piece)] if piece in tokens else [tokens.index(f"<0x{byte:02X}>") for byte in piece.encode()]
+    return ids
+
+
+@pytest.mark.parametrize("text", ["low", "lower lower", "wolower", "rewlo  low", "é low", "😀"])
+def test_a_sentencepiece_tokenizer_joins_the_pair_with_the_best_score(text):
+    metadata = sentencepiece_metadata()
+    tokenizer = tokenizer_from_gguf(metadata, Path("x.gguf"))
+    assert tokenizer.encode(text) == [1, *sentencepiece(text, metadata)]  # BOS, unless the file says otherwise
+    assert tokenizer.decode(tokenizer.encode(text)) == f" {text}"  # a Tokenizer keeps the space: a text may begin with one
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        ({"tokenizer.ggml.pre": "tekken"}, UnsupportedError, r"'gpt2' with the splitting 'tekken'.*Pass LLM\(tokenizer="),
+        ({"tokenizer.ggml.model": "t5"}, UnsupportedError, "is 't5' with the splitting"),
+        ({"tokenizer.ggml.merges": ["a b c"]}, CheckpointError, "cannot be used"),
+        ({"tokenizer.ggml.merges": ["never seen"]}, CheckpointError, "cannot be used"),
+        ({"tokenizer.ggml.merges": 5}, CheckpointError, "cannot be used"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, CheckpointError, "cannot be used"),
+        ({"tokenizer.ggml.model": "llama"}, CheckpointError, "cannot be used"),  # no scores
+        ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a" * 2**21, "b"]}, CheckpointError, "more than 2097152"),
+    ],
+)
+def test_a_tokenizer_that_is_not_supported_or_damaged_is_refused(changes, error, sentence):
+    with pytest.raises(error, match=sentence):
+        tokenizer_from_gguf(bundled_metadata(**changes), Path("x.gguf"))
+
+
+# ---- all of it
+
+
+def test_a_gguf_file_chats_ends_its_text_and_runs_in_8_bits(tmp_path):
+    checkpoint = Checkpoint.open("tiny-qwen3")
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.path)
+    metadata = bundled_metadata(**{"tokenizer.ggml.eot_token_id": 0})
+    path = save(model, tmp_path, gguf_files.tensors_of(model, "BF16"), **metadata)
+    assert to_generation_config(read_gguf(path)) == {"eos_token_id": [2, 0]}
+    params = SamplingParams(temperature=0, max_tokens=12)
+    chat = [{"role": "user", "content": "Tell me a story about Lily"}]
+    answers = []
+    for model_name, quantization in ((checkpoint.path, None), (path, None), (path, "int8")):
+        llm = LLM(model_name, dtype="bfloat16", quantization=quantization, kv_cache_memory=2**22, enforce_eager=True)
+        [output] = llm.chat(chat, params, use_tqdm=False)
+        answers.append(output.outputs[0].text)
+    assert answers[1] == answers[0]
+    assert answers[2]

@@ -1,0 +1,308 @@
+"""Finding a checkpoint: folders, the bundled models, hub names (never the network), and what is wrong with a bad one."""
+
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import filter_repo_objects
+
+from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, WeightsError
+from nanoinfer.loading import hub
+from nanoinfer.loading.checkpoint import BUNDLED, Checkpoint, bundled_models, locate
+from nanoinfer.loading.weights import WeightFiles
+
+
+@pytest.fixture
+def folder(gpt2_path, tmp_path):
+    return shutil.copytree(gpt2_path, tmp_path / "checkpoint")
+
+
+def write_json(path, content):
+    path.write_text(json.dumps(content))
+
+
+def test_a_folder_is_opened_where_it_lies(folder):
+    checkpoint = Checkpoint.open(str(folder))
+    assert checkpoint.path == folder
+    assert checkpoint.config["architectures"] == ["GPT2LMHeadModel"]
+    assert checkpoint.weight_files == [folder / "model.safetensors"]
+    (folder / "generation_config.json").unlink()
+    assert Checkpoint.open(str(folder)).generation_config == {}
+
+
+@pytest.mark.parametrize(("name", "architecture"), [("tiny-qwen3", "Qwen3ForCausalLM"), ("tiny-gpt2", "GPT2LMHeadModel")])
+def test_a_model_in_the_box_is_found_by_its_name(name, architecture):
+    checkpoint = Checkpoint.open(name)
+    assert checkpoint.path == BUNDLED / name
+    assert checkpoint.config["architectures"] == [architecture]
+    assert name in bundled_models()
+
+
+def test_no_name_is_tiny_qwen3():
+    assert Checkpoint.open(None) == Checkpoint.open("tiny-qwen3")
+
+
+def test_a_folder_of_the_users_goes_before_the_box(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    folder.rename(folder.parent / "tiny-qwen3")
+    assert Checkpoint.open("tiny-qwen3").config["architectures"] == ["GPT2LMHeadModel"]
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ("/no/such/folder", "there is no folder '/no/such/folder'"),
+        ("./no-such-folder", "there is no folder './no-such-folder'"),
+        ("~/no-such-folder", "there is no folder"),
+        ("not a hub name!", "neither a folder nor a possible hub name.* tiny-gpt2, tiny-qwen3"),
+        ("one/two/three", "neither a folder nor a possible hub name.* tiny-gpt2, tiny-qwen3"),
+        (
+            "owner/not-in-the-cache",
+            "the hub did not give it .revision main.*HF_HUB_OFFLINE is set and the hub's cache does not",
+        ),
+        ("tiny-qwen", "did you mean 'tiny-qwen3'. Otherwise check the name and the network, or use a folder"),
+        ("tiny_qwen3", "did you mean 'tiny-qwen3'"),
+        ("x" * 97, "neither a folder nor a possible hub name"),
+        ("x" * 5000, "cannot be used as a folder .File name too long.; bundled are tiny-gpt2, tiny-qwen3"),
+        ("\udcff", "cannot be used as a folder"),
+        ("~nobody-here/x", "cannot be used as a folder .Could not determine home directory"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused_with_what_to_try(model, sentence):
+    with pytest.raises(CheckpointNotFoundError, match=sentence):
+        Checkpoint.open(model)
+
+
+def test_a_near_miss_of_a_folder_or_of_a_cached_model_is_suggested(folder, monkeypatch):
+    cache = folder.parent / "cache"
+    (cache / "models--Qwen--Qwen3-0.6B").mkdir(parents=True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    with pytest.raises(CheckpointNotFoundError, match=f"there is no folder '{folder}s'; did you mean '{folder}'"):
+        Checkpoint.open(f"{folder}s")
+    with pytest.raises(CheckpointNotFoundError, match=r"did you mean 'Qwen/Qwen3-0\.6B'"):
+        Checkpoint.open("qwen/Qwen3-0.6b")
+    with pytest.raises(CheckpointNotFoundError, match="folder; bundled are"):
+        Checkpoint.open("Qwen/Qwen3-0.6B")  # which is its own name
+
+
+def test_a_file_without_permission_is_no_damaged_file(folder, monkeypatch):
+    """A patch, because the superuser has every permission."""
+    path_open = Path.open
+
+    def refusing(path, *args, **kwargs):
+        if path.name == "model.safetensors":
+            raise PermissionError(13, "Permission denied", str(path))
+        return path_open(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refusing)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: Permission denied"):
+        Checkpoint.open(str(folder))
+    with pytest.raises(WeightsError, match=r"model\.safetensors cannot be read: Permission denied"):
+        WeightFiles([folder / "model.safetensors"])
+
+
+def test_shards_of_the_hubs_cache_are_links_to_files_elsewhere(folder):
+    blobs = folder.rename(folder.parent / "blobs")
+    folder.mkdir()
+    (folder / "config.json").symlink_to(blobs / "config.json")
+    (folder / "model-00001-of-00001.safetensors").symlink_to(blobs / "model.safetensors")
+    write_json(folder / "model.safetensors.index.json", {"weight_map": {"a": "model-00001-of-00001.safetensors"}})
+    checkpoint = Checkpoint.open(str(folder))
+    assert checkpoint.weight_files == [folder / "model-00001-of-00001.safetensors"]
+    assert len(WeightFiles(checkpoint.weight_files)) > 10
+
+
+def test_a_hub_model_is_downloaded_by_name_and_revision_without_files_that_are_not_needed(folder, monkeypatch):
+    calls = []
+
+    def snapshot_download(name, **arguments):
+        calls.append((name, arguments))
+        return str(folder)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    assert Checkpoint.open("owner/name", "v2").path == folder
+    [(name, arguments)] = calls
+    patterns = {key: arguments.pop(key) for key in ("allow_patterns", "ignore_patterns")}
+    assert (name, arguments) == ("owner/name", {"revision": "v2"})
+    needed = ["config.json", "generation_config.json", "model.safetensors", "model-00001-of-00002.safetensors"]
+    needed += ["model.safetensors.index.json", "tokenizer.json", "merges.txt", "tokenizer.model", "chat_template.jinja"]
+    other = ["pytorch_model.bin", "model.gguf", "README.md", "onnx/model.onnx", "onnx/config.json", "fp16/model.safetensors"]
+    other += ["consolidated.safetensors", "consolidated.00.safetensors"]
+    assert list(filter_repo_objects(needed + other, **patterns)) == needed
+    locate("owner/name", with_weights=False)  # for LLM(tokenizer=...)
+    patterns = {key: calls[1][1][key] for key in patterns}
+    assert list(filter_repo_objects(needed + other, **patterns)) == [
+        name for name in needed if "00001" not in name and name != "model.safetensors"
+    ]
+
+
+def test_a_hub_model_in_the_cache_is_found_offline_at_the_revision_asked_for(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    repository = tmp_path / "cache" / "models--owner--name"
+    (repository / "refs").mkdir(parents=True)
+    for revision, commit in (("main", "a" * 40), ("v2", "b" * 40)):
+        (repository / "refs" / revision).write_text(commit)
+        shutil.copytree(folder, repository / "snapshots" / commit)
+    assert Checkpoint.open("owner/name").path.name == "a" * 40
+    assert Checkpoint.open("owner/name", "v2").path.name == "b" * 40
+    with pytest.raises(CheckpointNotFoundError, match="revision v3"):
+        Checkpoint.open("owner/name", "v3")
+
+
+@pytest.mark.parametrize("pickle", ["pytorch_model.bin", "model.pt", "model.pth"])
+def test_a_folder_with_pickles_only_is_refused_with_how_to_convert(folder, pickle):
+    (folder / "model.safetensors").rename(folder / pickle)
+    with pytest.raises(CheckpointNotFoundError, match=r"holds no \*\.safetensors") as caught:
+        Checkpoint.open(str(folder))
+    assert f"AutoModelForCausalLM.from_pretrained('{folder}').save_pretrained('converted')" in str(caught.value)
+
+
+def test_a_hub_repository_with_pickles_only_is_refused_with_how_to_convert_it(folder, monkeypatch):
+    """They are not downloaded, so what is left is a folder without weights."""
+    (folder / "model.safetensors").unlink()
+    monkeypatch.setattr("nanoinfer.loading.hub.snapshot_download", lambda *args, **kwargs: str(folder))
+    with pytest.raises(CheckpointNotFoundError, match=r"from_pretrained\('owner/old'\)"):
+        Checkpoint.open("owner/old")
+
+
+def test_whatever_the_hub_library_raises_becomes_one_named_error(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("the proxy said no")
+
+    monkeypatch.setattr("nanoinfer.loading.hub.snapshot_download", broken)
+    with pytest.raises(CheckpointNotFoundError, match="the proxy said no"):
+        Checkpoint.open("owner/name")
+
+
+@pytest.mark.parametrize(
+    ("error_class", "sentence"),
+    [
+        (GatedRepoError, r"it is gated.*accept its conditions at https://\S+/owner/name and log in with `hf auth login`"),
+        (RepositoryNotFoundError, "there is no such model, or it is private; check the name, and for a private one log in"),
+        (RevisionNotFoundError, "revision v9.: it has no such revision; check the name of the branch, tag or commit"),
+        (HfHubHTTPError, "503 Server Error; check the name and the network .a download continues where it stopped."),
+    ],
+)
+def test_what_the_hub_refuses_is_said_with_the_way_out(monkeypatch, error_class, sentence):
+    """GatedRepoError is a RepositoryNotFoundError: the order of the questions matters."""
+    error = error_class.__new__(error_class)  # its constructor takes a response of the HTTP library of the installed version
+    Exception.__init__(error, "503 Server Error")
+
+    def refusing(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(hub, "snapshot_download", refusing)
+    with pytest.raises(CheckpointNotFoundError, match=sentence):
+        Checkpoint.open("owner/name", "v9")
+
+
+def test_a_snapshot_without_its_weights_is_not_taken_for_a_whole_one_offline(folder, tmp_path, monkeypatch):
+    """As an interrupted download leaves it, or LLM(tokenizer=...)."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    repository = tmp_path / "cache" / "models--owner--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    snapshot = shutil.copytree(folder, repository / "snapshots" / ("a" * 40))
+    (snapshot / "model.safetensors").unlink()
+    assert locate("owner/name", with_weights=False) == snapshot
+    with pytest.raises(CheckpointNotFoundError, match=r"holds no \*\.safetensors|or only a part of it"):
+        Checkpoint.open("owner/name")
+
+
+def test_an_empty_name_or_a_revision_of_a_folder_is_refused(folder):
+    with pytest.raises(CheckpointNotFoundError, match="name is empty"):
+        Checkpoint.open("")
+    with pytest.raises(CheckpointError, match="has no revision 'v2'; leave revision out"):
+        Checkpoint.open(str(folder), "v2")
+
+
+def test_one_file_goes_before_an_index_that_a_sharded_predecessor_left(folder):
+    write_json(folder / "model.safetensors.index.json", {"weight_map": {"a": "model-00001-of-00002.safetensors"}})
+    assert Checkpoint.open(str(folder)).weight_files == [folder / "model.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [(b'{"n_layer": 2,', "is not valid JSON"), (b"\xff\xfe", "is not valid JSON"), (b"[1, 2]", "must hold a JSON object")],
+)
+def test_broken_json_is_refused_with_the_files_name(folder, name, content, sentence):
+    if "index" in name:
+        (folder / "model.safetensors").rename(folder / "shard-1.safetensors")
+    (folder / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{name} {sentence}"):
+        Checkpoint.open(str(folder))
+
+
+def test_a_folder_without_config_json_is_refused(folder):
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"config.json does not exist; a checkpoint is a folder with"):
+        Checkpoint.open(str(folder))
+
+
+def test_the_index_decides_which_files_are_the_weights(folder):
+    (folder / "model.safetensors").rename(folder / "shard-2.safetensors")
+    for name in ("shard-1.safetensors", "consolidated.safetensors"):
+        (folder / name).touch()
+    index = {"weight_map": {"a": "shard-1.safetensors", "b": "shard-2.safetensors", "c": "shard-1.safetensors"}}
+    write_json(folder / "model.safetensors.index.json", index)
+    assert Checkpoint.open(str(folder)).weight_files == [folder / "shard-1.safetensors", folder / "shard-2.safetensors"]
+
+
+def test_an_index_that_names_files_that_are_not_there_is_refused_with_their_names(folder):
+    (folder / "model.safetensors").rename(folder / "shard-2.safetensors")
+    index = {"weight_map": {"a": "shard-1.safetensors", "b": "shard-2.safetensors", "c": "shard-3.safetensors"}}
+    write_json(folder / "model.safetensors.index.json", index)
+    with pytest.raises(CheckpointNotFoundError, match=r"names shard-1.safetensors, shard-3.safetensors, not in the folder"):
+        Checkpoint.open(str(folder))
+
+
+def test_an_index_without_a_weight_map_is_refused(folder):
+    (folder / "model.safetensors").rename(folder / "shard-1.safetensors")
+    write_json(folder / "model.safetensors.index.json", {"metadata": {}})
+    with pytest.raises(CheckpointError, match="has no weight_map"):
+        Checkpoint.open(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "config", "eos_token_ids"),
+    [
+        ({"eos_token_id": 3}, {"eos_token_id": 9}, {3}),
+        ({"eos_token_id": [3, 0]}, {"eos_token_id": 9}, {3, 0}),
+        ({"eos_token_id": 0}, {"eos_token_id": 9}, {0}),
+        ({"eos_token_id": None}, {"eos_token_id": 9}, {9}),
+        (None, {"eos_token_id": [9, 8]}, {9, 8}),
+        ({}, {"eos_token_id": None}, set()),
+    ],
+)
+def test_eos_ids_are_generation_configs_or_else_configs(folder, generation_config, config, eos_token_ids):
+    (folder / "generation_config.json").unlink()
+    if generation_config is not None:
+        write_json(folder / "generation_config.json", generation_config)
+    write_json(folder / "config.json", config)
+    assert Checkpoint.open(str(folder)).eos_token_ids == eos_token_ids
+
+
+def test_an_index_of_wrong_types_is_refused(folder):
+    (folder / "model.safetensors").rename(folder / "shard-1.safetensors")
+    write_json(folder / "model.safetensors.index.json", {"weight_map": {"a": 5}})
+    with pytest.raises(CheckpointError, match="has no weight_map of file names"):
+        Checkpoint.open(str(folder))
+
+
+def test_an_eos_that_is_no_id_is_refused(folder):
+    write_json(folder / "generation_config.json", {"eos_token_id": "</s>"})
+    with pytest.raises(CheckpointError, match="must be an id or a list of ids, got '</s>'"):
+        _ = Checkpoint.open(str(folder)).eos_token_ids
+
+
+def test_a_file_instead_of_its_folder_and_a_folder_instead_of_config_json_are_refused(folder):
+    with pytest.raises(CheckpointNotFoundError, match="is a file; give the folder"):
+        Checkpoint.open(str(folder / "model.safetensors"))
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+        Checkpoint.open(str(folder))
