@@ -16,6 +16,7 @@ from typing import Any
 
 from nanoinfer.bench.workloads import Workload
 from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.fast.cpu.native import cache_folder
 from nanoinfer.loading.checkpoint import file_digests
 
 # name -> (the modules it requires, how they are installed)
@@ -95,8 +96,7 @@ class PeerProcess:
             NanoinferError: The process has failed. The message has its last line and the path of its output.
         """
         self.peer = peer
-        kept = Path(os.environ.get("NANOINFER_CACHE") or Path.home() / ".cache" / "nanoinfer")
-        cache = kept / "peers" / _content_name(checkpoint)
+        cache = cache_folder() / "peers" / _content_name(checkpoint)
         cache.mkdir(parents=True, exist_ok=True)
         self._log = cache / f"{peer.name}.log"
         with self._log.open("wb") as log:

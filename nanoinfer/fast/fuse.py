@@ -3,10 +3,11 @@
 In: a Trace. Out: the same trace, changed in place. Each module defines what it computes in plain torch, so that a fused trace
 runs on any device, and the kernels of cpu/ and cuda/ are compared with it. The passes:
 
-    merge_linears      linear layers of the same input are one product: q, k and v
+    fuse_linears       each linear layer becomes a FusedLinear, to which the next passes add
     fuse_activations   activation(linear(x)) is one product
     fuse_factors       factor * linear(x) is one product: the gate of an MLP
     fuse_residuals     residual + linear(x) is one product
+    merge_linears      linear layers of the same input are one product: q, k and v
     fuse_rotations     a norm over heads and the rotation after it are one operation
 """
 
@@ -90,7 +91,6 @@ def fuse(trace: Trace) -> None:
 
 
 def fuse_linears(trace: Trace) -> None:
-    """Make each linear layer a FusedLinear, on which the other passes work."""
     for node in list(trace.graph.nodes):
         module = trace.module(node)
         if type(module) is nn.Linear and len(node.args) == 1 and not (node.kwargs or has_hooks(module)):
@@ -106,21 +106,11 @@ def fuse_activations(trace: Trace) -> None:
 
 
 def fuse_factors(trace: Trace) -> None:
-    for node in list(trace.graph.nodes):
-        if node.target in MULTIPLY and len(node.args) == 2:
-            for linear, factor in (node.args[::-1], node.args):
-                if (fusible := _fusible(trace, linear)) and isinstance(factor, fx.Node) and not fusible.kwargs:
-                    _replace(trace, node, fusible, _module(trace, fusible), factor=factor)
-                    break
+    _fuse_operand(trace, MULTIPLY, "factor")
 
 
 def fuse_residuals(trace: Trace) -> None:
-    for node in list(trace.graph.nodes):
-        if node.target in ADD and len(node.args) == 2 and not node.kwargs:
-            for linear, residual in (node.args[::-1], node.args):
-                if (fusible := _fusible(trace, linear)) and isinstance(residual, fx.Node) and "residual" not in fusible.kwargs:
-                    _replace(trace, node, fusible, _module(trace, fusible), **fusible.kwargs, residual=residual)
-                    break
+    _fuse_operand(trace, ADD, "residual")
 
 
 def merge_linears(trace: Trace) -> None:
@@ -146,6 +136,16 @@ def fuse_rotations(trace: Trace) -> None:
             _take_the_place(trace, node, fused)
             if normed is not None:
                 trace.graph.erase_node(normed)
+
+
+def _fuse_operand(trace: Trace, operations: tuple[Any, ...], name: str) -> None:
+    """Make an operation of a linear layer and another value a part of the layer. name: the layer's argument."""
+    for node in list(trace.graph.nodes):
+        if node.target in operations and len(node.args) == 2 and not node.kwargs:
+            for linear, other in (node.args[::-1], node.args):
+                if (fusible := _fusible(trace, linear)) and isinstance(other, fx.Node) and name not in fusible.kwargs:
+                    _replace(trace, node, fusible, _module(trace, fusible), **{name: other})
+                    break
 
 
 def _merge(trace: Trace, nodes: Sequence[fx.Node]) -> None:

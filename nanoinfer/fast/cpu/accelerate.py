@@ -6,7 +6,6 @@ as they are, and one log line says so.
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -21,7 +20,7 @@ from nanoinfer.execution.parts import Parts
 from nanoinfer.fast.accelerate import CompileReport, compile_modules
 from nanoinfer.fast.batch_independence import is_batch_independent, one_layer_of_each_kind
 from nanoinfer.fast.cpu.attention import KernelBackend
-from nanoinfer.fast.cpu.compile import compile_for_cpu
+from nanoinfer.fast.cpu.compile import Pack, compile_for_cpu
 from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.fuse import FusedLinear, fuse
@@ -31,8 +30,6 @@ from nanoinfer.loading.quantization import BITS, check_sizes, quantize_model
 from nanoinfer.loading.weights import progress_bar
 
 logger = logging.getLogger(__name__)
-
-Pack = Callable[[FusedLinear], Any]
 
 
 def compile_model(model: nn.Module, quantization: str | None = None, *, is_trial: bool = False) -> CompileReport:

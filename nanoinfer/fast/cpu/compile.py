@@ -22,7 +22,7 @@ from nanoinfer.fast.fuse import ADD, FusedLinear, FusedRotation
 from nanoinfer.fast.trace import Trace, has_hooks
 from nanoinfer.models.layers import RMSNorm
 
-Pack = Callable[[FusedLinear], Any]  # -> a PackedLinear, or one of its kind
+Pack = Callable[[FusedLinear], Any]  # returns a PackedLinear, or a class with its attributes and methods
 
 
 def compile_for_cpu(trace: Trace, pack: Pack, dtype: torch.dtype) -> list[CPUProgram]:
@@ -252,7 +252,7 @@ def viewed(node: fx.Node, views: Mapping[fx.Node, _Views]) -> _Views | None:
         return None
     if node.target is getattr:
         return () if node.args[1] == "shape" and all(_is_first(user) for user in node.users) else None
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = _name(node)
     if name not in _VIEWS or (name in ("unbind", "split", "chunk") and not all(map(_is_item, node.users))):
         return None
     try:
@@ -263,15 +263,12 @@ def viewed(node: fx.Node, views: Mapping[fx.Node, _Views]) -> _Views | None:
 
 def _is_reshaped(node: fx.Node) -> bool:
     """Whether the number of axes is unknown: other operations have rows of numbers."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.op in ("call_function", "call_method") and name in {
-        *_VIEWS,
-        "getitem",
-        "transpose",
-        "permute",
-        "squeeze",
-        "unsqueeze",
-    }
+    return node.op in ("call_function", "call_method") and _name(node) in {*_VIEWS, *_OTHER_SHAPES}
+
+
+def _name(node: fx.Node) -> str:
+    """Of the function or method that a node calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def _is_item(user: fx.Node) -> bool:
@@ -320,8 +317,6 @@ def _reshape(view: View, *sizes: Any) -> View:
 
 def _unflatten(view: View, dim: int, sizes: Any) -> View:
     axis = _axis(view, dim)
-    known = math.prod(size for size in sizes if size != -1)
-    sizes = (view.shape[axis] // known if size == -1 else size for size in sizes)
     return _shaped(view, *view.shape[:axis], *sizes, *view.shape[axis + 1 :])
 
 
@@ -357,6 +352,7 @@ def _size(view: View, dim: int) -> tuple[View, ...]:
     return ()
 
 
+_OTHER_SHAPES = ("getitem", "transpose", "permute", "squeeze", "unsqueeze")
 _VIEWS: dict[str, Callable[..., _Views]] = {
     "view": _reshape,
     "reshape": _reshape,

@@ -103,7 +103,7 @@ class CPUProgram:
         self._parts = list(self._split())
         self._attentions = [operation for operation in operations if operation.call is None]
         self._unread = {operation: self._unread_after(operation) for operation in self._attentions}
-        self._whole: tuple[Any, Program] | None = None  # with the attention kernel that was used last
+        self._whole: tuple[Any, Program | None] | None = None  # with the attention kernel that was used last
 
     def __call__(self, attend: Any, *given: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Compute the outputs.
@@ -118,10 +118,10 @@ class CPUProgram:
         num_rows = next(len(tensor) for tensor, buffer in zip(given, self._inputs, strict=True) if buffer.must_fit)
         arrays: list[Any] = [self._fitted(*pair, num_rows) for pair in zip(given, self._inputs, strict=True)]
         arrays += [torch.empty(num_rows * width, dtype=self._dtype) for width in self._widths]
-        arrays += [scratch_for(num_rows * self._scratch_bytes, arrays[0]), None]
-        if (step := self._step_of(attend)) is not None:
-            kernel, arrays[-1] = step
-            self._program_with(kernel)(num_rows, arrays)
+        arrays.append(scratch_for(num_rows * self._scratch_bytes, arrays[0]))
+        kernel, rows = self._step_of(attend)
+        if (program := self._program_with(kernel)) is not None:
+            program(num_rows, [*arrays, rows])
         else:
             for part in self._parts:
                 if isinstance(part, Program):
@@ -149,23 +149,19 @@ class CPUProgram:
             tensor = tensor.expand(shape)
         return tensor.contiguous()
 
-    def _step_of(self, attend: Any) -> tuple[Any, Any] | None:
-        """The kernel that computes the attention inside of the program, and its rows. None: Python calls the attention."""
+    def _step_of(self, attend: Any) -> tuple[Any, Any]:
+        """The kernel that can compute this step's attention inside of the program, and its rows. None: Python calls it."""
         as_step = getattr(attend, "as_step", None)
-        if as_step is None or not self._attentions or (step := as_step()) is None:
-            return None
-        is_fitting = all(step[0].computes(*(view.shape for view in operation.reads)) for operation in self._attentions)
-        return step if is_fitting else None
+        return (as_step() if as_step is not None and self._attentions else None) or (None, None)
 
-    def _program_with(self, kernel: Any) -> Program:
+    def _program_with(self, kernel: Any) -> Program | None:
+        """All calls as one program. None if the kernel does not compute every attention."""
+        if kernel is None:
+            return None
         if self._whole is None or self._whole[0] is not kernel:
-            calls = [
-                self._call(operation)
-                if operation.call is not None
-                else kernel.call(*self._slices(operation), rows=self._scratch + 1, layer=operation.layer)
-                for operation in self.operations
-            ]
-            self._whole = kernel, Program(calls)
+            is_fitting = all(kernel.computes(*(view.shape for view in operation.reads)) for operation in self._attentions)
+            calls = [self._call(operation, kernel) for operation in self.operations if is_fitting]
+            self._whole = kernel, Program(calls) if is_fitting else None
         return self._whole[1]
 
     def _attend(self, attend: Any, operation: Operation, num_rows: int, arrays: list[Any]) -> None:
@@ -194,13 +190,13 @@ class CPUProgram:
         if calls:
             yield Program(calls)
 
-    def _call(self, operation: Operation) -> KernelCall:
-        assert operation.call is not None
-        return operation.call(self._slices(operation), self._scratch)
-
-    def _slices(self, operation: Operation) -> list[Slice]:
+    def _call(self, operation: Operation, attention: Any = None) -> KernelCall:
+        """attention: the kernel of an operation without a call of its own."""
         views = (*operation.reads, operation.out)
-        return [Slice(self._index[view.buffer], view.first, view.buffer.width) for view in views]
+        slices = [Slice(self._index[view.buffer], view.first, view.buffer.width) for view in views]
+        if operation.call is None:
+            return attention.call(*slices, rows=self._scratch + 1, layer=operation.layer)
+        return operation.call(slices, self._scratch)
 
 
 def _slots_of(operations: list[Operation], outputs: set[Buffer]) -> tuple[dict[Buffer, int], list[int]]:
