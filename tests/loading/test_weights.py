@@ -502,7 +502,7 @@ def anonymous_bytes():
 
 import nanoinfer.attention.cpu, nanoinfer.models.gpt2
 before = anonymous_bytes()
-llm = LLM(sys.argv[1], kv_cache_memory=2**25, enforce_eager=True)
+llm = LLM(sys.argv[1], kv_cache_memory=2**25)
 params = SamplingParams(temperature=0, max_tokens=10, detokenize=False)
 llm.generate([[1, 2, 3]] * 4, params, use_tqdm=False)
 print(anonymous_bytes() - before, 2**25)
