@@ -105,7 +105,7 @@ def _take_turns(workload: Workload, repeats: int, llm: LLM, processes: list[Peer
     for process in processes:
         process.run(workload, workload.prompts(vocab_size, 0))
     for run in range(1, repeats + 1):
-        speeds[OURS].append(figures(run_workload(llm, workload, run), sum(workload.input_lens)).output_tokens_per_s)
+        speeds[OURS].append(figures(run_workload(llm, workload, run)).output_tokens_per_s)
         for process in processes:
             seconds = process.run(workload, workload.prompts(vocab_size, run))
             speeds[process.peer.name].append(sum(workload.output_lens) / seconds)

@@ -75,14 +75,13 @@ def _case(llm: LLM, repeats: int, name: str, allowed: list[int] | None, num_requ
         sampling={"temperature": 1.0, "seed": 0, "allowed_token_ids": allowed},
     )
     speeds: dict[bool, list[float]] = {False: [], True: []}
-    num_prompt_tokens = PROMPT_LEN * num_requests
     before = (speculator.metrics.num_draft_tokens, speculator.metrics.num_accepted_tokens)
     speculator.proposer = timed = _TimedProposer(proposer := speculator.proposer)
     try:
         for repeat in range(repeats + 1):
             for is_drafting in (False, True):
                 engine.speculator = speculator if is_drafting else None
-                speed = figures(run_workload(llm, workload, repeat), num_prompt_tokens).output_tokens_per_s
+                speed = figures(run_workload(llm, workload, repeat)).output_tokens_per_s
                 if repeat:  # the first run warms up
                     speeds[is_drafting].append(speed)
     finally:

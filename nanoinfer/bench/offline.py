@@ -54,7 +54,7 @@ def run_workload(llm: LLM, workload: Workload, run: int) -> list[RequestTiming]:
         while waiting and start + waiting[-1][0] <= time.perf_counter():
             arrival, prompt, params = waiting.pop()
             request = engine.add_request(prompt, params)
-            timings.append(RequestTiming(start + arrival))
+            timings.append(RequestTiming(start + arrival, num_prompt_tokens=len(prompt)))
             running.append((request, timings[-1]))
         if not engine.num_unfinished:
             time.sleep(max(start + waiting[-1][0] - time.perf_counter(), 0))
@@ -62,8 +62,8 @@ def run_workload(llm: LLM, workload: Workload, run: int) -> list[RequestTiming]:
         engine.step()
         now = time.perf_counter()
         for request, timing in running:
-            num_new = request.sequences[0].num_output_tokens - len(timing.token_times)
-            timing.token_times += [now] * num_new  # with accepted drafts, several at once
+            timing.num_output_tokens = request.sequences[0].num_output_tokens
+            timing.token_times += [now] * (timing.num_output_tokens - len(timing.token_times))  # accepted drafts: several
         running = [(request, timing) for request, timing in running if request.output is None]
     return timings
 
@@ -79,7 +79,7 @@ def measure(checkpoint: str | None, workloads: list[Workload], *, repeats: int, 
     memory = Memory(num_weight_bytes, info.num_cache_bytes, memory_in_use(torch.device(info.device)))
     measurements = []
     for workload in workloads:
-        runs = [figures(run_workload(llm, workload, run), sum(workload.input_lens)) for run in range(1, repeats + 1)]
+        runs = [figures(run_workload(llm, workload, run)) for run in range(1, repeats + 1)]
         runs.sort(key=lambda run: run.output_tokens_per_s)
         measurements.append(Measurement(workload.name, runs[repeats // 2], memory))
     return measurements

@@ -10,12 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.bench.timed_response import TimedResponse
-from nanoinfer.bench.timing import Figures, Percentiles, percentiles
+from nanoinfer.bench.timing import Figures, Percentiles, RequestTiming, figure_fields, percentiles
 from nanoinfer.bench.workloads import Workload
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.server.client import Client
@@ -25,37 +24,6 @@ VOCAB_SIZE = 256
 # Words that are one token of nearly every vocabulary, for endpoints that take no ids.
 WORDS = "the of and to in is you that it he was for on are as with his they I at be this have from or one had by".split()
 GOODPUT_NAMES = ("ttft", "tpot", "e2el")  # vLLM's
-
-
-@dataclass(slots=True)
-class RequestRecord:
-    """What a client sees of one request. The times are seconds of one clock.
-
-    Attributes:
-        sent: Before the connection is opened.
-        chunk_times: When each chunk with text arrived. One may have several tokens.
-        num_output_tokens: As the server counts them.
-        error: Why the request failed, or None.
-    """
-
-    sent: float
-    chunk_times: list[float] = field(default_factory=list)
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    error: str | None = None
-
-    @property
-    def ttft(self) -> float:
-        return self.chunk_times[0] - self.sent
-
-    @property
-    def e2el(self) -> float:
-        return self.chunk_times[-1] - self.sent
-
-    @property
-    def tpot(self) -> float:
-        """0 with a single token, as in vLLM."""
-        return (self.chunk_times[-1] - self.chunk_times[0]) / max(self.num_output_tokens - 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +85,11 @@ def run(target: Target, workload: Workload, goodput: dict[str, float]) -> ServeF
     if warmup.error is not None:
         raise NanoinferError(warmup.error)
     bodies = target.bodies(workload, run=random.getrandbits(32))  # no prompt of an earlier run is in the server's cache
-    records, client_cpu_s = _measure(target, bodies, workload.arrivals)
-    return figures(workload.name, records, goodput, client_cpu_s=client_cpu_s)
+    timings, client_cpu_s = _measure(target, bodies, workload.arrivals)
+    return figures(workload.name, timings, goodput, client_cpu_s=client_cpu_s)
 
 
-def _measure(target: Target, bodies: list[dict[str, Any]], arrivals: Sequence[float] = ()) -> tuple[list[RequestRecord], float]:
+def _measure(target: Target, bodies: list[dict[str, Any]], arrivals: Sequence[float] = ()) -> tuple[list[RequestTiming], float]:
     """Send every request, wait for the answers, and parse them. Returns the seconds of CPU before the parsing, too."""
     path = "/chat/completions" if target.is_chat else "/completions"
     start = time.process_time()
@@ -145,22 +113,22 @@ async def _record_all(
     return await asyncio.gather(*map(record, bodies, arrivals))
 
 
-def _parse(target: Target, path: str, sent: float, response: TimedResponse) -> RequestRecord:
-    record = RequestRecord(sent)
+def _parse(target: Target, path: str, sent: float, response: TimedResponse) -> RequestTiming:
+    timing = RequestTiming(sent)
     usage: dict[str, Any] = {}
     try:
         for arrival, chunk in response.chunks(target.client, path):
             if any(_has_text(choice) for choice in chunk.get("choices") or ()):
-                record.chunk_times.append(arrival)
+                timing.token_times.append(arrival)
             usage = chunk.get("usage") or usage
         if "prompt_tokens" not in usage or "completion_tokens" not in usage:
             raise NanoinferError("the stream has no usage, so its tokens cannot be counted")
-        record.num_prompt_tokens, record.num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-        if not record.chunk_times:
+        timing.num_prompt_tokens, timing.num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        if not timing.token_times:
             raise NanoinferError("the answer is empty")
     except NanoinferError as error:
-        record.error = str(error)
-    return record
+        timing.error = str(error)
+    return timing
 
 
 def _has_text(choice: dict[str, Any]) -> bool:
@@ -169,41 +137,28 @@ def _has_text(choice: dict[str, Any]) -> bool:
 
 
 def figures(
-    workload: str, records: list[RequestRecord], goodput: dict[str, float], *, client_cpu_s: float = 0.0
+    workload: str, timings: list[RequestTiming], goodput: dict[str, float], *, client_cpu_s: float = 0.0
 ) -> ServeFigures:
     """Compute the figures. goodput: as for run().
 
-    >>> record = RequestRecord(0.0, [0.5, 0.7, 1.0], num_prompt_tokens=3, num_output_tokens=6)
-    >>> found = figures("A", [record, RequestRecord(0.0, error="refused")], {"ttft": 500.0})
+    >>> timing = RequestTiming(0.0, [0.5, 0.7, 1.0], num_prompt_tokens=3, num_output_tokens=6)
+    >>> found = figures("A", [timing, RequestTiming(0.0, error="refused")], {"ttft": 500.0})
     >>> found.tpot_ms.p50, found.output_tokens_per_s, found.tokens_per_chunk, found.goodput_requests_per_s, found.failures
     (100.0, 6.0, 2.0, 1.0, {'refused': 1})
     """
-    good = [record for record in records if record.error is None]
-    start = min(record.sent for record in records)
-    duration = max((record.chunk_times[-1] for record in good), default=start) - start
-    per_second = 1 / duration if duration else 0.0
-    num_prompt, num_output = (sum(getattr(one, name) for one in good) for name in ("num_prompt_tokens", "num_output_tokens"))
-    num_chunks = sum(len(record.chunk_times) for record in good)
+    fields = figure_fields(timings)
+    good = [timing for timing in timings if timing.error is None]
+    num_chunks = sum(len(timing.token_times) for timing in good)
     num_within = sum(all(getattr(one, name) * 1e3 <= limit for name, limit in goodput.items()) for one in good)
-    gaps = [after - before for record in good for before, after in pairwise(record.chunk_times)]
     return ServeFigures(
+        **fields,
         workload=workload,
-        num_requests=len(records),
-        num_failed=len(records) - len(good),
-        failures=dict(Counter(record.error for record in records if record.error is not None)),
-        num_prompt_tokens=num_prompt,
-        num_output_tokens=num_output,
-        duration_s=duration,
+        num_failed=len(timings) - len(good),
+        failures=dict(Counter(timing.error for timing in timings if timing.error is not None)),
         client_cpu_s=client_cpu_s,
-        requests_per_s=len(good) * per_second,
-        output_tokens_per_s=num_output * per_second,
-        total_tokens_per_s=(num_prompt + num_output) * per_second,
-        tokens_per_chunk=num_output / max(num_chunks, 1),
-        goodput_requests_per_s=num_within * per_second if goodput else None,
-        ttft_ms=percentiles([record.ttft for record in good]),
-        tpot_ms=percentiles([record.tpot for record in good if record.num_output_tokens > 1]),
-        itl_ms=percentiles(gaps),
-        e2el_ms=percentiles([record.e2el for record in good]),
+        tokens_per_chunk=fields["num_output_tokens"] / max(num_chunks, 1),
+        goodput_requests_per_s=num_within / max(len(good), 1) * fields["requests_per_s"] if goodput else None,
+        e2el_ms=percentiles([timing.e2el for timing in good]),
     )
 
 

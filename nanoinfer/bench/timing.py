@@ -1,17 +1,41 @@
 """From the time of each token to the figures: tokens per second, TTFT, TPOT, ITL (cli/bench.py defines them)."""
 
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 
 @dataclass(slots=True)
 class RequestTiming:
-    """The times of one request, in seconds of one clock."""
+    """One request, with its times in seconds of one clock.
+
+    Attributes:
+        arrival: When it was sent, before a connection is opened.
+        token_times: When each token arrived, or each chunk of a server's stream, which may have several tokens.
+        num_output_tokens: As the engine or the server counts them.
+        error: Why the request failed, or None.
+    """
 
     arrival: float
     token_times: list[float] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        return self.token_times[0] - self.arrival
+
+    @property
+    def e2el(self) -> float:
+        return self.token_times[-1] - self.arrival
+
+    @property
+    def tpot(self) -> float:
+        """0 with a single token, as in vLLM."""
+        return (self.token_times[-1] - self.token_times[0]) / max(self.num_output_tokens - 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +64,36 @@ class Figures:
     itl_ms: Percentiles | None
 
 
-def figures(timings: list[RequestTiming], num_prompt_tokens: int) -> Figures:
-    """Compute the figures of a run in which every request has at least one token.
+def figures(timings: list[RequestTiming]) -> Figures:
+    """Compute the figures of a run.
 
-    >>> found = figures([RequestTiming(0.0, [0.5, 0.6, 0.8])], num_prompt_tokens=5)
+    >>> found = figures([RequestTiming(0.0, [0.5, 0.6, 0.8], num_prompt_tokens=5, num_output_tokens=3)])
     >>> found.ttft_ms.p50, found.itl_ms.p50, found.tpot_ms.p50, found.output_tokens_per_s
     (500.0, 150.0, 150.0, 3.75)
     """
-    num_output_tokens = sum(len(timing.token_times) for timing in timings)
-    duration = max(timing.token_times[-1] for timing in timings) - min(timing.arrival for timing in timings)
-    gaps = [np.diff(timing.token_times) for timing in timings if len(timing.token_times) > 1]
-    return Figures(
-        num_requests=len(timings),
-        num_prompt_tokens=num_prompt_tokens,
-        num_output_tokens=num_output_tokens,
-        duration_s=duration,
-        output_tokens_per_s=num_output_tokens / duration,
-        total_tokens_per_s=(num_output_tokens + num_prompt_tokens) / duration,
-        requests_per_s=len(timings) / duration,
-        ttft_ms=percentiles([timing.token_times[0] - timing.arrival for timing in timings]),
-        tpot_ms=percentiles([gap.mean() for gap in gaps]),
-        itl_ms=percentiles(list(chain.from_iterable(gaps))),
-    )
+    return Figures(**figure_fields(timings))
+
+
+def figure_fields(timings: list[RequestTiming]) -> dict[str, Any]:
+    """Return the fields of Figures. Failed requests count in num_requests and begin the run, and in nothing else."""
+    good = [timing for timing in timings if timing.error is None]
+    start = min(timing.arrival for timing in timings)
+    duration = max((timing.token_times[-1] for timing in good), default=start) - start
+    per_second = 1 / duration if duration else 0.0
+    num_prompt_tokens = sum(timing.num_prompt_tokens for timing in good)
+    num_output_tokens = sum(timing.num_output_tokens for timing in good)
+    return {
+        "num_requests": len(timings),
+        "num_prompt_tokens": num_prompt_tokens,
+        "num_output_tokens": num_output_tokens,
+        "duration_s": duration,
+        "output_tokens_per_s": num_output_tokens * per_second,
+        "total_tokens_per_s": (num_prompt_tokens + num_output_tokens) * per_second,
+        "requests_per_s": len(good) * per_second,
+        "ttft_ms": percentiles([timing.ttft for timing in good]),
+        "tpot_ms": percentiles([timing.tpot for timing in good if timing.num_output_tokens > 1]),
+        "itl_ms": percentiles([after - before for timing in good for before, after in pairwise(timing.token_times)]),
+    }
 
 
 def percentiles(times: list[float]) -> Percentiles | None:

@@ -64,11 +64,11 @@ def test_an_impossible_workload_is_refused(changes, sentence):
 
 def test_hand_checked_figures():
     """Two requests: tokens at 1, 2, 4 s from an arrival at 0; one token at 3 s from an arrival at 1."""
-    found = figures([RequestTiming(0.0, [1.0, 2.0, 4.0]), RequestTiming(1.0, [3.0])], num_prompt_tokens=6)
+    found = figures([RequestTiming(0.0, [1.0, 2.0, 4.0], 5, 3), RequestTiming(1.0, [3.0], 1, 1)])
     assert (found.duration_s, found.output_tokens_per_s, found.total_tokens_per_s, found.requests_per_s) == (4, 1, 2.5, 0.5)
     assert (found.ttft_ms.p50, found.itl_ms.p50, found.tpot_ms.p50) == (1500, 1500, 1500)
     assert found.itl_ms.p99 == 1990  # between 1000 and 2000, linearly
-    assert figures([RequestTiming(0.0, [1.0])], 1).itl_ms is None
+    assert figures([RequestTiming(0.0, [1.0], 1, 1)]).itl_ms is None
 
 
 def test_every_token_of_a_workload_has_a_time():

@@ -8,7 +8,8 @@ from fake_server import chat_events, event, reply, stream
 from typer.testing import CliRunner
 
 from nanoinfer.bench import workloads
-from nanoinfer.bench.serve import RequestRecord, Target, figures, parse_goodput, run
+from nanoinfer.bench.serve import Target, figures, parse_goodput, run
+from nanoinfer.bench.timing import RequestTiming
 from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.server.client import Client
@@ -148,19 +149,19 @@ def test_a_limit_that_is_none_is_refused(text):
 
 
 def test_figures_by_hand():
-    records = [
-        RequestRecord(1.0, [1.1, 1.2, 1.4], num_prompt_tokens=5, num_output_tokens=3),
-        RequestRecord(2.0, [2.4], num_prompt_tokens=7, num_output_tokens=1),
-        RequestRecord(0.5, [0.9], error="cut"),
+    timings = [
+        RequestTiming(1.0, [1.1, 1.2, 1.4], num_prompt_tokens=5, num_output_tokens=3),
+        RequestTiming(2.0, [2.4], num_prompt_tokens=7, num_output_tokens=1),
+        RequestTiming(0.5, [0.9], error="cut"),
     ]
-    found = figures("w", records, {"ttft": 200.0, "e2el": 5000.0})
+    found = figures("w", timings, {"ttft": 200.0, "e2el": 5000.0})
     assert found.duration_s == pytest.approx(1.9)  # from the first request to the last chunk
     assert (found.num_prompt_tokens, found.num_output_tokens, found.num_failed) == (12, 4, 1)
     assert found.requests_per_s == pytest.approx(2 / 1.9)
     assert found.goodput_requests_per_s == pytest.approx(1 / 1.9)
     assert (found.ttft_ms.mean, found.ttft_ms.p50) == (250.0, 250.0)
     assert (found.tpot_ms.mean, found.itl_ms.p50, found.e2el_ms.mean) == (150.0, 150.0, 400.0)
-    nothing = figures("w", records[2:], {})
+    nothing = figures("w", timings[2:], {})
     assert (nothing.requests_per_s, nothing.ttft_ms, nothing.goodput_requests_per_s) == (0.0, None, None)
 
 
