@@ -66,8 +66,8 @@ COURSES = (
 )
 RECALLED_WORDS = [  # words that a story repeats later, and the words of a spot, which depend on its place
     *stories.HEROES, *stories.COLORS, *stories.TOYS, *stories.FRUIT, *stories.FLOWERS, *stories.NUMBERS, *stories.SKILLS,
-    *stories.STONES, *stories.ANIMALS, *(place.name.split()[-1] for place in stories.PLACES),
-    *sorted({word for place in stories.PLACES for spot in place.spots for word in spot.split()} - {"a", "an", "the", "of"}),
+    *stories.STONES, *stories.ANIMALS, *(place.split()[-1] for place in stories.PLACES),
+    *sorted({word for spots in stories.PLACES.values() for spot in spots for word in spot.split()} - {"a", "an", "the", "of"}),
 ]  # fmt: skip
 
 

@@ -37,23 +37,12 @@ class Character:
         return self.name
 
 
-@dataclass(frozen=True)
-class Place:
-    """Somewhere to go, and spots there for hiding and finding."""
-
-    name: str
-    spots: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return self.name
-
-
 SHE = [Character(name, "she") for name in "Lily Anna Mia Ruby Daisy Bella Rosie Zoe Emma Nora Ivy Clara".split()]
 HE = [Character(name, "he") for name in "Tom Sam Max Oscar Finn Pip Leo Ben Jack Milo Hugo Felix".split()]
 HEROES = {character.name: character for character in SHE + HE}
 
 FOLDER = Path(__file__).parent
-PLACES = tuple(Place(name, tuple(spots.split("\n"))) for name, spots in read_rules(FOLDER / "places.txt").items())
+PLACES = {name: spots.split("\n") for name, spots in read_rules(FOLDER / "places.txt").items()}  # spots for hiding
 KINDS = "child rabbit fox bear mouse cat dog duck owl squirrel hedgehog frog pony lamb penguin goat".split()
 COLORS = "red blue green yellow orange purple pink white black golden silver brown gray striped".split()
 TOYS = """ball kite drum scarf bell book boat doll whistle lantern bucket puzzle balloon ribbon marble mitten crown flute
@@ -77,7 +66,7 @@ CAST: Cast = {
     "friend": lambda m: HE if m["hero"] in SHE else SHE,
     "friend_kind": lambda m: KINDS,
     "place": lambda m: PLACES,
-    "spot": lambda m: m["place"].spots,
+    "spot": lambda m: PLACES[m["place"]],
     "color": lambda m: COLORS,
     "toy": lambda m: TOYS,
     "owner": lambda m: (m["friend"], f"the {m['animal']}"),

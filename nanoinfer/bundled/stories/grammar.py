@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 Memory = dict[str, Any]  # member of the cast -> what was drawn for it
 Cast = dict[str, Callable[[Memory], Iterable[Any]]]  # member of the cast -> the candidates, given what was drawn so far
 
@@ -154,7 +156,8 @@ class Grammar:
                 rests.add(word[agreed - position :])
         begun = text[:num_chars].rpartition(" ")[2]  # "Mi", where "Mia" was read and "Milo" expected
         expected = () if whole else tuple(sorted({(begun + rest).partition(" ")[0] for rest in rests}))
-        return Reading(_log_sum(whole), _log_sum(beginning), num_chars, expected, furthest)
+        log_prob, log_prob_of_beginning = (float(np.logaddexp.reduce(log_probs)) for log_probs in (whole, beginning))
+        return Reading(log_prob, log_prob_of_beginning, num_chars, expected, furthest)
 
     def _options(self, slot: Slot, memory: Memory) -> list[Option]:
         """List everything the slot can become. The probabilities sum to one."""
@@ -220,11 +223,3 @@ def _common_length(word: str, text: str, position: int) -> int:
     if text.startswith(word, position):
         return len(word)
     return next((i for i, letter in enumerate(word) if not text.startswith(letter, position + i)))
-
-
-def _log_sum(log_probs: list[float]) -> float:
-    """log(sum(exp(log_probs))), computed so that the probability of a long text does not underflow."""
-    if not log_probs:
-        return -math.inf
-    largest = max(log_probs)
-    return largest + math.log(sum(math.exp(log_prob - largest) for log_prob in log_probs))
