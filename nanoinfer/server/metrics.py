@@ -40,16 +40,16 @@ HELP = {  # of the engine's metrics
 }
 
 
-class Metrics:
-    """The metrics of one AsyncLLM."""
+class Metrics(Collector):
+    """The metrics of one AsyncLLM: those of its engine, and those of the server alone."""
 
     def __init__(self, async_llm: AsyncLLM, model_name: str) -> None:
         self._async_llm = async_llm
         self._registry = CollectorRegistry()
         self._last_token_times: dict[tuple[str, int], float] = {}  # by request and answer
-        labels = {"model_name": model_name, "engine": "0"}
-        self._of_engine = _EngineCollector(labels)
-        self._registry.register(self._of_engine)
+        self._of_engine: list[engine_metrics.Metric] = []  # when text() was called
+        self._labels = labels = {"model_name": model_name, "engine": "0"}
+        self._registry.register(self)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"nanoinfer:{name}", text, labels, buckets=buckets, registry=self._registry).labels(**labels)
@@ -92,35 +92,29 @@ class Metrics:
 
     async def text(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
-        self._of_engine.metrics = await self._async_llm.get_metrics()
+        self._of_engine = await self._async_llm.get_metrics()
         return generate_latest(self._registry)
 
-
-class _EngineCollector(Collector):
-    """The engine's metrics, of which text() sets the current values before collect()."""
-
-    def __init__(self, labels: dict[str, str]) -> None:
-        self.metrics: list[engine_metrics.Metric] = []
-        self._names, self._values = list(labels), list(labels.values())
-
     def collect(self) -> Iterator[MetricFamily]:
-        for metric in self.metrics:
+        """Yield the engine's metrics, for the registry."""
+        for metric in self._of_engine:
             bare_name = metric.name.removeprefix("vllm:")
             yield self._family(metric, f"nanoinfer:{bare_name}", HELP[bare_name])
 
     def _family(self, metric: engine_metrics.Metric, name: str, text: str) -> MetricFamily:
+        labels, values = list(self._labels), list(self._labels.values())
         if isinstance(metric, engine_metrics.Histogram):
-            histogram = HistogramMetricFamily(name, text, labels=self._names)
+            histogram = HistogramMetricFamily(name, text, labels=labels)
             buckets = [(floatToGoString(bound), float(count)) for bound, count in metric.buckets.items()]
-            histogram.add_metric(self._values, buckets, metric.sum)
+            histogram.add_metric(values, buckets, metric.sum)
             return histogram
         if isinstance(metric, engine_metrics.Vector):
-            counter = CounterMetricFamily(name, text, labels=[*self._names, "position"])
+            counter = CounterMetricFamily(name, text, labels=[*labels, "position"])
             for position, value in enumerate(metric.values):
-                counter.add_metric([*self._values, str(position)], value)
+                counter.add_metric([*values, str(position)], value)
             return counter
         assert isinstance(metric, engine_metrics.Counter | engine_metrics.Gauge), metric
         kind = GaugeMetricFamily if isinstance(metric, engine_metrics.Gauge) else CounterMetricFamily
-        family = kind(name, text, labels=self._names)
-        family.add_metric(self._values, metric.value)
+        family = kind(name, text, labels=labels)
+        family.add_metric(values, metric.value)
         return family

@@ -1,7 +1,7 @@
 """The bodies of requests, with OpenAI's names, and vLLM's names for what OpenAI does not have.
 
 In: JSON. Out: checked values, and SamplingParams. An unknown field is refused, because it might be meant to change the answer,
-while fields that matter only inside OpenAI (_Ignored) are accepted.
+while fields that matter only inside OpenAI, such as user, are accepted.
 """
 
 from dataclasses import fields, replace
@@ -33,18 +33,7 @@ class StreamOptions(_Body):
     include_obfuscation: bool | None = None  # accepted without effect, because only OpenAI pads its events
 
 
-class _Ignored(_Body):
-    """Fields that do not change an answer."""
-
-    user: str | None = None
-    store: bool | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-
-
-class GenerationRequest(_Ignored):
+class GenerationRequest(_Body):
     """The fields of both endpoints, where None means the checkpoint's default."""
 
     model: str | None = None
@@ -72,6 +61,13 @@ class GenerationRequest(_Ignored):
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    # These do not change an answer.
+    user: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
     def check_stream_options(self) -> "GenerationRequest":
@@ -161,7 +157,6 @@ class DetokenizeRequest(_Body):
 
 def to_sampling_params(request: CompletionRequest | ChatCompletionRequest, default: SamplingParams) -> SamplingParams:
     """Return the checkpoint's default with the fields of a request."""
-    _check_supported(request)
     names = {field.name for field in fields(SamplingParams)} & GenerationRequest.model_fields.keys()
     given: dict[str, Any] = {name: getattr(request, name) for name in names}
     if request.seed is not None:
@@ -172,6 +167,7 @@ def to_sampling_params(request: CompletionRequest | ChatCompletionRequest, defau
         max_tokens = request.max_completion_tokens or request.max_tokens  # None: up to the model's length
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
     else:
+        _check_completion(request)
         max_tokens = 16 if request.max_tokens is None else max(request.max_tokens, 1)  # 16 is OpenAI's default
         logprobs = request.logprobs
         given["prompt_logprobs"] = logprobs if request.echo else None
@@ -180,10 +176,8 @@ def to_sampling_params(request: CompletionRequest | ChatCompletionRequest, defau
     return replace(default, **given, max_tokens=max_tokens, logprobs=logprobs)
 
 
-def _check_supported(request: CompletionRequest | ChatCompletionRequest) -> None:
+def _check_completion(request: CompletionRequest) -> None:
     """Refuse known features that are not supported."""
-    if not isinstance(request, CompletionRequest):
-        return
     if request.max_tokens == 0 and not request.echo:
         raise RequestError(400, "max_tokens must be >= 1, or 0 with echo", param="max_tokens")
     if len(request.prompts) > MAX_PROMPTS:
