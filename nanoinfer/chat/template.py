@@ -58,12 +58,8 @@ _renderer = HelperProcess(__name__, "chat templates", max_wait=MAX_WAIT_SECONDS)
 # ---- in the other process
 
 
-def main() -> None:
-    """Render one conversation per line."""
-    serve(_prepare, max_seconds=MAX_SECONDS, max_bytes=MAX_BYTES)
-
-
 def _prepare() -> Callable[[bytes], dict[str, str]]:
+    """Return the function that renders one conversation."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -85,4 +81,4 @@ def _prepare() -> Callable[[bytes], dict[str, str]]:
 
 
 if __name__ == "__main__":
-    main()
+    serve(_prepare, max_seconds=MAX_SECONDS, max_bytes=MAX_BYTES)

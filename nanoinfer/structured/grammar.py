@@ -4,7 +4,7 @@ In: the parameters of a request. Out: a GrammarState for each of its answers. ll
 
 A grammar is a program that comes with a request. It is refused before any work if it is too large, not valid, or too expensive.
 llguidance limits most of what a grammar costs, but not all: a few take minutes, or overflow the stack of the process. So each
-new grammar is first tried in a process that can be stopped (helper_process.py). `main` is that process's side.
+new grammar is first tried in a process that can be stopped (helper_process.py), whose side is at the end of this file.
 """
 
 import copy
@@ -207,11 +207,6 @@ def _reason(matcher: "LLMatcher") -> str:
 # ---- in the process that can be stopped
 
 
-def main() -> None:
-    """Try one grammar per line."""
-    serve(_prepare, max_seconds=TRIAL_SECONDS, max_bytes=TRIAL_BYTES)
-
-
 def _prepare() -> Callable[[bytes], str]:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -238,4 +233,4 @@ def _prepare() -> Callable[[bytes], str]:
 _trial_process = HelperProcess(__name__, "new grammars", max_wait=MAX_WAIT_SECONDS)
 
 if __name__ == "__main__":
-    main()
+    serve(_prepare, max_seconds=TRIAL_SECONDS, max_bytes=TRIAL_BYTES)
