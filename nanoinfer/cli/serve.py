@@ -6,7 +6,6 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -88,7 +87,7 @@ def serve(
     engine = replace(engine, model=model_argument or engine.model)
     check_api_keys(options.api_key)
     check_packages("server", *SERVER_PACKAGES)
-    signal.signal(signal.SIGTERM, _exit)  # while the model loads, after which uvicorn replaces the handler
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while the model loads. Later uvicorn replaces the handler
     from nanoinfer.server.run import make_server, share_the_process
     from nanoinfer.tracing.recent import RecentRecorder
 
@@ -144,7 +143,3 @@ def check_api_keys(api_keys: list[str] | None) -> None:
                 f"API key {number} is empty, has spaces around it, or has characters other than printable ASCII; "
                 f"give another --api-key or {API_KEY_VARIABLE}"
             )
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(0)
