@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -25,6 +25,9 @@ from nanoinfer.cli.conversation import Conversation
 from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.client import Client
+
+if TYPE_CHECKING:
+    from nanoinfer.llm import LLM
 
 try:
     import readline
@@ -66,7 +69,10 @@ def chat(
     if url is None:
         if api_key is not None:
             raise InvalidValueError("--api-key is for a server; give its --url, too")
-        model, params = _load(engine, max_model_len, sampling, max_tokens, stop, template)
+        llm, name = _load(engine, max_model_len)
+        model = LocalModel(llm, name, options.resolve_chat_template_kwargs(llm, template))
+        limit = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+        params = options.resolve_sampling_params(llm, sampling, max_tokens=limit, stop=stop)
     else:
         _refuse_options_of_an_engine(engine, max_model_len)
         client = Client(url, api_key=api_key or os.environ.get("OPENAI_API_KEY"))
@@ -87,25 +93,14 @@ def chat(
         raise typer.Exit(130)  # the exit code of a shell after Ctrl-C, which stopped the answer
 
 
-def _load(
-    engine: options.EngineOptions,
-    max_model_len: int | None,
-    sampling: options.SamplingOptions,
-    max_tokens: int | None,
-    stop: list[str] | None,
-    template: options.ChatTemplateOptions,
-) -> tuple[LocalModel, SamplingParams]:
-    """Load a model into this process."""
+def _load(engine: options.EngineOptions, max_model_len: int | None) -> "tuple[LLM, str]":
+    """Load a model into this process. Returns its name, too."""
     from nanoinfer.loading.checkpoint import DEFAULT_MODEL, locate  # takes a second to import, as LLM does
 
     name = DEFAULT_MODEL if engine.model is None else engine.model
     locate(name, engine.revision)  # before the spinner, because a download shows progress bars of its own
     with Console(stderr=True).status(Text(f"Loading {name}")):  # only on a terminal
-        llm = options.load_llm(engine, max_model_len=max_model_len)
-    model = LocalModel(llm, name, options.resolve_chat_template_kwargs(llm, template))
-    if max_tokens is None:
-        max_tokens = DEFAULT_MAX_TOKENS
-    return model, options.resolve_sampling_params(llm, sampling, max_tokens=max_tokens, stop=stop)
+        return options.load_llm(engine, max_model_len=max_model_len), name
 
 
 def _refuse_options_of_an_engine(engine: options.EngineOptions, max_model_len: int | None) -> None:
@@ -171,7 +166,10 @@ class MessageReader:
             except UnicodeError as error:
                 options.print_error(InvalidPromptError(f"the line is not valid text ({error})"))
             else:
-                self._save_history()
+                if readline is not None:  # after every message, because a chat often ends with its window
+                    with suppress(OSError):  # in a folder that cannot be written, the history ends with the process
+                        self._history.parent.mkdir(parents=True, exist_ok=True)
+                        readline.write_history_file(self._history)
                 if message.strip():
                     return message
 
@@ -184,13 +182,6 @@ class MessageReader:
         while not text.endswith(QUOTES):
             text += "\n" + _input("... ").rstrip()
         return text.removesuffix(QUOTES).strip("\n")
-
-    def _save_history(self) -> None:
-        """Write the file after every message, because a chat often ends with its window."""
-        if readline is not None:
-            with suppress(OSError):  # in a folder that cannot be written, the history ends with the process
-                self._history.parent.mkdir(parents=True, exist_ok=True)
-                readline.write_history_file(self._history)
 
 
 def _input(prompt: str) -> str:

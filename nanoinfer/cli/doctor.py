@@ -81,22 +81,19 @@ def print_report(report: Report, model: list[tuple[str, str]] | None = None) -> 
 
 
 def _machine(device: torch.device) -> list[tuple[str, str]]:
+    gpu = "none that torch sees"
+    if device.type == "cuda":
+        free, total = (num_bytes / 2**30 for num_bytes in torch.cuda.mem_get_info())
+        major, minor = torch.cuda.get_device_capability()
+        gpu = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, {free:.1f} of {total:.1f} GiB free"
     found = [
         ("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"),
         ("CPU threads torch uses", f"{torch.get_num_threads()} of {os.cpu_count()}"),
         ("CPU with fast bfloat16", "yes" if cpu_has_fast_bf16() else "no"),
         ("C++ compiler", next((path for name in ("g++", "clang++", "cl") if (path := shutil.which(name))), "none")),
-        ("GPU", "none that torch sees"),
+        ("GPU", gpu),
+        ("torch", torch.__version__),  # with the build, such as 2.13.0+cpu, which its metadata lacks
     ]
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        major, minor = torch.cuda.get_device_capability()
-        found[-1] = (
-            "GPU",
-            f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, {free / 2**30:.1f} of "
-            f"{total / 2**30:.1f} GiB free",
-        )
-    found.append(("torch", torch.__version__))  # with the build, such as 2.13.0+cpu, which its metadata lacks
     for package in ("transformers", "triton", "flash-attn"):
         try:
             found.append((package, importlib.metadata.version(package)))
@@ -116,19 +113,16 @@ def _engine(device: torch.device, dtype: torch.dtype) -> list[tuple[str, str]]:
         ("memory for the KV cache", f"{memory_for_cache(device, None, 0.9) / 2**30:.1f} GiB{remark}"),
     ]
     if device.type == "cpu":
-        chosen.append(("layers and attention computed by", _kernels(dtype)))
+        try:
+            _kernel_backend(dtype)
+            kernels = "C++ kernels, compiled for this processor"
+        except UnsupportedError as error:
+            kernels = f"torch, slowly: {error}"
+        chosen.append(("layers and attention computed by", kernels))
         policy = os.environ.get("OMP_WAIT_POLICY")
         advice = "spin, then sleep; set OMP_WAIT_POLICY=passive where other programs use the cores"
         chosen.append(("threads that wait", f"OMP_WAIT_POLICY={policy}" if policy else advice))
     return chosen
-
-
-def _kernels(dtype: torch.dtype) -> str:
-    try:
-        _kernel_backend(dtype)
-    except UnsupportedError as error:
-        return f"torch, slowly: {error}"
-    return "C++ kernels, compiled for this processor"
 
 
 def _kernel_backend(dtype: torch.dtype) -> KernelBackend:
@@ -158,9 +152,8 @@ def _check(name: str, device: torch.device) -> Check:
             continue
         try:
             backend = _kernel_backend(dtype) if backend_class is KernelBackend else backend_class(enforce_eager=False)
-            difference = (
-                (_attend(backend, device, dtype) - _attend(ReferenceBackend(), device, torch.float32)).abs().max().item()
-            )
+            expected = _attend(ReferenceBackend(), device, torch.float32)
+            difference = (_attend(backend, device, dtype) - expected).abs().max().item()
         except UnsupportedError as error:
             reason = str(error)
             continue

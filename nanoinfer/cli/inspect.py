@@ -22,17 +22,9 @@ from nanoinfer.loading.checkpoint import BUNDLED, DEFAULT_MODEL, Checkpoint, bun
 from nanoinfer.loading.weights import match_tensors
 
 _SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "num_experts",
-    "num_experts_per_tok",
-    "max_position_embeddings",
-)
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim num_experts "
+    "num_experts_per_tok max_position_embeddings"
+).split()
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -183,7 +175,10 @@ class InstalledModel:
 
 def installed_models() -> list[InstalledModel]:
     """Find the models on this machine, the bundled ones and then those of the cache, in the order of their names."""
-    return [_installed_model(name, folder, num_bytes) for name, folder, num_bytes in [*_bundled(), *sorted(_cached())]]
+    bundled = [
+        (name, BUNDLED / name, sum(path.stat().st_size for path in (BUNDLED / name).iterdir())) for name in bundled_models()
+    ]
+    return [_installed_model(*found) for found in (*bundled, *sorted(_cached()))]
 
 
 def print_models(models: list[InstalledModel]) -> None:
@@ -198,11 +193,6 @@ def print_models(models: list[InstalledModel]) -> None:
     for model in models:
         if model.unsupported_reason:
             print(f"{model.name}: {model.unsupported_reason}")
-
-
-def _bundled() -> Iterator[tuple[str, Path, int]]:
-    for name in bundled_models():
-        yield name, BUNDLED / name, sum(path.stat().st_size for path in (BUNDLED / name).iterdir())
 
 
 def _cached() -> Iterator[tuple[str, Path, int]]:

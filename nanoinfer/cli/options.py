@@ -299,13 +299,8 @@ def cli_errors() -> Iterator[None]:
         if not isinstance(error, BrokenPipeError):
             name = error.filename or "the output cannot be written"
             print_error(NanoinferError(f"{name}: {error.strerror or error}"))
-        _discard_unwritten_output()
+        try:  # Python would write the buffered output when it ends, with a second error
+            sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
-
-
-def _discard_unwritten_output() -> None:
-    """Discard the buffered output, which Python would otherwise write when it ends, with a second error."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -68,7 +68,9 @@ class Recorder:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
-                    recorder.emit(_event(json.loads(line)))
+                    row = json.loads(line)
+                    kind = _EVENTS[row["event"]]
+                    recorder.emit(kind(**{field.name: _value(field.name, row[field.name]) for field in fields(kind)}))
                 except (ValueError, TypeError, KeyError, AttributeError) as error:
                     raise InvalidValueError(
                         f"line {number} of {os.fspath(path)} is no event that Recorder.to_jsonl wrote: {error!r}"
@@ -136,11 +138,6 @@ class Recorder:
 def rows(events: Iterable[Any]) -> Iterable[dict[str, Any]]:
     """The events as plain dicts: {"event": its class, its fields ...}."""
     return ({"event": type(event).__name__} | asdict(event) for event in events)
-
-
-def _event(row: dict[str, Any]) -> Any:
-    kind = _EVENTS[row["event"]]
-    return kind(**{field.name: _value(field.name, row[field.name]) for field in fields(kind)})
 
 
 def _value(name: str, value: Any) -> Any:
