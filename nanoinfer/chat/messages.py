@@ -98,15 +98,13 @@ def _text(content: Any, index: int) -> str:
         return content
     if not isinstance(content, list | tuple | None):
         raise InvalidTypeError(f"message {index}: content must be a string, a list of text parts or None, got {shown(content)}")
-    return "\n".join(_text_of_part(part, index) for part in content or ())
-
-
-def _text_of_part(part: Any, index: int) -> str:
-    kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
-    if isinstance(kind, str) and kind != "text":
-        raise UnsupportedError(f"message {index}: a part of type {kind!r} is not supported; give text parts only")
-    if kind is None or not isinstance(text, str):
-        raise InvalidTypeError(
-            f'message {index}: a part of content must be {{"type": "text", "text": "..."}}, got {shown(part)}'
-        )
-    return text
+    texts: list[str] = []
+    for part in content or ():
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
+        if isinstance(kind, str) and kind != "text":
+            raise UnsupportedError(f"message {index}: a part of type {kind!r} is not supported; give text parts only")
+        if kind is None or not isinstance(text, str):
+            example = '{"type": "text", "text": "..."}'
+            raise InvalidTypeError(f"message {index}: a part of content must be {example}, got {shown(part)}")
+        texts.append(text)
+    return "\n".join(texts)

@@ -1,7 +1,7 @@
 """Tools that a model may call -> what the chat template reads, and the grammar of calls that are required or strict.
 
 In: tools as functions or in OpenAI's form, messages with tool calls. Out: JSON schemas, messages, a Lark grammar. The format of
-a call is that of chat_parsing.py.
+a call is that of parsing.py.
 """
 
 import json
@@ -119,7 +119,9 @@ def tool_call_grammar(
     calls = []
     for function in functions:
         is_free = is_auto and not function.get("strict")
-        parameters = {"type": "object"} if is_free else _closed(function.get("parameters") or _NO_ARGUMENTS)
+        parameters = {"type": "object"} if is_free else function.get("parameters") or _NO_ARGUMENTS
+        if "properties" in parameters and not parameters.keys() & {"$ref", "allOf", "anyOf", "oneOf"}:
+            parameters = {"additionalProperties": False, **parameters}  # unless the schema says otherwise
         check_schema(f"parameters of the tool {function['name']!r}", parameters)
         head = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
         calls.append(f'{_quoted(head)} %json {json.dumps({**parameters, **_SPACING})} "}}"')
@@ -175,13 +177,6 @@ def _think_block(prompt: str) -> str:
     if opens_thinking(prompt):
         return 'thinking "\\n\\n"'
     return "" if closes_thinking(prompt) else f'({_quoted(THINK)} thinking "\\n\\n")?'
-
-
-def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema of arguments without those that it does not name. A schema may say otherwise: additionalProperties."""
-    if "properties" not in parameters or parameters.keys() & {"$ref", "allOf", "anyOf", "oneOf"}:
-        return parameters
-    return {"additionalProperties": False, **parameters}
 
 
 def _quoted(text: str) -> str:

@@ -28,7 +28,7 @@ def page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str, str]) -> s
         "names": names,
         "pages": frames,
         "runs": [_facts(run) for run in events],
-        "pairs": [_pair(pair, tokens) for pair in pairs],
+        "pairs": [_pair(pair, tokens[0][pair[0]], tokens[1][pair[1]]) for pair in pairs],
     }
     template = (viewer.FOLDER / "comparison.html").read_text(encoding="utf-8")
     return viewer.fill(template, {"/* COLOURS */": viewer.colours(), "/* COMPARISON */ {}": viewer.as_script(data)})
@@ -69,9 +69,8 @@ def _differences(tokens: dict[int, Row], others: dict[int, Row]) -> dict[int, st
     return found
 
 
-def _pair(pair: tuple[str, str], tokens: list[dict[str, dict[int, Row]]]) -> Row:
+def _pair(pair: tuple[str, str], left: dict[int, Row], right: dict[int, Row]) -> Row:
     """Two sequences that belong together: their lengths, the number of equal tokens and the first position that differs."""
-    left, right = tokens[0][pair[0]], tokens[1][pair[1]]
     different = sorted({*_differences(left, right), *_differences(right, left)})
     num_equal = len({*left, *right}) - len(different)
     return {"ids": pair, "numTokens": [len(left), len(right)], "numEqual": num_equal, "first": next(iter(different), None)}
