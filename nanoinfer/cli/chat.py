@@ -1,7 +1,7 @@
 """`nanoinfer chat`: a conversation with a model in this process or on a server, or the answer to one question.
 
-In: options, and a terminal or a pipe, from which this file reads. chat_session.py answers, conversation.py keeps the messages,
-and chat_model.py is the model. GNU readline edits the line, keeps the history and takes a pasted text with its newlines as one
+In: options, and a terminal or a pipe, from which this file reads. chat_session.py answers and keeps the messages, and
+chat_model.py is the model. GNU readline edits the line, keeps the history and takes a pasted text with its newlines as one
 input (bracketed paste). Where Python has no readline module, the terminal's own editing remains.
 """
 
@@ -20,8 +20,7 @@ from rich.text import Text
 from nanoinfer import __version__
 from nanoinfer.cli import options
 from nanoinfer.cli.chat_model import ChatModel, LocalModel, RemoteModel
-from nanoinfer.cli.chat_session import ChatSession, note
-from nanoinfer.cli.conversation import Conversation
+from nanoinfer.cli.chat_session import ChatSession, Conversation, note
 from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.client import Client

@@ -70,23 +70,21 @@ class Answers:
         """Wait until all answers have ended, and return them if none has failed."""
         async for _ in self:
             pass
-        outputs = self._outputs
-        for output in outputs:
-            for answer in output.outputs:
-                if failure := failure_of(answer):
-                    raise RequestError(*failure)
-        return outputs
+        for answer in (answer for output in self.outputs for answer in output.outputs):
+            if failure := failure_of(answer):
+                raise RequestError(*failure)
+        return self.outputs
 
     @property
-    def _outputs(self) -> list[RequestOutput]:
+    def outputs(self) -> list[RequestOutput]:
+        """The outputs of the streams that have ended."""
         return [stream.output for stream in self.streams if stream.output is not None]
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's usage when all answers have ended."""
-        outputs = self._outputs
-        prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        completion = 0 if self._is_prompt_only else sum(output.metrics.num_output_tokens for output in outputs)
-        cached = sum(output.metrics.num_cached_tokens for output in outputs)
+        prompt = sum(len(output.prompt_token_ids) for output in self.outputs)
+        completion = 0 if self._is_prompt_only else sum(output.metrics.num_output_tokens for output in self.outputs)
+        cached = sum(output.metrics.num_cached_tokens for output in self.outputs)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -174,16 +172,16 @@ def json_response(value: object) -> Response:
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of work, or cancel it and return None if the client disconnects first."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
     task = asyncio.ensure_future(work)
-    disconnect = asyncio.ensure_future(_disconnected(request))
+    disconnect = asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         return await task if task.done() else None
     finally:
         task.cancel()
         disconnect.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

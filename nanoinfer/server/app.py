@@ -19,8 +19,7 @@ from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.answers import Answers, Choices, json_response, respond
-from nanoinfer.server.chat_format import ChatFormat, messages_of
-from nanoinfer.server.choices import ChatChoices, CompletionChoices
+from nanoinfer.server.choices import ChatChoices, ChatFormat, CompletionChoices, messages_of
 from nanoinfer.server.errors import RequestError, add_error_handlers
 from nanoinfer.server.limits import RequestLimits, StrictRoute
 from nanoinfer.server.metrics import Metrics

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli.chat_model import LocalModel
-from nanoinfer.cli.chat_session import ALIASES, COMMANDS, PARAMETERS, ChatSession
-from nanoinfer.cli.conversation import Conversation
+from nanoinfer.cli.chat_session import ALIASES, COMMANDS, PARAMETERS, ChatSession, Conversation
 from nanoinfer.cli.main import app
 from nanoinfer.errors import NanoinferError
 from nanoinfer.execution.model_runner import ModelRunner

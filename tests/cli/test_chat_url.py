@@ -13,8 +13,7 @@ from fake_server import chat_events, event, reply, stream
 from typer.testing import CliRunner
 
 from nanoinfer.cli.chat_model import RemoteModel
-from nanoinfer.cli.chat_session import ChatSession
-from nanoinfer.cli.conversation import Conversation
+from nanoinfer.cli.chat_session import ChatSession, Conversation
 from nanoinfer.cli.main import app
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import SamplingParams

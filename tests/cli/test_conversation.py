@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanoinfer.cli.conversation import Conversation
+from nanoinfer.cli.chat_session import Conversation
 from nanoinfer.errors import NanoinferError
 
 MAX_MODEL_LEN = 40

@@ -10,7 +10,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from tool_cases import NAMED, QUESTION, TOOLS, check_call
 
 from nanoinfer import AsyncLLM
-from nanoinfer.server.chat_format import ChatFormat
+from nanoinfer.server.choices import ChatFormat
 
 OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 
