@@ -33,11 +33,7 @@ RANDOM_MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
 def write_checkpoint(name: str, folder: Path, dtype: str = "auto") -> None:
     """Write config.json and safetensors of one of RANDOM_MODELS, with random weights of standard deviation 0.02.
 
-    Args:
-        dtype: Of the weights in the file. "auto" is the published checkpoint's.
-
-    Raises:
-        InvalidValueError: The name or the dtype is unknown.
+    dtype: of the weights, where "auto" is the published checkpoint's. Raises: InvalidValueError, if a name is unknown.
     """
     import transformers
 
@@ -57,11 +53,7 @@ def write_checkpoint(name: str, folder: Path, dtype: str = "auto") -> None:
 
 @contextmanager
 def checkpoint_of(model: str | None, random_model: str | None, dtype: str) -> Iterator[str | None]:
-    """Yield the model's name, or a temporary folder with the random model in this dtype.
-
-    Raises:
-        InvalidValueError: Both are given, or the random model or the dtype is unknown.
-    """
+    """Yield the model's name, or a temporary folder with the random model. Raises: InvalidValueError, if both are given."""
     if model is not None and random_model is not None:
         raise InvalidValueError(f"give a model or a random_model, not both, got {model!r} and {random_model!r}")
     if random_model is None:

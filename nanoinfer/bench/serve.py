@@ -30,15 +30,12 @@ MAX_READ_BYTES = 2**18  # asyncio reads no more at once
 
 @dataclass(frozen=True, slots=True)
 class ServeFigures(Figures):
-    """The figures of one run. The latencies are those of the requests that did not fail.
-
-    client_cpu_s: what this process took of the cores, which the server may share.
-    """
+    """The figures of one run. The latencies are those of the requests that did not fail."""
 
     workload: str
     num_failed: int
     failures: dict[str, int]  # how often each message occurred
-    client_cpu_s: float
+    client_cpu_s: float  # what this process took of the cores, which the server may share
     tokens_per_chunk: float
     goodput_requests_per_s: float | None
     e2el_ms: Percentiles | None
@@ -46,19 +43,13 @@ class ServeFigures(Figures):
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where requests are sent, and how.
-
-    Args:
-        is_chat: Whether /chat/completions gets messages of words, or /completions token ids.
-        ignore_eos: Whether answers go on after EOS, so that they have the workload's lengths. OpenAI's servers refuse it.
-        max_concurrency: The most requests in flight, or None.
-    """
+    """Where requests are sent, and how."""
 
     client: Client
     model: str
-    is_chat: bool = False
-    ignore_eos: bool = True
-    max_concurrency: int | None = None
+    is_chat: bool = False  # send messages of words to /chat/completions, not token ids to /completions
+    ignore_eos: bool = True  # go on after EOS, so that answers have the workload's lengths. OpenAI's servers refuse the field
+    max_concurrency: int | None = None  # maximum number of requests in flight
 
     def bodies(self, workload: Workload, run: int) -> list[dict[str, Any]]:
         sampling = dict(workload.sampling)
@@ -116,16 +107,11 @@ async def _record_all(
 
 
 class TimedResponse(asyncio.Protocol):
-    """What arrived at one connection.
-
-    Attributes:
-        reads: The time of each read, in seconds of perf_counter, and its bytes.
-        error: Why nothing more arrived, if it was not the end of the answer.
-    """
+    """What arrived at one connection."""
 
     def __init__(self) -> None:
-        self.reads: list[tuple[float, bytes]] = []
-        self.error: Exception | None = None
+        self.reads: list[tuple[float, bytes]] = []  # the time of each read, in seconds of perf_counter, and its bytes
+        self.error: Exception | None = None  # why nothing more arrived, if it was not the end of the answer
         self._has_ended = asyncio.Event()
 
     @classmethod

@@ -9,20 +9,13 @@ import numpy as np
 
 @dataclass(slots=True)
 class RequestTiming:
-    """One request, with its times in seconds of one clock.
+    """One request, with its times in seconds of one clock."""
 
-    Attributes:
-        arrival: When it was sent, before a connection is opened.
-        token_times: When each token arrived, or each chunk of a server's stream, which may have several tokens.
-        num_output_tokens: As the engine or the server counts them.
-        error: Why the request failed, or None.
-    """
-
-    arrival: float
-    token_times: list[float] = field(default_factory=list)
+    arrival: float  # when it was sent, before a connection is opened
+    token_times: list[float] = field(default_factory=list)  # of the tokens, or of a stream's chunks, which may have several
     num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    error: str | None = None
+    num_output_tokens: int = 0  # as the engine or the server counts them
+    error: str | None = None  # why the request failed
 
     @property
     def ttft(self) -> float:

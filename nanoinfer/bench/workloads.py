@@ -14,18 +14,13 @@ from nanoinfer.sampling_params import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Requests of given lengths. EOS is ignored, so that answers have these lengths.
-
-    input_lens, output_lens: tokens, one number per request.
-    sampling: arguments of SamplingParams, for all requests.
-    arrivals: seconds after the start, ascending. () means that all requests arrive at the start.
-    """
+    """Requests of given lengths. EOS is ignored, so that answers have these lengths."""
 
     name: str
-    input_lens: tuple[int, ...]
+    input_lens: tuple[int, ...]  # tokens of each request
     output_lens: tuple[int, ...]
-    sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
-    arrivals: tuple[float, ...] = ()
+    sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})  # arguments of SamplingParams
+    arrivals: tuple[float, ...] = ()  # seconds after the start, ascending. () means that all requests arrive at the start
 
     @property
     def num_tokens(self) -> list[int]:

@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -128,15 +128,14 @@ def _answer_all(
         seed=manifest.seed,
         streaming=False,
     )
-    num_left = manifest.num_requests - results.num_finished
-    writing = _writing(results, manifest.num_requests)
     if job.ray is None:
-        asyncio.run(_answer(load, settings, requests, manifest.seed, writing))
+        asyncio.run(_answer(load, settings, requests, results, manifest))
         return
+    num_left = manifest.num_requests - results.num_finished
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends usage statistics by default
     from nanoinfer.server.ray_batch import answer_all_on_ray, connected
 
-    with connected(job.ray, num_cpus=job.replicas * (engine.threads or 1)), writing as write:
+    with connected(job.ray, num_cpus=job.replicas * (engine.threads or 1)), _writing(results, manifest) as write:
         answer_all_on_ray(
             requests,
             load,
@@ -150,9 +149,9 @@ def _answer_all(
 
 
 @contextmanager
-def _writing(results: "ResultFile", num_requests: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _writing(results: "ResultFile", manifest: "Manifest") -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yield a function that appends a result to the file and advances a progress bar."""
-    with tqdm(total=num_requests, initial=results.num_finished, unit=" requests", disable=None) as bar:
+    with tqdm(total=manifest.num_requests, initial=results.num_finished, unit=" requests", disable=None) as bar:
 
         def write(result: dict[str, Any]) -> None:
             results.append(result)
@@ -165,8 +164,8 @@ async def _answer(
     load: Callable[[], "AsyncLLM"],
     settings: "ServerSettings",
     requests: Iterator["BatchRequest"],
-    seed: int,
-    writing: AbstractContextManager[Callable[[dict[str, Any]], None]],
+    results: "ResultFile",
+    manifest: "Manifest",
 ) -> None:
     from nanoinfer.server.app import create_app
     from nanoinfer.server.batch import answer_all
@@ -177,7 +176,7 @@ async def _answer(
     share_the_process()
     num_concurrent = 2 * async_llm.engine.scheduler.config.max_num_seqs  # so that requests always wait
     try:
-        with writing as write:
-            await answer_all(app, requests, seed=seed, num_concurrent=num_concurrent, write=write)
+        with _writing(results, manifest) as write:
+            await answer_all(app, requests, seed=manifest.seed, num_concurrent=num_concurrent, write=write)
     finally:
         await async_llm.shutdown()

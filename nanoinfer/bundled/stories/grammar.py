@@ -54,22 +54,17 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """What `Grammar.read` finds.
+    """What `Grammar.read` finds. Log-probabilities are in nats.
 
-    log_prob: the log-probability of exactly this text, in nats, or -inf if the grammar cannot write it.
-    log_prob_of_beginning: the log-probability that a text begins with this one. The difference that one more word makes is the
-        true log-probability of that word.
-    num_chars: how many characters of it could begin a text. If they are not all, the text leaves the grammar there.
-    expected: the words that could be there, sorted, or () if the grammar can write the whole text. If the text leaves within a
-        word, these are the words that begin with the letters before it.
-    memory: the cast up to num_chars, in one of the derivations that reach it.
+    The difference that one more word makes to log_prob_of_beginning is the true log-probability of that word. If the text
+    leaves the grammar within a word, the expected words are those that begin with the letters before it.
     """
 
-    log_prob: float
-    log_prob_of_beginning: float
-    num_chars: int
-    expected: tuple[str, ...]
-    memory: Memory
+    log_prob: float  # of exactly this text, or -inf if the grammar cannot write it
+    log_prob_of_beginning: float  # that a text begins with this one
+    num_chars: int  # how many characters could begin a text. If they are not all, the text leaves the grammar there
+    expected: tuple[str, ...]  # the words that could be there, sorted, or () if the grammar can write the whole text
+    memory: Memory  # the cast up to num_chars, in one of the derivations that reach it
 
     @property
     def is_complete(self) -> bool:
