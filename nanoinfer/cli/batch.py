@@ -22,14 +22,13 @@ from nanoinfer.errors import InvalidValueError
 if TYPE_CHECKING:
     from nanoinfer.async_llm import AsyncLLM
     from nanoinfer.server.app import ServerSettings
-    from nanoinfer.server.batch_files import BatchRequest, Manifest, ResultFile
+    from nanoinfer.server.batch import BatchRequest, Manifest, ResultFile
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
     """The options of a job, apart from the engine's."""
 
-    max_model_len: options.MaxModelLen = None
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum number of running sequences.")] = 256
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Require that an answer does not depend on the other requests.")
@@ -70,7 +69,7 @@ def batch(
         raise InvalidValueError(f"--replicas {job.replicas} requires --ray; {way_out}")
     from nanoinfer.loading.checkpoint import DEFAULT_MODEL
     from nanoinfer.server.app import ServerSettings
-    from nanoinfer.server.batch_files import ResultFile, read_requests
+    from nanoinfer.server.batch import ResultFile, read_requests
 
     model = engine.model or DEFAULT_MODEL
     manifest = _make_manifest(input_file, output, model, engine, job)
@@ -94,18 +93,17 @@ def batch(
 def _make_manifest(input_file: Path, output: Path, model: str, engine: options.EngineOptions, job: JobOptions) -> "Manifest":
     """Check the input, and describe the job, whose seed is that of an earlier run unless the user gave one."""
     from nanoinfer.loading.checkpoint import file_digests, locate
-    from nanoinfer.server.batch_files import Manifest, check_requests, read_manifest
+    from nanoinfer.server.batch import Manifest, check_requests, read_manifest
 
     input_digest, num_requests = check_requests(input_file)
     seed, earlier = job.seed, read_manifest(output)
     if seed is None:
         seed = secrets.randbits(64) if earlier is None else earlier.seed
-    loading = {name: getattr(engine, name) for name in ("dtype", "quantization", "lora")}
     return Manifest(
         input_digest=input_digest,
         num_requests=num_requests,
         model=file_digests(locate(model, engine.revision)),
-        options=loading | {"max_model_len": job.max_model_len},
+        options={name: getattr(engine, name) for name in ("dtype", "quantization", "lora", "max_model_len")},
         seed=seed,
     )
 
@@ -122,7 +120,6 @@ def _answer_all(
     load = partial(
         options.load_async_llm,
         engine,
-        max_model_len=job.max_model_len,
         max_num_seqs=job.max_num_seqs,
         batch_invariant=job.batch_invariant,
         seed=manifest.seed,

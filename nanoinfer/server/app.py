@@ -58,9 +58,8 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     replays = None if settings.recorder is None else Replays(settings.recorder)
     add_page(app, async_llm, settings.served_model_names[0], replays)
     _add_generation(app, async_llm, settings, replays)
-    _add_models(app, async_llm, settings)
     _add_tokenizer(app, async_llm, settings)
-    _add_operations(app, async_llm, Metrics(async_llm, settings.served_model_names[0]))
+    _add_information(app, async_llm, settings)
     return app
 
 
@@ -103,21 +102,6 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
         )
 
 
-def _add_models(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) -> None:
-    facts = {"created": int(time.time()), "owned_by": "nanoinfer", "max_model_len": async_llm.engine.max_model_len}
-
-    def card(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", **facts}
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return json_response({"object": "list", "data": [card(name) for name in settings.served_model_names]})
-
-    @app.get("/v1/models/{model:path}")
-    async def model(model: str) -> Response:
-        return json_response(card(check_model(model, settings)))
-
-
 def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) -> None:
     engine = async_llm.engine
 
@@ -152,7 +136,21 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) 
         return json_response({"prompt": await asyncio.to_thread(tokenizer().decode, body.tokens, skip_special_tokens=False)})
 
 
-def _add_operations(app: FastAPI, async_llm: AsyncLLM, metrics: Metrics) -> None:
+def _add_information(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) -> None:
+    facts = {"created": int(time.time()), "owned_by": "nanoinfer", "max_model_len": async_llm.engine.max_model_len}
+    metrics = Metrics(async_llm, settings.served_model_names[0])
+
+    def card(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", **facts}
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [card(name) for name in settings.served_model_names]})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        return json_response(card(check_model(model, settings)))
+
     @app.get("/health")
     async def health() -> Response:
         async_llm.check_health()  # 503 if it raises

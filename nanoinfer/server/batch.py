@@ -1,24 +1,228 @@
 """A batch job: the requests of a file, answered by the server's application in this process, without a socket.
 
-In: BatchRequests. Out: one result per request, in the order in which they end. Each is checked and answered as a request to
-`nanoinfer serve`, with a seed that is computed from the job's seed and its custom_id unless it has its own. So the answers do
-not depend on the order of the requests, nor, where LLM.batch_independent holds, on what else runs.
+In: a JSONL file in OpenAI's batch format. Out: one result per request, in the order in which they end. Each is checked and
+answered as a request to `nanoinfer serve`, with a seed that is computed from the job's seed and its custom_id unless it has its
+own. So the answers do not depend on the order of the requests, nor, where LLM.batch_independent holds, on what else runs.
+
+    {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once"}}
+    {"id": ..., "custom_id": "a", "response": {"status_code": 200, "request_id": ..., "body": {...}}, "error": null}
+
+Results are appended to OUTPUT.partial, after which an interrupted job continues, and which becomes OUTPUT at the end.
+OUTPUT.manifest.json identifies the job, so that a job with another model, input or seed is refused.
 """
 
 import asyncio
 import hashlib
+import json
 import logging
+import os
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json, to_json
 from starlette.types import ASGIApp, Message
 
-from nanoinfer.errors import EngineDeadError
-from nanoinfer.server.batch_files import BatchRequest
+from nanoinfer.errors import EngineDeadError, InvalidValueError
 from nanoinfer.server.errors import error_body
 
 logger = logging.getLogger(__name__)
+
+URLS = ("/v1/chat/completions", "/v1/completions")
+MAX_LISTED = 10  # invalid lines in an error message
+FSYNC_SECONDS = 5.0  # the results that a power failure may lose, while a killed process loses none
+
+
+class BatchRequest(BaseModel):
+    """One line of the input."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    custom_id: str = Field(min_length=1, max_length=512)
+    method: str = Field(pattern="^POST$")
+    url: str = Field(pattern=f"^({'|'.join(URLS)})$")
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that determines the bytes of a job's results."""
+
+    input_digest: str
+    num_requests: int
+    model: dict[str, str]  # the files of the checkpoint, and their digests
+    options: dict[str, Any]  # of the engine, that may change tokens
+    seed: int
+
+
+def check_requests(path: Path) -> tuple[str, int]:
+    """Read the whole input before anything is computed, refuse invalid lines, and return its digest and number of requests."""
+    digest, num_requests, problems = hashlib.blake2b(digest_size=16), 0, []
+    lines_by_id: dict[int, int] = {}
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            digest.update(line)
+            if not line.strip():
+                continue
+            num_requests += 1
+            try:
+                request = BatchRequest.model_validate(from_json(line))
+            except ValidationError as error:
+                first = error.errors()[0]
+                problems.append(f"line {number}: {'.'.join(map(str, first['loc']))}: {first['msg']}"[:200])
+            except ValueError as error:
+                problems.append(f"line {number} is not JSON: {error}"[:200])
+            else:
+                if (first_line := lines_by_id.setdefault(_key(request.custom_id), number)) != number:
+                    problems.append(f"line {number} has the custom_id of line {first_line}, {request.custom_id[:50]!r}")
+            if len(problems) == MAX_LISTED:
+                break
+    if problems:
+        raise InvalidValueError(f"{path} is not a batch of requests; correct these lines:\n" + "\n".join(problems))
+    if not num_requests:
+        raise InvalidValueError(f"{path} has no requests; write one JSON object per line")
+    return digest.hexdigest(), num_requests
+
+
+def read_requests(path: Path) -> Iterator[BatchRequest]:
+    """Yield the requests of a checked input."""
+    with path.open("rb") as file:
+        yield from (BatchRequest.model_validate(from_json(line)) for line in file if line.strip())
+
+
+class ResultFile:
+    """The results of one job, which a single process writes."""
+
+    def __init__(self, output: Path, manifest: Manifest, *, retry_errors: bool = False) -> None:
+        """Begin a job, or continue it. retry_errors removes the results that are errors: they are answered again."""
+        self.num_errors = 0  # results that are errors
+        self._output = output
+        self._partial = output.with_name(output.name + ".partial")
+        self._manifest = manifest
+        self._finished: set[int] = set()
+        self._file: BinaryIO | None = None
+        found = next((path for path in (output, self._partial) if path.exists()), None)
+        if found is not None and read_manifest(output) is None:
+            raise InvalidValueError(f"{found} exists and has no manifest of a batch job; choose another output")
+        self._lock = manifest_path(output).open("a+b")
+        try:
+            _lock(self._lock, output)
+            if found is None:
+                self._lock.truncate(0)
+                self._lock.write(json.dumps(asdict(manifest), indent=1).encode() + b"\n")
+                self._lock.flush()
+            else:
+                self._compare(found)
+                self._read(found, retry_errors=retry_errors)
+            if not output.exists():
+                self._file = self._partial.open("ab", buffering=0)
+        except BaseException:
+            self._lock.close()
+            raise
+        self._last_fsync = time.monotonic()
+
+    @property
+    def num_finished(self) -> int:
+        """The number of requests that have a result."""
+        return len(self._finished)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_finished == self._manifest.num_requests
+
+    def is_finished(self, custom_id: str) -> bool:
+        return _key(custom_id) in self._finished
+
+    def append(self, result: dict[str, Any]) -> None:
+        """Add a result, which is in the file when this returns, and on the disk after at most some seconds."""
+        assert self._file is not None, "an output that has its final name is complete"
+        self._file.write(to_json(result) + b"\n")
+        self._count(result)
+        if time.monotonic() - self._last_fsync > FSYNC_SECONDS:
+            os.fsync(self._file.fileno())
+            self._last_fsync = time.monotonic()
+
+    def close(self) -> None:
+        """Write the results to the disk, and give the file the output's name if it is complete."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+            self._file.close()
+            if self.is_complete:
+                os.replace(self._partial, self._output)
+        self._lock.close()
+
+    def _count(self, result: dict[str, Any]) -> None:
+        self._finished.add(_key(result["custom_id"]))
+        self.num_errors += result["error"] is not None
+
+    def _compare(self, found: Path) -> None:
+        before, now = read_manifest(self._output), asdict(self._manifest)
+        changed = [name for name, value in asdict(before).items() if value != now[name]] if before else ["manifest"]
+        if changed:
+            raise InvalidValueError(
+                f"{found} belongs to a job with another {' and '.join(changed)}; choose another output, or remove this one"
+            )
+
+    def _read(self, found: Path, *, retry_errors: bool) -> None:
+        """Read the results, and remove an incomplete last line, which a killed process or a full disk has left."""
+        kept = found.with_name(found.name + ".new").open("wb") if retry_errors else None
+        end = 0
+        with found.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    break
+                end += len(line)
+                try:
+                    result = from_json(line)
+                    if kept is None or result["error"] is None:
+                        self._count(result)
+                        if kept is not None:
+                            kept.write(line)
+                except (ValueError, KeyError, TypeError) as error:
+                    raise InvalidValueError(f"{found} is damaged in line {number}; remove that line") from error
+        if kept is None:
+            os.truncate(found, end)
+            return
+        with kept:
+            kept.flush()
+            os.fsync(kept.fileno())
+        os.replace(kept.name, self._partial)
+        if found != self._partial:
+            found.unlink()
+
+
+def manifest_path(output: Path) -> Path:
+    return output.with_name(output.name + ".manifest.json")
+
+
+def read_manifest(output: Path) -> Manifest | None:
+    """Return the manifest of a job that was begun, or None if there is none or it cannot be read."""
+    try:
+        return Manifest(**json.loads(manifest_path(output).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _key(custom_id: str) -> int:
+    """Hash an id of any length to 128 bits, so that a million of them need about 100 MB."""
+    return int.from_bytes(hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest())
+
+
+def _lock(file: BinaryIO, output: Path) -> None:
+    """Keep a second process from writing the same job, on systems that have flock."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise InvalidValueError(f"another process is writing {output}; wait for it, or choose another output") from error
+
+
+# ---- the answers
 
 
 async def answer_all(

@@ -5,10 +5,11 @@ In: a URL and JSON bodies. Out: JSON, and the chunks of a stream as they arrive.
 
 import json
 import ssl
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import cached_property
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -51,7 +52,7 @@ class Client:
 
     def first_model(self) -> str:
         """Return the name of the server's first model, which is often the only one."""
-        with self._send("GET", "/models") as response:
+        with self._send("/models", self._request("GET", "/models")) as response:
             listed = _parse(response.read()).get("data")
         if not isinstance(listed, list) or not listed or not isinstance(listed[0], dict):
             raise NanoinferError(f"{self.url}/models lists no model; name one with --model")
@@ -59,19 +60,16 @@ class Client:
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Post a body and yield the chunks of the answer. Closing the generator closes the connection."""
-        with self._send("POST", path, _stream_body(body)) as response:
+        with self._send(path, self.stream_request(path, body)) as response:
             yield from self._chunks(response)
 
     def stream_request(self, path: str, body: dict[str, Any]) -> bytes:
-        """Return the bytes that stream() sends, for a caller with its own connection, which the server closes at the end."""
-        connection, sent = self._new_connection(), _Sent()
-        connection.sock = sent
-        connection.request("POST", self._base + path, _stream_body(body), self._headers | {"Connection": "close"})
-        return sent.data
+        """Return the bytes that stream() sends, for a caller with a connection of its own."""
+        return self._request("POST", path, json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}))
 
     def parse_stream(self, path: str, received: Any) -> Iterator[dict[str, Any]]:
         """Yield the chunks that stream() yields, from `received`, whose makefile("rb") returns what has arrived."""
-        with self._checked(path, lambda: _begin(HTTPResponse(received))) as response:
+        with self._response(path, received) as response:
             yield from self._chunks(response)
 
     @cached_property
@@ -89,31 +87,33 @@ class Client:
         way_out = "start one with `nanoinfer serve`, or correct the URL"
         return NanoinferError(f"no server answers at {self.url} ({str(error) or type(error).__name__}); {way_out}")
 
+    def _request(self, method: str, path: str, body: str | None = None) -> bytes:
+        """Return the bytes of a request, after whose answer the server closes the connection."""
+        connection, sent = self._new_connection(), bytearray()
+        connection.sock = SimpleNamespace(sendall=sent.extend)
+        connection.request(method, self._base + path, body, self._headers | {"Connection": "close"})
+        return bytes(sent)
+
     @contextmanager
-    def _send(self, method: str, path: str, body: str | None = None) -> Iterator[HTTPResponse]:
-        """Send a request, and yield its response if the status is 200."""
-        connection = self._new_connection()
-        try:
-            connection.connect()
-        except OSError as error:
-            raise self.no_connection(error) from error
-        connection.sock.settimeout(self.timeout)
-
-        def respond() -> HTTPResponse:
-            connection.request(method, self._base + path, body, self._headers)
-            return connection.getresponse()
-
-        try:
-            with self._checked(path, respond) as response:
+    def _send(self, path: str, request: bytes) -> Iterator[HTTPResponse]:
+        """Send a request on a new connection, and yield its response if the status is 200."""
+        with closing(self._new_connection()) as connection:
+            try:
+                connection.connect()
+            except OSError as error:
+                raise self.no_connection(error) from error
+            connection.sock.settimeout(self.timeout)
+            with self._response(path, connection.sock, request) as response:
                 yield response
-        finally:
-            connection.close()
 
     @contextmanager
-    def _checked(self, path: str, respond: Callable[[], HTTPResponse]) -> Iterator[HTTPResponse]:
-        """Yield the response that respond() returns if its status is 200."""
+    def _response(self, path: str, received: Any, request: bytes = b"") -> Iterator[HTTPResponse]:
+        """Yield the response if its status is 200. A request is sent before."""
         try:
-            with respond() as response:
+            if request:
+                received.sendall(request)
+            with HTTPResponse(received) as response:
+                response.begin()
                 if response.status != 200:
                     message = _error_message(response.read(MAX_ERROR_BYTES))
                     way_out = "; give --api-key, or set OPENAI_API_KEY" if response.status == 401 else ""
@@ -140,24 +140,6 @@ class Client:
                         raise NanoinferError(f"the server sent {_shorten(event)!r}, which is not a chunk of OpenAI's API")
                     yield chunk
         raise NanoinferError(f"the stream of {self.url} ended before its last event; the server may have been stopped")
-
-
-class _Sent:
-    """Replaces a socket, and keeps the data that is sent to it."""
-
-    data = b""
-
-    def sendall(self, data: bytes) -> None:
-        self.data += data
-
-
-def _stream_body(body: dict[str, Any]) -> str:
-    return json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}})
-
-
-def _begin(response: HTTPResponse) -> HTTPResponse:
-    response.begin()
-    return response
 
 
 def _parse(text: bytes) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from ray.exceptions import RayError
 
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.server.app import ServerSettings, create_app
-from nanoinfer.server.batch import answer, answer_all, to_result
-from nanoinfer.server.batch_files import BatchRequest
+from nanoinfer.server.batch import BatchRequest, answer, answer_all, to_result
 from nanoinfer.server.errors import error_body
 from nanoinfer.server.run import share_the_process
 

@@ -18,8 +18,16 @@ from nanoinfer.cli.main import app as commands
 from nanoinfer.errors import EngineDeadError, InvalidValueError
 from nanoinfer.loading.checkpoint import file_digests
 from nanoinfer.server.app import ServerSettings, create_app
-from nanoinfer.server.batch import answer_all, request_seed
-from nanoinfer.server.batch_files import BatchRequest, Manifest, ResultFile, check_requests, manifest_path, read_requests
+from nanoinfer.server.batch import (
+    BatchRequest,
+    Manifest,
+    ResultFile,
+    answer_all,
+    check_requests,
+    manifest_path,
+    read_requests,
+    request_seed,
+)
 
 SEED = 7
 
