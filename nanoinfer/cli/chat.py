@@ -49,13 +49,11 @@ def chat(
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="The server's key. Default: OPENAI_API_KEY of the environment.")] = None,
     engine: options.EngineOptions,
-    max_model_len: options.MaxModelLen = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     sampling: options.SamplingOptions,
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", "-n", help="Maximum number of tokens. Default: 1024, or the server's.")
     ] = None,
-    stop: options.Stop = None,
     template: options.ChatTemplateOptions,
     stats: Annotated[bool, typer.Option("--stats", help="Show the speed of each answer.")] = False,
 ) -> None:
@@ -68,14 +66,14 @@ def chat(
     if url is None:
         if api_key is not None:
             raise InvalidValueError("--api-key is for a server; give its --url, too")
-        llm, name = _load(engine, max_model_len)
+        llm, name = _load(engine)
         model = LocalModel(llm, name, options.resolve_chat_template_kwargs(llm, template))
         limit = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
-        params = options.resolve_sampling_params(llm, sampling, max_tokens=limit, stop=stop)
+        params = options.resolve_sampling_params(llm, sampling, max_tokens=limit)
     else:
-        _refuse_options_of_an_engine(engine, max_model_len)
+        _refuse_options_of_an_engine(engine)
         client = Client(url, api_key=api_key or os.environ.get("OPENAI_API_KEY"))
-        given = asdict(sampling) | {"max_tokens": max_tokens, "stop": stop}
+        given = asdict(sampling) | {"max_tokens": max_tokens}
         given = {name: value for name, value in given.items() if value is not None}
         params = SamplingParams(**{"max_tokens": None} | given)
         template_kwargs = options.resolve_chat_template_kwargs(None, template)
@@ -92,19 +90,18 @@ def chat(
         raise typer.Exit(130)  # the exit code of a shell after Ctrl-C, which stopped the answer
 
 
-def _load(engine: options.EngineOptions, max_model_len: int | None) -> "tuple[LLM, str]":
+def _load(engine: options.EngineOptions) -> "tuple[LLM, str]":
     """Load a model into this process. Returns its name, too."""
     from nanoinfer.loading.checkpoint import DEFAULT_MODEL, locate  # takes a second to import, as LLM does
 
     name = DEFAULT_MODEL if engine.model is None else engine.model
     locate(name, engine.revision)  # before the spinner, because a download shows progress bars of its own
     with Console(stderr=True).status(Text(f"Loading {name}")):  # only on a terminal
-        return options.load_llm(engine, max_model_len=max_model_len), name
+        return options.load_llm(engine), name
 
 
-def _refuse_options_of_an_engine(engine: options.EngineOptions, max_model_len: int | None) -> None:
-    given = asdict(engine) | {"max_model_len": max_model_len}
-    default = asdict(options.EngineOptions(model=engine.model)) | {"max_model_len": None}
+def _refuse_options_of_an_engine(engine: options.EngineOptions) -> None:
+    given, default = asdict(engine), asdict(options.EngineOptions(model=engine.model))
     if names := [f"--{name.replace('_', '-')}" for name in given if given[name] != default[name]]:
         raise InvalidValueError(f"{', '.join(names)} cannot change a server's model; leave it out, or leave --url out")
 

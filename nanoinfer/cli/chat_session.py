@@ -212,18 +212,13 @@ class Conversation:
 
     Each prompt begins with the previous prompt and answer, so the prefix cache holds all but the new tokens, except when turns
     are left out, and with templates such as Qwen3's, which remove the thinking from earlier answers.
-
-    Attributes:
-        system: The system message, or None.
-        messages: All questions and answers, as LLM.chat takes them.
-        num_dropped: The number of oldest messages that the model no longer reads.
     """
 
     def __init__(self, model: ChatModel, system: str | None = None) -> None:
         self.model = model
-        self.system = system
-        self.messages: list[dict[str, str]] = []
-        self.num_dropped = 0
+        self.system = system  # the system message
+        self.messages: list[dict[str, str]] = []  # all questions and answers, as LLM.chat takes them
+        self.num_dropped = 0  # the oldest messages, which the model no longer reads
 
     def render(self, question: str) -> tuple[Any, int]:
         """Return the prompt for a question, and the number of oldest messages that it leaves out.

@@ -31,7 +31,6 @@ def explain(
     block_size: Annotated[int, typer.Option(help="Tokens per block of the KV cache; small ones show more.")] = 16,
     sampling: options.SamplingOptions,
     max_tokens: options.MaxTokens = 32,
-    stop: options.Stop = None,
     demo: Annotated[
         str | None, typer.Option(help=f"A prepared run: {', '.join(DEMOS)}. Takes --html and --jsonl, and no other option.")
     ] = None,
@@ -53,7 +52,7 @@ def explain(
     elif prompts:
         llm = options.load_llm(engine, block_size=block_size, tracer=recorder)
         texts = [options.read_standard_input() if text == "-" else text for text in prompts]
-        params = options.resolve_sampling_params(llm, sampling, max_tokens=max_tokens, stop=stop)
+        params = options.resolve_sampling_params(llm, sampling, max_tokens=max_tokens)
     else:
         raise InvalidValueError("there is nothing to explain; give a prompt or --demo")
     outputs = llm.generate(texts, params, use_tqdm=False)

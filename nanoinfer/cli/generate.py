@@ -32,11 +32,9 @@ def generate(
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a text file.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a message, through the chat template.")] = False,
     engine: options.EngineOptions,
-    max_model_len: options.MaxModelLen = None,
     sampling: options.SamplingOptions,
     max_tokens: options.MaxTokens = 256,
     min_tokens: Annotated[int, typer.Option(help="Tokens before the text may end.")] = 0,
-    stop: options.Stop = None,
     stop_token_ids: Annotated[list[int] | None, typer.Option(help="End at this token id; may be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not end at the end-of-text token.")] = False,
     n: Annotated[int, typer.Option("--n", help="Number of answers.")] = 1,
@@ -55,13 +53,12 @@ def generate(
 ) -> None:
     """Continue a text and stream it to the terminal."""
     text = _read_prompt(prompt, file)
-    llm = options.load_llm(engine, max_model_len=max_model_len)
+    llm = options.load_llm(engine)
     params = options.resolve_sampling_params(
         llm,
         sampling,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        stop=stop,
         stop_token_ids=stop_token_ids,
         ignore_eos=ignore_eos,
         n=n,
@@ -77,13 +74,7 @@ def generate(
             raise typer.Exit(130)  # the code that a shell gives
     else:
         [output] = llm.generate(request, params, use_tqdm=False)
-        if error := output.outputs[0].error:
-            raise NanoinferError(error)
-        if as_json:
-            print(json.dumps(asdict(output)))
-        else:
-            for answer in output.outputs:
-                print(f"[answer {answer.index + 1} of {n}]\n{answer.text}\n")
+        _print_output(output, as_json=as_json)
     if logprobs is not None and not as_json:
         for answer in output.outputs:
             Console().print(logprobs_table(answer))
@@ -105,18 +96,22 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     return options.read_standard_input()
 
 
+def _print_output(output: RequestOutput, *, as_json: bool) -> None:
+    if error := output.outputs[0].error:
+        raise NanoinferError(error)
+    if as_json:
+        print(json.dumps(asdict(output)))
+        return
+    for answer in output.outputs:
+        print(f"[answer {answer.index + 1} of {len(output.outputs)}]\n{answer.text}\n")
+
+
 def print_stream(
     llm: "LLM | ChatModel", prompt: Any, params: SamplingParams, decorate: Callable[[str], str] = str, end: str = ""
 ) -> tuple[str, RequestOutput | None]:
-    """Stream an answer to the terminal.
+    """Stream an answer to the terminal. Returns its text, and the output, which is None if Ctrl-C ended it.
 
-    Args:
-        prompt: Any prompt that llm.stream takes.
-        decorate: Returns what is printed of a piece of text.
-        end: The text to print after the answer, before the end of the line.
-
-    Returns:
-        The text, and the output, which is None if Ctrl-C ended it.
+    decorate: returns what is printed of a piece of text. end: the text to print before the end of the last line.
     """
     text, output = "", None
     stream = llm.stream(prompt, params)

@@ -14,7 +14,7 @@ from functools import wraps
 from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich import box
@@ -27,6 +27,8 @@ from nanoinfer.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from nanoinfer.async_llm import AsyncLLM
     from nanoinfer.llm import LLM
+
+L = TypeVar("L", "LLM", "AsyncLLM")
 
 
 def parse_size(text: str) -> int:
@@ -58,12 +60,10 @@ Model = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-MaxModelLen = Annotated[int | None, typer.Option(help="Maximum number of tokens of prompt and answer together.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens to generate.")]
 ServedModelName = Annotated[
     list[str] | None, typer.Option(help="Name that requests give as model; may be given several times. Default: the model's.")
 ]
-Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
 Quantization = Annotated[str | None, typer.Option(help="int8 or int4: linear layers in 8 or 4 bits, on a CPU.")]
 Lora = Annotated[
     list[str] | None,
@@ -89,6 +89,7 @@ class EngineOptions:
         int | None, typer.Option(min=1, help="Threads that compute on a CPU, in all processes. Default: torch's choice.")
     ] = None
     enforce_eager: EnforceEager = False
+    max_model_len: Annotated[int | None, typer.Option(help="Maximum number of tokens of prompt and answer together.")] = None
     attention_backend: Annotated[str, typer.Option(help="auto, flash, triton, cpu or reference.")] = "auto"
     kv_cache_memory: Annotated[
         int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Memory for the KV cache: 1G, 512M or bytes.")
@@ -118,6 +119,7 @@ class SamplingOptions:
         float | None, typer.Option(help="Above 0: the same, multiplied by the token's count in the output.")
     ] = None
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,42 +157,38 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def load_llm(engine: EngineOptions, **more: Any) -> "LLM":
-    """Make the LLM with `more` arguments, which replace the engine's, and warn if its context is shorter than the model's."""
+    """Make the LLM with `more` arguments, which replace the engine's, and warn if its context is shorter than the model's.
+
+    Process-wide: sets the number of torch's threads.
+    """
     from nanoinfer.llm import LLM
 
-    llm = LLM(**_engine_arguments(engine, more))
-    _say_if_shortened(llm, more)
-    return llm
+    return _load(LLM, engine, more)
 
 
 def load_async_llm(engine: EngineOptions, **more: Any) -> "AsyncLLM":
     """Make an AsyncLLM, as load_llm makes an LLM."""
     from nanoinfer.async_llm import AsyncLLM
 
-    async_llm = AsyncLLM(**_engine_arguments(engine, more))
-    _say_if_shortened(async_llm.llm, more)
-    return async_llm
+    return _load(AsyncLLM, engine, more)
 
 
-def _engine_arguments(engine: EngineOptions, more: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of LLM. Process-wide: sets the number of torch's threads."""
+def _load(kind: Callable[..., L], engine: EngineOptions, more: dict[str, Any]) -> L:
     import torch  # takes a second, for which --help and --version should not wait
 
-    arguments = asdict(engine)
+    arguments = asdict(engine) | more
     if (threads := arguments.pop("threads")) is not None:
         torch.set_num_threads(threads)
     if engine.lora is not None:
         arguments["lora"] = dict(map(parse_adapter, engine.lora))
     if engine.speculative_config is not None:
         arguments["speculative_config"] = read_json("--speculative-config", engine.speculative_config)
-    return arguments | more
-
-
-def _say_if_shortened(llm: "LLM", more: dict[str, Any]) -> None:
-    info = llm.info
-    if more.get("max_model_len") is None and info.max_model_len < info.max_position_embeddings:  # otherwise LLM logs it
+    llm = kind(**arguments)
+    info = llm.engine.executor.info
+    if arguments["max_model_len"] is None and info.max_model_len < info.max_position_embeddings:  # otherwise LLM logs it
         lowered = f"max_model_len is {info.max_model_len}, not the model's {info.max_position_embeddings}"
         print(f"{lowered}: the KV cache holds no more; raise --kv-cache-memory", file=sys.stderr)
+    return llm
 
 
 def check_packages(extra: str, *names: str) -> None:

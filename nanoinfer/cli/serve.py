@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanoinfer.cli.options import EngineOptions, MaxModelLen, ServedModelName, check_packages, expand_options, load_async_llm
+from nanoinfer.cli.options import EngineOptions, ServedModelName, check_packages, expand_options, load_async_llm
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 API_KEY_VARIABLE = "NANOINFER_API_KEY"
 SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
-# The fields of ServerOptions that are arguments of LLM.
-ENGINE_ARGUMENTS = "max_model_len max_num_seqs max_num_batched_tokens enable_prefix_caching batch_invariant seed".split()
+# The fields of ServerOptions that are arguments of AsyncLLM.
+ENGINE_ARGUMENTS = (
+    "max_num_seqs max_num_batched_tokens enable_prefix_caching batch_invariant seed max_num_queued_requests".split()
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """The options of a server apart from the engine's, which Ray Serve takes, too (cli/ray_serve.py)."""
 
-    max_model_len: MaxModelLen = None
     max_num_seqs: Annotated[int, typer.Option(help="Maximum number of running sequences.")] = 256
     max_num_batched_tokens: Annotated[int, typer.Option(help="Maximum number of prompt tokens in a step.")] = 4096
     enable_prefix_caching: Annotated[bool, typer.Option(help="Compute common prefixes of prompts once.")] = True
@@ -101,7 +102,7 @@ def serve(
 
 def load_server_llm(engine: EngineOptions, options: ServerOptions, recorder: "RecentRecorder | None" = None) -> "AsyncLLM":
     """Load a server's model, and print the seed if it was drawn."""
-    arguments = {name: getattr(options, name) for name in (*ENGINE_ARGUMENTS, "max_num_queued_requests")}
+    arguments = {name: getattr(options, name) for name in ENGINE_ARGUMENTS}
     async_llm = load_async_llm(engine, tracer=recorder, **arguments)
     if options.seed is None:
         seed = async_llm.engine.seed

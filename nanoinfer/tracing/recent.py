@@ -41,8 +41,12 @@ class RecentRecorder(Recorder):
     def emit(self, event: Any) -> None:
         super().emit(event)
         self._size += _size_of(event)
-        if self._size > self._limit:
-            self._drop_older_half()
+        if self._size > self._limit:  # drop the older half
+            sizes = accumulate(map(_size_of, reversed(self.events)))
+            num_kept = sum(1 for _ in takewhile(lambda size: size <= self._max_size // 2, sizes))
+            self.events = _with_state(self.events, _next_step(self.events, len(self.events) - num_kept))
+            self._size = sum(map(_size_of, self.events))
+            self._limit = self._size + self._max_size // 2
 
     def replay(self, request_ids: list[str]) -> str | None:
         """The page that replays some requests, from their first steps to their last. None if no step of them is kept.
@@ -63,13 +67,6 @@ class RecentRecorder(Recorder):
         if first is None:
             return None
         return viewer.page(rows(_with_state(events[:end], start)), at=f"step={first}&token={request_ids[0]}")
-
-    def _drop_older_half(self) -> None:
-        sizes = accumulate(map(_size_of, reversed(self.events)))
-        num_kept = sum(1 for _ in takewhile(lambda size: size <= self._max_size // 2, sizes))
-        self.events = _with_state(self.events, _next_step(self.events, len(self.events) - num_kept))
-        self._size = sum(map(_size_of, self.events))
-        self._limit = self._size + self._max_size // 2
 
 
 def _size_of(event: Any) -> int:
