@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.tracing import comparison, viewer
+from nanoinfer.tracing import viewer
 from nanoinfer.tracing.events import Candidate, EngineStarted, Event, Interval, StepScheduled
 
 E = TypeVar("E")
@@ -101,7 +101,7 @@ class Recorder:
         Raises:
             InvalidValueError: If one of them has no step.
         """
-        page = comparison.page((rows(self._run_to_show()), rows(other._run_to_show())), names)
+        page = viewer.comparison_page((rows(self._run_to_show()), rows(other._run_to_show())), names)
         Path(path).write_text(page, encoding="utf-8")
 
     def _repr_html_(self) -> str | None:
