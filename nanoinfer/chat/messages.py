@@ -4,11 +4,11 @@ In: dicts whose content may be a string, a list of text parts or None, tools, Sa
 ids, and new SamplingParams.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.chat.parsing import reads_tools
 from nanoinfer.chat.template import apply_chat_template
 from nanoinfer.chat.tools import Tool, ToolChoice, tool_call_grammar, tool_schemas, with_tool_arguments
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, UnsupportedError, check_flag, shown
@@ -42,7 +42,7 @@ def render_chat(
     own = {"self", "messages", "conversation", "chat_template", "add_generation_prompt", "tokenize", "tools"}
     if clash := own & (chat_template_kwargs or {}).keys():
         raise InvalidValueError(f"chat_template_kwargs must not hold {', '.join(clash)}: that is an argument of its own")
-    if tools and not reads_tools(tokenizer.get_chat_template(chat_template, has_tools=True)):
+    if tools and not re.search(r"\btools\b", tokenizer.get_chat_template(chat_template, has_tools=True)):
         raise UnsupportedError("this chat template has no place for tools; use a model or a chat template that has")
     text = apply_chat_template(
         tokenizer,

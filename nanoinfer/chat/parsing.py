@@ -270,19 +270,9 @@ def parse_chat_answer(text: str, prompt: str = "") -> dict[str, Any]:
     return ChatParser(prompt).push(text, is_last=True).message()
 
 
-def reads_tools(template: str) -> bool:
-    """Whether a chat template has a place for tools."""
-    return re.search(r"\btools\b", template) is not None
-
-
 def calls_as_hermes(template: str) -> bool:
     """Whether a chat template writes tool calls as here. Qwen3-Coder and others write XML into the same tags."""
     return TOOL_CALL in template and re.search(r'\\?"arguments\\?"', template) is not None
-
-
-def thinks_as_qwen3(template: str) -> bool:
-    """Whether a chat template knows think blocks."""
-    return END_THINK in template
 
 
 def opens_thinking(prompt: str) -> bool:

@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -24,9 +24,6 @@ from nanoinfer.cli.chat_session import ChatSession, Conversation, note
 from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.client import Client
-
-if TYPE_CHECKING:
-    from nanoinfer.llm import LLM
 
 try:
     import readline
@@ -66,7 +63,12 @@ def chat(
     if url is None:
         if api_key is not None:
             raise InvalidValueError("--api-key is for a server; give its --url, too")
-        llm, name = _load(engine)
+        from nanoinfer.loading.checkpoint import DEFAULT_MODEL, locate  # takes a second to import, as LLM does
+
+        name = DEFAULT_MODEL if engine.model is None else engine.model
+        locate(name, engine.revision)  # before the spinner, because a download shows progress bars of its own
+        with Console(stderr=True).status(Text(f"Loading {name}")):  # only on a terminal
+            llm = options.load_llm(engine)
         model = LocalModel(llm, name, options.resolve_chat_template_kwargs(llm, template))
         limit = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
         params = options.resolve_sampling_params(llm, sampling, max_tokens=limit)
@@ -88,16 +90,6 @@ def chat(
     session.ask(_join("" if is_terminal else options.read_standard_input(), question))
     if session.output is None:
         raise typer.Exit(130)  # the exit code of a shell after Ctrl-C, which stopped the answer
-
-
-def _load(engine: options.EngineOptions) -> "tuple[LLM, str]":
-    """Load a model into this process. Returns its name, too."""
-    from nanoinfer.loading.checkpoint import DEFAULT_MODEL, locate  # takes a second to import, as LLM does
-
-    name = DEFAULT_MODEL if engine.model is None else engine.model
-    locate(name, engine.revision)  # before the spinner, because a download shows progress bars of its own
-    with Console(stderr=True).status(Text(f"Loading {name}")):  # only on a terminal
-        return options.load_llm(engine), name
 
 
 def _refuse_options_of_an_engine(engine: options.EngineOptions) -> None:

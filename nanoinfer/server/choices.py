@@ -13,7 +13,7 @@ from typing import Any
 
 from nanoinfer.async_llm import RequestStream
 from nanoinfer.chat.messages import constrain_calls
-from nanoinfer.chat.parsing import ChatParser, calls_as_hermes, thinks_as_qwen3
+from nanoinfer.chat.parsing import END_THINK, ChatParser, calls_as_hermes
 from nanoinfer.chat.tools import after_thinking
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
 from nanoinfer.errors import InvalidValueError
@@ -43,7 +43,7 @@ class ChatFormat:
             if name not in (None, "none", known):
                 raise InvalidValueError(f"{option} must be {known} or none, got {name!r}; without it, the template decides")
         return cls(
-            reasoning=thinks_as_qwen3(template) if reasoning_parser is None else reasoning_parser != "none",
+            reasoning=END_THINK in template if reasoning_parser is None else reasoning_parser != "none",
             tool_calls=calls_as_hermes(template) if tool_call_parser is None else tool_call_parser != "none",
         )
 
