@@ -10,7 +10,7 @@ import tiny_models
 
 from nanoinfer import AsyncLLM
 from nanoinfer.server.app import ServerSettings
-from nanoinfer.server.run import make_server
+from nanoinfer.server.run import Server
 
 
 class HttpServer:
@@ -53,7 +53,7 @@ def serving(load=lambda: AsyncLLM("tiny-qwen3", seed=0), *, shutdown_timeout=0.0
     """Serve what load() returns. Afterwards every block is free and no task is left."""
     async_llm = load()
     settings = ServerSettings(served_model_names=("tiny-qwen3", "alias"), **settings)
-    server = make_server(async_llm, settings, host="127.0.0.1", port=0, shutdown_timeout=shutdown_timeout)
+    server = Server(async_llm, settings, host="127.0.0.1", port=0, shutdown_timeout=shutdown_timeout)
     server.config.log_level = "warning"
     server.config.configure_logging()
     thread = threading.Thread(target=server.run)

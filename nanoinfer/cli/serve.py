@@ -89,13 +89,13 @@ def serve(
     check_api_keys(options.api_key)
     check_packages("server", *SERVER_PACKAGES)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while the model loads. Later uvicorn replaces the handler
-    from nanoinfer.server.run import make_server, share_the_process
+    from nanoinfer.server.run import Server, share_the_process
     from nanoinfer.tracing.recent import RecentRecorder
 
     recorder = RecentRecorder() if trace else None
     async_llm = load_server_llm(engine, options, recorder)
     settings = make_settings(engine, options, recorder)
-    server = make_server(async_llm, settings, host=host, port=port, shutdown_timeout=shutdown_timeout)
+    server = Server(async_llm, settings, host=host, port=port, shutdown_timeout=shutdown_timeout)
     share_the_process()
     server.run()
 

@@ -43,9 +43,22 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which would wait for its connections, and they for the engine, without a time limit."""
+    """uvicorn's server, which would wait for its connections, and they for the engine, without a time limit.
 
-    def __init__(self, config: uvicorn.Config, async_llm: AsyncLLM, shutdown_timeout: float) -> None:
+    Its run() serves until a signal and then shuts the AsyncLLM down.
+    """
+
+    def __init__(self, async_llm: AsyncLLM, settings: ServerSettings, *, host: str, port: int, shutdown_timeout: float) -> None:
+        config = uvicorn.Config(
+            create_app(async_llm, settings),
+            host=host,
+            port=port,
+            http=LimitedProtocol,
+            lifespan="off",
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=int(shutdown_timeout + FLUSH_SECONDS),
+        )
         super().__init__(config)
         self._async_llm = async_llm
         self._shutdown_timeout = shutdown_timeout
@@ -58,21 +71,6 @@ class Server(uvicorn.Server):
             await self._async_llm.shutdown(0)
         else:
             await closing
-
-
-def make_server(async_llm: AsyncLLM, settings: ServerSettings, *, host: str, port: int, shutdown_timeout: float) -> Server:
-    """Make the server, whose run() serves until a signal and then shuts the AsyncLLM down."""
-    config = uvicorn.Config(
-        create_app(async_llm, settings),
-        host=host,
-        port=port,
-        http=LimitedProtocol,
-        lifespan="off",
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=int(shutdown_timeout + FLUSH_SECONDS),
-    )
-    return Server(config, async_llm, shutdown_timeout)
 
 
 def share_the_process() -> None:

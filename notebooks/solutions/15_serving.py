@@ -13,7 +13,7 @@ from definitions import definitions
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.server.app import ServerSettings
-from nanoinfer.server.run import make_server
+from nanoinfer.server.run import Server
 from nanoinfer.tracing import StepScheduled
 
 notebook = definitions("15_serving")
@@ -33,7 +33,7 @@ def serving(max_num_seqs, max_queued):
         seed=0,
     )
     settings = ServerSettings(served_model_names=("tiny-qwen3",))
-    server = make_server(async_llm, settings, host="127.0.0.1", port=0, shutdown_timeout=5)
+    server = Server(async_llm, settings, host="127.0.0.1", port=0, shutdown_timeout=5)
     for name in ("uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).setLevel(logging.ERROR)
     thread = threading.Thread(target=server.run)
