@@ -19,7 +19,7 @@ from nanoinfer.async_llm import AsyncLLM, RequestStream
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput
 from nanoinfer.server.choices import ChatChoices, CompletionChoices
-from nanoinfer.server.errors import RequestError, error_body, without_paths
+from nanoinfer.server.errors import RequestError, error_body, json_response, without_paths
 
 T = TypeVar("T")
 Choices = ChatChoices | CompletionChoices
@@ -164,10 +164,6 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._answers.close()
-
-
-def json_response(value: object) -> Response:
-    return Response(to_json(value), media_type="application/json")
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

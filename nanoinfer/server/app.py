@@ -18,9 +18,9 @@ from nanoinfer import __version__
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.server.answers import Answers, Choices, json_response, respond
+from nanoinfer.server.answers import Answers, Choices, respond
 from nanoinfer.server.choices import ChatChoices, ChatFormat, CompletionChoices, messages_of
-from nanoinfer.server.errors import RequestError, add_error_handlers
+from nanoinfer.server.errors import RequestError, add_error_handlers, json_response
 from nanoinfer.server.limits import RequestLimits, StrictRoute
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.server.page import Replays, add_page

@@ -49,8 +49,11 @@ def without_paths(message: str) -> str:
 
 def error_response(status: int, message: str, *, param: str | None = None, code: str | None = None) -> Response:
     headers = {"Retry-After": RETRY_AFTER[status]} if status in RETRY_AFTER else {}
-    body = to_json(error_body(status, message, param=param, code=code))
-    return Response(body, status, headers, media_type="application/json")
+    return json_response(error_body(status, message, param=param, code=code), status, headers)
+
+
+def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(to_json(value), status, headers, media_type="application/json")
 
 
 def add_error_handlers(app: FastAPI) -> None:

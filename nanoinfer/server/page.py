@@ -9,12 +9,12 @@ import secrets
 from pathlib import Path
 
 from fastapi import FastAPI
-from pydantic_core import to_json
 from starlette.responses import Response
 
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.server.answers import Answers
 from nanoinfer.server.errors import RequestError
+from nanoinfer.tracing import viewer
 from nanoinfer.tracing.recent import RecentRecorder
 
 MAX_REPLAYS = 100  # answers whose replays can be requested
@@ -60,8 +60,7 @@ def add_page(app: FastAPI, async_llm: AsyncLLM, model: str, replays: Replays | N
         "has_replays": replays is not None,
         "defaults": {name: getattr(default, name) for name in _SHOWN_DEFAULTS},
     }
-    as_script = to_json(config).decode().replace("<", "\\u003c")  # a name may contain "</script>"
-    template = _TEMPLATE.read_text(encoding="utf-8").replace("/* CONFIG */ {}", as_script)
+    template = _TEMPLATE.read_text(encoding="utf-8").replace("/* CONFIG */ {}", viewer.as_script(config))
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:

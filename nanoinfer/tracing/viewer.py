@@ -29,8 +29,8 @@ def page(rows: Iterable[Row], *, at: str = "", differences: dict[str, dict[int, 
     """
     code = {"/* STYLE */": _read("colours.css") + _read("replay.css"), "/* SCRIPT */": "\n".join(map(_read, _SCRIPTS))}
     values = {
-        "/* EVENTS */ []": _as_script([_shortened(row) for row in rows]),
-        "/* DIFFERENCES */ null": _as_script(differences),
+        "/* EVENTS */ []": as_script([_shortened(row) for row in rows]),
+        "/* DIFFERENCES */ null": as_script(differences),
         "/* START */": at,
     }
     return _fill(_fill(_read("replay.html"), code), values)
@@ -46,7 +46,7 @@ def _read(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 
-def _as_script(value: Any) -> str:
+def as_script(value: Any) -> str:
     """A literal of JavaScript. A text in it may contain "</script>"."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
@@ -92,7 +92,7 @@ def comparison_page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str,
         "runs": [_facts(run) for run in events],
         "pairs": [_pair(pair, tokens[0][pair[0]], tokens[1][pair[1]]) for pair in pairs],
     }
-    return _fill(_read("comparison.html"), {"/* COLOURS */": _read("colours.css"), "/* COMPARISON */ {}": _as_script(data)})
+    return _fill(_read("comparison.html"), {"/* COLOURS */": _read("colours.css"), "/* COMPARISON */ {}": as_script(data)})
 
 
 def _answers(events: list[Row]) -> dict[Any, str]:
