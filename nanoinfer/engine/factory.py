@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer import tracing
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.errors import InvalidValueError
+from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
@@ -69,14 +69,7 @@ def make_engine(
     eos_token_ids: frozenset[int] = frozenset(),
     shards: "Shards | None" = None,
 ) -> LLMEngine:
-    """Make the engine of a model.
-
-    Args:
-        model: on its device. Its modules are replaced by faster ones, unless enforce_eager.
-        config: all but the model, dtype and device, which have been used by then.
-        tokenizer: None if prompts are token ids only.
-        eos_token_ids: ids that end a text.
-        shards: of the ranks that share the model, if there are several.
+    """Make the engine of a model on its device. Unless enforce_eager, the model's modules are replaced by faster ones.
 
     Raises:
         InvalidValueError, UnsupportedError: settings that do not fit the model or the machine.
@@ -129,30 +122,30 @@ def make_executor(
     tokenizer: Tokenizer | None = None,
     tracer: "tracing.EventBuffer | None" = None,
 ) -> "LocalExecutor":
-    """Make the executor of finished parts.
+    """Make the executor of finished parts. All ranks of `shards` make theirs together.
 
     Args:
-        parts: of make_parts.
-        config: the same as there.
-        shards: the same as there. All ranks make their executors together.
         draft: of a draft model, whose cache must fit into the memory as well. It is not run by this executor.
         num_blocks: of the KV cache. None: as many as fit.
         tokenizer: for the token texts in the tracer's events.
-        tracer: receives the executor's events.
     """
-    from nanoinfer.execution import build
     from nanoinfer.execution.local_executor import LocalExecutor
+    from nanoinfer.execution.memory import describe_cache, size_cache
+    from nanoinfer.execution.parts import make_runner, make_sampler
 
     if num_blocks is not None:
-        info = build.describe_cache(parts, config, num_blocks)
-    elif shards is None:
-        info = build.size_cache(parts, config, draft=draft)
+        info = describe_cache(parts, config, num_blocks)
     else:
-        info = build.size_cache(parts, config, draft=draft, num_processes=shards.size, minimum=shards.minimum)
-    build.check_invariance(parts, config)
+        info = size_cache(parts, config, draft=draft, shards=shards)
+    if config.scheduler.batch_invariant and not parts.is_batch_independent:
+        why = "enforce_eager=True uses torch's products, whose bits do" if config.enforce_eager else "this machine's do"
+        raise UnsupportedError(
+            f"batch_invariant=True requires rows whose bits do not depend on the batch; {why}, for this model in "
+            f"{info.dtype} on {parts.device.type}; leave it out, or use a CPU with a C++ compiler"
+        )
     return LocalExecutor(
-        build.make_runner(parts, info),
-        build.make_sampler(parts, config),
+        make_runner(parts, info),
+        make_sampler(parts, config),
         info,
         is_batch_independent=parts.is_batch_independent,
         batch_invariant=config.scheduler.batch_invariant,

@@ -1,6 +1,6 @@
 """The Executor that runs the model in this process, on one device.
 
-In: finished parts (build.py) and StepPlans. Out: StepOutputs.
+In: finished parts (parts.py) and StepPlans. Out: StepOutputs.
 """
 
 import time

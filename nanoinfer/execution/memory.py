@@ -1,21 +1,96 @@
-"""How many bytes the KV cache may take: what a machine can spare after the weights are loaded, less what a step needs."""
+"""How many blocks the KV cache gets: what a machine can spare after the weights are loaded, less what a step needs.
 
+In: Parts and an EngineConfig. Out: an ExecutorInfo.
+"""
+
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from nanoinfer.attention.kv_cache import bytes_per_block_of
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.execution.executor import ExecutorInfo
+from nanoinfer.execution.parts import Parts
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
+
+if TYPE_CHECKING:
+    from nanoinfer.distributed.sharding import Shards
+
+logger = logging.getLogger(__name__)
 
 # On a CPU the cache takes at most this many bytes and at most half of the free memory, unless kv_cache_memory is set.
 DEFAULT_CPU_MEMORY = 4 * 2**30
 
 LOGITS_COPIES = 12  # fp32 copies of [num_rows, vocab] that a sampler with every parameter may hold. int64 weights count twice
+
+
+def size_cache(
+    parts: Parts, config: EngineConfig, *, draft: Parts | None = None, shards: "Shards | None" = None
+) -> ExecutorInfo:
+    """Decide how many blocks the KV cache gets, and the longest sequence that this allows. Call it after loading weights.
+
+    It gets the blocks that fit into memory, at most what max_num_seqs of the longest sequences could use, and the same number
+    on each rank of `shards`. The cache of a draft model gets as many blocks, and must fit into the memory as well.
+
+    Raises:
+        InvalidValueError: max_model_len is more than the model supports, or no block fits.
+    """
+    limit = parts.model.config.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise InvalidValueError(f"max_model_len must be <= {limit}, the positions this model knows, got {config.max_model_len}")
+    is_cuda, requested = parts.device.type == "cuda", config.cache.kv_cache_memory
+    step_bytes = peak_step_bytes(parts.model, config, parts.device, parts.routes) if is_cuda else 0
+    memory = memory_for_cache(parts.device, requested, config.cache.gpu_memory_utilization, step_bytes=step_bytes)
+    if shards is not None and not is_cuda and requested is None:
+        memory //= shards.size  # each process sees the same free memory
+    block_bytes = sum(_block_bytes(one) for one in (parts, draft) if one is not None)
+    max_blocks = config.scheduler.max_num_seqs * -(-(config.max_model_len or limit) // parts.block_size)
+    if (num_blocks := min(memory // block_bytes, max_blocks)) < 1:
+        more = " or gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs" if is_cuda else ""
+        raise InvalidValueError(
+            f"the KV cache may take {memory} bytes, less than one block of {parts.block_size} tokens ({block_bytes} bytes); "
+            f"raise kv_cache_memory{more}, or lower block_size"
+        )
+    info = describe_cache(parts, config, num_blocks if shards is None else shards.minimum(num_blocks))
+    if config.max_model_len is not None and info.max_model_len < config.max_model_len:
+        logger.warning(
+            "max_model_len is %d, not %d: the KV cache holds no more; raise kv_cache_memory",
+            info.max_model_len, config.max_model_len,
+        )  # fmt: skip
+    return info
+
+
+def describe_cache(parts: Parts, config: EngineConfig, num_blocks: int) -> ExecutorInfo:
+    """Collect and log what the engine must know about a model with a cache of this many blocks."""
+    limit = parts.model.config.max_position_embeddings
+    info = ExecutorInfo(
+        vocab_size=parts.model.config.vocab_size,
+        max_position_embeddings=limit,
+        max_model_len=min(config.max_model_len or limit, num_blocks * parts.block_size),
+        num_blocks=num_blocks,
+        block_size=parts.block_size,
+        num_cache_bytes=num_blocks * _block_bytes(parts),
+        device=str(parts.device),
+        dtype=str(parts.dtype).removeprefix("torch."),
+        attention_backend=parts.backend_name,
+    )
+    logger.info(
+        "%s on %s, attention %s, KV cache of %d blocks of %d tokens (%.0f MiB), max_model_len %d",
+        info.dtype, info.device, info.attention_backend, num_blocks, info.block_size,
+        info.num_cache_bytes / 2**20, info.max_model_len,
+    )  # fmt: skip
+    return info
+
+
+def _block_bytes(parts: Parts) -> int:
+    return bytes_per_block_of(parts.model.config, parts.block_size, parts.dtype)
 
 
 def memory_for_cache(

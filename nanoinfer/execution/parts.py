@@ -1,6 +1,6 @@
 """The parts that run a model: the textbook's, which `fast/` may replace by faster ones with the same result.
 
-In: a model with its weights. Out: Parts, from which build.py makes the runner and the sampler.
+In: a model with its weights. Out: Parts, from which engine/factory.py makes an executor.
 """
 
 from collections.abc import Callable
@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from nanoinfer.attention.base import AttentionBackend, select_backend
-from nanoinfer.config import EngineConfig
+from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.config import LOGPROBS_MODES, EngineConfig
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.model_runner import ModelRunner, StepGraphs
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
+from nanoinfer.sampling.sampler import STAGES, Sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +55,7 @@ class Parts:
 
 
 def plain_parts(model: Model, config: EngineConfig) -> Parts:
-    """Select the attention backend of a model. The model runs as its file says, and the sampler stage by stage.
-
-    The model, dtype and device of the config are not read, because the model has been loaded.
-
-    Raises:
-        InvalidValueError, UnsupportedError: as attention.base.select_backend does.
-    """
+    """Select the attention backend of a model. The model runs as its file says, and the sampler stage by stage."""
     weight = next(model.parameters())
     name, backend = select_backend(
         config.attention_backend,
@@ -70,3 +66,28 @@ def plain_parts(model: Model, config: EngineConfig) -> Parts:
         enforce_eager=config.enforce_eager,
     )
     return Parts(model, backend, name, config.cache.block_size or backend.default_block_size)
+
+
+def make_runner(parts: Parts, info: ExecutorInfo) -> ModelRunner:
+    """Allocate the KV cache, and make the runner of the model with it."""
+    graphs = None if parts.make_decode_graphs is None else parts.make_decode_graphs(info)
+    config = parts.model.config
+    cache = KVCache(
+        num_layers=config.num_hidden_layers,
+        num_blocks=info.num_blocks + (graphs is not None),
+        block_size=info.block_size,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        dtype=parts.dtype,
+        device=parts.device,
+        layout=parts.backend.layout,
+    )
+    return parts.runner_class(parts.model, cache, parts.backend, graphs)
+
+
+def make_sampler(parts: Parts, config: EngineConfig) -> Sampler:
+    return Sampler(
+        STAGES if config.stages is None else config.stages,
+        routes=parts.routes,
+        processed_logprobs=LOGPROBS_MODES[config.logprobs_mode] == "processed",
+    )

@@ -221,7 +221,7 @@ def test_a_prompt_one_shorter_than_the_model_gets_one_token(ids_llm):
 
 def test_the_model_length_is_lowered_to_what_the_cache_holds(qwen3_path, caplog):
     block_bytes = 2 * 2 * 4 * 2 * 16 * 4  # k and v, layers, tokens, heads, head_dim, bytes
-    with caplog.at_level(logging.INFO, "nanoinfer.execution.build"):
+    with caplog.at_level(logging.INFO, "nanoinfer.execution.memory"):
         llm = LLM(qwen3_path, kv_cache_memory=5 * block_bytes, block_size=4, max_model_len=64)
     assert llm.engine.max_model_len == 20
     told, warned = caplog.records
