@@ -1,4 +1,4 @@
-// An all-gather of bytes among processes of this machine, through shared memory. shared_memory.py calls it.
+// An all-gather of bytes among processes of this machine, through shared memory. communicator.py calls it.
 //
 //     flags      the number of exchanges that each rank has published, each in a cache line of its own
 //     slots      two per rank, used alternately. A rank publishes exchange n + 1 when it has read all of exchange n, so no

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.distributed import shared_memory, worker
-from nanoinfer.distributed.communicator import ProcessGroupCommunicator
+from nanoinfer.distributed import worker
+from nanoinfer.distributed.communicator import ProcessGroupCommunicator, create_shared_memory
 from nanoinfer.distributed.runner import LeadingShards
 from nanoinfer.distributed.sharding import check_shards
 from nanoinfer.distributed.worker import Settings
@@ -71,17 +71,17 @@ def _devices(config: EngineConfig, first: int, num: int) -> list[str]:
 
 def _spawn(config: EngineConfig, devices: list[str]) -> tuple[EngineConfig, LeadingShards]:
     """Start ranks 1, 2 and so on as processes of this one."""
-    settings = _settings(config, devices[0])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    memory = shared_memory.create(settings.size) if devices[0] == "cpu" else None
+    settings = _settings(config, devices[0], store.port)
+    memory = create_shared_memory(len(devices)) if devices[0] == "cpu" else None
     inherited = [] if memory is None else [memory]
     connections, processes = [], []
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # the modules that this process finds
-    for _ in devices[1:]:
+    for rank, device in enumerate(devices[1:], start=1):
         ours, theirs = Pipe()
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-P", "-m", worker.__name__, str(theirs.fileno()), *map(str, inherited)],
+                [sys.executable, "-P", "-m", worker.__name__, *map(str, (rank, device, theirs.fileno(), *inherited))],
                 stdin=subprocess.PIPE,  # nothing is written: it is closed when this process ends
                 pass_fds=[theirs.fileno(), *inherited],
                 env=os.environ | {"PYTHONPATH": path, "TQDM_DISABLE": "1"},
@@ -91,17 +91,7 @@ def _spawn(config: EngineConfig, devices: list[str]) -> tuple[EngineConfig, Lead
         theirs.close()
         connections.append(ours)
     workers = Workers(connections, processes)
-    of_ranks = [
-        replace(
-            settings,
-            rank=rank,
-            config=replace(settings.config, device=devices[rank]),
-            store_port=store.port,
-            has_shared_memory=memory is not None,
-        )
-        for rank in range(1, len(devices))
-    ]
-    config, shards = _connect(config, workers, store, settings, of_ranks)
+    config, shards = _connect(config, workers, store, settings)
     if memory is not None:
         with workers.watched():
             shards.communicator.share_memory(memory, workers.check)
@@ -130,7 +120,7 @@ def _join(config: EngineConfig, device: str) -> tuple[EngineConfig, LeadingShard
         address = json.loads(store.get(_ADDRESS_KEY))
         connection = Client((address["host"], address["port"]), authkey=bytes.fromhex(address["key"]))
         connection.send(rank)
-        worker.run(connection, lambda _: store, device=device)
+        worker.run(connection, rank, device, lambda _: store)
         sys.exit(0)
     settings = _settings(config, device)
     host, key = os.environ["MASTER_ADDR"], secrets.token_bytes(32)
@@ -140,14 +130,15 @@ def _join(config: EngineConfig, device: str) -> tuple[EngineConfig, LeadingShard
         store.set(_ADDRESS_KEY, json.dumps(address))
         while len(connections) < size - 1:
             connection = listener.accept()
-            _send_at_once(connection)
+            with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:  # TCP sends small messages at once
+                duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connections[connection.recv()] = connection
     workers = Workers([connections[rank] for rank in range(1, size)], [])
-    return _connect(config, workers, store, settings, [replace(settings, rank=rank) for rank in range(1, size)])
+    return _connect(config, workers, store, settings)
 
 
-def _settings(config: EngineConfig, device: str) -> Settings:
-    """Rank 0's settings, after checks that need no weights. The model's files are found, and downloaded if they have to be.
+def _settings(config: EngineConfig, device: str, store_port: int = 0) -> Settings:
+    """The workers' settings, after checks that need no weights. The model's files are found, and downloaded if they have to be.
 
     torch's threads are divided among the ranks, unless OMP_NUM_THREADS says how many a rank has.
     """
@@ -168,30 +159,18 @@ def _settings(config: EngineConfig, device: str) -> Settings:
         tracer=None,
         stages=None,
     )
-    return Settings(
-        rank=0,
-        size=size,
-        config=of_workers,
-        store_port=0,
-        has_shared_memory=False,
-        num_threads=torch.get_num_threads(),
-        matmul_precision=torch.get_float32_matmul_precision(),
-    )
+    return Settings(of_workers, store_port, torch.get_num_threads(), torch.get_float32_matmul_precision())
 
 
 def _connect(
-    config: EngineConfig, workers: Workers, store: dist.Store, settings: Settings, of_workers: list[Settings]
+    config: EngineConfig, workers: Workers, store: dist.Store, settings: Settings
 ) -> tuple[EngineConfig, LeadingShards]:
     """Tell the workers their settings, and join the collectives when all of them have started."""
-    device, is_one_machine = settings.config.device, of_workers[0].store_port > 0
+    device = settings.config.device
     with workers.watched():
-        workers.send(*of_workers)
+        workers.send(settings)
         workers.wait_until_ready()
-        communicator = ProcessGroupCommunicator(store, 0, settings.size, torch.device(device), is_one_machine=is_one_machine)
+        communicator = ProcessGroupCommunicator(
+            store, 0, settings.config.tensor_parallel_size, torch.device(device), is_one_machine=settings.store_port > 0
+        )
     return replace(config, device=device), LeadingShards(communicator, workers)
-
-
-def _send_at_once(connection: Connection) -> None:
-    """Let TCP send small messages without waiting for the answer to the one before."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
-        duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

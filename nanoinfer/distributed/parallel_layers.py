@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 @runtime_checkable
-class Gatherer(Protocol):
+class Communicator(Protocol):
     """The connection of a rank with the others. All ranks make the same calls in the same order."""
 
     @property
@@ -23,11 +23,6 @@ class Gatherer(Protocol):
     def all_gather(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]:
         """The tensors of all ranks, which have the same shape and dtype."""
         ...
-
-
-@runtime_checkable
-class Communicator(Gatherer, Protocol):
-    """A Gatherer that adds and compares."""
 
     def all_reduce(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The sum over the ranks. Every rank gets the same bits, and an element's bits do not depend on its place."""

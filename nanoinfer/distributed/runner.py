@@ -4,7 +4,7 @@ In: on rank 0, a ForwardBatch, or rows for the LM head. Out: hidden rows, logits
 few kilobytes of integers.
 """
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,17 +14,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nanoinfer.attention.base import AttentionBackend
-from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.distributed import split_sampling
 from nanoinfer.distributed.communicator import ProcessGroupCommunicator
 from nanoinfer.distributed.parallel_layers import VocabularyHead
 from nanoinfer.distributed.sharding import Shards
 from nanoinfer.distributed.workers import Workers
 from nanoinfer.execution.forward_batch import ForwardBatch
-from nanoinfer.execution.model_runner import ModelRunner, StepGraphs
+from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.execution.parts import Parts
-from nanoinfer.models.registry import Model
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.routes import HeadRows, Route
 from nanoinfer.system.transfer import on_device
@@ -45,44 +42,42 @@ class LeadingShards(Shards):
         if routes:  # without enforce_eager
             model: Any = parts.model
             routes = (SplitSampling(model.lm_head, self.workers), *routes)
-        return replace(super().connect(parts), routes=routes, runner_class=partial(LeadingRunner, self.workers))
+        return replace(super().connect(parts), routes=routes, runner_class=partial(LeadingRunner, workers=self.workers))
 
 
+@dataclass(eq=False)
 class LeadingRunner(ModelRunner):
     """Rank 0's runner."""
 
-    def __init__(
-        self, workers: Workers, model: Model, cache: KVCache, backend: AttentionBackend, graphs: StepGraphs | None = None
-    ) -> None:
-        super().__init__(model, cache, backend, graphs)
-        self._workers = workers
+    workers: Workers = field(kw_only=True)
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
-        with self._workers.together(FORWARD, pack(batch)):
+        with self.workers.together(FORWARD, pack(batch)):
             return super().forward(batch)
 
     def head_rows(self, hidden: Float[Tensor, "num_tokens hidden"], rows: Int[Tensor, " num_rows"] | slice) -> HeadRows:
         """Select rows. The workers have the batch's logits_indices, and are sent a slice."""
 
         def head(selected: Tensor) -> Tensor:
-            with self._workers.together(LOGITS, rows if isinstance(rows, slice) else None):
+            with self.workers.together(LOGITS, rows if isinstance(rows, slice) else None):
                 return self.model.compute_logits(selected)
 
         return HeadRows(hidden[rows], head)
 
 
+@dataclass(eq=False)
 class SplitSampling(Route):
     """The route by which all ranks sample together, each from the logits of its own ids (split_sampling.py)."""
 
-    def __init__(self, head: VocabularyHead, workers: Workers) -> None:
-        self._head, self._workers = head, workers
+    head: VocabularyHead
+    workers: Workers
 
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Int[Tensor, " num_rows"] | None:
         if not rows.is_raw:
             return None
         few = SamplingBatch(columns=batch.columns, groups=batch.groups, u=batch.u)
-        with self._workers.together(SAMPLE, pack(few)):
-            return split_sampling.sample(rows.hidden, few, self._head)
+        with self.workers.together(SAMPLE, pack(few)):
+            return split_sampling.sample(rows.hidden, few, self.head)
 
 
 @torch.inference_mode()

@@ -95,22 +95,14 @@ def _fits(config: Any, size: int) -> bool:
 
 
 class Shards:
-    """One rank's view of a model that several ranks share. What builds an engine asks it instead of the communicator."""
+    """One rank's view of a model that several ranks share."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
 
-    @property
-    def size(self) -> int:
-        return self.communicator.size
-
-    def minimum(self, number: int) -> int:
-        """The smallest of the ranks' numbers."""
-        return self.communicator.minimum(number)
-
     def split(self, model: Any, weights: Weights) -> tuple[Any, Weights]:
         """Build this rank's model on the meta device, and the Weights that fill it, of the whole ones."""
-        config, rank, size = model.config, self.communicator.rank, self.size
+        config, rank, size = model.config, self.communicator.rank, self.communicator.size
         parts = {name: _even(inner_size, rank, size) for name, inner_size in _inner_sizes(config).items()}
         parts["vocab_size"] = _vocabulary(config.vocab_size, rank, size)
         local = {name: part.stop - part.start for name, part in parts.items()}
@@ -127,7 +119,7 @@ class Shards:
         The model then has the whole model's forward and, on rank 0, its compute_logits. Its config has the whole vocabulary,
         and the rank's number of heads, which are those of its KV cache.
         """
-        ids = _vocabulary(vocab_size, self.communicator.rank, self.size)
+        ids = _vocabulary(vocab_size, self.communicator.rank, self.communicator.size)
         model.config = dataclasses.replace(model.config, vocab_size=vocab_size)
         model.supports_cuda_graph = False  # a graph with a collective in it has never been tried
 
@@ -153,7 +145,7 @@ class Shards:
 
     def connect(self, parts: Parts) -> Parts:
         """Make this rank's parts fit to those of the others: what one of them lacks, none has."""
-        return dataclasses.replace(parts, is_batch_independent=bool(self.minimum(parts.is_batch_independent)))
+        return dataclasses.replace(parts, is_batch_independent=bool(self.communicator.minimum(parts.is_batch_independent)))
 
 
 def split_of(model_class: type[Any], layer: str) -> Split | None:

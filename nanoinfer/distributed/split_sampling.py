@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nanoinfer.distributed.parallel_layers import Gatherer, VocabularyHead
+from nanoinfer.distributed.parallel_layers import Communicator, VocabularyHead
 from nanoinfer.fast.sampling import few_logits
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import thresholds
@@ -42,17 +42,16 @@ def sample(hidden: Float[Tensor, "batch hidden"], batch: SamplingBatch, head: Vo
     return sample_shard(head.local(hidden).float(), batch, head.vocab_size, head.communicator)
 
 
-def sample_shard(logits: Shard, batch: SamplingBatch, vocab_size: int, communicator: Gatherer) -> Ids:
-    """Choose one token id per row, greedily or by the draw. The same ids on every rank, and those of Sampler.
+def sample_shard(logits: Shard, batch: SamplingBatch, vocab_size: int, communicator: Communicator) -> Ids:
+    """Choose one token id per row, greedily or by the draw, or -1 for a row whose largest logit is not finite.
+
+    The ids are the same on every rank, and those of Sampler, if the ranks compute exp alike: with the same torch on the same
+    kind of CPU or GPU.
 
     Args:
         logits: fp32, of the ids from rank * local_vocab on. Columns beyond the vocabulary hold -inf.
         batch: of all rows, equal on every rank. Its columns, groups and u are read.
         vocab_size: of the model, at most size * local_vocab.
-        communicator: of the ranks. They must compute exp alike: the same torch on the same kind of CPU or GPU.
-
-    Returns:
-        The token ids, -1 for a row whose largest logit is not finite.
     """
     groups = batch.groups
     num_candidates = max(
@@ -88,13 +87,13 @@ def sample_shard(logits: Shard, batch: SamplingBatch, vocab_size: int, communica
     return torch.where(largest.isfinite(), token_ids, -1)
 
 
-def gather_rows(logits: Shard, vocab_size: int, communicator: Gatherer) -> Float[Tensor, "batch vocab"]:
+def gather_rows(logits: Shard, vocab_size: int, communicator: Communicator) -> Float[Tensor, "batch vocab"]:
     """Send the logits themselves, and return the full rows."""
     return communicator.all_gather(logits).transpose(0, 1).flatten(1)[:, :vocab_size].contiguous()
 
 
 def _gather_largest(
-    logits: Shard, batch: SamplingBatch, num_candidates: int, communicator: Gatherer
+    logits: Shard, batch: SamplingBatch, num_candidates: int, communicator: Communicator
 ) -> tuple[Ids, Largest, Float[Tensor, "listed size columns"], Int[Tensor, "listed size columns"]]:
     """Round 1, as one message of 32-bit words.
 
@@ -123,7 +122,7 @@ def _gather_largest(
 
 
 def _draw(
-    logits: Shard, batch: SamplingBatch, largest: Largest, sums: Int[Tensor, "ranks batch"], communicator: Gatherer
+    logits: Shard, batch: SamplingBatch, largest: Largest, sums: Int[Tensor, "ranks batch"], communicator: Communicator
 ) -> Ids:
     """Round 3: draw from all weights. The rank whose interval of cumulative weights holds the threshold finds the id."""
     ends = sums.cumsum(dim=0)

@@ -9,8 +9,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
@@ -32,22 +32,44 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What rank 0 tells a worker first."""
+    """What rank 0 tells its workers first."""
 
-    rank: int
-    size: int
-    config: EngineConfig  # of the engine, with this rank's device
+    config: EngineConfig  # of the engine
     store_port: int  # of the store on this machine, by which the ranks find each other. 0: torchrun has one
-    has_shared_memory: bool  # whether this process has inherited a descriptor for it
     num_threads: int
     matmul_precision: str  # torch's, which must be the same on all ranks
 
 
-def run(connection: Connection, open_store: Callable[[Settings], dist.Store], device: str | None = None) -> None:
-    """Be a worker until rank 0 closes the connection. device: of this rank, where rank 0 does not know it."""
+def run(
+    connection: Connection,
+    rank: int,
+    device: str,
+    open_store: Callable[[Settings], dist.Store],
+    shared_memory: int | None = None,
+) -> None:
+    """Be a worker until rank 0 closes the connection. shared_memory: a file descriptor, if this process has inherited one."""
+    with _failure_reported(connection):
+        settings: Settings = connection.recv()
+        torch.set_num_threads(settings.num_threads)
+        torch.set_float32_matmul_precision(settings.matmul_precision)
+        logging.getLogger("nanoinfer").setLevel(logging.ERROR)  # rank 0 logs the same
+        config = replace(settings.config, device=device)
+        connection.send((READY, ""))
+        store, size, is_one_machine = open_store(settings), config.tensor_parallel_size, settings.store_port > 0
+        communicator = ProcessGroupCommunicator(store, rank, size, torch.device(device), is_one_machine=is_one_machine)
+        if shared_memory is not None:
+            communicator.share_memory(shared_memory, lambda: None)  # rank 0 looks after the others, and ends this process
+        shards = Shards(communicator)
+        model, _ = load_configured(Checkpoint.open(config.model), config, shards)
+        executor = make_executor(make_parts(model, config, shards), config, shards=shards)
+        serve(connection, executor.runner, executor.device)
+
+
+@contextmanager
+def _failure_reported(connection: Connection) -> Iterator[None]:
     with suppress(EOFError, OSError):  # rank 0 has ended
         try:
-            _run(connection, open_store, device)
+            yield
         except EOFError:
             pass
         except RankLostError as error:
@@ -58,24 +80,6 @@ def run(connection: Connection, open_store: Callable[[Settings], dist.Store], de
             connection.send((FAILED, f"{type(error).__name__}: {first_line(error)}"))
 
 
-def _run(connection: Connection, open_store: Callable[[Settings], dist.Store], device: str | None) -> None:
-    settings: Settings = connection.recv()
-    torch.set_num_threads(settings.num_threads)
-    torch.set_float32_matmul_precision(settings.matmul_precision)
-    logging.getLogger("nanoinfer").setLevel(logging.ERROR)  # rank 0 logs the same
-    config = replace(settings.config, device=device or settings.config.device)
-    connection.send((READY, ""))
-    communicator = ProcessGroupCommunicator(
-        open_store(settings), settings.rank, settings.size, torch.device(config.device), is_one_machine=settings.store_port > 0
-    )
-    if settings.has_shared_memory:
-        communicator.share_memory(int(sys.argv[2]), lambda: None)  # rank 0 looks after the others, and ends this process
-    shards = Shards(communicator)
-    model, _ = load_configured(Checkpoint.open(config.model), config, shards)
-    executor = make_executor(make_parts(model, config, shards), config, shards=shards)
-    serve(connection, executor.runner, executor.device)
-
-
 def _end_with_rank_0() -> None:
     """End this process, whatever it is doing, when rank 0 closes the pipe or ends."""
     os.read(0, 1)  # nothing is ever written. (sys.stdin has a lock, which a thread may not hold when Python ends)
@@ -84,7 +88,9 @@ def _end_with_rank_0() -> None:
 
 def main() -> None:
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
-    run(Connection(int(sys.argv[1])), lambda settings: dist.TCPStore("127.0.0.1", settings.store_port, is_master=False))
+    rank, device, descriptor, *shared_memory = sys.argv[1:]
+    open_store = lambda settings: dist.TCPStore("127.0.0.1", settings.store_port, is_master=False)  # noqa: E731
+    run(Connection(int(descriptor)), int(rank), device, open_store, *map(int, shared_memory))
 
 
 if __name__ == "__main__":

@@ -46,8 +46,7 @@ class Workers:
     def together(self, *command: object) -> Iterator[None]:
         """Send a command to the workers. This rank executes the same command inside the context.
 
-        Raises:
-            EngineDeadError: If a rank has ended or failed, also in every later call.
+        Raises: EngineDeadError if a rank has ended or failed, also in every later call.
         """
         if self._error is not None:
             raise EngineDeadError(self._error)
@@ -55,11 +54,10 @@ class Workers:
             self.send(command)
             yield
 
-    def send(self, *messages: object) -> None:
-        """Send one message to all workers, or one to each."""
-        each = messages * len(self._connections) if len(messages) == 1 else messages
+    def send(self, message: object) -> None:
+        """Send a message to all workers."""
         try:
-            for connection, message in zip(self._connections, each, strict=True):
+            for connection in self._connections:
                 connection.send(message)
         except OSError as error:
             raise RankLostError("a worker has ended") from error
@@ -73,8 +71,7 @@ class Workers:
     def watched(self) -> Iterator[None]:
         """Run work of all ranks in this context, and end the workers if it raises, because the ranks are then out of step.
 
-        Raises:
-            EngineDeadError: If the cause is on another rank. An error of this rank is raised unchanged.
+        Raises: EngineDeadError if the cause is on another rank. An error of this rank is raised unchanged.
         """
         try:
             yield

@@ -39,8 +39,7 @@ def size_cache(
     It gets the blocks that fit into memory, at most what max_num_seqs of the longest sequences could use, and the same number
     on each rank of `shards`. The cache of a draft model gets as many blocks, and must fit into the memory as well.
 
-    Raises:
-        InvalidValueError: max_model_len is more than the model supports, or no block fits.
+    Raises: InvalidValueError if max_model_len is more than the model supports, or no block fits.
     """
     limit = parts.model.config.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
@@ -49,7 +48,7 @@ def size_cache(
     step_bytes = peak_step_bytes(parts.model, config, parts.device, parts.routes) if is_cuda else 0
     memory = memory_for_cache(parts.device, requested, config.cache.gpu_memory_utilization, step_bytes=step_bytes)
     if shards is not None and not is_cuda and requested is None:
-        memory //= shards.size  # each process sees the same free memory
+        memory //= shards.communicator.size  # each process sees the same free memory
     block_bytes = sum(_block_bytes(one) for one in (parts, draft) if one is not None)
     max_blocks = config.scheduler.max_num_seqs * -(-(config.max_model_len or limit) // parts.block_size)
     if (num_blocks := min(memory // block_bytes, max_blocks)) < 1:
@@ -58,7 +57,7 @@ def size_cache(
             f"the KV cache may take {memory} bytes, less than one block of {parts.block_size} tokens ({block_bytes} bytes); "
             f"raise kv_cache_memory{more}, or lower block_size"
         )
-    info = describe_cache(parts, config, num_blocks if shards is None else shards.minimum(num_blocks))
+    info = describe_cache(parts, config, num_blocks if shards is None else shards.communicator.minimum(num_blocks))
     if config.max_model_len is not None and info.max_model_len < config.max_model_len:
         logger.warning(
             "max_model_len is %d, not %d: the KV cache holds no more; raise kv_cache_memory",

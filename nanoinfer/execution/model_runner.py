@@ -5,6 +5,7 @@ how tokens are sampled.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
@@ -31,14 +32,14 @@ class StepGraphs(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class ModelRunner:
     """Runs the model. graphs: replays steps. None: every step runs eagerly."""
 
-    def __init__(self, model: Model, cache: KVCache, backend: AttentionBackend, graphs: StepGraphs | None = None) -> None:
-        self.model = model
-        self.cache = cache
-        self.backend = backend
-        self.graphs = graphs
+    model: Model
+    cache: KVCache
+    backend: AttentionBackend
+    graphs: StepGraphs | None = None
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         """The hidden rows of a step. They are valid until the next forward, which may write to the same memory."""

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from nanoinfer.attention.dense import DenseAttention
+from nanoinfer.config import EngineConfig
 from nanoinfer.distributed import sharding
 from nanoinfer.distributed.sharding import ShardedWeights, Shards, check_shards, split_of
 from nanoinfer.errors import UnsupportedError
@@ -63,9 +64,13 @@ def logits_of(model):
         return model.compute_logits(model(IDS, torch.arange(len(IDS)), DenseAttention()))
 
 
-def logits_on_ranks(checkpoint, size, *, optimized, dtype=torch.float32, quantization=None):
+def shard_of(checkpoint, communicator, dtype="float32"):
+    return loader.load_configured(checkpoint, EngineConfig(dtype=dtype, device="cpu"), Shards(communicator))[0]
+
+
+def logits_on_ranks(checkpoint, size, *, optimized, dtype="float32", quantization=None):
     def run(communicator):
-        model = loader._fill(*loader.on_meta(checkpoint), dtype, torch.device("cpu"), (), sharding.Shards(communicator))
+        model = shard_of(checkpoint, communicator, dtype)
         if optimized:
             compile_model(model, quantization)
         return logits_of(model)
@@ -111,7 +116,7 @@ def test_what_reaches_other_ranks_is_not_called_with_symbols_and_all_else_is_com
     checkpoint = Checkpoint.open(str(tiny_models.save("qwen3", tmp_path)))
 
     def compiled(communicator):
-        model = loader._fill(*loader.on_meta(checkpoint), torch.float32, torch.device("cpu"), (), sharding.Shards(communicator))
+        model = shard_of(checkpoint, communicator)
         report = compile_model(model)
         return report, model.forward.__self__.code
 
@@ -128,7 +133,7 @@ def test_quantised_shards_give_nearly_the_logits_of_one(tmp_path):
     plain = logits_of(whole).float()
     compile_model(whole, "int8")
     expected = logits_of(whole).float()
-    got = logits_on_ranks(checkpoint, 2, optimized=True, dtype=torch.bfloat16, quantization="int8")[0].float()
+    got = logits_on_ranks(checkpoint, 2, optimized=True, dtype="bfloat16", quantization="int8")[0].float()
     assert (got - expected).norm() < 0.1 * expected.norm()
     assert (got - plain).norm() < 0.1 * plain.norm()
 

@@ -7,20 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from nanoinfer.distributed import shared_memory
-from nanoinfer.distributed.communicator import RankLostError
-from nanoinfer.distributed.shared_memory import SharedMemory
+from nanoinfer.distributed.communicator import EXCHANGE, RankLostError, SharedMemory, create_shared_memory
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu import native
 
 
 @pytest.fixture
 def descriptor():
-    created = shared_memory.create(3)
+    created = create_shared_memory(3)
     if created is None:
         pytest.skip("this system has no memory without a name")
     try:
-        native.load(shared_memory.SOURCE)
+        native.load(EXCHANGE)
     except UnsupportedError:
         pytest.skip("there is no C++ compiler")
     yield created

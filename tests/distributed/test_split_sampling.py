@@ -66,6 +66,12 @@ class Member:
     def all_gather(self, tensor):
         return self.ranks.all_gather(self.rank, tensor)
 
+    def all_reduce(self, tensor):
+        raise NotImplementedError
+
+    def minimum(self, number):
+        raise NotImplementedError
+
 
 def plain_ids(logits, batch):
     return PLAIN(logits.clone(), batch).read().token_ids
