@@ -126,7 +126,7 @@ NOTEBOOKS = {
     "13_speculative_decoding": Header(
         "what speculation costs and saves, why the tokens stay the same, and when it loses.",
         35,
-        ("speculative/speculator.py", "speculative/ngram.py", "speculative/draft_model.py", "speculative/cost.py"),
+        ("speculative/speculator.py", "speculative/ngram.py", "speculative/draft_model.py"),
         ("02", "04", "06"),
     ),
     "14_many_devices": Header(

@@ -16,19 +16,24 @@ Rejection sampling (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192) acc
 only the distribution and not the tokens of a seed.
 """
 
+import time
 from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+import numpy as np
 
 from nanoinfer.config import SpeculativeConfig
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
-from nanoinfer.speculative.cost import StepCost
 from nanoinfer.tracing import TokensDrafted, Tracer
 
 INITIAL_ACCEPTANCE = 0.8  # the estimate before any draft was verified
 MEMORY = 0.9  # the weight of the old estimate of a sequence's acceptance when a draft is verified
 RECOVERY = 0.01  # how fast the estimate of a sequence that drafts nothing returns to INITIAL_ACCEPTANCE
+COST_MEMORY = 0.95  # the weight of the old averages when a step is added to StepCost
+OUTLIER = 4  # a longer step counts as this many times the average, because something was compiled or others had the CPU
+FADING = 0.995  # decay per step that says nothing about the cost of a row, so that drafts are tried again
 
 
 class Proposer(Protocol):
@@ -41,6 +46,56 @@ class Proposer(Protocol):
     def forget(self, seq: Sequence) -> None:
         """Drop what is kept for a sequence that has ended, if anything is."""
         ...
+
+
+class StepCost:
+    """A linear model of a decode step's seconds, a + b * num_rows, fitted to the latest steps by least squares.
+
+    What a draft costs depends on the machine, the model, the load and the lengths, so it is measured while decoding.
+    """
+
+    def __init__(self) -> None:
+        self.seconds_per_row = 0.0  # the slope b
+        self.seconds_per_draft_token = 0.0  # the time to propose it
+        self._averages = np.zeros(5)  # of rows, rows**2, seconds, rows * seconds, tokens
+
+    def observe(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """Add a decode step that computed num_rows rows and gave num_tokens tokens in `seconds`."""
+        is_first = not self._averages.any()
+        if not is_first:
+            seconds = min(seconds, OUTLIER * self._averages[2])
+        latest = np.array([num_rows, num_rows**2, seconds, num_rows * seconds, num_tokens])
+        self._averages += (1.0 if is_first else 1 - COST_MEMORY) * (latest - self._averages)
+        rows, rows_squared, average_seconds, rows_times_seconds, _ = self._averages.tolist()
+        variance = rows_squared - rows**2
+        if variance > 0.1:
+            self.seconds_per_row = max((rows_times_seconds - rows * average_seconds) / variance, 0.0)
+        else:  # all steps had the same number of rows
+            self.seconds_per_row *= FADING
+            self.seconds_per_draft_token *= FADING
+
+    def time_proposal(self, proposer: Proposer, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
+        """Return proposer.propose(sequences, limits), and measure the time that it takes."""
+        start = time.perf_counter()
+        drafts = proposer.propose(sequences, limits)
+        seconds = (time.perf_counter() - start) / max(sum(map(len, drafts)), 1)
+        old = COST_MEMORY if self.seconds_per_draft_token else 0.0
+        self.seconds_per_draft_token += (1 - old) * (seconds - self.seconds_per_draft_token)
+        return drafts
+
+    def num_that_pay(self, acceptance: float, limit: int) -> int:
+        """Return the number of drafts, up to `limit`, whose last one is still worth its time.
+
+        Draft i counts only if all before it are right, so it gives acceptance^i tokens on average. It pays if that is more than
+        the average number of tokens that the engine generates in the time of one draft.
+        """
+        _, _, average_seconds, _, tokens = self._averages.tolist()
+        seconds = self.seconds_per_row + self.seconds_per_draft_token
+        tokens_in_that_time = tokens / average_seconds * seconds if average_seconds else 0.0
+        num, expected = 0, acceptance
+        while num < limit and expected > tokens_in_that_time:
+            num, expected = num + 1, expected * acceptance
+        return num
 
 
 @dataclass(slots=True)
