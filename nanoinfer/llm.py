@@ -234,7 +234,7 @@ class LLM:
         If True, a seed gives the same tokens in any batch. Prefix hits and preemptions may still change the last bits, unless
         batch_invariant=True. Always False on a GPU, and while torch uses a different number of threads than at loading.
         """
-        return self.engine.batch_independent
+        return self.engine.executor.batch_independent
 
     def abort(self, request_id: str) -> None:
         """End a running request. Its stream ends with finish_reason "abort". Unknown and finished ids are ignored."""

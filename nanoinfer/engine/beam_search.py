@@ -43,7 +43,12 @@ class BeamSearch:
             with with_prompt_index(index):
                 prepared = engine.inputs.prepare(prompt, sampling_params)
                 group = _Group(engine, prepared, params, f"beam{index}")
-                self._check_fits(group, params.beam_width)
+                if group.error is None and group.most_blocks > self._capacity:
+                    raise NanoinferError(
+                        f"{group.width} beams of this prompt may need {group.most_blocks} blocks of the KV cache, and "
+                        f"{self._capacity} are free; lower beam_width or max_tokens, raise kv_cache_memory, or wait for other "
+                        "requests"
+                    )
                 self._groups.append(group)
         self._waiting = deque(group for group in self._groups if group.error is None)
         self._running: list[_Group] = []
@@ -62,30 +67,27 @@ class BeamSearch:
 
         It is one forward pass, or several for more than max_num_seqs beams, which run in turns.
         """
-        with self._engine.exclusive():
-            self._step()
-
-    def _step(self) -> None:
-        self._admit()
-        scheduled: list[ScheduledSequence] = []
-        budget = self._engine.scheduler.config.max_num_batched_tokens
-        for group in self._running:
-            num_new = self._engine.scheduler.next_chunk(group.beams[0])
-            if num_new > 1 and num_new > budget:
-                continue
-            budget -= num_new if num_new > 1 else 0
-            scheduled += [ScheduledSequence(beam, num_new) for beam in group.beams]
-        scheduled.sort(key=lambda item: item.num_new_tokens > 1)  # single tokens first: ForwardBatch's order
-        outputs: dict[Sequence, SequenceOutput] = {}
-        num_together = self._engine.scheduler.config.max_num_seqs
-        for start in range(0, len(scheduled), num_together):
-            outputs |= self._compute(scheduled[start : start + num_together])
-        for group in list(self._running):
-            if group.beams[0] in outputs:  # all of its beams, or none
-                group.advance([outputs[beam] for beam in group.beams], self._engine)
-            if group.is_done:
-                self._running.remove(group)
-                group.free(self._engine)
+        with self._engine.guard.exclusive():
+            self._admit()
+            scheduled: list[ScheduledSequence] = []
+            budget = self._engine.scheduler.config.max_num_batched_tokens
+            for group in self._running:
+                num_new = self._engine.scheduler.next_chunk(group.beams[0])
+                if num_new > 1 and num_new > budget:
+                    continue
+                budget -= num_new if num_new > 1 else 0
+                scheduled += [ScheduledSequence(beam, num_new) for beam in group.beams]
+            scheduled.sort(key=lambda item: item.num_new_tokens > 1)  # single tokens first: ForwardBatch's order
+            outputs: dict[Sequence, SequenceOutput] = {}
+            num_together = self._engine.scheduler.config.max_num_seqs
+            for start in range(0, len(scheduled), num_together):
+                outputs |= self._compute(scheduled[start : start + num_together])
+            for group in list(self._running):
+                if group.beams[0] in outputs:  # all of its beams, or none
+                    group.advance([outputs[beam] for beam in group.beams], self._engine)
+                if group.is_done:
+                    self._running.remove(group)
+                    group.free(self._engine)
 
     def _compute(self, scheduled: list[ScheduledSequence]) -> dict[Sequence, SequenceOutput]:
         """Run one forward pass. Raises: NanoinferError if requests of another thread have taken the blocks."""
@@ -105,7 +107,7 @@ class BeamSearch:
 
     def close(self) -> None:
         """Free the blocks of running searches. Waits while another thread steps."""
-        with self._engine.between_steps():
+        with self._engine.guard.between_steps():
             for group in self._running:
                 group.free(self._engine)
             self._running.clear()
@@ -122,29 +124,20 @@ class BeamSearch:
             self._running.append(self._waiting.popleft())
             group.start(self._engine)
 
-    def _check_fits(self, group: "_Group", beam_width: int) -> None:
-        if group.error is None and group.most_blocks > self._capacity:
-            raise NanoinferError(
-                f"{beam_width} beams of this prompt may need {group.most_blocks} blocks of the KV cache, and "
-                f"{self._capacity} are free; lower beam_width or max_tokens, raise kv_cache_memory, or wait for other requests"
-            )
-
 
 class _Group:
     """The beams of one prompt, and its answers that have ended."""
 
     def __init__(self, engine: LLMEngine, prepared: PreparedRequest, params: BeamSearchParams, name: str) -> None:
-        self.prompt = prepared.prompt
-        self.prompt_token_ids = prepared.prompt_token_ids
+        self._prepared = prepared
         self.params = params
-        self._sampling_params = prepared.params
         self.width = params.beam_width
         self.error = prepared.error
         self.is_done = self.error is not None
         self.eos_token_ids = frozenset() if params.ignore_eos else engine.eos_token_ids
         # More than width, since some end: with one ending for each EOS id and beam, at least width continue.
         self.num_candidates = max(2, 1 + len(self.eos_token_ids)) * self.width
-        num_prompt, block_size = len(self.prompt_token_ids), engine.block_manager.block_size
+        num_prompt, block_size = len(prepared.prompt_token_ids), engine.block_manager.block_size
         self.max_tokens = min(params.max_tokens, engine.max_model_len - num_prompt)  # most that can be generated
         num_shared = num_prompt // block_size
         num_own = engine.block_manager.num_blocks_for(num_prompt + self.max_tokens) - num_shared
@@ -157,7 +150,8 @@ class _Group:
 
     def start(self, engine: LLMEngine) -> None:
         """Begin with one beam, the prompt."""
-        beam = self._beam(list(self.prompt_token_ids), len(self.prompt_token_ids) + self.max_tokens)
+        prompt_token_ids = self._prepared.prompt_token_ids
+        beam = self._beam(list(prompt_token_ids), len(prompt_token_ids) + self.max_tokens)
         prefix = engine.block_manager.match_prefix(beam.token_ids)
         engine.block_manager.start(beam, prefix)
         beam.num_computed_tokens = len(prefix) * engine.block_manager.block_size
@@ -181,7 +175,8 @@ class _Group:
         ends = [token_id in self.eos_token_ids or num_generated == self.max_tokens for _, token_id in candidates]
 
         ended = [i for i in range(min(self.width, len(ends))) if ends[i]]  # an ending counts only among the best `width`
-        self._put_aside([self._generated(*candidates[i]) for i in ended], totals[ended], num_generated)
+        generated = [[*self.beams[candidates[i][0]].output_token_ids, candidates[i][1]] for i in ended]
+        self._put_aside(generated, totals[ended], num_generated)
         continuing = [i for i, it_ends in enumerate(ends) if not it_ends][: self.width]
         self.is_done = not continuing or self._may_stop(totals[continuing], num_generated)
         if not self.is_done:
@@ -198,16 +193,13 @@ class _Group:
         for (token_ids, total), score in zip(self.finished, self.finished_scores.tolist(), strict=True):
             text = "" if engine.tokenizer is None else without_incomplete_end(engine.tokenizer.decode(token_ids))
             finish_reason: FinishReason = "stop" if token_ids[-1] in self.eos_token_ids else "length"
-            tokens = self.prompt_token_ids + token_ids
+            tokens = self._prepared.prompt_token_ids + token_ids
             sequences.append(BeamSearchSequence(text, token_ids, tokens, score, total, finish_reason))
-        return BeamSearchOutput(self.prompt, self.prompt_token_ids, sequences, self.error)
+        return BeamSearchOutput(self._prepared.prompt, self._prepared.prompt_token_ids, sequences, self.error)
 
     def _beam(self, prompt_token_ids: list[int], max_num_tokens: int) -> Sequence:
         self._num_beams += 1
-        return Sequence(self._name, prompt_token_ids, self._sampling_params, 0, max_num_tokens, index=self._num_beams - 1)
-
-    def _generated(self, origin: int, token_id: int) -> list[int]:
-        return [*self.beams[origin].output_token_ids, token_id]
+        return Sequence(self._name, prompt_token_ids, self._prepared.params, 0, max_num_tokens, index=self._num_beams - 1)
 
     def _put_aside(self, ended: list[list[int]], totals: Floats, num_generated: int) -> None:
         """Keep the best `width` of all that have ended. A score is a sum of log-probabilities over length ** length_penalty."""

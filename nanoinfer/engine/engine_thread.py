@@ -29,10 +29,8 @@ class EngineThread(threading.Thread):
     def __init__(self, load: Callable[[], LLMEngine], publish: Callable[[list[Request]], object]) -> None:
         """Start the thread, and wait until the engine is loaded. Raises: what load raises.
 
-        Args:
-            load: Makes the engine. It is called in the new thread, because libgomp makes one worker team per calling thread,
-                and a second team makes all of them sleep.
-            publish: Called in the thread after a step, with the requests that have new Deltas.
+        `load` is called in the new thread, because libgomp makes one worker team per calling thread, and a second team makes
+        all of them sleep. `publish` is called there after a step, with the requests that have new Deltas.
         """
         super().__init__(name="nanoinfer engine", daemon=True)
         self.error: str | None = None

@@ -22,13 +22,7 @@ CLOSED = "this LLM was closed, by close() or at the end of its with block; make 
 
 
 class EngineGuard:
-    """The guards of one engine.
-
-    Args:
-        restart: requeues every request after a failed step.
-        flush_trace: passes collected events to the user's tracer.
-        abort: ends requests by id, called after a step with those whose abort was requested during it.
-    """
+    """The guards of one engine. `abort` is called after a step with the ids whose abort was requested during it."""
 
     def __init__(self, *, restart: Callable[[], None], flush_trace: Callable[[], None], abort: Callable[..., None]) -> None:
         self._restart = restart

@@ -6,7 +6,6 @@ In: prompts and SamplingParams. Out: Requests, whose outputs grow as step() is c
 import logging
 import secrets
 import time
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer import tracing
@@ -41,6 +40,8 @@ class LLMEngine:
             engine.step()
     """
 
+    speculator: "Speculator | None" = None
+
     def __init__(
         self,
         executor: Executor,
@@ -63,8 +64,11 @@ class LLMEngine:
         self.block_manager = BlockManager(info.num_blocks, info.block_size, config.cache.enable_prefix_caching, tracer)
         self.scheduler = Scheduler(config.scheduler, self.block_manager, tracer)
         self.async_scheduling = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling
-        self.speculator = self._make_speculator(proposer, config)
-        if self.speculator is not None:
+        if proposer is not None and config.speculative is not None:
+            from nanoinfer.speculative.speculator import Speculator
+
+            num_rows = config.max_num_rows
+            self.speculator = Speculator(proposer, config.speculative, self.block_manager, max_num_rows=num_rows, tracer=tracer)
             self.async_scheduling = False  # a draft continues the newest token, which must be known
         self.seed = secrets.randbits(64) if config.seed is None else config.seed
         if config.seed is None:
@@ -74,16 +78,7 @@ class LLMEngine:
         self._metrics = EngineMetrics()
         self._in_flight: InFlight | None = None  # the step that is launched and not collected
         self.interrupted_request_ids: frozenset[str] = frozenset()  # of the step that raised last
-        self._guard = EngineGuard(restart=self._restart, flush_trace=self.flush_trace, abort=self.abort)
-
-    def _make_speculator(self, proposer: "Proposer | None", config: EngineConfig) -> "Speculator | None":
-        if proposer is None or config.speculative is None:
-            return None
-        from nanoinfer.speculative.speculator import Speculator
-
-        return Speculator(
-            proposer, config.speculative, self.block_manager, max_num_rows=config.max_num_rows, tracer=self.tracer
-        )
+        self.guard = EngineGuard(restart=self._restart, flush_trace=self.flush_trace, abort=self.abort)
 
     # ---- requests
 
@@ -92,15 +87,12 @@ class LLMEngine:
         return self.submit(self.inputs.prepare(prompt, params), streaming=streaming)
 
     def submit(self, prepared: PreparedRequest, *, request_id: str | None = None, streaming: bool = False) -> Request:
-        """Queue a prepared request. A prompt that is too long has finished when this returns.
+        """Queue a prepared request, and collect Deltas if `streaming`. A prompt that is too long has finished on return.
 
-        Args:
-            prepared: What InputProcessor.prepare returns.
-            request_id: Different from those of all unfinished requests. None is the request's number.
-            streaming: Collect Deltas.
+        request_id: Different from those of all unfinished requests. None is the request's number.
         """
         arrival_time = time.perf_counter()
-        with self._guard.between_steps():
+        with self.guard.between_steps():
             number, self._num_requests = self._num_requests, self._num_requests + 1
             sequences = sequences_of(
                 prepared,
@@ -125,35 +117,30 @@ class LLMEngine:
 
         During a step, for example called by a tracer, it takes effect when the step is over.
         """
-        if self._guard.is_in_other_process or self._guard.is_closed:
+        if self.guard.is_in_other_process or self.guard.is_closed:
             return  # a stream that is garbage collected in a forked child, or left after close()
-        with self._guard.between_steps():
-            if not self._guard.defer_abort(request_ids):
+        with self.guard.between_steps():
+            if not self.guard.defer_abort(request_ids):
                 self._finish([self._requests[i] for i in request_ids if i in self._requests], Stop("abort"))
 
     def fail(self, error: str, *request_ids: str) -> None:
         """Finish requests with finish_reason "error" and free their blocks. Other ids are ignored."""
-        with self._guard.between_steps():
+        with self.guard.between_steps():
             self._finish([self._requests[i] for i in request_ids if i in self._requests], Stop("error", error=error))
 
     def close(self) -> None:
         """Abort all requests, and drop the executor: model, KV cache and the processes of other ranks. See LLM.close."""
-        if self._guard.is_closed or self._guard.is_in_other_process:
+        if self.guard.is_closed or self.guard.is_in_other_process:
             return
-        with self._guard.between_steps():
-            if self._guard.is_stepping:  # a tracer or a stage calls from inside the step
+        with self.guard.between_steps():
+            if self.guard.is_stepping:  # a tracer or a stage calls from inside the step
                 raise NanoinferError("close() was called during a step; close an LLM when generate() has returned")
             try:
                 self.abort(*self._requests)
             finally:  # also if the user's tracer raises
-                self._guard.is_closed = True
+                self.guard.is_closed = True
                 self._in_flight = self.speculator = None
                 del self.executor
-
-    @property
-    def batch_independent(self) -> bool:
-        """See LLM.batch_independent."""
-        return self.executor.batch_independent
 
     @property
     def num_unfinished(self) -> int:
@@ -161,12 +148,12 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> None:
         """See LLM.reset_prefix_cache."""
-        with self._guard.between_steps():
+        with self.guard.between_steps():
             self.block_manager.reset_prefix_cache()
 
     def get_metrics(self) -> list[Metric]:
         """See LLM.get_metrics."""
-        with self._guard.between_steps():
+        with self.guard.between_steps():
             return self._metrics.read(self._requests.values(), self.scheduler, self.speculator)
 
     # ---- steps
@@ -178,7 +165,7 @@ class LLMEngine:
         is prepared and the previous one's tokens become text. If a sequence turns out to have finished, its token in flight is
         dropped.
         """
-        with self._guard.step():
+        with self.guard.step():
             plan = self.scheduler.schedule()  # which sequences run, and how many tokens of each
             if self.speculator is not None:
                 plan = self.speculator.add_drafts(plan)  # tokens that may follow, to be computed as well
@@ -193,16 +180,8 @@ class LLMEngine:
                 finished += self._collect(launched)
             return finished
 
-    def exclusive(self) -> AbstractContextManager[None]:
-        """Surround work on the engine's parts that is no step(), as beam search does it. See EngineGuard.exclusive."""
-        return self._guard.exclusive()
-
-    def between_steps(self) -> AbstractContextManager[None]:
-        """Surround any other change of the engine's parts. See EngineGuard.between_steps."""
-        return self._guard.between_steps()
-
     def run_plan(self, plan: StepPlan) -> StepOutput:
-        """Compute a plan that is not the scheduler's. Call it inside exclusive()."""
+        """Compute a plan that is not the scheduler's. Call it inside guard.exclusive()."""
         return self.executor.collect(self.executor.launch(plan, None))
 
     def _collect(self, step: InFlight) -> list[Request]:
@@ -228,7 +207,7 @@ class LLMEngine:
                 self.scheduler.append(seq, token_id)
                 stop = request.advance(seq, token_id, sampled.logprobs[i] if sampled.logprobs else None)
                 if self.tracer is not None:
-                    self.tracer.emit(request.newest(seq))
+                    self.tracer.emit(request.token_appended(seq))
                 if stop:
                     break  # tokens behind a stop are dropped
             if stop:
@@ -252,7 +231,7 @@ class LLMEngine:
         for request in requests:
             request.finish(stop)
             self._remove(request)
-        if not self._guard.is_stepping:
+        if not self.guard.is_stepping:
             self.flush_trace()
 
     def _remove(self, request: Request) -> None:

@@ -50,6 +50,7 @@ class Request:
         self.output: RequestOutput | None = None
         self.deltas: deque[Delta] = deque()
         self._prompt = prompt
+        self._tokenizer = tokenizer
         self._streaming = streaming
         self.metrics = RequestMetrics(arrival_time)
         self._answers = [_Answer(seq, tokenizer) for seq in sequences]
@@ -72,9 +73,20 @@ class Request:
         self._show([token_id], answer, None if named is None else [named])
         return answer.stop
 
-    def newest(self, seq: Sequence) -> "tracing.TokenAppended":
+    def token_appended(self, seq: Sequence) -> "tracing.TokenAppended":
         """The tracer's event for the sequence's newest token."""
-        return self._answers[seq.index].newest()
+        answer, token_id = self._answers[seq.index], seq.token_ids[-1]
+        return tracing.TokenAppended(
+            seq.sequence_id,
+            position=len(seq.token_ids) - 1,
+            token_id=token_id,
+            token=self._tokenizer.token_text(token_id) if self._tokenizer else "",
+            text=answer.shown,
+            held=answer.text.held,
+            num_held_ids=answer.detokenizer.num_held_ids if answer.detokenizer else 0,
+            finish_reason=answer.stop.finish_reason if answer.stop else None,
+            stop_reason=answer.stop.stop_reason if answer.stop else None,
+        )
 
     def add_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
         """Add those of the prompt tokens from `position` on. Positions that were added before a preemption are skipped."""
@@ -122,7 +134,6 @@ class _Answer:
         self.stop: Stop | None = None
         self.shown = ""  # the text that the newest token released
         self.text = StopStrings(seq.params.stop or (), include_in_output=seq.params.include_stop_str_in_output)
-        self._tokenizer = tokenizer
         self.detokenizer: Detokenizer | None = None
         if seq.params.detokenize and tokenizer is not None:
             self.detokenizer = Detokenizer(tokenizer, skip_special_tokens=seq.params.skip_special_tokens)
@@ -155,20 +166,6 @@ class _Answer:
             stop = Stop("stop", matched)
         self.stop = stop
 
-    def newest(self) -> "tracing.TokenAppended":
-        token_id = self.seq.token_ids[-1]
-        return tracing.TokenAppended(
-            self.seq.sequence_id,
-            position=len(self.seq.token_ids) - 1,
-            token_id=token_id,
-            token=self._tokenizer.token_text(token_id) if self._tokenizer else "",
-            text=self.shown,
-            held=self.text.held,
-            num_held_ids=self.detokenizer.num_held_ids if self.detokenizer else 0,
-            finish_reason=self.stop.finish_reason if self.stop else None,
-            stop_reason=self.stop.stop_reason if self.stop else None,
-        )
-
     def finish(self, stop: Stop) -> None:
         if self.detokenizer:
             self.text.push(self.detokenizer.finish(), examine=False)
@@ -176,17 +173,9 @@ class _Answer:
 
     def output(self) -> CompletionOutput:
         assert self.stop is not None
-        logprobs, token_ids = self._logprobs, self.seq.output_token_ids
-        return CompletionOutput(
-            index=self.seq.index,
-            text=self.text.text,
-            token_ids=token_ids,
-            cumulative_logprob=sum_of_logprobs(token_ids, logprobs),
-            logprobs=logprobs,
-            finish_reason=self.stop.finish_reason,
-            stop_reason=self.stop.stop_reason,
-            error=self.stop.error,
-        )
+        token_ids, logprobs = self.seq.output_token_ids, self._logprobs
+        cumulative = sum_of_logprobs(token_ids, logprobs)
+        return CompletionOutput(self.seq.index, self.text.text, token_ids, cumulative, logprobs, **asdict(self.stop))
 
 
 def sequences_of(
@@ -203,7 +192,10 @@ def sequences_of(
     A request without its own seed gets one from the engine's seed and its number, so that no two requests share one.
     """
     params, prompt_token_ids = prepared.params, prepared.prompt_token_ids
-    seed = params.seed if params.seed is not None else _distinct_seed(engine_seed, number)
+    seed = params.seed
+    if seed is None:  # 64 bits that differ for every request of an engine, and for the same request of engines with other seeds
+        digest = hashlib.blake2b(f"{engine_seed}:{number}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little")
     first, *forks = [
         Sequence(
             request_id=request_id,
@@ -220,12 +212,6 @@ def sequences_of(
     ]
     first.forks = forks
     return [first, *forks]
-
-
-def _distinct_seed(engine_seed: int, number: int) -> int:
-    """64 bits that differ for every request of an engine, and for the same request of engines with different seeds."""
-    digest = hashlib.blake2b(f"{engine_seed}:{number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
 
 
 def _with_token_texts(logprobs: TokenLogprobs, detokenizer: Detokenizer | None) -> LogprobsOnePosition:

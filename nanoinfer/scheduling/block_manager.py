@@ -82,7 +82,8 @@ class BlockManager:
         return num_needed + num_kept_free <= len(self._free)
 
     def can_allocate(self, seq: Sequence, num_new_tokens: int) -> bool:
-        return self._num_blocks_needed(seq, num_new_tokens) <= len(self._free)
+        num_missing = self.num_blocks_for(seq.num_computed_tokens + num_new_tokens) - len(seq.block_table)
+        return max(num_missing, 0) + len(self._shared_blocks_to_write(seq)) <= len(self._free)
 
     # ---- changes
 
@@ -100,8 +101,7 @@ class BlockManager:
     def allocate(self, seq: Sequence, num_new_tokens: int) -> list[tuple[int, int]]:
         """Allocate blocks for the sequence's next tokens, which can_allocate has confirmed.
 
-        Returns:
-            The (from, to) blocks to copy before these tokens are written.
+        Returns the (from, to) blocks to copy before these tokens are written.
         """
         copies = []
         for index in self._shared_blocks_to_write(seq):
@@ -173,10 +173,6 @@ class BlockManager:
         """Return the indices of the shared blocks that the next tokens are written to, at most one after a fork."""
         first = seq.num_computed_tokens // self.block_size
         return [i for i in range(first, len(seq.block_table)) if self._ref_counts[seq.block_table[i]] > 1]
-
-    def _num_blocks_needed(self, seq: Sequence, num_new_tokens: int) -> int:
-        num_missing = self.num_blocks_for(seq.num_computed_tokens + num_new_tokens) - len(seq.block_table)
-        return max(num_missing, 0) + len(self._shared_blocks_to_write(seq))
 
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)

@@ -125,8 +125,7 @@ class Scheduler:
     def finish(self, seq: Sequence, *, has_failed: bool = False) -> None:
         """Remove a sequence, whatever its status, and free its blocks. A second call does nothing.
 
-        Args:
-            has_failed: Whether its blocks also leave the prefix cache, because their keys and values may not be finite.
+        has_failed: Whether its blocks also leave the prefix cache, because their keys and values may not be finite.
         """
         if has_failed:
             self.block_manager.forget_cached(seq)
@@ -140,8 +139,7 @@ class Scheduler:
     def next_chunk(self, seq: Sequence, num_computed_tokens: int | None = None) -> int:
         """Return the number of tokens up to the next multiple of the chunk grid or the sequence's end.
 
-        Args:
-            num_computed_tokens: Where the chunk begins. None means the sequence's own count.
+        num_computed_tokens: Where the chunk begins. None means the sequence's own count.
         """
         start = seq.num_computed_tokens if num_computed_tokens is None else num_computed_tokens
         grid = self.config.chunk_grid
