@@ -169,10 +169,10 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("model", "tokenizer", "revision"):
+        for name, kind in (("model", "a string or a path"), ("tokenizer", "a string or a path"), ("revision", "a string")):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise InvalidTypeError(f"{name} must be a string, got {shown(value)}")
+                raise InvalidTypeError(f"{name} must be {kind}, got {shown(value)}")
         for name in ("dtype", "device", "attention_backend"):
             if not isinstance(getattr(self, name), str):
                 raise InvalidTypeError(f"{name} must be a string, got {shown(getattr(self, name))}")
@@ -302,8 +302,8 @@ class EngineArgs:
 
         given: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(EngineArgs)}
         for name in ("model", "tokenizer"):
-            if given[name] is not None:
-                given[name] = _path_string(name, given[name])
+            if isinstance(path := given[name], os.PathLike):
+                given[name] = os.fspath(path)
         for name in ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching"):
             if given[name] is None:
                 del given[name]  # the default
@@ -334,9 +334,3 @@ class AsyncEngineArgs(EngineArgs):
     def __post_init__(self) -> None:
         check_integer("max_num_queued_requests", self.max_num_queued_requests, 0, None, ">= 0", or_none=True)
         check_flag("streaming", self.streaming)
-
-
-def _path_string(name: str, value: object) -> str:
-    if not isinstance(value, str | os.PathLike):
-        raise InvalidTypeError(f"{name} must be a string or a path, got {shown(value)}")
-    return os.fspath(value)

@@ -2,17 +2,6 @@
 
 Each message says what is wrong, what was given, what is allowed, and the way out.
 
-    NanoinferError
-    ├── InvalidValueError (ValueError)        a value out of its range, or two that contradict each other
-    │   ├── InvalidPromptError                a prompt that cannot be used, named by its index
-    │   ├── UnsupportedError                  a known feature that is not supported
-    │   └── CheckpointError                   a model folder that cannot be used
-    │       ├── CheckpointNotFoundError (FileNotFoundError)
-    │       └── WeightsError                  missing, unexpected, misshaped or damaged tensors
-    ├── InvalidTypeError (TypeError)          a value of the wrong type
-    ├── QueueFullError                        too many requests wait, or too many new grammars: AsyncLLM, the server
-    └── EngineDeadError                       the engine has failed, has lost a rank, or was shut down
-
 A prompt that is only too long for the engine raises nothing. Its result has finish_reason "error", and the other prompts of the
 call are answered.
 """
@@ -56,7 +45,7 @@ class InvalidTypeError(NanoinferError, TypeError):
 
 
 class QueueFullError(NanoinferError):
-    """Too many requests wait already, or too many new grammars."""
+    """Too many requests wait already, or too many new grammars, in AsyncLLM or the server."""
 
 
 class EngineDeadError(NanoinferError):

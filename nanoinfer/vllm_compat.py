@@ -102,10 +102,6 @@ def arguments_of(arguments: Callable[P, T], owner: str) -> Callable[[Callable[[S
 
     The signature becomes the one of the dataclass, for type checkers and for `inspect.signature`, and is checked as
     check_argument_names does.
-
-    Args:
-        arguments: The dataclass, such as EngineArgs.
-        owner: As for check_argument_names.
     """
 
     def decorate(method: Callable[[S, T], R]) -> Callable[Concatenate[S, P], R]:
@@ -125,14 +121,9 @@ def arguments_of(arguments: Callable[P, T], owner: str) -> Callable[[Callable[[S
 def check_argument_names(owner: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a method, so that wrong arguments are refused by name before Python's own bare TypeError.
 
-    The signature stays the one of the decorated method, for type checkers and for `inspect.signature`.
-
-    Args:
-        owner: The name in the messages, such as "LLM()". Its NEUTRAL_VALUES are accepted and ignored.
-
-    Raises:
-        InvalidTypeError: From the decorated method, for an argument that is unknown, missing or not given by name.
-        UnsupportedError: From the decorated method, for a neutral argument with a different value.
+    The signature stays the one of the decorated method, for type checkers and for `inspect.signature`. `owner` is the name in
+    the messages, such as "LLM()", whose NEUTRAL_VALUES are accepted and ignored. The method then raises InvalidTypeError for an
+    argument that is unknown, missing or not given by name, and UnsupportedError for a neutral one with a different value.
     """
     neutral = NEUTRAL_VALUES.get(owner, {})
 

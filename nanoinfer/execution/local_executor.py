@@ -53,13 +53,7 @@ class LocalExecutor:
         tokenizer: Tokenizer | None = None,
         tracer: "tracing.EventBuffer | None" = None,
     ) -> None:
-        """Keep the parts.
-
-        Args:
-            is_batch_independent: what was measured with as many threads as torch has now.
-            batch_invariant: compute a chunk's tokens one query at a time.
-            tokenizer: for the token texts in the tracer's events.
-        """
+        """is_batch_independent: with as many threads as torch has now. batch_invariant: compute chunks one query at a time."""
         self.runner, self.sampler, self.info = runner, sampler, info
         self.device = torch.device(info.device)
         self._is_batch_independent, self._num_threads = is_batch_independent, torch.get_num_threads()

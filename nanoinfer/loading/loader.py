@@ -84,9 +84,18 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: "Shard
     if device.type == "cuda":
         set_cuda_device(device)
     dtype = resolve_dtype("bfloat16" if config.quantization else config.dtype, checkpoint, device)
-    whole, weights = on_meta(checkpoint)
-    num_parameters = sum(weight.numel() for weight in whole.parameters())
-    model = _fill(whole, weights, dtype, device, config.lora, shards)
+    model, weights = on_meta(checkpoint)
+    num_parameters, vocab_size = sum(weight.numel() for weight in model.parameters()), model.config.vocab_size
+    if config.lora:
+        from nanoinfer.loading.formats.lora import LoraWeights
+
+        weights = LoraWeights(weights, config.lora, model.weight_rules)
+    if shards is not None:
+        model, weights = shards.split(model, weights)
+    load_weights(model, weights, model.weight_rules, dtype, device)
+    if shards is not None:
+        shards.join(model, vocab_size)
+    model.to(device).eval()
     if config.quantization and config.enforce_eager:
         from nanoinfer.loading.quantization import quantize_model
 
@@ -101,15 +110,11 @@ def load_tokenizer(path: Path, file: "GGUFFile | None" = None) -> Tokenizer | No
         from nanoinfer.loading.formats.gguf_tokenizer import tokenizer_from_gguf
 
         return tokenizer_from_gguf((file or read_gguf(path)).metadata, path)
-    _check_tokenizer_files(path)
+    # Refuse files that transformers would hang on, or read whole for a long time. It chooses among many names.
+    for one in (*path.iterdir(), *path.glob("additional_chat_templates/*")):
+        if one.suffix in (".json", ".txt", ".jinja", ".model") and one.exists() and not one.is_dir():
+            check_file(one, MAX_TOKENIZER_BYTES if one.name.startswith(_TOKENIZER_FILES) else None)
     return Tokenizer.load(path)
-
-
-def _check_tokenizer_files(path: Path) -> None:
-    """Refuse files that transformers would hang on, or read whole for a long time. It chooses among many names."""
-    for file in (*path.iterdir(), *path.glob("additional_chat_templates/*")):
-        if file.suffix in (".json", ".txt", ".jinja", ".model") and file.exists() and not file.is_dir():
-            check_file(file, MAX_TOKENIZER_BYTES if file.name.startswith(_TOKENIZER_FILES) else None)
 
 
 def load_model(
@@ -117,36 +122,9 @@ def load_model(
 ) -> Any:
     """Build the checkpoint's model with its weights: the textbook form, which runs on every device.
 
-    Args:
-        checkpoint: the files.
-        dtype: one of config.DTYPES. "auto" is the checkpoint's own, or fp32 on a CPU that is slow at it.
-        device: where the weights go.
-        lora: adapters to merge into the weights, each with its strength.
+    dtype: one of config.DTYPES. lora: adapters to merge into the weights, each with its strength.
     """
-    device = torch.device(device)
-    return _fill(*on_meta(checkpoint), resolve_dtype(dtype, checkpoint, device), device, lora)
-
-
-def _fill(
-    model: Any,
-    weights: Weights,
-    dtype: torch.dtype,
-    device: torch.device,
-    lora: Sequence[tuple[str, float]],
-    shards: "Shards | None" = None,
-) -> Any:
-    """Give a model on the meta device its weights. With shards, return this rank's part of it."""
-    vocab_size = model.config.vocab_size
-    if lora:
-        from nanoinfer.loading.formats.lora import LoraWeights
-
-        weights = LoraWeights(weights, lora, model.weight_rules)
-    if shards is not None:
-        model, weights = shards.split(model, weights)
-    load_weights(model, weights, model.weight_rules, dtype, device)
-    if shards is not None:
-        shards.join(model, vocab_size)
-    return model.to(device).eval()
+    return load_configured(checkpoint, EngineConfig(dtype=dtype, device=str(device), lora=tuple(lora)))[0]
 
 
 def open_weights(checkpoint: Checkpoint) -> Weights:

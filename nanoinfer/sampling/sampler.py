@@ -111,11 +111,9 @@ class Sampler:
         self.has_user_stages = stages != STAGES
 
     def __call__(self, rows: HeadRows, batch: SamplingBatch, tracer: "StageTracer | None" = None) -> SampledTokens:
-        """Choose one token per row.
+        """Choose one token per row. The stages may write into the logits of the rows.
 
-        Args:
-            rows: the hidden rows with the LM head. The stages may write into their logits.
-            tracer: receives the logits after every stage, so every row runs stage by stage.
+        tracer: receives the logits after every stage, so every row runs stage by stage.
         """
         if not len(rows.hidden):  # only parts of prompts. A user's stage need not handle zero rows
             return SampledTokens(torch.empty(0, dtype=torch.int64), lambda _: SamplerOutput([], {}))
@@ -177,14 +175,10 @@ class Sampler:
         is_finite: Bool[Tensor, " batch"] | None,
         logprob_logits: Float[Tensor, "rows vocab"] | None,
     ) -> SampledTokens:
-        """Pack the tokens with what reading them needs.
+        """Pack the tokens, -1 where a row has none, with what reading them needs.
 
-        Args:
-            token_ids: -1 where a row has no token.
-            batch: the parameters of the rows.
-            logits: that stages may have changed. None: no stage has, so -1 means that the model's logits are not finite.
-            is_finite: of the model's logits, before a mask may hide a NaN or an infinity. None: no stage masks.
-            logprob_logits: of the rows that return log-probabilities. None: there is none.
+        logits: that stages may have changed. None: no stage has, so -1 means that the model's logits are not finite.
+        is_finite: of the model's logits, before a mask may hide a NaN or an infinity. None: no stage masks.
         """
 
         def read(sampled: list[int]) -> SamplerOutput:

@@ -66,13 +66,7 @@ class StageTracer:
                 self._logits = logits.clone()
 
     def after_draw(self, logits: Float[Tensor, "batch vocab"], u: list[float | None], token_ids: Int[Tensor, " batch"]) -> None:
-        """Emit the events.
-
-        Args:
-            logits: after the last stage.
-            u: the uniform number of each row, None for greedy rows.
-            token_ids: -1 where a row has no token.
-        """
+        """Emit the events. u: the uniform number of each row, None for greedy rows. token_ids: -1 where a row has no token."""
         with self._measure(logits):
             sampled = token_ids.tolist()
             for change in self._changes:

@@ -96,8 +96,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, with the special tokens that the tokenizer adds, such as BOS, unless add_special_tokens is False.
 
-        Raises:
-            InvalidPromptError: If the text has a lone surrogate, which is not valid Unicode.
+        Raises: InvalidPromptError if the text has a lone surrogate, which is not valid Unicode.
         """
         try:
             with panics_raised():

@@ -93,13 +93,13 @@ def read_gguf(path: Path) -> GGUFFile:
         raise CheckpointError(f"{path} is cut short or damaged ({error}); download it again") from error
 
 
+@dataclass
 class _Cursor:
     """Reads values one after the other. struct and the checks here raise where the file ends."""
 
-    def __init__(self, content: mmap.mmap) -> None:
-        self.content = content
-        self.position = 0
-        self.num_values = 0  # of metadata so far
+    content: mmap.mmap
+    position: int = 4  # after the magic number
+    num_values: int = 0  # of metadata so far
 
     def scalar(self, code: str) -> Any:
         [value] = struct.unpack_from("<" + code, self.content, self.position)
@@ -139,7 +139,6 @@ def _read(path: Path, content: mmap.mmap) -> GGUFFile:
     if content[:4] != b"GGUF":
         raise CheckpointError(f"{path} is not a GGUF file: it begins with {shown(content[:4])}; download it again")
     cursor = _Cursor(content)
-    cursor.position = 4
     version = cursor.scalar("I")
     if version & 0xFFFF == 0:
         raise UnsupportedError(f"{path} is a big-endian GGUF file, which is not supported; take the little-endian one")

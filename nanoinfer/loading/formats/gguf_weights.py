@@ -55,9 +55,9 @@ class GGUFWeights(Weights):
 
     def integers(self, name: str) -> QuantizedWeight | None:
         tensor = self._file.tensors[self._sources[name]]
-        if tensor.block_type.name not in _INTEGERS:
+        bits, zero, unpack = _WITHOUT_MINIMUM.get(tensor.block_type.name, (0, 0, _four_bits))
+        if bits not in (4, 8):
             return None
-        bits, zero, unpack = _INTEGERS[tensor.block_type.name]
         blocks = self._stored(name).reshape(-1, tensor.block_type.num_bytes)
         integers, scales = unpack(blocks).view(tensor.shape), _half(blocks, 0).view(tensor.shape[0], -1)
         if num_heads := self._num_rotated_heads(name):
@@ -80,7 +80,12 @@ class GGUFWeights(Weights):
             return stored.view(dtype).view(tensor.shape)[rows]
         stored = stored.view(tensor.shape[0], -1)[rows]  # a row is whole blocks
         blocks = stored.reshape(-1, tensor.block_type.num_bytes)
-        return _UNPACK[tensor.block_type.name](blocks).view(len(stored), *tensor.shape[1:])
+        if tensor.block_type.name in _WITHOUT_MINIMUM:
+            _, zero, integers = _WITHOUT_MINIMUM[tensor.block_type.name]
+            weights = _half(blocks, 0) * (integers(blocks).float() - zero)
+        else:
+            weights = _OTHERS[tensor.block_type.name](blocks)
+        return weights.view(len(stored), *tensor.shape[1:])
 
     def _stored(self, name: str) -> Tensor:
         tensor = self._file.tensors[self._sources[name]]
@@ -107,47 +112,35 @@ def _fields(packed: Tensor, num_bits: int, num_bytes: int) -> Tensor:
     return (runs >> shifts & (1 << num_bits) - 1).view(len(packed), -1)
 
 
-def _high_bits(packed: Tensor) -> Tensor:
-    """The 32 bits of 4 bytes, each as 0 or 16."""
-    shifts = torch.arange(8, dtype=torch.uint8)
-    return (packed.unsqueeze(-1) >> shifts & 1).view(len(packed), -1) << 4
-
-
-def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """8 scales and 8 minima of 6 bits from 12 bytes: four bytes with the low bits of each, then the rest."""
-    first, second, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = torch.cat([first & 63, rest & 15 | first >> 6 << 4], dim=1)
-    minima = torch.cat([second & 63, rest >> 4 | second >> 6 << 4], dim=1)
-    return scales.float(), minima.float()
-
-
-def _without_minimum(integers: Callable[[Tensor], Tensor], zero: int) -> Callable[[Tensor], Tensor]:
-    """d * (integer - zero)."""
-    return lambda blocks: _half(blocks, 0) * (integers(blocks).float() - zero)
-
-
-def _with_minimum(integers: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """d * integer + minimum."""
-    return lambda blocks: _half(blocks, 0) * integers(blocks) + _half(blocks, 2)
-
-
 def _four_bits(blocks: Tensor) -> Tensor:
     return _fields(blocks[:, -16:], 4, 16)
 
 
 def _five_bits(blocks: Tensor) -> Tensor:
-    return _four_bits(blocks) | _high_bits(blocks[:, -20:-16])
+    return _four_bits(blocks) | _fields(blocks[:, -20:-16], 1, 1) << 4
 
 
 def _eight_bits(blocks: Tensor) -> Tensor:
     return blocks[:, 2:] ^ 128  # signed + 128
 
 
+def _q4_1(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * _four_bits(blocks) + _half(blocks, 2)
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * _five_bits(blocks) + _half(blocks, 2)
+
+
 def _k_groups(blocks: Tensor, integers: Tensor) -> Tensor:
-    """d * scale * integer - dmin * minimum, for 8 groups of 32."""
-    scales, minima = _scales_and_minima(blocks[:, 4:16])
-    scales, minima = (_half(blocks, 0) * scales).unsqueeze(-1), (_half(blocks, 2) * minima).unsqueeze(-1)
-    return (scales * integers.view(-1, 8, 32) - minima).view(len(blocks), 256)
+    """d * scale * integer - dmin * minimum, for 8 groups of 32.
+
+    The scales and minima have 6 bits: four bytes with the low bits of each, then the rest.
+    """
+    first, second, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = _half(blocks, 0) * torch.cat([first & 63, rest & 15 | first >> 6 << 4], dim=1)
+    minima = _half(blocks, 2) * torch.cat([second & 63, rest >> 4 | second >> 6 << 4], dim=1)
+    return (scales.unsqueeze(-1) * integers.view(-1, 8, 32) - minima.unsqueeze(-1)).view(len(blocks), 256)
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
@@ -164,19 +157,10 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return (scales.unsqueeze(-1) * ((low | high << 4).float() - 32).view(-1, 16, 16)).view(len(blocks), 256)
 
 
-_UNPACK: dict[str, Callable[[Tensor], Tensor]] = {
-    "Q4_0": _without_minimum(_four_bits, 8),
-    "Q4_1": _with_minimum(_four_bits),
-    "Q5_0": _without_minimum(_five_bits, 16),
-    "Q5_1": _with_minimum(_five_bits),
-    "Q8_0": _without_minimum(_eight_bits, 128),
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-}
-
-# type -> (bits, the integer that stands for 0, blocks -> integers), of those that have a scale and no minimum
-_INTEGERS: dict[str, tuple[int, int, Callable[[Tensor], Tensor]]] = {
+# type -> (bits, the integer that stands for 0, blocks -> integers): d * (integer - zero)
+_WITHOUT_MINIMUM: dict[str, tuple[int, int, Callable[[Tensor], Tensor]]] = {
     "Q4_0": (4, 8, _four_bits),
+    "Q5_0": (5, 16, _five_bits),
     "Q8_0": (8, 128, _eight_bits),
 }
+_OTHERS = {"Q4_1": _q4_1, "Q5_1": _q5_1, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
