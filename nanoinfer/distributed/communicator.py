@@ -40,7 +40,7 @@ class RankLostError(NanoinferError):
 
 
 class ProcessGroupCommunicator:
-    """The Communicator of parallel_layers.py over torch.distributed. Connects when it is made, which waits for all ranks."""
+    """The Communicator of sharding.py over torch.distributed. Connects when it is made, which waits for all ranks."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, is_one_machine: bool) -> None:
         """is_one_machine: whether all ranks are on this machine. CPU ranks are then reached by its loopback address alone."""

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from nanoinfer.distributed import split_sampling
 from nanoinfer.distributed.communicator import ProcessGroupCommunicator
-from nanoinfer.distributed.parallel_layers import VocabularyHead
-from nanoinfer.distributed.sharding import Shards
+from nanoinfer.distributed.sharding import Shards, VocabularyHead
 from nanoinfer.distributed.workers import Workers
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nanoinfer.distributed.parallel_layers import Communicator, VocabularyHead
+from nanoinfer.distributed.sharding import Communicator, VocabularyHead
 from nanoinfer.fast.sampling import few_logits
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import thresholds
