@@ -242,9 +242,9 @@ class EngineArgs:
         batch_invariant: Require that a token's logits have the same bits wherever its sequence's tokens are computed: in any
             batch, as prompt or as answer, after a prefix hit and after a preemption. So `logprobs` of an answer equal
             `prompt_logprobs` of the same text. The attention then computes one query at a time. A prompt of 1,024 tokens takes
-            1.1 to 1.3 times as long. Checked when the model is
-            loaded, and refused where it cannot be kept. Without batch_invariant, `LLM.batch_independent` says whether the bits
-            are the same in any batch, prefix hits and preemptions aside.
+            1.1 to 1.3 times as long. Checked when the model is loaded, and refused where it cannot be kept. Without
+            batch_invariant, `LLM.batch_independent` says whether the bits are the same in any batch, prefix hits and
+            preemptions aside.
         attention_backend: "auto" (the best one that is installed and supports the model, which the log explains), "cpu",
             "flash", "triton" or "reference".
         enforce_eager: Run the model as its file says, and nothing of nanoinfer/fast: no kernels, no CUDA graphs. A breakpoint

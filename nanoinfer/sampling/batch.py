@@ -6,8 +6,8 @@ nothing. If one row uses it, the other rows hold the value that leaves their log
 
 import operator
 from array import array
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,16 +87,6 @@ class StageEntries:
     repeated_ngrams: TokenEntries | None = None  # the ids that would repeat an n-gram
 
 
-@dataclass(frozen=True, slots=True)
-class RowProcessors:
-    """One row's logits_processors and their arguments."""
-
-    row: int
-    processors: tuple[Callable[..., Any], ...]
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
     """What the sampler knows about the rows of one step. columns and groups depend on params alone."""
@@ -105,7 +95,7 @@ class SamplingBatch:
     columns: ParameterColumns
     groups: RowGroups = RowGroups()
     entries: StageEntries = StageEntries()
-    processors: tuple[RowProcessors, ...] = ()
+    with_processors: dict[int, Sequence] = field(default_factory=dict)  # row -> its sequence, which has logits_processors
     u: Float[Tensor, " batch"]  # float64: draw.uniform(seed, index of the token in prompt + output), or 0 if all are greedy
     is_stateful: bool = False  # whether a row may have entries or processors, in any step
 
@@ -138,11 +128,7 @@ class SamplingBatch:
             columns=columns,
             groups=groups,
             entries=_entries(sequences, positions, vocab_size, device) if is_stateful else StageEntries(),
-            processors=tuple(
-                RowProcessors(row, tuple(seq.params.logits_processors), seq.prompt_token_ids, seq.output_token_ids)
-                for row, seq in enumerate(sequences)
-                if seq.params.logits_processors
-            ),
+            with_processors={row: seq for row, seq in enumerate(sequences) if seq.params.logits_processors},
             u=on_device(u, device),
             is_stateful=is_stateful,
         )
@@ -152,7 +138,7 @@ class SamplingBatch:
         """Whether a stage before the temperature may overwrite logits without reading them."""
         entries = self.entries
         masks = (entries.allowed, entries.grammar, entries.bad_words, entries.min_tokens, entries.repeated_ngrams)
-        return bool(self.processors) or any(mask is not None for mask in masks)
+        return bool(self.with_processors) or any(mask is not None for mask in masks)
 
     @property
     def changes_logits(self) -> bool:

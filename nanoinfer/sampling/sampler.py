@@ -202,7 +202,7 @@ class Sampler:
         if batch.entries.grammar is not None and row in batch.entries.grammar.errors:
             return batch.entries.grammar.errors[row]
         users = [stage for stage in self.stages if stage not in STAGES]
-        if any(row_processors.row == row for row_processors in batch.processors):
+        if row in batch.with_processors:
             users.append(stages.apply_logits_processors)
         blank = torch.zeros_like(logits)
         for stage in STAGES:

@@ -8,6 +8,9 @@ The stages before apply_temperature change few logits and write them in place. C
 thousands would cost more than the rest of the stage. The last four stages return new logits.
 """
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -105,14 +108,15 @@ def apply_logits_processors(logits: Logits, batch: SamplingBatch) -> Logits:
     Raises:
         InvalidTypeError: a function returned something else. Errors of the functions themselves pass through.
     """
-    for row in batch.processors:
-        for processor in row.processors:
-            before = logits[row.row]
-            after = processor(list(row.prompt_token_ids), list(row.output_token_ids), before)
+    for row, seq in batch.with_processors.items():
+        processors: Iterable[Callable[..., Any]] = seq.params.logits_processors or ()  # SamplingParams gave all three arguments
+        for processor in processors:
+            before = logits[row]
+            after = processor(list(seq.prompt_token_ids), seq.output_token_ids, before)
             if not isinstance(after, Tensor) or after.shape != before.shape:
                 got = tuple(after.shape) if isinstance(after, Tensor) else type(after).__name__
                 raise InvalidTypeError(f"a logits processor must return logits of shape {tuple(before.shape)}, got {got}")
-            logits[row.row] = after
+            logits[row] = after
     return logits
 
 
