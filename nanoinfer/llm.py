@@ -219,13 +219,7 @@ class LLM:
             raise InvalidTypeError(f"params must be BeamSearchParams, got {shown(params)}")
         from nanoinfer.engine.beam_search import BeamSearch
 
-        search = BeamSearch(self.engine, prompts, params.clone())
-        try:
-            while search.num_unfinished:
-                search.step()
-        finally:
-            search.close()
-        return search.outputs
+        return BeamSearch(self.engine, prompts, params.clone()).run()
 
     @property
     def batch_independent(self) -> bool:

@@ -31,7 +31,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class BeamSearch:
-    """Runs the searches of one call, as many prompts at a time as fit. One step() gives each beam one token."""
+    """The searches of one call, as many prompts at a time as fit."""
 
     def __init__(self, engine: LLMEngine, prompts: Any, params: BeamSearchParams) -> None:
         """Raises: InvalidPromptError, NanoinferError (too few free blocks), with the prompt's index."""
@@ -53,16 +53,18 @@ class BeamSearch:
         self._waiting = deque(group for group in self._groups if group.error is None)
         self._running: list[_Group] = []
 
-    @property
-    def outputs(self) -> list[BeamSearchOutput]:
-        """In the order of the prompts, once num_unfinished is 0."""
+    def run(self) -> list[BeamSearchOutput]:
+        """Search, and return the outputs in the order of the prompts. Waits while another thread steps."""
+        try:
+            while self._waiting or self._running:
+                self._step()
+        finally:
+            with self._engine.guard.between_steps():
+                for group in self._running:
+                    group.free(self._engine)
         return [group.output(self._engine) for group in self._groups]
 
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._waiting) + len(self._running)
-
-    def step(self) -> None:
+    def _step(self) -> None:
         """Compute a token for every beam, and prompts as far as max_num_batched_tokens allows.
 
         It is one forward pass, or several for more than max_num_seqs beams, which run in turns.
@@ -104,13 +106,6 @@ class BeamSearch:
         output = self._engine.run_plan(plan)
         self._engine.scheduler.commit(plan)
         return {one.sequence: one for one in output.sequences}
-
-    def close(self) -> None:
-        """Free the blocks of running searches. Waits while another thread steps."""
-        with self._engine.guard.between_steps():
-            for group in self._running:
-                group.free(self._engine)
-            self._running.clear()
 
     def _admit(self) -> None:
         """Start waiting prompts, in order, while there is room for their beams at full length."""

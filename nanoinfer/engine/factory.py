@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 
 def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
-    """Load a checkpoint and make its engine. Returns the checkpoint too, for its generation_config.
-
-    Raises: CheckpointNotFoundError, CheckpointError, WeightsError, UnsupportedError, InvalidValueError.
-    """
+    """Load a checkpoint and make its engine. Returns the checkpoint too, for its generation_config. Raises: as LLM() does."""
     from nanoinfer.loading.loader import load
 
     shards: Any = None
@@ -71,9 +68,7 @@ def make_engine(
 ) -> LLMEngine:
     """Make the engine of a model on its device. Unless enforce_eager, the model's modules are replaced by faster ones.
 
-    Raises:
-        InvalidValueError, UnsupportedError: settings that do not fit the model or the machine.
-        CheckpointNotFoundError, CheckpointError, WeightsError: the draft model cannot be loaded.
+    Raises: as LLM() does, for the draft model too.
     """
     parts, draft = make_parts(model, config, shards), None
     speculative = config.speculative

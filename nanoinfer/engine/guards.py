@@ -46,10 +46,7 @@ class EngineGuard:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Surround a step.
-
-        Raises: NanoinferError in another process, during a step, or if the engine is closed.
-        """
+        """Surround a step. Raises: NanoinferError in another process, during a step, or if the engine is closed."""
         self._check_usable()
         if self.is_stepping:  # in another thread, or a tracer calls from inside the step
             raise NanoinferError(

@@ -87,5 +87,11 @@ class StopStrings:
 
     def _num_held(self) -> int:
         """The length of the longest suffix of the text that is a proper prefix of a stop string."""
-        prefixes = (stop[:length] for stop in self._stops for length in range(1, len(stop)))
-        return max((len(prefix) for prefix in prefixes if self.text.endswith(prefix)), default=0)
+        held = 0
+        for stop in self._stops:
+            # The earliest place is the longest suffix. Only places with the stop's first character are compared.
+            start = self.text.find(stop[0], max(len(self.text) - len(stop) + 1, 0))
+            while 0 <= start < len(self.text) - held and not stop.startswith(self.text[start:]):
+                start = self.text.find(stop[0], start + 1)
+            held = max(held, len(self.text) - start) if start >= 0 else held
+        return held

@@ -122,7 +122,9 @@ def load_model(
 ) -> Any:
     """Build the checkpoint's model with its weights: the textbook form, which runs on every device.
 
-    dtype: one of config.DTYPES. lora: adapters to merge into the weights, each with its strength.
+    Args:
+        dtype: one of config.DTYPES. "auto" is the checkpoint's own, or fp32 on a CPU that is slow at it.
+        lora: adapters to merge into the weights, each with its strength.
     """
     return load_configured(checkpoint, EngineConfig(dtype=dtype, device=str(device), lora=tuple(lora)))[0]
 

@@ -55,9 +55,10 @@ class GGUFWeights(Weights):
 
     def integers(self, name: str) -> QuantizedWeight | None:
         tensor = self._file.tensors[self._sources[name]]
-        bits, zero, unpack = _WITHOUT_MINIMUM.get(tensor.block_type.name, (0, 0, _four_bits))
-        if bits not in (4, 8):
+        found = _WITHOUT_MINIMUM.get(tensor.block_type.name)
+        if found is None or found[0] == 5:  # a QuantizedWeight has 4 or 8 bits
             return None
+        bits, zero, unpack = found
         blocks = self._stored(name).reshape(-1, tensor.block_type.num_bytes)
         integers, scales = unpack(blocks).view(tensor.shape), _half(blocks, 0).view(tensor.shape[0], -1)
         if num_heads := self._num_rotated_heads(name):
