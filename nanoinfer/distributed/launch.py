@@ -22,10 +22,9 @@ import torch.distributed as dist
 from nanoinfer.config import EngineConfig
 from nanoinfer.distributed import worker
 from nanoinfer.distributed.communicator import ProcessGroupCommunicator, create_shared_memory
-from nanoinfer.distributed.runner import LeadingShards
+from nanoinfer.distributed.runner import LeadingShards, Workers
 from nanoinfer.distributed.sharding import check_shards
 from nanoinfer.distributed.worker import Settings
-from nanoinfer.distributed.workers import Workers
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import read_config, resolve_device, resolve_dtype

@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.distributed.communicator import ProcessGroupCommunicator, RankLostError
-from nanoinfer.distributed.runner import serve
+from nanoinfer.distributed.runner import FAILED, LOST, READY, serve
 from nanoinfer.distributed.sharding import Shards
-from nanoinfer.distributed.workers import FAILED, LOST, READY
 from nanoinfer.engine.factory import make_executor, make_parts
 from nanoinfer.errors import NanoinferError, first_line
 from nanoinfer.loading.checkpoint import Checkpoint

@@ -19,7 +19,7 @@ from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM, BeamSearchParams, Recorder, SamplingParams
 from nanoinfer.distributed.communicator import RankLostError
-from nanoinfer.distributed.workers import FAILED, LOST, Workers
+from nanoinfer.distributed.runner import FAILED, LOST, Workers
 from nanoinfer.errors import CheckpointNotFoundError, EngineDeadError, InvalidValueError, UnsupportedError
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.tracing import StageApplied
