@@ -500,7 +500,7 @@ def anonymous_bytes():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("RssAnon:")) * 1024
 
-import nanoinfer.attention.cpu, nanoinfer.models.gpt2
+import nanoinfer.attention.cpu, nanoinfer.fast.cpu.accelerate, nanoinfer.models.gpt2
 before = anonymous_bytes()
 llm = LLM(sys.argv[1], kv_cache_memory=2**25)
 params = SamplingParams(temperature=0, max_tokens=10, detokenize=False)
