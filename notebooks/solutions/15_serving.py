@@ -57,7 +57,6 @@ for max_num_seqs in (1, 12):
     ttft[max_num_seqs] = median(one.ttft for one in results)
     tpot[max_num_seqs] = median(one.tpot for one in results)
     print(f"{max_num_seqs:2d} at once: TTFT {ttft[max_num_seqs] * 1e3:.0f} ms, TPOT {tpot[max_num_seqs] * 1e3:.1f} ms")
-assert ttft[12] < ttft[1]
 # For a chat: as many as keep TPOT below what one reads, so that nobody waits long for the first token. At night, throughput
 # counts alone: as many as the KV cache holds.
 
