@@ -35,7 +35,8 @@ def stream(*events):
 
 @contextmanager
 def serving(*replies, models=("fake",)):
-    """Answer posts with the replies, the last again and again. A reply is bytes, or a list of bytes and of seconds to wait.
+    """Answer posts with the replies, the last again and again. A reply is bytes, or a list of bytes, of seconds to wait
+    and of functions to call.
 
     Yields: url; bodies and headers, of the posts; peak, the most posts that were answered at once; has_left, set when a
     client closes its connection before the end.
@@ -62,6 +63,8 @@ def serving(*replies, models=("fake",)):
                         running.remove(self)  # before the client can know that it is answered
                     if isinstance(part, bytes):
                         self.wfile.write(part)
+                    elif callable(part):
+                        part()
                     else:
                         time.sleep(part)
             except OSError:

@@ -2,16 +2,14 @@
 
 import asyncio
 import importlib
-import itertools
 import random
 import threading
-import time
 from functools import partial
 from itertools import pairwise
-from statistics import median
 
 import pytest
 import tiny_models
+from limited_steps import limited_steps
 
 from nanoinfer import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanoinfer import async_llm as async_llm_module
@@ -28,7 +26,6 @@ from nanoinfer.errors import (
 )
 from nanoinfer.outputs import Delta
 from nanoinfer.structured import grammar
-from nanoinfer.tracing import TokenAppended
 
 PROMPTS = ["Once upon a time", "The cat", "One day, Lily", "Tim and Anna went"]
 
@@ -44,7 +41,7 @@ def serve(scenario, **arguments):
     async def main():
         async_llm = AsyncLLM("tiny-qwen3", **{"max_num_seqs": 8, "kv_cache_memory": 2**24, "seed": 0} | arguments)
         try:
-            return await asyncio.wait_for(scenario(async_llm), timeout=60)
+            return await asyncio.wait_for(scenario(async_llm), timeout=120)
         finally:
             await async_llm.shutdown()
             tiny_models.assert_nothing_is_left(async_llm)
@@ -123,14 +120,13 @@ def test_cumulative_outputs_grow_and_deltas_add_up(llm, n):
 def test_a_stream_that_is_left_is_aborted_at_once():
     async def scenario(async_llm):
         generator = async_llm.generate(PROMPTS[0], params(max_tokens=400, ignore_eos=True))
-        await anext(generator)
-        await generator.aclose()
-        start = time.perf_counter()
-        while async_llm.engine.num_unfinished:
-            await asyncio.sleep(0.001)
-        return time.perf_counter() - start
+        with limited_steps(async_llm.engine, 5):  # so that the answer cannot end by itself
+            await anext(generator)
+            await generator.aclose()
+            while async_llm.engine.num_unfinished:
+                await asyncio.sleep(0.001)
 
-    assert serve(scenario) < 5
+    serve(scenario)
 
 
 def test_a_cancelled_task_and_one_that_is_cancelled_before_it_began_leave_nothing():
@@ -139,14 +135,15 @@ def test_a_cancelled_task_and_one_that_is_cancelled_before_it_began_leave_nothin
             asyncio.create_task(final(async_llm, PROMPTS[0], params(max_tokens=400, ignore_eos=True, seed=i)))
             for i in range(20)
         ]
-        for i, task in enumerate(tasks):
-            if i % 3:
-                await asyncio.sleep(0.005)
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(result, asyncio.CancelledError) for result in results)
-        while async_llm.engine.num_unfinished:
-            await asyncio.sleep(0.001)
+        with limited_steps(async_llm.engine, 20):
+            for i, task in enumerate(tasks):
+                if i % 3:
+                    await asyncio.sleep(0.005)
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(result, asyncio.CancelledError) for result in results)
+            while async_llm.engine.num_unfinished:
+                await asyncio.sleep(0.001)
 
     serve(scenario)
 
@@ -154,9 +151,8 @@ def test_a_cancelled_task_and_one_that_is_cancelled_before_it_began_leave_nothin
 def test_a_stream_that_is_not_read_keeps_one_delta_per_answer():
     async def scenario(async_llm):
         stream = await submit(async_llm, PROMPTS[0], params(max_tokens=60, ignore_eos=True))
-        while async_llm.engine.num_unfinished or stream.request is None:
+        while async_llm.num_unfinished_answers:  # until the last one is delivered
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
         return [deltas async for deltas in stream], stream.output
 
     updates, output = serve(scenario)
@@ -179,22 +175,19 @@ def test_a_bad_prompt_is_refused_and_a_long_one_ends_with_an_error():
 
 def test_beyond_the_queue_a_request_is_refused():
     async def scenario(async_llm):
-        streams = [await submit(async_llm, PROMPTS[0], params(max_tokens=300, ignore_eos=True)) for _ in range(10)]
-        with pytest.raises(QueueFullError, match="10 answers run or wait, and at most 10 may"):
-            await submit(async_llm, PROMPTS[0], params())
-        with pytest.raises(InvalidValueError, match="11 answers are requested, and at most 10 may run or wait"):
-            await submit(async_llm, PROMPTS[0], params(n=11))
-        streams[0].close()
-        while async_llm.engine.num_unfinished == 10:
-            await asyncio.sleep(0.01)
-        while True:  # until the end of the first is delivered
-            try:
-                streams.append(await submit(async_llm, PROMPTS[0], params(max_tokens=1)))
-                break
-            except QueueFullError:
+        long = params(max_tokens=300, ignore_eos=True)
+        with limited_steps(async_llm.engine, 5):
+            streams = [await submit(async_llm, PROMPTS[0], long) for _ in range(10)]
+            with pytest.raises(QueueFullError, match="10 answers run or wait, and at most 10 may"):
+                await submit(async_llm, PROMPTS[0], params())
+            with pytest.raises(InvalidValueError, match="11 answers are requested, and at most 10 may run or wait"):
+                await submit(async_llm, PROMPTS[0], params(n=11))
+            streams[0].close()
+            while async_llm.num_unfinished_answers == 10:  # until the end of the first is delivered
                 await asyncio.sleep(0.01)
-        for stream in streams:
-            stream.close()
+            streams.append(await submit(async_llm, PROMPTS[0], params(max_tokens=1)))
+            for stream in streams:
+                stream.close()
 
     serve(scenario, max_num_queued_requests=2)
 
@@ -202,7 +195,7 @@ def test_beyond_the_queue_a_request_is_refused():
 def test_new_grammars_that_take_long_delay_no_request_without_one(monkeypatch):
     pytest.importorskip("llguidance")
     may_end = threading.Event()
-    monkeypatch.setattr(grammar._trial_process, "ask", lambda request: "too slow" if may_end.wait(30) else None)
+    monkeypatch.setattr(grammar._trial_process, "ask", lambda request: "too slow" if may_end.wait(120) else None)
 
     async def scenario(async_llm):
         forms = [StructuredOutputsParams(regex=f"a{{{i}}}b") for i in range(40)]
@@ -220,10 +213,11 @@ def test_new_grammars_that_take_long_delay_no_request_without_one(monkeypatch):
 
 def test_each_answer_counts_towards_the_limit():
     async def scenario(async_llm):
-        stream = await submit(async_llm, PROMPTS[0], params(n=8, max_tokens=300, ignore_eos=True))
-        with pytest.raises(QueueFullError, match="8 answers run or wait"):
-            await submit(async_llm, PROMPTS[0], params(n=3))
-        stream.close()
+        with limited_steps(async_llm.engine, 5):
+            stream = await submit(async_llm, PROMPTS[0], params(n=8, max_tokens=300, ignore_eos=True))
+            with pytest.raises(QueueFullError, match="8 answers run or wait"):
+                await submit(async_llm, PROMPTS[0], params(n=3))
+            stream.close()
         while async_llm.num_unfinished_answers:
             await asyncio.sleep(0.01)
         return await final(async_llm, PROMPTS[0], params(n=10, max_tokens=2))
@@ -237,9 +231,10 @@ def test_metrics_are_read_while_it_runs_and_while_it_is_idle():
             return {metric.name: metric.value for metric in metrics if isinstance(metric, Counter | Gauge)}
 
         idle = values(await async_llm.get_metrics())
-        stream = await submit(async_llm, PROMPTS[0], params(max_tokens=300, ignore_eos=True))
-        await anext(stream)
-        running = values(await async_llm.get_metrics())
+        with limited_steps(async_llm.engine, 5):
+            stream = await submit(async_llm, PROMPTS[0], params(max_tokens=300, ignore_eos=True))
+            await anext(stream)
+            running = values(await async_llm.get_metrics())
         cancelled = asyncio.create_task(async_llm.get_metrics())
         await asyncio.sleep(0)
         cancelled.cancel()
@@ -249,13 +244,14 @@ def test_metrics_are_read_while_it_runs_and_while_it_is_idle():
     idle, running = serve(scenario)
     assert idle["vllm:num_requests_running"] == 0
     assert running["vllm:num_requests_running"] == 1
-    assert 0 < running["vllm:generation_tokens"] < 300
+    assert 0 < running["vllm:generation_tokens"] <= 5
 
 
 def test_abort_ends_the_stream():
     async def scenario(async_llm):
-        async for output in async_llm.generate(PROMPTS[0], params(max_tokens=400, ignore_eos=True)):
-            await async_llm.abort(output.request_id)
+        with limited_steps(async_llm.engine, 5):
+            async for output in async_llm.generate(PROMPTS[0], params(max_tokens=400, ignore_eos=True)):
+                await async_llm.abort(output.request_id)
         return output
 
     assert serve(scenario).outputs[0].finish_reason == "abort"
@@ -404,12 +400,13 @@ def test_a_given_id_is_used_and_one_of_an_unfinished_request_is_refused():
     async def scenario(async_llm):
         long = params(max_tokens=400, ignore_eos=True)
         running = async_llm.generate(PROMPTS[0], long, "mine")
-        assert (await anext(running)).request_id == "mine"
-        for bad in ("mine", 5):
-            with pytest.raises(InvalidValueError, match="request_id must be a string that no unfinished request has, got"):
-                await anext(async_llm.generate(PROMPTS[1], long, bad))
-        await async_llm.abort("mine")
-        *_, last = [output async for output in running]
+        with limited_steps(async_llm.engine, 5):
+            assert (await anext(running)).request_id == "mine"
+            for bad in ("mine", 5):
+                with pytest.raises(InvalidValueError, match="request_id must be a string that no unfinished request has, got"):
+                    await anext(async_llm.generate(PROMPTS[1], long, bad))
+            await async_llm.abort("mine")
+            *_, last = [output async for output in running]
         assert last.outputs[0].finish_reason == "abort"
         again = [output async for output in async_llm.generate(PROMPTS[0], params(), "mine")]  # free again
         assert {output.request_id for output in again} == {"mine"}
@@ -420,8 +417,9 @@ def test_a_given_id_is_used_and_one_of_an_unfinished_request_is_refused():
 
 def test_a_made_id_is_no_id_that_a_user_has_given():
     async def scenario(async_llm):
-        given = [await submit(async_llm, PROMPTS[0], params(), str(i)) for i in (0, 2)]
-        made = [await submit(async_llm, PROMPTS[0], params()) for _ in range(3)]
+        with limited_steps(async_llm.engine, 5):  # all are unfinished at the same time
+            given = [await submit(async_llm, PROMPTS[0], params(), str(i)) for i in (0, 2)]
+            made = [await submit(async_llm, PROMPTS[0], params()) for _ in range(3)]
         ids = [stream.request_id for stream in given + made]
         for stream in given + made:
             assert [deltas[-1].request_id async for deltas in stream][-1] == stream.request_id
@@ -433,11 +431,17 @@ def test_a_made_id_is_no_id_that_a_user_has_given():
 
 def test_an_abort_while_the_prompt_is_prepared_is_not_lost(monkeypatch):
     async def scenario(async_llm):
-        may_end, prepare = threading.Event(), async_llm.engine.inputs.prepare_prompt
-        monkeypatch.setattr(async_llm.engine.inputs, "prepare_prompt", lambda *args: may_end.wait(30) and prepare(*args))
+        has_begun, may_end, prepare = threading.Event(), threading.Event(), async_llm.engine.inputs.prepare_prompt
+
+        def waiting(*args):
+            has_begun.set()
+            may_end.wait(120)
+            return prepare(*args)
+
+        monkeypatch.setattr(async_llm.engine.inputs, "prepare_prompt", waiting)
         generator = async_llm.generate(PROMPTS[0], params(max_tokens=400, ignore_eos=True), "mine")
         first = asyncio.create_task(anext(generator))
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(has_begun.wait)
         await async_llm.abort("mine")
         may_end.set()
         return [await first, *[output async for output in generator]]
@@ -450,78 +454,68 @@ def test_an_abort_while_the_prompt_is_prepared_is_not_lost(monkeypatch):
 # ---- deliveries
 
 
-class FirstRequestTimes:
-    """A tracer that notes when the engine makes each token of the request "first"."""
+async def sizes_of_the_first(async_llm, num_streams, steps):
+    """Generate 40 tokens in each of several streams. Returns the numbers of tokens in the deliveries to the first one.
 
-    def __init__(self):
-        self.made = []
-
-    def emit(self, event):
-        if isinstance(event, TokenAppended) and event.sequence_id == "first":
-            self.made.append(time.perf_counter())
-
-
-def deliveries_of_the_first(num_streams, step_seconds):
-    """Generate 40 tokens in each of several streams, in steps that begin with a pause of step_seconds(number of the step).
-
-    Returns the numbers of tokens in the deliveries to the first stream, and how long each token was held.
+    steps: Called with the limit of the engine's steps, and with those numbers so far, before each wait of a millisecond.
     """
-    tracer, delivered = FirstRequestTimes(), []
+    sizes, its_params = [], params(max_tokens=40, ignore_eos=True)
 
-    async def scenario(async_llm):
-        step, numbers = async_llm.engine.step, itertools.count()
+    async def read(stream, is_first):
+        async for deltas in stream:
+            if is_first:
+                sizes.append(sum(len(delta.token_ids) for delta in deltas))
 
-        def step_after_a_pause():
-            time.sleep(step_seconds(next(numbers)))
-            return step()
-
-        async_llm.engine.step = step_after_a_pause
-        its_params = params(max_tokens=40, ignore_eos=True)
-        streams = [await submit(async_llm, PROMPTS[0], its_params, "first" if i == 0 else None) for i in range(num_streams)]
-
-        async def read(stream):
-            async for deltas in stream:
-                if stream is streams[0]:
-                    delivered.append((sum(len(delta.token_ids) for delta in deltas), time.perf_counter()))
-
-        await asyncio.gather(*map(read, streams))
-
-    serve(scenario, max_num_seqs=num_streams, tracer=tracer)
-    arrivals = [at for num, at in delivered for _ in range(num)]
-    return [num for num, _ in delivered], [arrival - made for arrival, made in zip(arrivals, tracer.made, strict=True)]
+    with limited_steps(async_llm.engine, 0) as limit:
+        streams = [await submit(async_llm, PROMPTS[0], its_params) for _ in range(num_streams)]
+        readers = asyncio.gather(*(read(stream, stream is streams[0]) for stream in streams))
+        while not readers.done():
+            steps(limit, sizes)
+            await asyncio.sleep(0.001)
+        await readers
+    return sizes
 
 
-def test_with_few_streams_each_step_is_delivered_at_once():
-    nums, held = deliveries_of_the_first(2, lambda step: 0.02)
-    assert len(nums) > 35  # on a busy machine, two steps may come together
-    assert median(held) < 0.01
+def one_at_a_time(limit, sizes):
+    """Allow a step when the tokens of all steps so far are delivered."""
+    if sum(sizes) == limit.num_allowed:
+        limit.allow(1)
 
 
-def test_with_many_streams_steps_are_delivered_together_except_for_the_first_token(monkeypatch):
-    monkeypatch.setattr(async_llm_module, "HOLD_SECONDS_PER_STREAM", 0.05)
-    monkeypatch.setattr(async_llm_module, "MAX_HOLD_SECONDS", 0.2)
-    nums, held = deliveries_of_the_first(10, lambda step: 0.01)
-    assert nums[0] == 1
-    assert len(nums) < 25
-    assert median(held) < 0.2
+def first_and_rest(limit, sizes):
+    """Allow the step that gives the first token, and the others when it is delivered."""
+    limit.num_allowed = 100 if sizes else 1
 
 
-def test_no_token_is_held_during_a_long_step(monkeypatch):
+def test_with_few_streams_the_token_of_each_step_is_delivered_before_the_next_step():
+    scenario = partial(sizes_of_the_first, num_streams=2, steps=one_at_a_time)
+    assert serve(scenario, async_scheduling=False) == [1] * 40
+
+
+def test_with_many_streams_tokens_are_delivered_together_except_for_the_first(monkeypatch):
+    monkeypatch.setattr(async_llm_module, "MAX_HOLD_SECONDS", 1e6)
+    monkeypatch.setattr(async_llm_module, "HOLD_SECONDS_PER_STREAM", 1e6)
+    scenario = partial(sizes_of_the_first, num_streams=8, steps=first_and_rest)
+    assert serve(scenario, async_scheduling=False) == [1, 39]  # held until the end
+
+
+def test_a_held_token_needs_no_further_step_to_be_delivered(monkeypatch):
     monkeypatch.setattr(async_llm_module, "HOLD_SECONDS_PER_STREAM", 1.0)
-    monkeypatch.setattr(async_llm_module, "MAX_HOLD_SECONDS", 0.1)
-    nums, held = deliveries_of_the_first(2, lambda step: 0.6 if step % 7 == 5 else 0.005)
-    assert max(nums) > 1
-    assert max(held) < 0.4
+    monkeypatch.setattr(async_llm_module, "MAX_HOLD_SECONDS", 0.02)
+    scenario = partial(sizes_of_the_first, num_streams=2, steps=one_at_a_time)
+    assert serve(scenario, async_scheduling=False) == [1] * 40
 
 
 def test_shutdown_waits_as_long_as_it_is_told_and_refuses_new_requests():
     async def scenario(async_llm):
         patient = asyncio.create_task(final(async_llm, PROMPTS[0], params(max_tokens=20, ignore_eos=True)))
-        await asyncio.sleep(0.05)
-        closing = asyncio.create_task(async_llm.shutdown(timeout=30))
-        await asyncio.sleep(0)
-        with pytest.raises(EngineDeadError, match="shutting down"):
-            await submit(async_llm, PROMPTS[0], params())
+        with limited_steps(async_llm.engine, 5):
+            while not async_llm.engine.num_unfinished:
+                await asyncio.sleep(0.001)
+            closing = asyncio.create_task(async_llm.shutdown(timeout=120))
+            await asyncio.sleep(0)
+            with pytest.raises(EngineDeadError, match="shutting down"):
+                await submit(async_llm, PROMPTS[0], params())
         await closing
         return await patient
 
@@ -531,8 +525,10 @@ def test_shutdown_waits_as_long_as_it_is_told_and_refuses_new_requests():
 def test_shutdown_without_patience_aborts():
     async def scenario(async_llm):
         running = asyncio.create_task(final(async_llm, PROMPTS[0], params(max_tokens=400, ignore_eos=True)))
-        await asyncio.sleep(0.1)
-        await async_llm.shutdown()
+        with limited_steps(async_llm.engine, 5):
+            while not async_llm.engine.num_unfinished:
+                await asyncio.sleep(0.001)
+            await async_llm.shutdown()
         return await running
 
     assert serve(scenario).outputs[0].finish_reason == "abort"

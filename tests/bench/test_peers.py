@@ -106,7 +106,7 @@ def test_a_peer_that_generates_too_few_tokens_is_refused(peer):
 def test_a_peer_is_stopped_between_its_turns(peer):
     """The stub has a thread that spins for ever."""
     for _ in range(2):
-        deadline = time.perf_counter() + 10
+        deadline = time.perf_counter() + 120
         while (state := Path(f"/proc/{peer.process.pid}/stat").read_text().rpartition(") ")[2][0]) != "T":
             assert time.perf_counter() < deadline, state
         peer.run(workload(1), [[1]])
@@ -119,7 +119,7 @@ def test_a_stopped_peer_ends_with_a_killed_parent(stub):
     code += "print(start('bfloat16').process.pid, flush=True); os.kill(os.getpid(), 9)"
     killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     process = Path(f"/proc/{int(killed.stdout)}")
-    deadline = time.perf_counter() + 10
+    deadline = time.perf_counter() + 120
     while process.exists() and "Z" not in (process / "stat").read_text().rpartition(") ")[2][0]:
         assert time.perf_counter() < deadline
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -108,12 +109,16 @@ def test_ctrl_c_keeps_what_was_shown_and_closes_the_connection(monkeypatch, caps
     decorate = ChatSession._dim_thinking
     monkeypatch.setattr(ChatSession, "_dim_thinking", lambda self, text: shown.set() or decorate(self, text))
 
+    def client_waits_for_bytes():
+        return sys._current_frames()[threading.main_thread().ident].f_code.co_filename == socket.__file__
+
     def interrupted():
         yield stream(*chat_events("Once")[:1])
-        shown.wait(30)
-        time.sleep(0.1)  # now the client waits for bytes
+        shown.wait(120)
+        while not client_waits_for_bytes():
+            time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
-        for _ in range(3000):
+        for _ in range(12_000):
             yield b": still here\n\n"
             yield 0.01
 
@@ -122,7 +127,7 @@ def test_ctrl_c_keeps_what_was_shown_and_closes_the_connection(monkeypatch, caps
         with fake_server.serving(interrupted()) as server:
             session = session_with(server)
             session.handle("Hello")
-            assert server.has_left.wait(20)
+            assert server.has_left.wait(120)
     finally:
         signal.signal(signal.SIGINT, previous)
     assert [message["content"] for message in session.conversation.messages] == ["Hello", "Once"]

@@ -62,7 +62,7 @@ class Terminal:
         os.write(self._main, CTRL_C.encode())
 
     def _wait_until_it_sleeps(self):
-        stat, end = Path(f"/proc/{self._process.pid}/stat"), time.monotonic() + 2
+        stat, end = Path(f"/proc/{self._process.pid}/stat"), time.monotonic() + TIMEOUT
         while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "S" and time.monotonic() < end:
             time.sleep(0.01)
 

@@ -35,7 +35,7 @@ class Published:
 
     def wait_for(self, *request_ids):
         with self._has_output:
-            assert self._has_output.wait_for(lambda: set(request_ids) <= set(self.outputs), timeout=30)
+            assert self._has_output.wait_for(lambda: set(request_ids) <= set(self.outputs), timeout=120)
         return [self.outputs[request_id].outputs[0] for request_id in request_ids]
 
 
@@ -70,7 +70,7 @@ def test_it_publishes_every_token_and_each_output_once_from_its_own_thread(threa
 def hold(thread):
     """Until hold.set() the thread carries out none of the commands that are given meanwhile."""
     event = threading.Event()
-    thread.call(lambda: event.wait(30))
+    thread.call(lambda: event.wait(120))
     return event
 
 
@@ -86,18 +86,18 @@ def test_commands_are_carried_out_in_their_order(thread, published, hold):
 
 
 def test_a_function_is_called_in_the_thread_and_its_error_is_the_callers(thread):
-    assert thread.call(threading.current_thread).result(30) is thread
+    assert thread.call(threading.current_thread).result(120) is thread
     with pytest.raises(ZeroDivisionError):
-        thread.call(lambda: 1 / 0).result(30)
+        thread.call(lambda: 1 / 0).result(120)
     assert thread.error is None
-    assert thread.call(lambda: "works").result(30) == "works"
+    assert thread.call(lambda: "works").result(120) == "works"
 
 
 def test_close_aborts_what_is_unfinished_and_ends_the_thread(thread, published, hold):
     thread.submit(prepared(thread, [1]), "long")
     thread.close()
     hold.set()
-    thread.join(30)
+    thread.join(120)
     assert not thread.is_alive()
     assert published.wait_for("long")[0].finish_reason == "abort"
 

@@ -2,11 +2,11 @@
 
 import json
 import re
-import time
 
 import pytest
 from contrast import POOR_CONTRASTS
 from http_server import serving
+from limited_steps import limited_steps
 
 from nanoinfer import AsyncLLM, SamplingParams
 from nanoinfer.tracing.recent import RecentRecorder
@@ -14,19 +14,6 @@ from nanoinfer.tracing.recent import RecentRecorder
 pytestmark = pytest.mark.slow
 
 NASTY = '<img src="x" onerror="document.title = 1">\n<b>bold</b> &amp;\n```html\n<i>code</i>\n```\nafter'
-
-
-def slow_llm(name="tiny-qwen3", seconds=0.01, recorder=None):
-    """An AsyncLLM whose steps take long enough to be watched."""
-    async_llm = AsyncLLM(name, seed=0, tracer=recorder)
-    step = async_llm.engine.step
-
-    def slow_step():
-        time.sleep(seconds)
-        return step()
-
-    async_llm.engine.step = slow_step
-    return async_llm
 
 
 def base_llm():
@@ -38,7 +25,7 @@ def base_llm():
 @pytest.fixture(scope="module")
 def traced():
     recorder = RecentRecorder()
-    with serving(lambda: slow_llm(recorder=recorder), recorder=recorder) as running:
+    with serving(lambda: AsyncLLM("tiny-qwen3", seed=0, tracer=recorder), recorder=recorder) as running:
         yield running
 
 
@@ -56,6 +43,7 @@ def visit(browser):
 
     def open_page(server, **options):
         context = browser.new_context(**{"viewport": {"width": 900, "height": 800}} | options)
+        context.set_default_timeout(120_000)
         contexts.append(context)
         servers.append(server.url)
 
@@ -154,30 +142,35 @@ def test_messages_and_parameters_reach_the_engine(traced, visit, llm):
 
 def test_a_stream_grows_and_stop_frees_its_blocks(traced, visit):
     page = visit(traced)
-    set_parameters(page, seed=1)
-    send(page, "Hello")
-    lengths = set()
-    for _ in range(500):
-        lengths.add(len(page.locator(".assistant .content").text_content()))
-        if len(lengths) > 3:
-            break
-        page.wait_for_timeout(10)
-    assert len(lengths) > 3
-    assert traced.num_unfinished() == 1
-    send(page, "Another")  # not before the answer has ended
-    page.click("#stop")
-    traced.wait_until_idle(seconds=1)
+    set_parameters(page, seed=1, max_tokens=400)
     manager = traced.async_llm.engine.block_manager
-    assert manager.num_free_blocks == manager.num_blocks
-    assert len(finished(page)) >= max(lengths)
-    assert page.inner_text(".assistant .note").endswith("finish reason: stopped")
-    assert page.input_value("#input") == "Another"
-    send(page, "Again")
-    page.locator(".assistant >> nth=1").wait_for()
-    page.click("#new")
-    traced.wait_until_idle(seconds=1)
-    page.locator("#send:not([hidden])").wait_for()
-    assert page.locator(".turn").count() == 0
+    with limited_steps(traced.async_llm.engine, 2) as steps:  # so that no answer can end by itself
+        send(page, "Hello")
+        length = 0
+        for _ in range(4):
+            length = grown(page, length, steps)
+        assert traced.num_unfinished() == 1
+        send(page, "Another")  # not before the answer has ended
+        page.click("#stop")
+        traced.wait_until_idle()
+        assert manager.num_free_blocks == manager.num_blocks
+        assert len(finished(page)) >= length
+        assert page.inner_text(".assistant .note").endswith("finish reason: stopped")
+        assert page.input_value("#input") == "Another"
+        send(page, "Again")
+        page.locator(".assistant >> nth=1").wait_for()
+        page.click("#new")
+        traced.wait_until_idle()
+        page.locator("#send:not([hidden])").wait_for()
+        assert page.locator(".turn").count() == 0
+
+
+def grown(page, length, steps):
+    """Allow one step after the other until the answer is longer than this. Returns its length."""
+    while (now := len(page.locator(".assistant .content").text_content())) <= length:
+        steps.allow(1)
+        page.wait_for_timeout(10)
+    return now
 
 
 def test_errors_are_shown_as_sentences(traced, visit):

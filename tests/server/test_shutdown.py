@@ -10,16 +10,25 @@ import time
 import http_server
 import httpx2
 import pytest
+from limited_steps import limited_steps
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 450, "ignore_eos": True, "stream": True}
+# The engine stops after 20 steps, so that no long answer can end by itself.
+FEW_STEPS = """
+from itertools import count
+from time import sleep
+from nanoinfer.engine.llm_engine import LLMEngine
+numbers, step = count(), LLMEngine.step
+LLMEngine.step = lambda engine: step(engine) if next(numbers) < 20 else sleep(0.001) or []
+"""
 
 
 def start(*options):
-    """`nanoinfer serve` and its URL."""
+    """`nanoinfer serve`, whose engine makes few steps, and its URL."""
     command = [
         sys.executable,
         "-c",
-        "from nanoinfer.cli.main import app; app()",
+        FEW_STEPS + "from nanoinfer.cli.main import app; app()",
         "serve",
         "tiny-qwen3",
         "--port",
@@ -46,7 +55,7 @@ def test_sigterm_ends_streams_with_an_error_and_the_process_with_0():
         assert '"the request was aborted"' in rest[-2]
         with pytest.raises(httpx2.TransportError):
             httpx2.get(url + "/health")
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=120) == 0
         output = process.stdout.read()
         assert "Traceback" not in output, output
 
@@ -55,9 +64,10 @@ def test_running_requests_may_finish():
     with http_server.serving(shutdown_timeout=60) as server:
         texts = []
         reader = threading.Thread(target=lambda: texts.append(server.post("/v1/completions", LONG).text))
-        reader.start()
-        while not server.num_unfinished():
-            time.sleep(0.005)
+        with limited_steps(server.async_llm.engine, 5):
+            reader.start()
+            while not server.num_unfinished():
+                time.sleep(0.005)
     reader.join()
     assert "error" not in texts[0]
     assert '"finish_reason":"length"' in texts[0]

@@ -40,14 +40,17 @@ def show(browser, tmp_path):
     def open_page(first, second, **options):
         first.to_comparison(tmp_path / "page.html", second, names=("first", "<b>second"))
         context = browser.new_context(**{"viewport": {"width": 1400, "height": 900}} | options)
+        context.set_default_timeout(120_000)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
         page.goto((tmp_path / "page.html").as_uri())
-        page.wait_for_timeout(300)
         frames = [handle.content_frame() for handle in page.query_selector_all("iframe")]
+        for frame in frames:
+            while not frame.evaluate("typeof now === 'object' && Boolean(now.step)"):
+                page.wait_for_timeout(20)
         return SimpleNamespace(page=page, frames=frames)
 
     yield open_page
@@ -65,10 +68,10 @@ def selected(frame):
 
 
 def until(shown, expected, frame):
-    for _ in range(100):
+    for _ in range(6000):
         if selected(shown.frames[frame]) == expected:
             return
-        shown.page.wait_for_timeout(50)
+        shown.page.wait_for_timeout(20)
     assert selected(shown.frames[frame]) == expected
 
 
@@ -146,10 +149,10 @@ def test_tokens_that_differ_are_marked_in_both_runs(show):
     for side, recorder in enumerate((cold, warm)):
         events = recorder.of(TokenAppended)
         assert position in {event.position for event in events if event.sequence_id == name}
-        for _ in range(100):
+        for _ in range(6000):
             if selected(shown.frames[side])[1:] == (name, position):
                 break
-            shown.page.wait_for_timeout(50)
+            shown.page.wait_for_timeout(20)
         assert selected(shown.frames[side])[1:] == (name, position)
 
 

@@ -5,10 +5,10 @@ The events are replayed with simple data structures (a list of blocks per sequen
 
 import json
 import random
-import time
 from collections import Counter
 from html.parser import HTMLParser
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM, BeamSearchParams, Recorder, SamplingParams, tracing
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.execution import local_executor
+from nanoinfer.sampling import stage_trace
 from nanoinfer.sampling.draw import uniform
 from nanoinfer.sampling.stage_trace import StageTracer
 from nanoinfer.scheduling.sequence import Sequence
@@ -295,18 +297,25 @@ def test_a_row_with_no_tokens_left_has_stages_and_no_draw():
 
 
 def test_the_cost_of_recording_stages_is_in_no_phase(monkeypatch):
-    """Each description of a row's candidates now takes 100 ms."""
+    """On this clock, only the description of a row's candidates takes time: 100 s."""
     recorder = Recorder(stages=True)
     llm, params = LLM(tracer=recorder), SamplingParams(max_tokens=3, ignore_eos=True)
     llm.generate(["Lily", "Tom"], params, use_tqdm=False)  # the first call of a function prepares the checks of its shapes
     recorder.clear()
     candidates = StageTracer._candidates
-    monkeypatch.setattr(StageTracer, "_candidates", lambda *args: time.sleep(0.1) or candidates(*args))
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    for module in (stage_trace, local_executor):
+        monkeypatch.setattr(module, "time", clock)
+
+    def slow_candidates(*args):
+        clock.now += 100
+        return candidates(*args)
+
+    monkeypatch.setattr(StageTracer, "_candidates", slow_candidates)
     llm.generate(["Lily", "Tom"], params, use_tqdm=False)
     stages = Counter(event.position for event in recorder.of(StageApplied))
     for timed, num_stages in zip(recorder.of(StepTimed), stages.values(), strict=True):
-        assert timed.trace >= 0.1 * num_stages
-        assert timed.sample < 0.1
+        assert (timed.trace, timed.sample) == (100 * num_stages, 0)
 
 
 def test_steps_without_stages_have_no_cost_of_recording_them():
