@@ -160,7 +160,7 @@ def test_the_help_defines_what_is_measured(command):
         assert words in text
 
 
-def test_the_roofline_reports_shares_of_the_limit_and_plots(tmp_path):
+def test_the_roofline_reports_shares_of_the_limit_and_plots(small_roofline, tmp_path):
     result = run("roofline", "--model", "tiny-gpt2", "--json", "--plot", str(tmp_path / "roof.png"))
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)

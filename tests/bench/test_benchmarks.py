@@ -12,7 +12,7 @@ from benchmarks import compare, report, sampler, speculation
 pytestmark = pytest.mark.slow
 
 
-def test_a_report_is_a_dated_entry_in_markdown():
+def test_a_report_is_a_dated_entry_in_markdown(small_roofline):
     result = CliRunner().invoke(report.app, ["--model", "tiny-gpt2", "--workload", "A,C", "--device", "cpu"])
     assert result.exit_code == 1
     assert "workload C needs 1024 tokens at a time" in result.stderr

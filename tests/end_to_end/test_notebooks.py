@@ -25,6 +25,9 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SOLUTIONS = sorted((FOLDER / "solutions").glob("[0-9]*.py"))
 PACKAGE = Path(nanoinfer.__file__).parent
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+BEFORE = {  # smaller products than those that measure a machine
+    "04_prefill_and_decode": "\nfrom nanoinfer.bench import roofline\nroofline.GEMM_SIZE['cpu'] = 256",
+}
 
 
 def read(path):
@@ -50,8 +53,8 @@ def test_their_numbers_have_no_gap():
 @notebooks
 def test_a_notebook_runs_anew_without_a_warning(path, tmp_path):
     notebook = read(path)
-    first = nbformat.v4.new_code_cell("import warnings\nwarnings.simplefilter('error')")
-    notebook.cells.insert(0, first)
+    first = "import warnings\nwarnings.simplefilter('error')" + BEFORE.get(path.stem, "")
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(first))
     client = NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
     path_of_drawing = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     client.execute(env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path_of_drawing})  # the other core is another test's

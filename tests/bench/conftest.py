@@ -1,0 +1,12 @@
+"""What is measured in tests, made small: their figures are read by nobody."""
+
+import pytest
+
+from nanoinfer.bench import roofline
+
+
+@pytest.fixture
+def small_roofline(monkeypatch):
+    monkeypatch.setitem(roofline.READ_BYTES, "cpu", 2**24)
+    monkeypatch.setitem(roofline.GEMM_SIZE, "cpu", 256)
+    monkeypatch.setitem(roofline.STEPS, "cpu", ((1, 127), (1, 16), (4, 16), (8, 16), (4, 100)))
