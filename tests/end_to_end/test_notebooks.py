@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
+import forked
 import matplotlib
 import matplotlib.pyplot as plt
 import nbformat
@@ -26,7 +27,7 @@ SOLUTIONS = sorted((FOLDER / "solutions").glob("[0-9]*.py"))
 PACKAGE = Path(nanoinfer.__file__).parent
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 BEFORE = {  # smaller products than those that measure a machine
-    "04_prefill_and_decode": "\nfrom nanoinfer.bench import roofline\nroofline.GEMM_SIZE['cpu'] = 256",
+    "04_prefill_and_decode": "from nanoinfer.bench import roofline\nroofline.GEMM_SIZE['cpu'] = 256",
 }
 
 
@@ -52,14 +53,30 @@ def test_their_numbers_have_no_gap():
 
 @notebooks
 def test_a_notebook_runs_anew_without_a_warning(path, tmp_path):
-    notebook = read(path)
-    first = "import warnings\nwarnings.simplefilter('error')" + BEFORE.get(path.stem, "")
-    notebook.cells.insert(0, nbformat.v4.new_code_cell(first))
-    client = NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
+    first = f"import sys, warnings\nsys.path.insert(0, {str(FOLDER)!r})\nwarnings.simplefilter('error')\n"
+    cells = [first + BEFORE.get(path.stem, ""), *(cell.source for cell in code_of(read(path)))]
+    run = forked.run_cells(cells, cwd=tmp_path)
+    assert run.returncode == 0, (run.stdout + run.stderr)[-5000:]
+    assert run.stderr == ""
+    assert not list(tmp_path.iterdir())  # what a notebook writes, it writes to a temporary folder
+
+
+def test_a_notebook_runs_in_jupyters_kernel(tmp_path):
+    """As notebooks/run.py runs all of them. The others run in IPython alone, which starts sooner."""
+    client = NotebookClient(
+        read(NOTEBOOKS[0]), timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
     path_of_drawing = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     client.execute(env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path_of_drawing})  # the other core is another test's
-    assert all("traceback" not in output for cell in code_of(notebook) for output in cell.outputs)
-    assert not list(tmp_path.iterdir())  # what a notebook writes, it writes to a temporary folder
+    assert all("traceback" not in output for cell in code_of(client.nb) for output in cell.outputs)
+
+
+def test_a_cell_that_raises_or_warns_fails_a_notebook(tmp_path):
+    strict = "import warnings\nwarnings.simplefilter('error')"
+    for wrong in ("1 / 0", "warnings.warn('old')", "import matplotlib.pyplot as plt\nplt.plot(['a'], [1, 2])\nplt.show()"):
+        run = forked.run_cells([strict, wrong, "print('went on')"], cwd=tmp_path)
+        assert run.returncode == 1
+        assert "went on" not in run.stdout
 
 
 @notebooks

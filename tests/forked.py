@@ -1,0 +1,74 @@
+"""A process of its own for a script or a notebook, forked from one that has imported torch, so that it starts at once."""
+
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+# Where forking is not safe, a new Python imports everything.
+_CONTEXT = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+_CONTEXT.set_forkserver_preload(["torch", "transformers.tokenization_utils_fast", "nanoinfer.llm", "matplotlib.figure"])
+
+
+def run_script(path, *, cwd, environment=None):
+    """Run a script. A warning is an error. Returns: returncode, stdout, stderr."""
+    return _run(_script, path, cwd, environment or {})
+
+
+def run_cells(sources, *, cwd, environment=None):
+    """Run the cells of a notebook in IPython, up to the first that raises. Returns: returncode, stdout, stderr."""
+    inline = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}  # as in Jupyter
+    return _run(_cells, sources, cwd, inline | (environment or {}))
+
+
+def _run(function, what, cwd, environment):
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("stdout", "stderr")]
+        process = _CONTEXT.Process(target=_child, args=(function, what, cwd, os.environ | environment, files, sys.path))
+        process.start()
+        process.join()
+        stdout, stderr = (file.read_text(encoding="utf-8") for file in files)
+    return SimpleNamespace(returncode=process.exitcode, stdout=stdout, stderr=stderr)
+
+
+def _child(function, what, cwd, environment, files, path):
+    for number, file in enumerate(files, start=1):
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8")
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = path
+    import torch
+
+    torch.set_num_threads(1)  # the other core is another test's
+    try:
+        function(what)
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def _script(path):
+    warnings.simplefilter("error")
+    sys.argv = [str(path)]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def _cells(sources):
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell.instance()
+    shell.display_formatter.active_types = shell.display_formatter.format_types  # HTML and pictures are made, too
+    for source in sources:
+        if not shell.run_cell(source, store_history=True).success:
+            sys.exit(1)
