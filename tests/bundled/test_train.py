@@ -19,8 +19,16 @@ from tools.stories.measure import hero_is_right
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_documents():
+    """A tenth of the documents have nearly all words."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "NUM_TOKENIZER_DOCUMENTS", 2000)
+        yield
+
+
 @pytest.fixture(scope="module")
-def tokenizer():
+def tokenizer(few_documents):
     return train_tokenizer(train.SEED)
 
 

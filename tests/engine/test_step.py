@@ -165,7 +165,7 @@ def test_four_threads_are_served_or_refused_and_leave_nothing_behind():
     unexpected, num_served, num_refused = [], [0] * 4, [0] * 4
 
     def work(thread):
-        for _ in range(300):
+        for _ in range(100):
             request = engine.add_request([thread], params(max_tokens=3))
             try:
                 while request.output is None:

@@ -12,6 +12,7 @@ from nanoinfer.bundled.stories.grammar import Reading
 
 CHAT_SHARE = 0.2  # of the documents. The others are a story alone.
 VOCAB_SIZE = 2048  # at most: training ends a little earlier, when every word of the stories is one token
+NUM_TOKENIZER_DOCUMENTS = 20_000
 SEQUENCE_LENGTH = 512  # the longest input of the models, in tokens
 
 END_OF_TEXT, MESSAGE_START, MESSAGE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -81,7 +82,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     )
     rng = random.Random(seed)
     # Without the chat markers. They are special tokens, and no merge should be spent on their spelling.
-    documents = (write_document(rng) for _ in range(20_000))
+    documents = (write_document(rng) for _ in range(NUM_TOKENIZER_DOCUMENTS))
     texts = (f"user\n{d.question}\nassistant\n{d.story}" if d.question else d.story for d in documents)
     bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
