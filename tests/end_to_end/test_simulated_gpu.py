@@ -29,26 +29,37 @@ for change in ({"k_stride": 24}, {"v": k[:3]}, {"slots": slots.int()}):
 """
 
 
-def run_python(*arguments):
+OPTIONS = {"Qwen3-0.6B": ("90", "bfloat16"), "head_dim 256": ("80", "float32")}
+TABLES = f"""
+import sys
+from tests import simulated_gpu
+for model, (arch, dtype) in {OPTIONS}.items():
+    sys.argv = ["simulated_gpu", "--arch", arch, "--dtype", dtype, "--model", model]
+    simulated_gpu.main()
+    print("---")
+"""
+
+
+@pytest.fixture(scope="module")
+def printed():
+    """What a process without the interpreter prints: a table for each model of OPTIONS, and the sentences of WRONG."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-c", TABLES + WRONG]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    *tables, refused = done.stdout.split("---\n")
+    return dict(zip(OPTIONS, tables, strict=True)), refused.splitlines()
 
 
-@pytest.mark.parametrize(
-    "options", [("90", "bfloat16", "Qwen3-0.6B"), ("80", "float32", "head_dim 256")], ids=lambda options: options[2]
-)
-def test_kernels_compile_within_the_limits_of_an_architecture(options):
-    arch, dtype, model = options
-    table = run_python("-m", "tests.simulated_gpu", "--arch", arch, "--dtype", dtype, "--model", model)
-    rows = [line for line in table.splitlines() if line.startswith("| `")]
+@pytest.mark.parametrize("model", OPTIONS)
+def test_kernels_compile_within_the_limits_of_an_architecture(printed, model):
+    rows = [line for line in printed[0][model].splitlines() if line.startswith("| `")]
     assert len(rows) == 7
-    assert all(f"| {dtype} | {model} |" in row for row in rows)
+    assert all(f"| {OPTIONS[model][1]} | {model} |" in row for row in rows)
 
 
-def test_a_launch_with_wrong_arguments_is_refused():
-    refused = run_python("-c", WRONG).splitlines()
+def test_a_launch_with_wrong_arguments_is_refused(printed):
+    refused = printed[1]
     assert len(refused) == 3
     assert refused[0] == "_store_kernel reads 88 elements of k, which has 64"
     assert "of v, which has 48" in refused[1]
