@@ -51,6 +51,14 @@ settings.load_profile("patient")
 torch.set_num_threads(1)  # pytest runs one process per core
 
 
+def pytest_collection_modifyitems(config, items):
+    """Leave the tests marked long out unless -m names them. An -m in addopts would be replaced by that of the command."""
+    if "long" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture(scope="session")
 def gpt2_path(tmp_path_factory):
     return tiny_models.save("gpt2", tmp_path_factory.mktemp("gpt2"))
