@@ -41,9 +41,8 @@ def card(name):
     return (BUNDLED / name / "README.md").read_text()
 
 
-def sampled_stories(llm, temperature):
-    """200 stories as measure.py samples them, but by nanoinfer: half in a chat, half from the word "Once"."""
-    half = 100
+def sampled_stories(llm, temperature, half=100):
+    """Stories as measure.py samples them, but by nanoinfer: half in a chat, half from the word "Once"."""
     heroes = [measure.HERO_NAMES[i % len(measure.HERO_NAMES)] for i in range(half)]
     chats = [llm.render_chat([{"role": "user", "content": f"Tell me a story about {hero}"}]) for hero in heroes]
     params = [SamplingParams(temperature=temperature, max_tokens=200, seed=seed) for seed in range(2 * half)]
@@ -120,14 +119,15 @@ def test_a_chat_is_answered_with_a_story_about_the_one_asked_for_and_ends_its_tu
         assert completion.token_ids[-1] == llm.get_tokenizer().convert_tokens_to_ids("<|im_end|>")
 
 
-def test_the_loss_is_within_6_percent_of_the_entropy(peer):
+def test_the_loss_is_within_6_percent_of_the_entropy(peer, monkeypatch):
+    monkeypatch.setattr(measure, "NUM_DOCUMENTS", 300)  # the card's loss is over 1,000
     entropy, loss = measure.entropy_and_loss(*peer)
     assert 0.99 * entropy < loss < 1.06 * entropy
 
 
 def test_at_temperature_0_7_most_texts_are_stories_and_at_1_5_visibly_fewer(llm):
     samples = sampled_stories(llm, 0.7)
-    usual, wild = measure.shares(samples), measure.shares(sampled_stories(llm, 1.5))
+    usual, wild = measure.shares(samples), measure.shares(sampled_stories(llm, 1.5, half=25))
     assert usual.are_stories >= 0.95
     assert usual.hero_is_right >= 0.98
     assert len({text for text, _ in samples}) > 180  # few are repeated
