@@ -27,6 +27,7 @@ CPU = torch.device("cpu")
 NAMES = pytest.mark.parametrize("backend", ["reference", "cpu", KernelBackend], ids=["reference", "cpu", "kernels"])
 
 
+@pytest.mark.slow
 @NAMES
 @settings(max_examples=40, deadline=None)
 @given(
@@ -68,6 +69,7 @@ def test_that_test_notices_values_that_are_stored_as_they_are(monkeypatch):
     assert compare("cpu", POISONED, block_size=16, num_kv_heads=2, group=2, head_dim=8, poisoned=(2, 17)) == float("inf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_a_poisoned_request_stops_no_other(family, backend, tmp_path):
@@ -228,6 +230,7 @@ def test_a_row_of_the_prefill_kernel_has_the_same_bits_in_any_chunk_batch_and_nu
         assert torch.equal(torch.cat(parts).view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_plain_parts_serve_and_the_log_says_why(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "/no/such/compiler -O3")

@@ -81,6 +81,7 @@ def test_what_is_not_json_is_refused(tokenizer):
         apply_chat_template(tokenizer, MESSAGES, documents=loop)
 
 
+@pytest.mark.slow
 def test_a_template_that_is_stopped_ends_alone_and_the_next_chat_is_answered(tokenizer):
     expected = apply_chat_template(tokenizer, MESSAGES)
     forever = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

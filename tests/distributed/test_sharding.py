@@ -93,6 +93,7 @@ def on_meta(family, **overrides):
         return model_class(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_ranks_give_the_logits_of_one(family, tmp_path):
     heads = {"n_head": 4} if family == "gpt2_n_inner" else {}  # and an inner size of 100, by 4 ranks 25
@@ -126,6 +127,7 @@ def test_what_reaches_other_ranks_is_not_called_with_symbols_and_all_else_is_com
         assert "q_proj" not in code
 
 
+@pytest.mark.slow
 def test_quantised_shards_give_nearly_the_logits_of_one(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 128}  # groups of 32 inputs are on one rank
     checkpoint = Checkpoint.open(str(tiny_models.save("qwen3", tmp_path, vocab_size=ODD_VOCAB_SIZE, **sizes)))

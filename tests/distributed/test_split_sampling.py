@@ -103,6 +103,7 @@ STEPS = st.builds(
 SIZES = st.sampled_from([(0, 1), (1, 2), (3, 20), (32, 256)])  # TIE_MARGIN, NUM_TRIED
 
 
+@pytest.mark.slow
 def test_every_rank_returns_the_tokens_of_the_plain_stages(monkeypatch):
     sent_rows = []  # of each step, whether full rows were sent
 

@@ -189,6 +189,7 @@ def test_importing_the_package_imports_nothing_else_that_takes_time():
     assert not imported & {"torch", "transformers", "tokenizers", "huggingface_hub", "numpy", "jaxtyping", "tqdm", "typer"}
 
 
+@pytest.mark.slow
 def test_running_a_model_imports_no_modelling_code_of_transformers_and_no_cuda_library():
     run = "LLM(kv_cache_memory=2**22).generate('Once', use_tqdm=False)"
     imported = run_python(f"import sys; from nanoinfer import LLM; {run}; print(*sys.modules)").split()

@@ -43,6 +43,7 @@ def with_size(text: str) -> str:
     return SENTENCE.sub(f"{num_lines:,} lines in {num_modules} modules", text)
 
 
+@pytest.mark.slow
 def test_the_core_is_small_enough_to_read():
     num_lines, num_modules = size()
     assert (num_lines <= 8000, num_modules <= 65) == (True, True), (num_lines, num_modules)
@@ -60,6 +61,7 @@ def test_the_core_imports_nothing_that_it_does_not_use(part):
     assert [file for file in imported() if file.startswith(part)] == []
 
 
+@pytest.mark.slow
 def test_a_part_that_is_used_would_be_seen():
     tracer, drafts = "from nanoinfer import Recorder", "speculative_config={'method': 'ngram'}"
     run = f"{tracer}; LLM('tiny-gpt2', kv_cache_memory=2**22, tracer=Recorder(), {drafts})"

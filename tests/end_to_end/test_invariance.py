@@ -104,6 +104,7 @@ def assert_same_bits_in_batches_of(sizes, path, dtype):
             assert_same_bits(logits_of(llm, prompts, place), alone)
 
 
+@pytest.mark.slow
 def test_every_place_in_a_batch_of_17_gives_the_same_bits(path):
     rng = random.Random(1)
     llm = LLM(path, dtype="float32", kv_cache_memory=32 * 2**20, enable_prefix_caching=False)
@@ -124,6 +125,7 @@ def test_with_plain_linears_the_bits_do_depend_on_the_batch(tmp_path):
     assert any(not torch.equal(beside[position], alone[position]) for position in alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_batch_invariant_gives_the_same_bits_after_a_prefix_hit_and_after_preemptions(path, dtype):
     rng = random.Random(2)

@@ -147,6 +147,7 @@ def read_character_by_character(stops, pieces, include, num_unexamined):
 few_letters = st.text("ab", max_size=6)
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(
     stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4),

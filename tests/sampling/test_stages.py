@@ -317,6 +317,7 @@ def test_allowed_token_ids_mask_what_transformers_suppresses():
     compare(stages.keep_allowed, lambda params, seq: params.allowed_token_ids is not None, equal_to(oracle_of))
 
 
+@pytest.mark.slow
 def test_bad_words_mask_what_transformers_masks_given_the_output_alone():
     def oracle_of(params, seq):
         # Before 5.18 the oracle skips a word that is longer than the ids. Ids that match nothing before them prevent that.

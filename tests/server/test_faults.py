@@ -170,6 +170,7 @@ def test_two_thousand_requests_at_four_times_capacity_all_get_an_answer(small):
     small.wait_until_idle()
 
 
+@pytest.mark.slow
 def test_the_tokens_of_a_seed_are_those_of_generate_under_a_mixed_load(server, llm):
     rng = random.Random(5)
     requests = [

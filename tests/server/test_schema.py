@@ -17,6 +17,7 @@ def short():
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_examples", [8, pytest.param(300, marks=pytest.mark.long)])
 def test_no_request_of_the_schema_gets_a_5xx_or_another_shape(short, num_examples):
     schema = schemathesis.openapi.from_url(short.url + "/openapi.json")

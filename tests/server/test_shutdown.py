@@ -42,6 +42,7 @@ def start(*options):
     raise AssertionError("it did not start")
 
 
+@pytest.mark.slow
 def test_sigterm_ends_streams_with_an_error_and_the_process_with_0():
     process, url = start("--shutdown-timeout", "0", "--api-key", "k", "--served-model-name", "m")
     headers = {"Authorization": "Bearer k"}
@@ -60,6 +61,7 @@ def test_sigterm_ends_streams_with_an_error_and_the_process_with_0():
         assert "Traceback" not in output, output
 
 
+@pytest.mark.slow
 def test_running_requests_may_finish():
     with http_server.serving(shutdown_timeout=60) as server:
         texts = []

@@ -43,6 +43,7 @@ def answer(llm, requests):
     ], num_preemptions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "speculation",
     [
@@ -101,6 +102,7 @@ def test_a_draft_model_computes_a_chunk_of_a_long_prompt_per_step(qwen3_path):
     assert llm.engine.speculator.metrics.num_accepted_tokens > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_random_requests_have_the_same_bits_with_drafts_and_without(method, capsys):
     assert random_run.main(["--requests", "25", "--seed", "5", "--speculative", method, "--enforce-eager"]) == 0

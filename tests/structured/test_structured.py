@@ -202,6 +202,7 @@ def compiled(noise):
     return found
 
 
+@pytest.mark.slow
 def test_at_least_95_percent_of_200_schemas_compile(compiled):
     assert len(SCHEMAS) == 200
     assert len(compiled) >= 190
@@ -236,6 +237,7 @@ def test_every_finished_answer_validates(which, step, compiled, request):
 # ---- the engine's features
 
 
+@pytest.mark.slow
 def test_preempted_batched_alone_and_speculative_answers_are_equal(noise_path):
     schema = obj(name={"type": "string"}, tags=array({"type": "string"}, minItems=1))
     given = [params(seed, 40, json=schema, more={"min_tokens": 30}) for seed in range(6)]
@@ -394,6 +396,7 @@ def run_hostile(model, number):
     return was_refused
 
 
+@pytest.mark.slow
 def test_a_hostile_grammar_is_refused_or_ends(noise):
     refused = [run_hostile(noise, number) for number in range(len(HOSTILE))]
     assert any(refused)

@@ -53,6 +53,7 @@ def test_without_a_writable_cache_a_kernel_is_compiled_for_this_process(source, 
     assert native.load(source, "NUMBER=2").add(1) == 3
 
 
+@pytest.mark.slow
 def test_processes_that_compile_the_same_kernel_at_once_all_get_it(source, tmp_path):
     code = "import sys; from pathlib import Path; from nanoinfer.fast.cpu import native; "
     code += "print(native.load(Path(sys.argv[1]), 'NUMBER=2').add(1))"
