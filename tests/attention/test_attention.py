@@ -42,6 +42,7 @@ def test_paged_attention_equals_dense_attention(backend, lengths, block_size, he
     assert error < 1e-5
 
 
+@pytest.mark.slow
 @NAMES
 def test_bf16_stays_within_its_rounding(backend):
     lengths = [(100, 1), (3, 1), (0, 20), (64, 30)]
@@ -145,6 +146,7 @@ def of_rows(part, q, k, v, k_pages, v_pages, rows):
 SPANS = [5, 600, 256, 257, 17, 1]  # one to three spans of the kernel, some of them full
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(2, 2, 64), (4, 2, 10)])
 def test_a_row_of_the_kernel_has_the_same_bits_alone_in_any_batch_and_with_any_threads(
@@ -190,6 +192,7 @@ def test_the_kernel_stores_values_that_are_not_finite_as_finite_values_does(bad)
         assert torch.equal(found.nan_to_num(nan=7.0), stored.nan_to_num(nan=7.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "dtype"),
     [(2, 2, 64, torch.bfloat16), (7, 1, 5, torch.bfloat16), (4, 2, 80, torch.float32), (2, 2, 7, torch.float32)],
@@ -250,6 +253,7 @@ def test_without_a_compiler_the_plain_parts_serve_and_the_log_says_why(monkeypat
     assert eager.generate("Once upon a", params, use_tqdm=False)[0].outputs == plain
 
 
+@pytest.mark.slow
 def test_float16_stays_within_its_rounding():
     lengths = [(40, 1), (3, 1), (0, 70)]
     sizes = {"block_size": 16, "num_kv_heads": 1, "group": 1, "head_dim": 8}
@@ -267,6 +271,7 @@ def test_an_unknown_or_unsupported_backend_is_refused_by_name(caplog):
     assert select_backend("auto", CPU, *model)[0] == "cpu"
 
 
+@pytest.mark.slow
 def test_a_registered_backend_is_used_and_a_class_that_is_no_backend_is_refused(monkeypatch):
     class Counting(ReferenceBackend):
         num_steps = 0

@@ -35,6 +35,7 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(BUNDLED / "tiny-qwen3")
 
 
+@pytest.mark.slow
 def test_every_story_can_be_read_and_has_a_similar_probability(some_stories):
     readings = [stories.read(story) for story in some_stories]
     assert all(reading.is_complete for reading in readings)
@@ -75,6 +76,7 @@ def test_hero_and_friend_never_share_a_pronoun():
         assert {memory["hero"].he, memory["friend"].he} == {"she", "he"}
 
 
+@pytest.mark.slow
 def test_a_gift_is_found_with_the_one_who_got_it_and_with_nobody_else(some_stories):
     found = 0
     for story in some_stories:

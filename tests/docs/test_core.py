@@ -49,6 +49,7 @@ def test_the_core_is_small_enough_to_read():
     assert (num_lines <= 8000, num_modules <= 65) == (True, True), (num_lines, num_modules)
 
 
+@pytest.mark.slow
 def test_the_page_says_how_large_the_core_is():
     text = PAGE.read_text(encoding="utf-8")
     assert len(SENTENCE.findall(text)) == 1

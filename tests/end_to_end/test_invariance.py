@@ -170,6 +170,7 @@ def test_batch_invariant_tells_the_same_tokens_as_without(path):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_batch_invariant_tells_the_same_log_probabilities_of_a_text_as_answer_and_as_prompt(path, dtype, backend):

@@ -442,6 +442,7 @@ def assert_same_logits(path, dtype, compiled, factor=1.25):
     assert (family_logits(compiled) - truth).abs().mean() < factor * error_of_textbook
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_compiled_family_gives_the_textbooks_logits(family, dtype, tmp_path):
@@ -455,6 +456,7 @@ def test_a_compiled_family_gives_the_textbooks_logits(family, dtype, tmp_path):
     assert_same_logits(path, dtype, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["residual", "activation", "factor", "norm"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_comparison_notices_what_a_kernel_forgets(wrong, dtype, tmp_path, monkeypatch):
