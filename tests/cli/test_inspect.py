@@ -16,6 +16,8 @@ from nanoinfer.errors import InvalidValueError
 from nanoinfer.loading import weights
 from nanoinfer.loading.checkpoint import BUNDLED
 
+pytestmark = pytest.mark.slow
+
 
 def edit_config(path, **changes):
     config = json.loads((path / "config.json").read_text()) | changes

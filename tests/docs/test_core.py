@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = Path(__file__).parents[2] / "nanoinfer"
 PAGE = PACKAGE.parent / "docs" / "reading.md"
 SENTENCE = re.compile(r"[\d,]+ lines in \d+ modules")
@@ -43,13 +45,11 @@ def with_size(text: str) -> str:
     return SENTENCE.sub(f"{num_lines:,} lines in {num_modules} modules", text)
 
 
-@pytest.mark.slow
 def test_the_core_is_small_enough_to_read():
     num_lines, num_modules = size()
     assert (num_lines <= 8000, num_modules <= 65) == (True, True), (num_lines, num_modules)
 
 
-@pytest.mark.slow
 def test_the_page_says_how_large_the_core_is():
     text = PAGE.read_text(encoding="utf-8")
     assert len(SENTENCE.findall(text)) == 1
@@ -62,7 +62,6 @@ def test_the_core_imports_nothing_that_it_does_not_use(part):
     assert [file for file in imported() if file.startswith(part)] == []
 
 
-@pytest.mark.slow
 def test_a_part_that_is_used_would_be_seen():
     tracer, drafts = "from nanoinfer import Recorder", "speculative_config={'method': 'ngram'}"
     run = f"{tracer}; LLM('tiny-gpt2', kv_cache_memory=2**22, tracer=Recorder(), {drafts})"

@@ -29,6 +29,8 @@ from nanoinfer.server.batch import (
     request_seed,
 )
 
+pytestmark = pytest.mark.slow
+
 SEED = 7
 
 
@@ -89,7 +91,6 @@ def results(path):
     return {result["custom_id"]: result for result in map(json.loads, path.read_bytes().splitlines())}
 
 
-@pytest.mark.slow
 def test_an_interrupted_job_has_the_bytes_of_an_undisturbed_one(tmp_path):
     path = write_requests(tmp_path / "in.jsonl", some_requests(40))
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"

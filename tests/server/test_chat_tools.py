@@ -12,6 +12,8 @@ from tool_cases import NAMED, QUESTION, TOOLS, check_call
 from nanoinfer import AsyncLLM
 from nanoinfer.server.choices import ChatFormat
 
+pytestmark = pytest.mark.slow
+
 OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 
 

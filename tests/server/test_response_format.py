@@ -9,6 +9,8 @@ from nanoinfer import SamplingParams, StructuredOutputsParams
 from nanoinfer.chat.tools import after_thinking
 from nanoinfer.errors import InvalidValueError
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("llguidance")
 
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["Lily", "Tom"]}, "age": {"type": "integer", "maximum": 9}}}

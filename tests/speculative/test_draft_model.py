@@ -9,6 +9,8 @@ import tiny_models
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.errors import CheckpointNotFoundError, InvalidTypeError, InvalidValueError, UnsupportedError
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"kv_cache_memory": 2**20, "block_size": 8, "seed": 0}
 
 
@@ -43,7 +45,6 @@ def answer(llm, requests):
     ], num_preemptions
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "speculation",
     [
@@ -102,7 +103,6 @@ def test_a_draft_model_computes_a_chunk_of_a_long_prompt_per_step(qwen3_path):
     assert llm.engine.speculator.metrics.num_accepted_tokens > 10
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_random_requests_have_the_same_bits_with_drafts_and_without(method, capsys):
     assert random_run.main(["--requests", "25", "--seed", "5", "--speculative", method, "--enforce-eager"]) == 0

@@ -25,6 +25,8 @@ from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.structured import grammar
 from nanoinfer.structured.grammar import GrammarCompiler
 
+pytestmark = pytest.mark.slow
+
 VOCAB_SIZE = 300  # the tokenizer has 266 ids
 
 
@@ -202,7 +204,6 @@ def compiled(noise):
     return found
 
 
-@pytest.mark.slow
 def test_at_least_95_percent_of_200_schemas_compile(compiled):
     assert len(SCHEMAS) == 200
     assert len(compiled) >= 190
@@ -237,7 +238,6 @@ def test_every_finished_answer_validates(which, step, compiled, request):
 # ---- the engine's features
 
 
-@pytest.mark.slow
 def test_preempted_batched_alone_and_speculative_answers_are_equal(noise_path):
     schema = obj(name={"type": "string"}, tags=array({"type": "string"}, minItems=1))
     given = [params(seed, 40, json=schema, more={"min_tokens": 30}) for seed in range(6)]
@@ -396,7 +396,6 @@ def run_hostile(model, number):
     return was_refused
 
 
-@pytest.mark.slow
 def test_a_hostile_grammar_is_refused_or_ends(noise):
     refused = [run_hostile(noise, number) for number in range(len(HOSTILE))]
     assert any(refused)

@@ -16,6 +16,8 @@ from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
 from nanoinfer.loading.quantization import QuantizedLinear, quantize, quantize_model
 
+pytestmark = pytest.mark.slow
+
 KINDS = {  # an activation, and what is computed of the product with the bias, and of a residual
     "plain": (None, lambda out, residual: out),
     "silu": ("silu", lambda out, residual: nn.functional.silu(out)),
@@ -178,7 +180,6 @@ def test_what_few_bits_cannot_do_is_refused():
         kernel_of(nn.Linear(32, 8), 8)(torch.zeros(1, 32))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny-gpt2", "tiny-qwen3"])
 def test_a_model_in_few_bits_has_nearly_the_same_loss_and_the_same_tokens_in_any_batch(model):
     """Loss: of text that the model itself wrote in fp32 at temperature 1, by the prompt's log-probabilities."""
