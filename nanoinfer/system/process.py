@@ -10,6 +10,8 @@ Importing the package changes nothing. An engine applies these effects, and logs
                            loading/loader.py loads a model. It stays the current one.
     nn.Module.__call__     torch.fx replaces it while a model is traced, for milliseconds when an engine is made. Calls of other
                            threads pass through. fast/trace.py.
+    tiles                  on a processor with AMX, Linux is asked to keep the process's tiles. `has_tiles` in
+                           fast/cpu/program.py, when an engine is made. It lasts as long as the process.
     SIGINT handler         Ctrl-C is deferred to the end of a step, in the main thread. engine/guards.py. The previous handler
                            is restored after each step.
 

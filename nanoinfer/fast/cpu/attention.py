@@ -21,7 +21,7 @@ from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.cpu import CPUBackend, CPUStep, DecodeRows, PrefillChunks
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.fast.cpu import native
-from nanoinfer.fast.cpu.program import KernelCall, Slice
+from nanoinfer.fast.cpu.program import KernelCall, Slice, has_tiles
 
 FOLDER = Path(__file__).parent
 
@@ -160,7 +160,9 @@ class PrefillKernel:
     """
 
     def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
-        self._prefill = _library("paged_prefill", dtype, (PrefillCall,), f"HEAD_DIM={head_dim}").prefill
+        is_tiled = dtype is torch.bfloat16 and head_dim % 32 == 0 and has_tiles()
+        definitions = [f"HEAD_DIM={head_dim}", *(["TILES"] if is_tiled else [])]
+        self._prefill = _library("paged_prefill", dtype, (PrefillCall,), *definitions).prefill
         self._prefill.argtypes, self._prefill.restype = [c_void_p, c_int], None
 
     def __call__(

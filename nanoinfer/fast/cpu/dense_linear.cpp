@@ -17,16 +17,7 @@ constexpr int LANES = 8, ROWS = 4, VECTORS = 3;
 #endif
 #include <omp.h>
 
-#include "activations.h"
-#include "program.h"
-
-struct LinearCall {
-    Slice x, factor, residual, out;  // out may be factor or residual
-    int64_t scratch;                 // an array of the batch: x as floats
-    const StoredTerms* weight;       // [num_out / TILE, num_in / PER_TERM, VECTORS], aligned to 64 bytes
-    const Number* bias;              // [num_out] or null
-    int64_t num_out, num_in, activation;  // num_in is a multiple of PER_TERM
-};
+#include "linear.h"
 
 namespace {
 
@@ -41,28 +32,19 @@ struct Terms2D {
     int64_t stride;
 };
 
+const StoredTerms* weights(const LinearCall& call, int64_t tile) {
+    return static_cast<const StoredTerms*>(call.weight) + tile * (call.num_in / PER_TERM) * VECTORS;
+}
+
 // Outputs of a tile for NUM rows from `row` on. For each term, num_ahead vectors from `ahead` on are fetched meanwhile.
 template <int NUM>
 void compute(const LinearCall& call, const Batch& batch, const Terms2D& x, int64_t tile, int64_t row, const StoredTerms* ahead,
              int num_ahead) {
     const int64_t num_terms = call.num_in / PER_TERM;
     Floats sums[NUM][VECTORS] = {};
-    multiply(sums, x.terms + row * x.stride, x.stride, 1, call.weight + tile * num_terms * VECTORS, VECTORS, num_terms, ahead,
-             num_ahead);
+    multiply(sums, x.terms + row * x.stride, x.stride, 1, weights(call, tile), VECTORS, num_terms, ahead, num_ahead);
     for (int i = 0; i < NUM; i++) {
-        const Number* factor = call.factor.row<Number>(batch, row + i);
-        const Number* residual = call.residual.row<Number>(batch, row + i);
-        Number* out = call.out.row<Number>(batch, row + i);
-        for (int j = 0; j < VECTORS; j++) {
-            const int64_t first = tile * TILE + j * LANES;
-            const int num = std::clamp<int64_t>(call.num_out - first, 0, LANES);
-            Floats result = sums[i][j];
-            if (call.bias) result += load(call.bias + first, num);
-            result = activated(result, call.activation);
-            if (factor) result *= load(factor + first, num);
-            if (residual) result += load(residual + first, num);
-            store(out + first, result, num);
-        }
+        for (int j = 0; j < VECTORS; j++) write_outputs(call, batch, row + i, tile * TILE + j * LANES, sums[i][j]);
     }
 }
 
@@ -76,7 +58,7 @@ void compute_rows(const LinearCall& call, const Batch& batch, const Terms2D& x, 
     constexpr decltype(&compute<1>) FORMS[] = {compute<1>, compute<2>, compute<3>, compute<4>,
                                                compute<5>, compute<6>, compute<7>, compute<8>};
     const int64_t num_terms = call.num_in / PER_TERM, num_passes = (last - first + ROWS - 1) / ROWS;
-    const StoredTerms* weight = call.weight + tile * num_terms * VECTORS;
+    const StoredTerms* weight = weights(call, tile);
     if (last - first == 1) {
         compute<1>(call, batch, x, tile, first, weight + FETCH_AHEAD, VECTORS);
         return;
@@ -107,7 +89,6 @@ Terms2D terms_of_rows(const LinearCall& call, const Batch& batch) {
 
 }  // namespace
 
-extern "C" const int64_t sizeof_LinearCall = sizeof(LinearCall);
 extern "C" const int64_t tile_size = TILE, num_per_term = PER_TERM, scratch_bytes_per_input = WIDENS ? sizeof(float) : 0;
 
 extern "C" void linear(const LinearCall* call, const Batch& batch) {

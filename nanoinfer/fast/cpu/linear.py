@@ -1,4 +1,4 @@
-"""Linear layers on a CPU: the weights laid out once for dense_linear.cpp, which also applies what was fused into the layer.
+"""Linear layers on a CPU: the weights laid out once for dense_linear.cpp or tile_linear.cpp, which apply what was fused, too.
 
 In: a FusedLinear. Out: PackedLinear, which makes the kernel calls of programs. quantized.py has the layers in 8 and 4 bits.
 
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu import native
-from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Program, Slice
+from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Program, Slice, has_tiles
 from nanoinfer.fast.fuse import FusedLinear
 
-ACTIVATION_CODES = {None: 0, "silu": 1, "gelu_tanh": 2}  # as in activations.h
+ACTIVATION_CODES = {None: 0, "silu": 1, "gelu_tanh": 2}  # as in linear.h
 
 
 class LinearCall(ctypes.Structure):
-    """The arguments of dense_linear.cpp."""
+    """The arguments in linear.h."""
 
     _fields_ = (
         *((name, Slice) for name in ("x", "factor", "residual", "out")),
@@ -48,8 +48,10 @@ class PackedLinear:
     def __init__(self, fused: FusedLinear) -> None:
         linear = fused.merged()
         dtype = linear.weight.dtype
-        source = Path(__file__).with_name("dense_linear.cpp")
-        library = native.load(source, *native.definitions_of(dtype), structures=(LinearCall,))
+        is_tiled = dtype is torch.bfloat16 and linear.in_features % 32 == 0 and has_tiles()
+        definitions = (*native.definitions_of(dtype), *(["TILES"] if is_tiled else []))
+        source = Path(__file__).with_name("tile_linear.cpp" if is_tiled else "dense_linear.cpp")
+        library = native.load(source, *definitions, structures=(LinearCall,))
         names = ("tile_size", "num_per_term", "scratch_bytes_per_input")
         tile, per_term, scratch = (c_int64.in_dll(library, name).value for name in names)
         if linear.in_features % per_term:

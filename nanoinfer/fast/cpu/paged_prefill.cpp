@@ -12,8 +12,11 @@
 
 #include <vector>
 
-// A block is computed in the machine's registers: BROADCASTS numbers (of keys or values) by BLOCK vectors of rows.
-#ifdef __AVX512F__
+// A block is computed in the machine's registers: BROADCASTS numbers (of keys or values) by BLOCK vectors of rows. In bfloat16
+// they may be tiles (tiles.h): two of keys or values by BLOCK of rows.
+#ifdef TILES
+constexpr int LANES = 16, BROADCASTS = 32, BLOCK = 3;
+#elif defined(__AVX512F__)
 constexpr int LANES = 16, BROADCASTS = 8, BLOCK = 3;
 #else
 constexpr int LANES = 8, BROADCASTS = 4, BLOCK = 3;
@@ -22,6 +25,7 @@ constexpr int LANES = 8, BROADCASTS = 4, BLOCK = 3;
 
 #include "pages.h"
 #include "program.h"
+#include "tiles.h"
 
 namespace {
 
@@ -42,8 +46,58 @@ struct Rows {
 
 struct Tile {
     Term keys[TILE][HEAD_TERMS];
-    Term values[TILE_TERMS][COLUMNS];
+    Term values[COLUMNS * TILE_TERMS];  // VALUE_STRIDE and VALUE_TERM_STRIDE apart
 };
+
+#ifdef TILES
+constexpr int VALUE_STRIDE = TILE_TERMS, VALUE_TERM_STRIDE = 1;
+static_assert(HEAD_DIM % BROADCASTS == 0 && TILE % BROADCASTS == 0);
+
+void set_shapes() {
+    TileShapes shapes;
+    for (int tile = 0; tile < 8; tile++) shapes.set(tile, TILE_ROWS);
+    set_tile_shapes(shapes);
+}
+
+// As vectors.h has it. The terms of a number are side by side. Tiles 0 to 5: sums. 6: numbers. 7: rows.
+void multiply(Floats (&sums)[BROADCASTS][BLOCK], const Term* numbers, int64_t number_stride, int64_t, const Terms* vectors,
+              int64_t vector_stride, int64_t num_terms) {
+    constexpr int64_t SUMS_BYTES = sizeof sums[0];
+    const int64_t number_bytes = number_stride * sizeof(Term), vector_bytes = vector_stride * sizeof(Terms);
+    Floats(*second)[BLOCK] = sums + TILE_ROWS;
+    load_tile(0, sums[0] + 0, SUMS_BYTES);
+    load_tile(1, sums[0] + 1, SUMS_BYTES);
+    load_tile(2, sums[0] + 2, SUMS_BYTES);
+    load_tile(3, second[0] + 0, SUMS_BYTES);
+    load_tile(4, second[0] + 1, SUMS_BYTES);
+    load_tile(5, second[0] + 2, SUMS_BYTES);
+    for (int64_t term = 0; term < num_terms; term += TILE_ROWS) {
+        const Term* x = numbers + term;
+        const Terms* rows = vectors + term * vector_stride;
+        load_tile(6, x, number_bytes);
+        load_tile(7, rows, vector_bytes);
+        add_bfloat16_products(0, 6, 7);
+        load_tile(7, rows + 1, vector_bytes);
+        add_bfloat16_products(1, 6, 7);
+        load_tile(7, rows + 2, vector_bytes);
+        add_bfloat16_products(2, 6, 7);
+        load_tile(6, x + TILE_ROWS * number_stride, number_bytes);
+        add_bfloat16_products(5, 6, 7);
+        load_tile(7, rows + 1, vector_bytes);
+        add_bfloat16_products(4, 6, 7);
+        load_tile(7, rows, vector_bytes);
+        add_bfloat16_products(3, 6, 7);
+    }
+    store_tile(0, sums[0] + 0, SUMS_BYTES);
+    store_tile(1, sums[0] + 1, SUMS_BYTES);
+    store_tile(2, sums[0] + 2, SUMS_BYTES);
+    store_tile(3, second[0] + 0, SUMS_BYTES);
+    store_tile(4, second[0] + 1, SUMS_BYTES);
+    store_tile(5, second[0] + 2, SUMS_BYTES);
+}
+#else
+constexpr int VALUE_STRIDE = 1, VALUE_TERM_STRIDE = COLUMNS;
+#endif
 
 typedef Floats Scores[TILE][BLOCK];
 typedef Terms Weights[TILE_TERMS][BLOCK];
@@ -99,7 +153,8 @@ void attend(Rows& rows, int block, const Tile& tile, int64_t first_key, int num_
         for (int i = 0; i < BROADCASTS; i++) {
             for (int j = 0; j < BLOCK; j++) sums[i][j] = rows.values[column + i][block + j] * factor[j];
         }
-        multiply(sums, &tile.values[0][column], 1, COLUMNS, weights[0], BLOCK, num_keys / PER_TERM);
+        const Term* values = tile.values + column * VALUE_STRIDE;
+        multiply(sums, values, VALUE_STRIDE, VALUE_TERM_STRIDE, weights[0], BLOCK, num_keys / PER_TERM);
         for (int i = 0; i < BROADCASTS; i++) std::copy_n(sums[i], BLOCK, &rows.values[column + i][block]);
     }
 }
@@ -138,8 +193,9 @@ void copy(Tile& tile, const Places& keys, const Places& values) {
     }
     for (int term = 0; term < TILE_TERMS; term++) {
         const Number *first = values.of[term * PER_TERM], *second = values.of[term * PER_TERM + PER_TERM - 1];
-        for (int d = 0; d < HEAD_DIM; d++) tile.values[term][d] = term_of(first[d], second[d]);
-        for (int d = HEAD_DIM; d < COLUMNS; d++) tile.values[term][d] = 0;
+        Term* values = tile.values + term * VALUE_TERM_STRIDE;
+        for (int d = 0; d < HEAD_DIM; d++) values[d * VALUE_STRIDE] = term_of(first[d], second[d]);
+        for (int d = HEAD_DIM; d < COLUMNS; d++) values[d * VALUE_STRIDE] = 0;
     }
 }
 
@@ -246,6 +302,9 @@ extern "C" void prefill(const PrefillCall* arguments, int num_threads) {
             store_token(call.k_pages, call.v_pages, k, v, call.slots[token], call.num_kv_heads, call.block_size);
         }
         barrier.wait(omp_get_num_threads());
+#ifdef TILES
+        set_shapes();
+#endif
 #pragma omp for schedule(dynamic) nowait
         for (int64_t i = 0; i < num_tasks; i++) {
             const Task& task = tasks[i];
@@ -253,5 +312,8 @@ extern "C" void prefill(const PrefillCall* arguments, int num_threads) {
             const Pages values{call.v_pages, task.chunk->block_table, call.num_kv_heads, call.block_size, task.kv_head};
             attend(task, call.q, call.q_stride, keys, values, call.out, call.num_kv_heads * call.group * HEAD_DIM);
         }
+#ifdef TILES
+        release_tiles();
+#endif
     }
 }

@@ -3,6 +3,7 @@
 #include <omp.h>
 
 #include "program.h"
+#include "tiles.h"
 
 extern "C" void run(const KernelCall* calls, int64_t num_calls, Batch* batch, int num_threads) {
     Barrier barrier;
@@ -12,6 +13,10 @@ extern "C" void run(const KernelCall* calls, int64_t num_calls, Batch* batch, in
         if (i > 0) barrier.wait(omp_get_num_threads());
         calls[i].kernel(calls[i].arguments, *batch);
     }
+}
+
+extern "C" int has_tiles() {
+    return may_use_tiles();
 }
 
 extern "C" const int64_t sizeof_KernelCall = sizeof(KernelCall);

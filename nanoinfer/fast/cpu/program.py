@@ -48,7 +48,7 @@ class Program:
     """
 
     def __init__(self, calls: Sequence[KernelCall]) -> None:
-        self._run = _run_function()
+        self._run = _library().run
         self._arguments = [call.arguments for call in calls]  # kept alive
         self._calls = (_KernelCall * len(calls))(
             *(_KernelCall(ctypes.cast(call.kernel, c_void_p).value, ctypes.addressof(call.arguments)) for call in calls)
@@ -68,7 +68,13 @@ def _address_of(array: Tensor | ctypes.Structure | None) -> int:
 
 
 @cache
-def _run_function() -> Any:
-    function = native.load(Path(__file__).with_name("program.cpp"), structures=(_KernelCall,)).run
-    function.argtypes, function.restype = [c_void_p, c_int64, c_void_p, c_int], None
-    return function
+def has_tiles() -> bool:
+    """Whether the processor multiplies in tiles (tiles.h), and the system lets this process use them: asked once."""
+    return bool(_library().has_tiles())
+
+
+@cache
+def _library() -> Any:
+    library = native.load(Path(__file__).with_name("program.cpp"), structures=(_KernelCall,))
+    library.run.argtypes, library.run.restype = [c_void_p, c_int64, c_void_p, c_int], None
+    return library

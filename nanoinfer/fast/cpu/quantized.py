@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.linear import ACTIVATION_CODES
-from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Slice
+from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Slice, has_tiles
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.loading.quantization import QuantizedWeight, quantized
 
@@ -50,12 +50,13 @@ class PackedQuantizedLinear:
     def __init__(self, fused: FusedLinear, bits: int) -> None:
         linear = fused.merged()
         source = Path(__file__).with_name("quantized_linear.cpp")
-        self._kernel = native.load(source, "BF16", structures=(QuantizedLinearCall,)).linear
+        definitions = ["BF16", *(["TILES"] if has_tiles() else [])]
+        self._kernel = native.load(source, *definitions, structures=(QuantizedLinearCall,)).linear
         weight = quantized(linear, bits)
         self.num_in, self.num_out, self.dtype = linear.in_features, linear.out_features, torch.bfloat16
         self.scratch_bytes = self.num_in + 8 * (self.num_in // weight.group)  # integers, and a scale and a sum per group
         self._arrays = _tiled_integers(weight), _tiled(weight.scales), _tiled(weight.zeros)
-        self._bias = None if linear.bias is None else linear.bias.detach().float()
+        self._bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
         self._sizes = self.num_out, self.num_in, weight.group, bits, ACTIVATION_CODES[fused.activation]
 
     def call(self, *, x: Slice, out: Slice, scratch: int, factor: Slice = NOTHING, residual: Slice = NOTHING) -> KernelCall:

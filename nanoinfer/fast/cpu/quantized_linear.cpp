@@ -8,151 +8,221 @@
 constexpr int LANES = 16;
 #include <omp.h>
 
-#include "activations.h"
-#include "program.h"
+#include "linear.h"
+#include "tiles.h"
 
 struct QuantizedLinearCall {
-  Slice x, factor, residual, out;  // out may be factor or residual
-  int64_t scratch;        // an array of the batch: the rounded rows
-  const uint8_t* weight;  // 8 bits: [N / TILE, K / 4, TILE, 4], 4 bits: [N / TILE, K / 8, TILE, 4], inputs 0-3 in the low halves
-  const float* scales;    // [N / TILE, K / group, TILE]
-  const uint8_t* zeros;   // [N / TILE, K / group, TILE]: the integers that stand for 0
-  const float* bias;      // [N] or null
-  int64_t num_out, num_in, group, bits, activation;
+    Slice x, factor, residual, out;  // out may be factor or residual
+    int64_t scratch;                 // an array of the batch: the rounded rows
+    // In 8 bits: [num_out / TILE, num_in / 4, TILE, 4]. In 4 bits: [num_out / TILE, num_in / 8, TILE, 4], the first four of eight
+    // inputs in the low halves of the bytes.
+    const uint8_t* weight;
+    const float* scales;   // [num_out / TILE, num_in / group, TILE]
+    const uint8_t* zeros;  // [num_out / TILE, num_in / group, TILE]: the integers that stand for 0
+    const Number* bias;    // [num_out] or null
+    int64_t num_out, num_in, group, bits, activation;
 };
 
 namespace {
 
-constexpr int TILE = 32;  // outputs that are computed together, and lie together in memory
+constexpr int TILE = 2 * LANES;    // outputs that are computed together, and lie together in memory
+constexpr int WORD = 4;            // inputs whose products an instruction adds
 constexpr int FETCH_AHEAD = 4096;  // bytes
-constexpr int MOST_ROWS = 8;  // rows that are computed together, so that a weight is loaded once for all of them
+constexpr int MOST_ROWS = 8;       // rows that are computed together, so that a weight is loaded once for all of them
 
-typedef uint8_t Bytes __attribute__((vector_size(16)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
 template <typename Vector, typename Element>
 Vector vector_at(const Element* from) {
-  Vector vector;
-  std::memcpy(&vector, from, sizeof vector);
-  return vector;
+    Vector vector;
+    std::memcpy(&vector, from, sizeof vector);
+    return vector;
 }
 
-float widened(Number number) {
-  const uint32_t bits = uint32_t(number) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
+float widened(Number number) {  // one by one, which the compiler turns into vectors
+    const uint32_t bits = uint32_t(number) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
 // sum[i] + the four unsigned bytes of weights[i] times the four signed bytes of x
 inline Ints add_products(Ints sum, Ints weights, int32_t x) {
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
-  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(x));
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(x));
 #elif defined(__AVX2__)
-  const __m256i bytes = _mm256_set1_epi32(x), low = _mm256_set1_epi32(0x00ff00ff);
-  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), odd = _mm256_srai_epi16(bytes, 8);
-  __m256i halves[2], of[2];
-  std::memcpy(halves, &sum, sizeof sum);
-  std::memcpy(of, &weights, sizeof weights);
-  for (int i = 0; i < 2; ++i) {
-    halves[i] = _mm256_add_epi32(halves[i], _mm256_madd_epi16(_mm256_and_si256(of[i], low), even));
-    halves[i] = _mm256_add_epi32(halves[i], _mm256_madd_epi16(_mm256_and_si256(_mm256_srli_epi16(of[i], 8), low), odd));
-  }
-  std::memcpy(&sum, halves, sizeof sum);
-  return sum;
+    const __m256i bytes = _mm256_set1_epi32(x), low = _mm256_set1_epi32(0x00ff00ff);
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), odd = _mm256_srai_epi16(bytes, 8);
+    __m256i halves[2], of[2];
+    std::memcpy(halves, &sum, sizeof sum);
+    std::memcpy(of, &weights, sizeof weights);
+    for (int i = 0; i < 2; i++) {
+        halves[i] = _mm256_add_epi32(halves[i], _mm256_madd_epi16(_mm256_and_si256(of[i], low), even));
+        halves[i] = _mm256_add_epi32(halves[i], _mm256_madd_epi16(_mm256_and_si256(_mm256_srli_epi16(of[i], 8), low), odd));
+    }
+    std::memcpy(&sum, halves, sizeof sum);
+    return sum;
 #else
-  for (int byte = 0; byte < 4; ++byte) sum += ((weights >> (8 * byte)) & 0xff) * int32_t(int8_t(x >> (8 * byte)));
-  return sum;
+    for (int byte = 0; byte < WORD; byte++) sum += ((weights >> (8 * byte)) & 0xff) * int32_t(int8_t(x >> (8 * byte)));
+    return sum;
 #endif
 }
 
 // The rounded rows.
 struct Rows {
-  int8_t* integers;  // [num_rows, K]
-  float* scales;     // [num_rows, K / group]
-  int32_t* sums;     // [num_rows, K / group], of the integers
+    int8_t* integers;  // [num_rows, num_in]
+    float* scales;     // [num_rows, num_in / group]
+    int32_t* sums;     // [num_rows, num_in / group], of the integers
 };
 
 int32_t nearest(float value) {  // integer, of a value below 2^22: added to 1.5 * 2^23, it is in the low bits
-  const float shifted = value + 12582912.0f;
-  int32_t bits;
-  std::memcpy(&bits, &shifted, sizeof bits);
-  return bits - 0x4b400000;
+    const float shifted = value + 12582912.0f;
+    int32_t bits;
+    std::memcpy(&bits, &shifted, sizeof bits);
+    return bits - 0x4b400000;
 }
 
 void quantize(const Number* x, int group, int8_t* integers, float* scale, int32_t* sum) {
-  uint32_t largest = 0;  // as bits, so that NaN is larger than any number
-  for (int k = 0; k < group; ++k) largest = std::max(largest, uint32_t(x[k] & 0x7fff));
-  const float limit = widened(uint16_t(largest)), factor = limit > 0 ? 127 / limit : 0;
-  *scale = limit / 127;
-  int32_t total = 0;
-  for (int k = 0; k < group; ++k) {
-    integers[k] = int8_t(nearest(widened(x[k]) * factor));
-    total += integers[k];
-  }
-  *sum = total;
+    uint32_t largest = 0;  // as bits, so that NaN is larger than any number
+    for (int i = 0; i < group; i++) largest = std::max(largest, uint32_t(x[i] & 0x7fff));
+    const float limit = widened(Number(largest)), factor = limit > 0 ? 127 / limit : 0;
+    *scale = limit / 127;
+    int32_t total = 0;
+    for (int i = 0; i < group; i++) {
+        integers[i] = int8_t(nearest(widened(x[i]) * factor));
+        total += integers[i];
+    }
+    *sum = total;
+}
+
+// Add the products of a group for one row and LANES outputs, whose group is the one at `of_group`.
+inline void add_group(Floats& total, Ints products, const QuantizedLinearCall& layer, const Rows& rows, int64_t row_group,
+                      int64_t of_group) {
+    const Ints zeros = __builtin_convertvector(vector_at<Bytes>(layer.zeros + of_group), Ints);
+    const Floats sums = __builtin_convertvector(products - zeros * rows.sums[row_group], Floats);
+    total += sums * rows.scales[row_group] * vector_at<Floats>(layer.scales + of_group);
 }
 
 // Outputs of one tile for NUM rows.
 template <int NUM, int BITS>
-void compute(const QuantizedLinearCall& layer, const Batch& batch, int tile, const Rows& rows, int first) {
-  const int num_in = layer.num_in, group = layer.group, num_groups = num_in / group;
-  const uint8_t* weight = layer.weight + size_t(tile) * TILE * num_in * BITS / 8;
-  const int8_t* x = rows.integers + size_t(first) * num_in;
-  Floats total[NUM][2] = {};
-  for (int g = 0; g < num_groups; ++g) {
-    const size_t at = (size_t(tile) * num_groups + g) * TILE;
-    Ints dot[NUM][2];
-    for (int half = 0; half < 2; ++half) {
-      const Ints zero = __builtin_convertvector(vector_at<Bytes>(layer.zeros + at + half * 16), Ints);
-      for (int row = 0; row < NUM; ++row) dot[row][half] = zero * -rows.sums[size_t(first + row) * num_groups + g];
-    }
-    for (int k = g * group; k < (g + 1) * group; k += 32 / BITS) {
-      for (int half = 0; half < 2; ++half) {
-        if (NUM == 1) __builtin_prefetch(weight + FETCH_AHEAD + half * 64, 0, STREAMED);  // as in vectors.h
-        const Ints packed = vector_at<Ints>(weight + half * 64);
-        if (BITS == 8) {
-          for (int row = 0; row < NUM; ++row) dot[row][half] = add_products(dot[row][half], packed, vector_at<int32_t>(x + row * num_in + k));
-        } else {
-          const Ints low = packed & 0x0f0f0f0f, high = (packed >> 4) & 0x0f0f0f0f;
-          for (int row = 0; row < NUM; ++row) {
-            dot[row][half] = add_products(dot[row][half], low, vector_at<int32_t>(x + row * num_in + k));
-            dot[row][half] = add_products(dot[row][half], high, vector_at<int32_t>(x + row * num_in + k + 4));
-          }
+void compute(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile, const Rows& rows, int64_t first) {
+    const int64_t num_in = layer.num_in, group = layer.group, num_groups = num_in / group;
+    const uint8_t* weight = layer.weight + tile * TILE * num_in * BITS / 8;
+    const int8_t* x = rows.integers + first * num_in;
+    Floats total[NUM][2] = {};
+    for (int64_t g = 0; g < num_groups; g++) {
+        Ints products[NUM][2] = {};
+        for (int64_t in = g * group; in < (g + 1) * group; in += 32 / BITS) {
+            for (int half = 0; half < 2; half++, weight += 64) {
+                if (NUM == 1) __builtin_prefetch(weight + FETCH_AHEAD, 0, STREAMED);  // as in vectors.h
+                const Ints packed = vector_at<Ints>(weight);
+                for (int row = 0; row < NUM; row++) {
+                    const int8_t* numbers = x + row * num_in + in;
+                    Ints& sums = products[row][half];
+                    sums = add_products(sums, BITS == 8 ? packed : packed & 0x0f0f0f0f, vector_at<int32_t>(numbers));
+                    if (BITS == 4) sums = add_products(sums, (packed >> 4) & 0x0f0f0f0f, vector_at<int32_t>(numbers + WORD));
+                }
+            }
         }
-      }
-      weight += 2 * 64;
+        for (int half = 0; half < 2; half++) {
+            const int64_t of_group = (tile * num_groups + g) * TILE + half * LANES;
+            for (int row = 0; row < NUM; row++) {
+                add_group(total[row][half], products[row][half], layer, rows, (first + row) * num_groups + g, of_group);
+            }
+        }
     }
-    for (int half = 0; half < 2; ++half) {
-      const Floats scale = vector_at<Floats>(layer.scales + at + half * 16);
-      for (int row = 0; row < NUM; ++row)
-        total[row][half] += __builtin_convertvector(dot[row][half], Floats) * rows.scales[size_t(first + row) * num_groups + g] * scale;
+    for (int row = 0; row < NUM; row++) {
+        for (int half = 0; half < 2; half++) {
+            write_outputs(layer, batch, first + row, tile * TILE + half * LANES, total[row][half]);
+        }
     }
-  }
-  for (int row = 0; row < NUM; ++row) {
-    const Number* factor = layer.factor.row<Number>(batch, first + row);
-    const Number* residual = layer.residual.row<Number>(batch, first + row);
-    Number* out = layer.out.row<Number>(batch, first + row);
-    for (int half = 0; half < 2; ++half) {
-      const int64_t start = tile * TILE + half * LANES;
-      const int num = std::clamp<int64_t>(layer.num_out - start, 0, LANES);
-      Floats result = total[row][half];
-      for (int i = 0; layer.bias && i < num; ++i) result[i] += layer.bias[start + i];
-      result = activated(result, layer.activation);
-      if (factor) result *= load(factor + start, num);
-      if (residual) result += load(residual + start, num);
-      store(out + start, result, num);
-    }
-  }
 }
 
+#ifdef TILES
+constexpr int BLOCK = 2 * TILE_ROWS;  // rows that are computed together in tiles
+
+// The weights of `num` inputs in 8 bits, [num / 4, TILE, 4].
 template <int BITS>
-void compute_rows(const QuantizedLinearCall& layer, const Batch& batch, int tile, const Rows& rows) {
-  const int num_rows = batch.num_rows;
-  int row = 0;
-  for (; row + MOST_ROWS <= num_rows; row += MOST_ROWS) compute<MOST_ROWS, BITS>(layer, batch, tile, rows, row);
-  if (num_rows - row >= 4) compute<4, BITS>(layer, batch, tile, rows, row), row += 4;
-  if (num_rows - row >= 2) compute<2, BITS>(layer, batch, tile, rows, row), row += 2;
-  if (num_rows - row >= 1) compute<1, BITS>(layer, batch, tile, rows, row);
+const uint8_t* in_8_bits(const uint8_t* weight, int64_t num, uint8_t* scratch) {
+    if (BITS == 8) return weight;
+    for (int64_t word = 0; word < num / WORD; word++) {
+        for (int byte = 0; byte < TILE * WORD; byte++) {
+            scratch[word * TILE * WORD + byte] = weight[word / 2 * TILE * WORD + byte] >> (word % 2 * 4) & 15;
+        }
+    }
+    return scratch;
+}
+
+// Outputs of one tile for up to BLOCK rows. Tiles 0 to 3: sums, two of rows by two of outputs. 4, 5: rows. 6, 7: weights.
+template <int BITS>
+void compute_in_tiles(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile, const Rows& rows, int64_t first,
+                      int num_rows) {
+    const int64_t num_in = layer.num_in, group = layer.group, num_groups = num_in / group;
+    const int64_t step = std::min<int64_t>(group, TILE_BYTES);  // inputs that an instruction multiplies
+    const int num_second = num_rows - TILE_ROWS;
+    TileShapes shapes;
+    for (int i : {0, 1}) shapes.set(i, std::min(num_rows, TILE_ROWS));
+    for (int i : {2, 3}) shapes.set(i, std::max(num_second, 1));
+    shapes.set(4, std::min(num_rows, TILE_ROWS), step);
+    shapes.set(5, std::max(num_second, 1), step);
+    for (int i : {6, 7}) shapes.set(i, step / WORD);
+    set_tile_shapes(shapes);
+    const uint8_t* weight = layer.weight + tile * TILE * num_in * BITS / 8;
+    const int8_t *x = rows.integers + first * num_in, *second = x + TILE_ROWS * num_in;
+    Floats total[BLOCK][2] = {};
+    Ints products[2][2][TILE_ROWS];
+    alignas(64) uint8_t scratch[TILE_BYTES * TILE];
+    for (int64_t g = 0; g < num_groups; g++) {
+        zero_tile(0);
+        zero_tile(1);
+        zero_tile(2);
+        zero_tile(3);
+        for (int64_t in = g * group; in < (g + 1) * group; in += step, weight += step * TILE * BITS / 8) {
+            const uint8_t* weights = in_8_bits<BITS>(weight, step, scratch);
+            load_tile(6, weights, 2 * TILE_BYTES);
+            load_tile(7, weights + TILE_BYTES, 2 * TILE_BYTES);
+            load_tile(4, x + in, num_in);
+            add_int8_products(0, 4, 6);
+            add_int8_products(1, 4, 7);
+            if (num_second > 0) {
+                load_tile(5, second + in, num_in);
+                add_int8_products(2, 5, 6);
+                add_int8_products(3, 5, 7);
+            }
+        }
+        store_tile(0, products[0][0], TILE_BYTES);
+        store_tile(1, products[0][1], TILE_BYTES);
+        store_tile(2, products[1][0], TILE_BYTES);
+        store_tile(3, products[1][1], TILE_BYTES);
+        for (int half = 0; half < 2; half++) {
+            const int64_t of_group = (tile * num_groups + g) * TILE + half * LANES;
+            for (int row = 0; row < num_rows; row++) {
+                const Ints& sums = products[row / TILE_ROWS][half][row % TILE_ROWS];
+                add_group(total[row][half], sums, layer, rows, (first + row) * num_groups + g, of_group);
+            }
+        }
+    }
+    for (int row = 0; row < num_rows; row++) {
+        for (int half = 0; half < 2; half++) {
+            write_outputs(layer, batch, first + row, tile * TILE + half * LANES, total[row][half]);
+        }
+    }
+}
+#endif
+
+template <int BITS>
+void compute_rows(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile, const Rows& rows) {
+    const int64_t num_rows = batch.num_rows;
+    int64_t row = 0;
+#ifdef TILES
+    for (; num_rows - row >= TILE_ROWS; row += std::min<int64_t>(BLOCK, num_rows - row)) {
+        compute_in_tiles<BITS>(layer, batch, tile, rows, row, std::min<int64_t>(BLOCK, num_rows - row));
+    }
+#endif
+    for (; row + MOST_ROWS <= num_rows; row += MOST_ROWS) compute<MOST_ROWS, BITS>(layer, batch, tile, rows, row);
+    if (num_rows - row >= 4) compute<4, BITS>(layer, batch, tile, rows, row), row += 4;
+    if (num_rows - row >= 2) compute<2, BITS>(layer, batch, tile, rows, row), row += 2;
+    if (num_rows - row >= 1) compute<1, BITS>(layer, batch, tile, rows, row);
 }
 
 }  // namespace
@@ -160,23 +230,27 @@ void compute_rows(const QuantizedLinearCall& layer, const Batch& batch, int tile
 extern "C" const int64_t sizeof_QuantizedLinearCall = sizeof(QuantizedLinearCall);
 
 extern "C" void linear(const QuantizedLinearCall* call, const Batch& batch) {
-  const QuantizedLinearCall& layer = *call;
-  const int64_t num_rows = batch.num_rows, num_groups = layer.num_in / layer.group;
-  const int64_t num_tiles = (layer.num_out + TILE - 1) / TILE;
-  int8_t* integers = static_cast<int8_t*>(batch.arrays[layer.scratch]);
-  float* scales = (float*)(integers + num_rows * layer.num_in);
-  const Rows rows{integers, scales, (int32_t*)(scales + num_rows * num_groups)};
+    const QuantizedLinearCall& layer = *call;
+    const int64_t num_rows = batch.num_rows, num_groups = layer.num_in / layer.group;
+    const int64_t num_tiles = (layer.num_out + TILE - 1) / TILE;
+    int8_t* integers = static_cast<int8_t*>(batch.arrays[layer.scratch]);
+    float* scales = (float*)(integers + num_rows * layer.num_in);
+    const Rows rows{integers, scales, (int32_t*)(scales + num_rows * num_groups)};
 #pragma omp for schedule(static) nowait
-  for (int64_t i = 0; i < num_rows * num_groups; ++i) {
-    const Number* x = layer.x.row<Number>(batch, i / num_groups) + i % num_groups * layer.group;
-    quantize(x, layer.group, rows.integers + i * layer.group, &rows.scales[i], &rows.sums[i]);
-  }
-  batch.barrier->wait(omp_get_num_threads());
+    for (int64_t i = 0; i < num_rows * num_groups; i++) {
+        const Number* x = layer.x.row<Number>(batch, i / num_groups) + i % num_groups * layer.group;
+        quantize(x, layer.group, rows.integers + i * layer.group, &rows.scales[i], &rows.sums[i]);
+    }
+    batch.barrier->wait(omp_get_num_threads());
 #pragma omp for schedule(static) nowait
-  for (int64_t tile = 0; tile < num_tiles; ++tile) {
-    if (layer.bits == 8)
-      compute_rows<8>(layer, batch, tile, rows);
-    else
-      compute_rows<4>(layer, batch, tile, rows);
-  }
+    for (int64_t tile = 0; tile < num_tiles; tile++) {
+        if (layer.bits == 8) {
+            compute_rows<8>(layer, batch, tile, rows);
+        } else {
+            compute_rows<4>(layer, batch, tile, rows);
+        }
+    }
+#ifdef TILES
+    release_tiles();
+#endif
 }

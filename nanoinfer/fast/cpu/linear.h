@@ -1,0 +1,45 @@
+// What the kernels of linear layers do with their sums: out = residual + factor * activation(sums + bias).
+
+#pragma once
+
+#include "program.h"
+#include "vectors.h"
+
+namespace {
+
+enum Activation { NONE, SILU, GELU_TANH };
+
+inline Floats sigmoid(Floats x) {
+    const Floats e = exp_of(x < 0.0f ? x : -x);
+    return (x < 0.0f ? e : Floats{} + 1.0f) / (e + 1.0f);
+}
+
+inline Floats activated(Floats x, int64_t activation) {
+    if (activation == SILU) return x * sigmoid(x);
+    if (activation == GELU_TANH) return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));  // 2 * sqrt(2 / pi)
+    return x;
+}
+
+// Write a vector of a row's outputs, from `first` on. They are fewer where the layer ends.
+template <class Call>
+void write_outputs(const Call& call, const Batch& batch, int64_t row, int64_t first, Floats sums) {
+    const int num = std::clamp<int64_t>(call.num_out - first, 0, LANES);
+    if (call.bias) sums += load(call.bias + first, num);
+    sums = activated(sums, call.activation);
+    if (const Number* factor = call.factor.template row<Number>(batch, row)) sums *= load(factor + first, num);
+    if (const Number* residual = call.residual.template row<Number>(batch, row)) sums += load(residual + first, num);
+    store(call.out.template row<Number>(batch, row) + first, sums, num);
+}
+
+}  // namespace
+
+// The arguments of dense_linear.cpp and tile_linear.cpp.
+struct LinearCall {
+    Slice x, factor, residual, out;  // out may be factor or residual
+    int64_t scratch;                 // an array of the batch, for the rows of x in another form
+    const void* weight;              // [num_out / tile_size, num_in / num_per_term, tile_size, num_per_term], aligned to 64 bytes
+    const Number* bias;              // [num_out] or null
+    int64_t num_out, num_in, activation;  // num_in is a multiple of num_per_term
+};
+
+extern "C" const int64_t sizeof_LinearCall = sizeof(LinearCall);
