@@ -27,6 +27,7 @@ from nanoinfer.fast.batch_independence import scratch_sequences
 from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.loading.loader import cpu_has_fast_bf16, load
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
+from nanoinfer.system.process import cpu_quota, keep_cpu_quota
 
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 64, 4, 2
 # (cached tokens, new tokens) of each sequence of the step: two decodes, a chunk after a prefix, a whole prompt
@@ -86,9 +87,11 @@ def _machine(device: torch.device) -> list[tuple[str, str]]:
         free, total = (num_bytes / 2**30 for num_bytes in torch.cuda.mem_get_info())
         major, minor = torch.cuda.get_device_capability()
         gpu = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, {free:.1f} of {total:.1f} GiB free"
+    keep_cpu_quota()
+    quota = "" if cpu_quota() is None else f", the container may use {cpu_quota():g}"
     found = [
         ("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"),
-        ("CPU threads torch uses", f"{torch.get_num_threads()} of {os.cpu_count()}"),
+        ("CPU threads torch uses", f"{torch.get_num_threads()} of {os.cpu_count()}{quota}"),
         ("CPU with fast bfloat16", "yes" if cpu_has_fast_bf16() else "no"),
         ("C++ compiler", next((path for name in ("g++", "clang++", "cl") if (path := shutil.which(name))), "none")),
         ("GPU", gpu),

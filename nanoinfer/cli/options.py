@@ -94,6 +94,7 @@ class EngineOptions:
     kv_cache_memory: Annotated[
         int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Memory for the KV cache: 1G, 512M or bytes.")
     ] = None
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or int8 for keys and values in 8 bits, on a CPU.")] = "auto"
     speculative_config: Annotated[
         str | None, typer.Option(help='Speculative decoding, as JSON: {"method": "ngram"}.', metavar="JSON")
     ] = None
@@ -176,8 +177,11 @@ def load_async_llm(engine: EngineOptions, **more: Any) -> "AsyncLLM":
 def _load(kind: Callable[..., L], engine: EngineOptions, more: dict[str, Any]) -> L:
     import torch  # takes a second, for which --help and --version should not wait
 
+    from nanoinfer.system.process import keep_cpu_quota
+
     arguments = asdict(engine) | more
     if (threads := arguments.pop("threads")) is not None:
+        keep_cpu_quota()  # once per process, and this is what was asked for
         torch.set_num_threads(threads)
     if engine.lora is not None:
         arguments["lora"] = dict(map(parse_adapter, engine.lora))

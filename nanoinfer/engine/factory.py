@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
     """Load a checkpoint and make its engine. Returns the checkpoint too, for its generation_config. Raises: as LLM() does."""
     from nanoinfer.loading.loader import load
+    from nanoinfer.system.process import keep_cpu_quota
 
+    keep_cpu_quota()
     shards: Any = None
     if config.tensor_parallel_size > 1:
         from nanoinfer.distributed.launch import start

@@ -1,11 +1,12 @@
-"""Every effect of this package on the whole process, and the functions that apply two of them.
+"""Every effect of this package on the whole process, and the functions that apply three of them.
 
 Importing the package changes nothing. An engine applies these effects, and logs those that last on the logger `nanoinfer`:
 
     allocator thresholds   glibc keeps freed memory. `keep_freed_memory`, below, when attention/cpu.py makes a CPUBackend. It
                            lasts as long as the process.
-    number of threads      torch's are divided among the ranks of tensor_parallel_size. distributed/launch.py, when an engine is
-                           made. OMP_NUM_THREADS in the environment prevents it. It stays divided.
+    number of threads      torch's are lowered to a container's quota of CPUs (`keep_cpu_quota`, below) when the first engine is
+                           made, and divided among the ranks of tensor_parallel_size (distributed/launch.py).
+                           OMP_NUM_THREADS in the environment prevents both. They stay as they are then.
     current CUDA device    the device of the model becomes the calling thread's current one. `set_cuda_device`, below, when
                            loading/loader.py loads a model. It stays the current one.
     nn.Module.__call__     torch.fx replaces it while a model is traced, for milliseconds when an engine is made. Calls of other
@@ -22,7 +23,9 @@ sets the interpreter's switch interval, and exempts what was loaded from garbage
 
 import ctypes
 import logging
+import os
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -51,6 +54,28 @@ def keep_freed_memory() -> None:
         return
     if mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES) + mallopt(_M_TRIM_THRESHOLD, 2 * KEPT_BYTES):  # each is 1 if it was accepted
         log_once(f"malloc keeps freed blocks of up to {KEPT_BYTES // 2**20} MiB (mallopt)")
+
+
+def cpu_quota() -> float | None:
+    """How many CPUs the container may use, on average over a period (cgroup v2). None: it has no quota."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # no container, or "max"
+        return None
+
+
+@cache
+def keep_cpu_quota() -> None:
+    """Let torch, and with it our kernels, use no more threads than the container may use CPUs.
+
+    When more of them have used up the quota, all wait for the next period, which is 100 ms long by default.
+    """
+    quota = cpu_quota()
+    if quota is None or "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() <= (num := max(int(quota), 1)):
+        return
+    torch.set_num_threads(num)
+    log_once(f"torch computes in {num} threads, because the container may use {quota:g} CPUs; set OMP_NUM_THREADS for another")
 
 
 def set_cuda_device(device: torch.device) -> None:

@@ -32,6 +32,36 @@ def allocator(monkeypatch, accepted):
     return calls
 
 
+@pytest.mark.parametrize(
+    ("cpu_max", "given", "num_threads"),
+    [("200000 100000", None, 2), ("150000 100000", None, 1), ("50000 100000", None, 1), ("max 100000", None, 3),
+     ("900000 100000", None, 3), ("200000 100000", "3", 3), (None, None, 3)],
+)  # fmt: skip
+def test_torch_uses_no_more_threads_than_the_container_may_use_cpus(monkeypatch, caplog, cpu_max, given, num_threads):
+    def read_text(path):
+        assert str(path) == "/sys/fs/cgroup/cpu.max"
+        if cpu_max is None:
+            raise FileNotFoundError
+        return cpu_max
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    process.keep_cpu_quota.cache_clear()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        process.keep_cpu_quota()
+        assert torch.get_num_threads() == num_threads
+        assert ("process-wide: torch computes in" in caplog.text) == (num_threads < 3)
+        torch.set_num_threads(4)
+        process.keep_cpu_quota()  # the first engine has been made
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_cpu_backend_sets_the_allocators_thresholds_and_logs_it_once(monkeypatch, caplog):
     calls = allocator(monkeypatch, accepted=1)
     for _ in range(2):
@@ -75,7 +105,7 @@ EFFECTS = {
     r"\bmallopt\(": {"system/process.py"},
     r"\bset_device\(": {"system/process.py"},
     r"\bsignal\.signal\(": {"llm.py", "engine/guards.py"},
-    r"set_num_threads\(": {"distributed/launch.py"},
+    r"set_num_threads\(": {"distributed/launch.py", "system/process.py"},
     r"set_num_interop_threads\(|set_default_\w+\(|set_float32_matmul_precision\(|use_deterministic_algorithms\(": set(),
     r"torch\.manual_seed\(|environ\[[^]]*\] = |environ\.(update|setdefault)\(|putenv\(": set(),
     r"basicConfig\(|simplefilter\(|filterwarnings\(|captureWarnings\(|setrecursionlimit\(|\bchdir\(": set(),
