@@ -54,7 +54,6 @@ _LLM: dict[str, tuple[object, ...]] = {
     "max_logprobs": (-1,),  # no limit
     "structured_outputs_config": (None,),
     "compilation_config": (None,),
-    "kv_cache_dtype": ("auto",),
     "kv_cache_memory_bytes": (None,),
     "num_gpu_blocks_override": (None,),
     "cpu_offload_gb": (0,),

@@ -4,7 +4,7 @@ import torch
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.base import AttentionMetadata, select_backend
-from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.attention.kv_cache import KVCache, loaded, stored
 
 
 def in_float64(q, k, v):
@@ -54,9 +54,11 @@ FAULTS = {  # each takes metadata, and gives it back with something wrong
 
 def compare(
     backend, lengths, *, block_size, num_kv_heads, group, head_dim, dtype=torch.float32, spoil=None, device="cpu", packed=False,
-    poisoned=None,
+    poisoned=None, in_int8=False,
 ):  # fmt: skip
     """The largest difference from attention in float64. backend: a name, or KernelBackend.
+
+    in_int8: the cache has 8 bits, and the definition is given the keys and values as they are rounded.
 
     `spoil(metadata)` may plant a fault. packed: q, k and v are views of one tensor, as a fused projection gives them.
     poisoned: (sequence, new token) whose value in the first KV head is NaN. The queries from it on must be NaN, no others.
@@ -68,18 +70,19 @@ def compare(
     if isinstance(backend, str):
         _, backend = select_backend(backend, torch.device(device), dtype, head_dim, block_size=block_size)
     elif isinstance(backend, type):
-        backend = backend(dtype, num_heads=num_kv_heads * group, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        heads = {"num_heads": num_kv_heads * group, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        backend = backend(dtype, **heads, has_int8_pages=in_int8)
     cache = KVCache(
         num_layers=2,
         num_blocks=num_blocks,
         block_size=block_size,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        dtype=dtype,
+        dtype=torch.int8 if in_int8 else dtype,
         device=device,
         layout=backend.layout,
     )
-    for pages, rest in zip(cache.layer(1), (float("nan"), 1e4), strict=True):
+    for pages, rest in zip(cache.layer(1), (127, 70) if in_int8 else (float("nan"), 1e4), strict=True):
         pages.fill_(rest)  # what a failed request may leave in slots that are nobody's now
     keys, values, queries, expected = [], [], [], []
     for i, (old, new) in enumerate(lengths):
@@ -88,7 +91,7 @@ def compare(
         table = metadata.block_tables[i].tolist()
         old_slots = [table[j // block_size] * block_size + j % block_size for j in range(old)]
         cache.write(1, torch.tensor(old_slots, dtype=torch.int64, device=device), k[:old], v[:old])
-        expected.append(in_float64(q, k, v))
+        expected.append(in_float64(q, *(loaded(stored(x, torch.int8)) if in_int8 else x for x in (k, v))))
         if poisoned and poisoned[0] == i:
             v[old + poisoned[1], 0, -1] = float("nan")
             expected[-1][poisoned[1] :, :group] = float("nan")

@@ -66,6 +66,8 @@ class AttentionBackend(Protocol):
 
     It must store k and v by KVCache.write, or as kv_cache.finite_values returns them, and mask a score by setting it to -inf,
     so that a token that is not finite reaches no query of another sequence.
+
+    One that reads the pages of a KVCache of torch.int8 as well has `supports_int8_cache = True`.
     """
 
     layout: Layout

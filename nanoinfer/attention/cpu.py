@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
-from nanoinfer.attention.kv_cache import KVCache, Layout, finite_values
+from nanoinfer.attention.kv_cache import KVCache, Layout, Pages, finite_values, loaded, stored
 from nanoinfer.system.process import keep_freed_memory
 
 # Limit for the gathered pages of paged_decode, so that they are still in the processor's cache when read.
@@ -44,8 +44,8 @@ def paged_decode(
     q: Float[Tensor, "num_seqs num_heads head_dim"],
     k: Float[Tensor, "num_seqs num_kv_heads head_dim"],
     v: Float[Tensor, "num_seqs num_kv_heads head_dim"],
-    k_pages: Float[Tensor, "num_blocks num_kv_heads block_size head_dim"],
-    v_pages: Float[Tensor, "num_blocks num_kv_heads block_size head_dim"],
+    k_pages: Pages,
+    v_pages: Pages,
     rows: DecodeRows,
 ) -> Float[Tensor, "num_seqs num_heads head_dim"]:
     """Store each sequence's new k and v, then attend with its one query over all of its tokens. Sums are in fp32.
@@ -58,16 +58,16 @@ def paged_decode(
     """
     num_seqs, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_pages.shape
-    k_pages[rows.slots // block_size, :, rows.slots % block_size] = k
-    v_pages[rows.slots // block_size, :, rows.slots % block_size] = v
+    k_pages[rows.slots // block_size, :, rows.slots % block_size] = stored(k, k_pages.dtype)
+    v_pages[rows.slots // block_size, :, rows.slots % block_size] = stored(v, v_pages.dtype)
     tables = rows.block_tables
     if num_heads * head_dim % 64 or num_heads * block_size % 64:
         tables = F.pad(tables, (0, -tables.shape[1] % 4))
     max_blocks = tables.shape[1]
-    group = num_heads // num_kv_heads
+    group, dtype = num_heads // num_kv_heads, q.dtype
 
     q = q.float().view(num_seqs, 1, num_kv_heads, group, 1, head_dim)
-    keys = k_pages[tables].float().unsqueeze(3)  # [num_seqs, max_blocks, num_kv_heads, 1, block_size, head_dim]
+    keys = loaded(k_pages[tables]).float().unsqueeze(3)  # [num_seqs, max_blocks, num_kv_heads, 1, block_size, head_dim]
     scores = (q * keys).sum(-1) * head_dim**-0.5  # [num_seqs, max_blocks, num_kv_heads, group, block_size]
     positions = torch.arange(max_blocks * block_size).view(1, max_blocks, 1, 1, block_size)
     scores = scores.masked_fill(positions >= rows.seq_lens.view(-1, 1, 1, 1, 1), float("-inf"))
@@ -75,9 +75,9 @@ def paged_decode(
     largest = scores.amax(-1).amax(1)  # [num_seqs, num_kv_heads, group]
     weights = (scores - largest[:, None, :, :, None]).exp()
     total = weights.sum(1).sum(-1)
-    values = v_pages[tables].float().unsqueeze(3)  # [num_seqs, max_blocks, num_kv_heads, 1, block_size, head_dim]
+    values = loaded(v_pages[tables]).float().unsqueeze(3)  # [num_seqs, max_blocks, num_kv_heads, 1, block_size, head_dim]
     out = (weights.unsqueeze(-1) * values).sum(-2).sum(1) / total.unsqueeze(-1)  # [num_seqs, num_kv_heads, group, head_dim]
-    return out.view(num_seqs, num_heads, head_dim).to(k_pages.dtype)
+    return out.view(num_seqs, num_heads, head_dim).to(dtype)
 
 
 def causal_attention(
@@ -124,6 +124,7 @@ class CPUBackend:
     layout: Layout = "HND"
     default_block_size = 64
     supports_cuda_graph = False
+    supports_int8_cache = True
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         """enforce_eager has no effect, because nothing is compiled here."""

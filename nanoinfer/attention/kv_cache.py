@@ -14,17 +14,23 @@ from itertools import chain
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Int8, Shaped
 from torch import Tensor
 
 from nanoinfer.attention.dense import Keys
 from nanoinfer.system.transfer import integers_on_device
 
 Layout = Literal["NHD", "HND"]
+Pages = Shaped[Tensor, "num_blocks num_kv_heads block_size stored_size"]  # of a layer in HND. stored_size: see KVCache
+
+SCALE_BYTES = 4  # behind a head of 8-bit integers
 
 
 class KVCache:
-    """One pool of blocks, each of which has keys and values in every layer."""
+    """One pool of blocks, each of which has keys and values in every layer.
+
+    A head takes head_dim numbers. With dtype torch.int8 it takes head_dim + 4 bytes, as quantized_heads returns them.
+    """
 
     def __init__(
         self,
@@ -42,7 +48,7 @@ class KVCache:
         self.block_size = block_size
         self.layout: Layout = layout
         axes = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
-        shape = (num_blocks, *axes, head_dim)
+        shape = (num_blocks, *axes, _stored_size(head_dim, dtype))
         self._layers = [
             (_zeros(shape, dtype, torch.device(device)), _zeros(shape, dtype, torch.device(device))) for _ in range(num_layers)
         ]
@@ -60,11 +66,11 @@ class KVCache:
         k, v = finite_values(k, v)
         blocks, offsets = slot_mapping // self.block_size, slot_mapping % self.block_size
         for pages, values in zip(self._by_slot(layer), (k, v), strict=True):
-            pages[blocks, offsets] = values
+            pages[blocks, offsets] = stored(values, pages.dtype)
 
     def gather(self, layer: int, block_table: Int[Tensor, " blocks"], seq_len: int) -> tuple[Keys, Keys]:
         """Copy one sequence's k and v, its tokens in order, out of its blocks."""
-        k, v = (pages[block_table].flatten(0, 1)[:seq_len] for pages in self._by_slot(layer))
+        k, v = (loaded(pages[block_table].flatten(0, 1)[:seq_len]) for pages in self._by_slot(layer))
         return k, v
 
     def _by_slot(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -93,13 +99,46 @@ def finite_values(k: Keys, v: Keys) -> tuple[Keys, Keys]:
     return k.where(is_finite, float("nan")), v.where(is_finite, 0.0)
 
 
+def stored(heads: Keys, dtype: torch.dtype) -> Tensor:
+    """Keys or values as a cache of this dtype stores them."""
+    return quantized_heads(heads) if dtype == torch.int8 else heads.to(dtype)
+
+
+def loaded(pages: Tensor) -> Tensor:
+    """The inverse of `stored`: what a cache stores as numbers, those of 8 bits in fp32."""
+    if pages.dtype != torch.int8:
+        return pages
+    return pages[..., :-SCALE_BYTES].float() * pages[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(
+        torch.float32
+    )
+
+
+def quantized_heads(heads: Keys) -> Int8[Tensor, "num_tokens num_kv_heads head_dim_plus_4"]:
+    """Round each head to integers in -127 .. 127, behind which are the four bytes of their scale in fp32.
+
+    A number is scale * integer, and the largest one of a head is exact. The scale of a head with a number that is not finite
+    is not finite, so all of it becomes NaN.
+    Source: a scale for each token, as for keys and values in Sheng et al. 2023, https://arxiv.org/abs/2303.06865.
+    """
+    numbers = heads.float()
+    largest = numbers.abs().amax(-1, keepdim=True)
+    factors = torch.where(largest > 0, 127 / largest, 0.0)
+    integers = (numbers.double() * factors).nan_to_num(0.0).round().to(torch.int8)  # products are exact in float64
+    return torch.cat((integers, (largest / 127).view(torch.int8)), -1)
+
+
+def _stored_size(head_dim: int, dtype: torch.dtype) -> int:
+    """Elements of a stored head."""
+    return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
+
+
 def bytes_per_block(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return 2 (k and v) * layers * tokens * heads * head_dim * bytes of a number.
+    """Return 2 (k and v) * layers * tokens * heads * head_dim * bytes of a number. In 8 bits a head has SCALE_BYTES more.
 
     >>> bytes_per_block(num_layers=12, block_size=16, num_kv_heads=12, head_dim=64, dtype=torch.float32)
     1179648
     """
-    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+    return 2 * num_layers * block_size * num_kv_heads * _stored_size(head_dim, dtype) * dtype.itemsize
 
 
 def bytes_per_block_of(config: Any, block_size: int, dtype: torch.dtype) -> int:

@@ -18,6 +18,7 @@ class ReferenceBackend:
     layout: Layout = "NHD"
     default_block_size = 16
     supports_cuda_graph = False
+    supports_int8_cache = True
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         """enforce_eager has no effect, because nothing is compiled."""

@@ -89,7 +89,7 @@ def describe_cache(parts: Parts, config: EngineConfig, num_blocks: int) -> Execu
 
 
 def _block_bytes(parts: Parts) -> int:
-    return bytes_per_block_of(parts.model.config, parts.block_size, parts.dtype)
+    return bytes_per_block_of(parts.model.config, parts.block_size, parts.cache_dtype)
 
 
 def memory_for_cache(

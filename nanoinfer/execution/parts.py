@@ -11,6 +11,7 @@ import torch
 from nanoinfer.attention.base import AttentionBackend, select_backend
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import LOGPROBS_MODES, EngineConfig
+from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.model_runner import ModelRunner, StepGraphs
 from nanoinfer.models.registry import Model
@@ -27,6 +28,7 @@ class Parts:
         backend: its attention. It serves this model only.
         backend_name: in attention.base.BACKENDS.
         block_size: tokens of a block of the KV cache.
+        cache_dtype: the model's, or torch.int8.
         routes: of the sampler, in the order in which they are tried.
         make_decode_graphs: given the sizes of the cache, makes what replays decode steps. None: every step runs eagerly.
         is_batch_independent: whether a prompt's rows were found to have the same bits in any batch, on this machine. The plain
@@ -39,6 +41,7 @@ class Parts:
     backend: AttentionBackend
     backend_name: str
     block_size: int
+    cache_dtype: torch.dtype
     routes: tuple[Route, ...] = ()
     make_decode_graphs: Callable[[ExecutorInfo], StepGraphs] | None = None
     is_batch_independent: bool = False
@@ -65,7 +68,13 @@ def plain_parts(model: Model, config: EngineConfig) -> Parts:
         block_size=config.cache.block_size,
         enforce_eager=config.enforce_eager,
     )
-    return Parts(model, backend, name, config.cache.block_size or backend.default_block_size)
+    is_int8 = config.cache.kv_cache_dtype == "int8"
+    if is_int8 and not getattr(backend, "supports_int8_cache", False):
+        raise UnsupportedError(
+            f"kv_cache_dtype='int8' needs the attention backend cpu or reference, not {name}; leave it out, or use device='cpu'"
+        )
+    block_size = config.cache.block_size or backend.default_block_size
+    return Parts(model, backend, name, block_size, torch.int8 if is_int8 else weight.dtype)
 
 
 def make_runner(parts: Parts, info: ExecutorInfo) -> ModelRunner:
@@ -78,7 +87,7 @@ def make_runner(parts: Parts, info: ExecutorInfo) -> ModelRunner:
         block_size=info.block_size,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        dtype=parts.dtype,
+        dtype=parts.cache_dtype,
         device=parts.device,
         layout=parts.backend.layout,
     )

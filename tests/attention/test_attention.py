@@ -15,7 +15,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention import base, cpu
 from nanoinfer.attention.base import register_backend, select_backend
 from nanoinfer.attention.dense import DenseAttention
-from nanoinfer.attention.kv_cache import KVCache, finite_values
+from nanoinfer.attention.kv_cache import KVCache, finite_values, loaded, quantized_heads
 from nanoinfer.attention.reference import ReferenceBackend
 from nanoinfer.cli import doctor
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
@@ -50,6 +50,27 @@ def test_bf16_stays_within_its_rounding(backend):
 
 
 @NAMES
+@settings(max_examples=10, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 90), st.sampled_from([1, 1, 2, 40])), min_size=1, max_size=6),
+    heads=st.sampled_from([(2, 2), (2, 7), (3, 1)]),
+    head_dim=st.sampled_from([8, 10, 64]),
+)
+def test_a_cache_in_8_bits_attends_to_rounded_keys_and_values(backend, lengths, heads, head_dim):
+    sizes = {"block_size": 16, "num_kv_heads": heads[0], "group": heads[1], "head_dim": head_dim}
+    assert compare(backend, lengths, **sizes, in_int8=True) < 1e-5
+
+
+def test_a_head_in_8_bits_is_integers_and_their_scale():
+    heads = torch.tensor([[[0.0, 100.0, -254.0]], [[0.0, 0.0, 0.0]], [[1.0, float("inf"), 0.0]]])
+    quantized = quantized_heads(heads)
+    assert quantized[0, 0, :3].tolist() == [0, 50, -127]
+    assert quantized[0, 0, 3:].clone().view(torch.float32).item() == 2.0
+    assert torch.equal(loaded(quantized[:2]), heads[:2])
+    assert loaded(quantized[2:]).isnan().any()  # which the sequence ends with
+
+
+@NAMES
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_comparison_notices_a_planted_fault(backend, fault):
     lengths = [(40, 1), (41, 1), (17, 5)]
@@ -60,9 +81,11 @@ POISONED = [(40, 1), (7, 1), (0, 30), (20, 9)]  # decodes, a prompt, a chunk aft
 
 
 @NAMES
+@pytest.mark.parametrize("in_int8", [False, True])
 @pytest.mark.parametrize("poisoned", [(0, 0), (2, 0), (2, 17), (3, 4)])
-def test_a_token_that_is_not_finite_reaches_later_queries_of_its_sequence_and_no_others(backend, poisoned):
-    assert compare(backend, POISONED, block_size=16, num_kv_heads=2, group=2, head_dim=8, poisoned=poisoned) < 1e-5
+def test_a_token_that_is_not_finite_reaches_later_queries_of_its_sequence_and_no_others(backend, poisoned, in_int8):
+    sizes = {"block_size": 16, "num_kv_heads": 2, "group": 2, "head_dim": 8}
+    assert compare(backend, POISONED, **sizes, poisoned=poisoned, in_int8=in_int8) < 1e-5
 
 
 def test_that_test_notices_values_that_are_stored_as_they_are(monkeypatch):

@@ -45,6 +45,7 @@ BAD_LLM = {
     "dtype": ["fp8", None, 16, ["auto"], torch.int8, "auto "],
     "quantization": ["int2", "awq", 8, True, ["int8"], ARRAY],
     "device": ["tpu", None, 0, "cuda:x", "cuda:-1", "CPU"],
+    "kv_cache_dtype": ["fp8", "INT8", None, 8, UNPRINTABLE, ARRAY],
     "block_size": [0, -16, 1.5, "16", HUGE, UNPRINTABLE, ARRAY],
     "max_num_seqs": [0, -1, 2.0, "8", True, -UNPRINTABLE, ARRAY],
     "max_num_batched_tokens": [0, "many", [1], math.nan],

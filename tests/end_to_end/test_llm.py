@@ -846,7 +846,7 @@ def test_a_dict_that_was_changed_in_place_is_checked_with_the_request(llm, value
 
 @pytest.mark.parametrize(
     "argument",
-    [{"pipeline_parallel_size": 2}, {"enable_lora": True}, {"kv_cache_dtype": "fp8"}],
+    [{"pipeline_parallel_size": 2}, {"enable_lora": True}, {"swap_space": 8}],
 )
 def test_vllms_arguments_that_we_do_not_have_are_refused_by_name(argument):
     [name] = argument

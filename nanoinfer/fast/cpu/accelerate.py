@@ -101,6 +101,7 @@ def accelerate_on_cpu(parts: Parts, config: EngineConfig) -> Parts:
             num_heads=sizes.num_attention_heads,
             num_kv_heads=sizes.num_key_value_heads,
             head_dim=sizes.head_dim,
+            has_int8_pages=parts.cache_dtype == torch.int8,
         )
     except UnsupportedError as error:
         logger.warning("the model runs without its C++ kernels, which are faster: %s", error)
@@ -123,6 +124,6 @@ def _try_out(parts: Parts, config: EngineConfig) -> bool:
             model,
             parts.backend,
             parts.block_size,
-            parts.dtype,
+            parts.cache_dtype,
             has_single_queries=config.scheduler.batch_invariant,
         )

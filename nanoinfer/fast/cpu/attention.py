@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.cpu import CPUBackend, CPUStep, DecodeRows, PrefillChunks
-from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.attention.kv_cache import KVCache, Pages
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.program import KernelCall, Slice, has_tiles
 
@@ -66,8 +66,12 @@ class PrefillCall(ctypes.Structure):
     )
 
 
-def _library(name: str, dtype: torch.dtype, structures: tuple[type[ctypes.Structure], ...], *sizes: str) -> ctypes.CDLL:
-    return native.load(FOLDER / f"{name}.cpp", *sizes, *native.definitions_of(dtype), structures=structures)
+def _library(name: str, dtype: torch.dtype, structures: tuple[type[ctypes.Structure], ...], *definitions: str) -> ctypes.CDLL:
+    return native.load(FOLDER / f"{name}.cpp", *definitions, *native.definitions_of(dtype), structures=structures)
+
+
+def _definitions(has_int8_pages: bool, **sizes: int) -> list[str]:
+    return [*(f"{name}={size}" for name, size in sizes.items()), *(["INT8_PAGES"] if has_int8_pages else [])]
 
 
 def _heads(q: Tensor, k: Tensor, v: Tensor, out: Tensor, k_pages: Tensor, v_pages: Tensor) -> tuple[int, ...]:
@@ -88,9 +92,10 @@ class DecodeKernel:
         UnsupportedError: the dtype is not supported, or the kernel cannot be compiled.
     """
 
-    def __init__(self, dtype: torch.dtype, head_dim: int, group: int) -> None:
+    def __init__(self, dtype: torch.dtype, head_dim: int, group: int, *, has_int8_pages: bool = False) -> None:
         structures = KernelDecodeRows, Heads, AttendCall
-        library = _library("paged_decode", dtype, structures, f"HEAD_DIM={head_dim}", f"GROUP={group}")
+        definitions = _definitions(has_int8_pages, HEAD_DIM=head_dim, GROUP=group)
+        library = _library("paged_decode", dtype, structures, *definitions)
         self._head_dim, self._group = head_dim, group
         self._decode, self._find_spans, self._attend = library.decode, library.find_spans, library.attend
         self._decode.argtypes, self._decode.restype = [c_void_p, c_void_p, c_int], None
@@ -103,8 +108,8 @@ class DecodeKernel:
         q: Float[Tensor, "num_seqs num_heads head_dim"],
         k: Float[Tensor, "num_seqs num_kv_heads head_dim"],
         v: Float[Tensor, "num_seqs num_kv_heads head_dim"],
-        k_pages: Float[Tensor, "num_blocks num_kv_heads block_size head_dim"],
-        v_pages: Float[Tensor, "num_blocks num_kv_heads block_size head_dim"],
+        k_pages: Pages,
+        v_pages: Pages,
         rows: DecodeRows,
     ) -> Float[Tensor, "num_seqs num_heads head_dim"]:
         """See paged_decode. The integers in `rows` are contiguous, int64, and not checked."""
@@ -119,7 +124,7 @@ class DecodeKernel:
         self,
         rows: DecodeRows,
         lens: list[int],
-        pages: Float[Tensor, "num_blocks num_kv_heads block_size head_dim"],
+        pages: Pages,
         addresses: "ctypes.Array[c_void_p] | None" = None,
     ) -> KernelDecodeRows:
         """What the layers of a step share.
@@ -159,9 +164,9 @@ class PrefillKernel:
         UnsupportedError: the dtype is not supported, or the kernel cannot be compiled.
     """
 
-    def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
+    def __init__(self, dtype: torch.dtype, head_dim: int, *, has_int8_pages: bool = False) -> None:
         is_tiled = dtype is torch.bfloat16 and head_dim % 32 == 0 and has_tiles()
-        definitions = [f"HEAD_DIM={head_dim}", *(["TILES"] if is_tiled else [])]
+        definitions = [*_definitions(has_int8_pages, HEAD_DIM=head_dim), *(["TILES"] if is_tiled else [])]
         self._prefill = _library("paged_prefill", dtype, (PrefillCall,), *definitions).prefill
         self._prefill.argtypes, self._prefill.restype = [c_void_p, c_int], None
 
@@ -170,8 +175,8 @@ class PrefillKernel:
         q: Float[Tensor, "num_tokens num_heads head_dim"],
         k: Float[Tensor, "num_tokens num_kv_heads head_dim"],
         v: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-        k_pages: Float[Tensor, "num_blocks num_kv_heads block_size head_dim"],
-        v_pages: Float[Tensor, "num_blocks num_kv_heads block_size head_dim"],
+        k_pages: Pages,
+        v_pages: Pages,
         chunks: PrefillChunks,
     ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
         """The integers in `chunks` are contiguous, int64, and not checked."""
@@ -187,16 +192,18 @@ class PrefillKernel:
 
 
 class KernelBackend(CPUBackend):
-    """CPUBackend with kernels for one model.
+    """CPUBackend with kernels for one model. has_int8_pages: its cache has the dtype torch.int8, not the model's.
 
     Raises:
         UnsupportedError: the dtype is not supported, or a kernel cannot be compiled.
     """
 
-    def __init__(self, dtype: torch.dtype, *, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, dtype: torch.dtype, *, num_heads: int, num_kv_heads: int, head_dim: int, has_int8_pages: bool = False
+    ) -> None:
         super().__init__()
-        self.kernel = DecodeKernel(dtype, head_dim, num_heads // num_kv_heads)
-        self._prefill = PrefillKernel(dtype, head_dim)
+        self.kernel = DecodeKernel(dtype, head_dim, num_heads // num_kv_heads, has_int8_pages=has_int8_pages)
+        self._prefill = PrefillKernel(dtype, head_dim, has_int8_pages=has_int8_pages)
         self._addresses: tuple[KVCache, ctypes.Array[c_void_p]] | None = None  # of the cache that was used last
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:

@@ -35,7 +35,7 @@ struct DecodeRows {
     int64_t num_rows, max_blocks, num_spans, num_kv_heads, block_size;
     Span* spans;           // [num_spans]
     Partial* partials;     // [num_spans, num_kv_heads]
-    Number* const* pages;  // the keys and the values of each layer: [num_blocks, num_kv_heads, block_size, HEAD_DIM]
+    Stored* const* pages;  // the keys and the values of each layer: [num_blocks, num_kv_heads, block_size, STORED_SIZE]
 };
 
 // A layer's heads. q, out: [num_rows, num_kv_heads * GROUP, HEAD_DIM]. k, v: [num_rows, num_kv_heads, HEAD_DIM]. The strides of
@@ -44,7 +44,7 @@ struct Heads {
     const Number *q, *k, *v;
     Number* out;
     int64_t q_stride, k_stride, v_stride;
-    Number *k_pages, *v_pages;
+    Stored *k_pages, *v_pages;
 };
 
 // The attention of a layer in a program.
@@ -65,7 +65,7 @@ namespace {
 constexpr int64_t SPAN = 256;  // tokens of a span, at most
 
 // A query, in the form in which it is multiplied: bfloat16 numbers in pairs, if the machine has an instruction for them.
-#if defined(BF16) && defined(__AVX512BF16__)
+#if defined(BF16) && defined(__AVX512BF16__) && !defined(INT8_PAGES)
 constexpr int QUERY_VECTORS = (HEAD_DIM + 2 * LANES - 1) / (2 * LANES);
 typedef Terms Query[QUERY_VECTORS];
 
@@ -79,7 +79,7 @@ void load_query(Query& query, const Number* head) {
     for (int i = 0; i < QUERY_VECTORS; i++) query[i] = load_pairs(head, i);
 }
 
-Floats products(const Query& query, const Number* key) {
+Floats products(const Query& query, const Stored* key) {
     Floats sums = {};
     for (int i = 0; i < QUERY_VECTORS; i++) {
         sums = (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)query[i], (__m512bh)load_pairs(key, i));
@@ -93,8 +93,8 @@ void load_query(Query& query, const Number* head) {
     query = load_head(head);
 }
 
-Floats products(const Query& query, const Number* key) {
-    const Head head = load_head(key);
+Floats products(const Query& query, const Stored* key) {
+    const Head head = load_stored(key);
     Floats sums = query.part[0] * head.part[0];
     for (int i = 1; i < HEAD_VECTORS; i++) sums += query.part[i] * head.part[i];
     return sums;
@@ -129,23 +129,23 @@ struct Places {
         for (int64_t token = first; token < last;) {
             const int64_t end = std::min(token - token % pages.block_size + pages.block_size, last);
             int64_t place = pages.at(token) - pages.pages;
-            for (; token < end; token++, place += HEAD_DIM) of[token - first] = place;
+            for (; token < end; token++, place += STORED_SIZE) of[token - first] = place;
         }
     }
 };
 
-constexpr int64_t AHEAD = std::max<int64_t>(8192 / (HEAD_DIM * sizeof(Number)), 1);  // tokens
+constexpr int64_t AHEAD = std::max<int64_t>(8192 / (STORED_SIZE * sizeof(Stored)), 1);  // tokens
 
 // Fetch the head that is visited AHEAD tokens later, if there is one: in `places` or, behind its end, in `next`.
-void prefetch(const Number* pages, const Places& places, const Number* next_pages, const Places& next, int64_t token) {
+void prefetch(const Stored* pages, const Places& places, const Stored* next_pages, const Places& next, int64_t token) {
     const int64_t ahead = token + AHEAD - places.num_tokens;
     if (ahead >= next.num_tokens) return;
-    const Number* head = ahead < 0 ? pages + places.of[token + AHEAD] : next_pages + next.of[ahead];
-    for (size_t byte = 0; byte < HEAD_DIM * sizeof(Number); byte += 64) __builtin_prefetch((const char*)head + byte);
+    const Stored* head = ahead < 0 ? pages + places.of[token + AHEAD] : next_pages + next.of[ahead];
+    for (size_t byte = 0; byte < STORED_SIZE * sizeof(Stored); byte += 64) __builtin_prefetch((const char*)head + byte);
 }
 
 // next: of the task that follows.
-void attend(Partial& result, const Number* q, const Number* k_pages, const Number* v_pages, const Places& places,
+void attend(Partial& result, const Number* q, const Stored* k_pages, const Stored* v_pages, const Places& places,
             const Places& next) {
     Query queries[GROUP];
     for (int g = 0; g < GROUP; g++) load_query(queries[g], q + g * HEAD_DIM);
@@ -180,7 +180,7 @@ void attend(Partial& result, const Number* q, const Number* k_pages, const Numbe
     Floats sums[GROUP][HEAD_VECTORS] = {};
     for (int64_t token = 0; token < num_tokens; token++) {
         prefetch(v_pages, places, k_pages, next, token);
-        const Head value = load_head(v_pages + places.of[token]);
+        const Head value = load_stored(v_pages + places.of[token]);
 #pragma GCC unroll 16
         for (int g = 0; g < GROUP; g++) {
             const float weight = ((float*)scores[g])[token];
@@ -271,7 +271,7 @@ extern "C" void decode(const DecodeRows* rows, const Heads* heads, int num_threa
 
 extern "C" void attend(const AttendCall* call, const Batch& batch) {
     const DecodeRows& rows = *static_cast<const DecodeRows*>(batch.arrays[call->rows]);
-    Number* const* pages = rows.pages + 2 * call->layer;
+    Stored* const* pages = rows.pages + 2 * call->layer;
     const Number *q = call->q.row<Number>(batch, 0), *k = call->k.row<Number>(batch, 0), *v = call->v.row<Number>(batch, 0);
     Number* out = call->out.row<Number>(batch, 0);
     compute(rows, {q, k, v, out, call->q.stride, call->k.stride, call->v.stride, pages[0], pages[1]}, *batch.barrier);

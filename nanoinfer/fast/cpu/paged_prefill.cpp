@@ -159,11 +159,11 @@ void attend(Rows& rows, int block, const Tile& tile, int64_t first_key, int num_
     }
 }
 
-const Number ZEROS[HEAD_DIM] = {};
+const Stored ZEROS[STORED_SIZE] = {};
 
 // Where the heads of the tokens first .. first + TILE - 1 are stored. Tokens from num_tokens on are zeros.
 struct Places {
-    const Number* of[TILE];
+    const Stored* of[TILE];
 
     Places(const Pages& pages, int64_t first, int num_tokens) {
         int64_t left = 0;  // in the block
@@ -171,7 +171,7 @@ struct Places {
             if (token >= num_tokens) {
                 of[token] = ZEROS;
             } else if (left-- > 0) {
-                of[token] = of[token - 1] + HEAD_DIM;
+                of[token] = of[token - 1] + STORED_SIZE;
             } else {
                 of[token] = pages.at(first + token);
                 left = pages.block_size - (first + token) % pages.block_size - 1;
@@ -187,12 +187,27 @@ void each_term(const Number* head, Set set) {
     if (HEAD_DIM % PER_TERM) set(HEAD_TERMS - 1, term_of(head[HEAD_DIM - 1], 0));
 }
 
+// The numbers of a stored head, which may be written to `numbers`.
+#ifdef INT8_PAGES
+const Number* numbers_of(const Stored* head, Number* numbers) {
+    const Head x = load_stored(head);
+    for (int i = 0; i < HEAD_VECTORS; i++) store(numbers + i * LANES, x.part[i], std::min(HEAD_DIM - i * LANES, LANES));
+    return numbers;
+}
+#else
+const Number* numbers_of(const Stored* head, Number*) {
+    return head;
+}
+#endif
+
 void copy(Tile& tile, const Places& keys, const Places& values) {
+    Number numbers[2][HEAD_DIM];
     for (int token = 0; token < TILE; token++) {
-        each_term(keys.of[token], [&](int i, Term term) { tile.keys[token][i] = term; });
+        each_term(numbers_of(keys.of[token], numbers[0]), [&](int i, Term term) { tile.keys[token][i] = term; });
     }
     for (int term = 0; term < TILE_TERMS; term++) {
-        const Number *first = values.of[term * PER_TERM], *second = values.of[term * PER_TERM + PER_TERM - 1];
+        const Number* first = numbers_of(values.of[term * PER_TERM], numbers[0]);
+        const Number* second = numbers_of(values.of[term * PER_TERM + PER_TERM - 1], numbers[1]);
         Term* values = tile.values + term * VALUE_TERM_STRIDE;
         for (int d = 0; d < HEAD_DIM; d++) values[d * VALUE_STRIDE] = term_of(first[d], second[d]);
         for (int d = HEAD_DIM; d < COLUMNS; d++) values[d * VALUE_STRIDE] = 0;
@@ -264,7 +279,7 @@ struct PrefillCall {
     const Number *q, *k, *v;
     Number* out;
     int64_t q_stride, k_stride, v_stride;
-    Number *k_pages, *v_pages;    // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
+    Stored *k_pages, *v_pages;    // [num_blocks, num_kv_heads, block_size, STORED_SIZE]
     const int64_t* slots;         // of the tokens
     const int64_t* starts;        // [num_chunks + 1], the first token of each chunk, relative to any origin
     const int64_t* block_tables;  // [num_chunks, max_blocks]

@@ -1,7 +1,8 @@
 // Heads in the pages of the KV cache, for paged_decode.cpp and paged_prefill.cpp. Both are compiled with these constants:
 //
-//     HEAD_DIM   numbers of a head
-//     BF16       defined if numbers are bfloat16, otherwise they are float
+//     HEAD_DIM     numbers of a head
+//     INT8_PAGES   defined if pages have heads in 8 bits, as attention/kv_cache.py (`quantized_heads`) defines them: HEAD_DIM
+//                  integers, then their scale, a float
 
 #pragma once
 
@@ -22,37 +23,86 @@ inline Head load_head(const Number* head) {
     return x;
 }
 
+#ifdef INT8_PAGES
+typedef int8_t Stored;
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
+constexpr int STORED_SIZE = HEAD_DIM + sizeof(float);  // of a head, in its elements
+
+inline Head load_stored(const Stored* head) {
+    float scale;
+    std::memcpy(&scale, head + HEAD_DIM, sizeof scale);
+    Head x;
+    for (int i = 0; i < HEAD_VECTORS; i++) {
+        Bytes integers = {};
+        std::memcpy(&integers, head + i * LANES, std::min(HEAD_DIM - i * LANES, LANES));
+        x.part[i] = __builtin_convertvector(__builtin_convertvector(integers, Ints), Floats) * scale;
+    }
+    return x;
+}
+
+// With a scale that is not finite if a number is not.
+inline void store(Stored* to, const Number* head) {
+    const Head x = load_head(head);
+    Floats largest = {}, zero = {};
+    for (const Floats& part : x.part) {
+        const Floats size = part < 0.0f ? -part : part;
+        largest = size > largest ? size : largest;
+        zero += part * 0.0f;
+    }
+    const float limit = *std::max_element((float*)&largest, (float*)&largest + LANES), factor = limit > 0 ? 127 / limit : 0;
+    const float scale = limit / 127 + sum(zero);
+    for (int i = 0; i < HEAD_VECTORS; i++) {
+        const Ints nearest = (Ints)(x.part[i] * factor + 12582912.0f) - 0x4b400000;  // 1.5 * 2^23 rounds
+        const Bytes integers = __builtin_convertvector(nearest, Bytes);
+        std::memcpy(to + i * LANES, &integers, std::min(HEAD_DIM - i * LANES, LANES));
+    }
+    std::memcpy(to + HEAD_DIM, &scale, sizeof scale);
+}
+#else
+typedef Number Stored;
+constexpr int STORED_SIZE = HEAD_DIM;
+
+inline Head load_stored(const Stored* head) {
+    return load_head(head);
+}
+
+inline void store(Stored* to, const Number* head) {
+    std::copy_n(head, HEAD_DIM, to);
+}
+#endif
+
 // The pages of one KV head of one sequence.
 struct Pages {
-    const Number* pages;
+    const Stored* pages;
     const int64_t* table;
     int64_t num_kv_heads, block_size, kv_head;
 
-    const Number* at(int64_t token) const {
-        return pages + ((table[token / block_size] * num_kv_heads + kv_head) * block_size + token % block_size) * HEAD_DIM;
+    const Stored* at(int64_t token) const {
+        return pages + ((table[token / block_size] * num_kv_heads + kv_head) * block_size + token % block_size) * STORED_SIZE;
     }
 };
 
 // Store a token's head. As kv_cache.finite_values: a value that is not finite is stored as 0, and its key as NaN.
-inline void store_head(Number* key, Number* value, const Number* k, const Number* v) {
+inline void store_head(Stored* key, Stored* value, const Number* k, const Number* v) {
     Head x = load_head(v);
     Floats zero = {};
     for (Floats& part : x.part) zero += part * 0.0f;  // NaN in a lane that holds infinity or NaN
-    const bool is_finite = sum(zero) == 0.0f;
-    if (is_finite) {
-        std::copy_n(k, HEAD_DIM, key);
-        std::copy_n(v, HEAD_DIM, value);
+    if (sum(zero) == 0.0f) {
+        store(key, k);
+        store(value, v);
     } else {
-        std::fill_n(key, HEAD_DIM, narrow(Floats{} + NAN)[0]);
-        std::fill_n(value, HEAD_DIM, Number(0));
+        Number nan[HEAD_DIM], zeros[HEAD_DIM] = {};
+        std::fill_n(nan, HEAD_DIM, narrow(Floats{} + NAN)[0]);
+        store(key, nan);
+        store(value, zeros);
     }
 }
 
 // Store the heads of a token in its slot. k, v: [num_kv_heads, HEAD_DIM].
-inline void store_token(Number* k_pages, Number* v_pages, const Number* k, const Number* v, int64_t slot, int64_t num_kv_heads,
+inline void store_token(Stored* k_pages, Stored* v_pages, const Number* k, const Number* v, int64_t slot, int64_t num_kv_heads,
                         int64_t block_size) {
     for (int64_t head = 0; head < num_kv_heads; head++) {
-        const int64_t place = ((slot / block_size * num_kv_heads + head) * block_size + slot % block_size) * HEAD_DIM;
+        const int64_t place = ((slot / block_size * num_kv_heads + head) * block_size + slot % block_size) * STORED_SIZE;
         store_head(k_pages + place, v_pages + place, k + head * HEAD_DIM, v + head * HEAD_DIM);
     }
 }
