@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from nanoinfer.attention.kv_cache import bytes_per_block_of
+from nanoinfer.bench.roofline import cache_bytes, least_s_of_run, measure_machine
 from nanoinfer.bench.timing import Figures, RequestTiming, figures
 from nanoinfer.bench.workloads import Workload
-from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.llm import LLM
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.quantization import BITS
 
 if sys.platform != "win32":
     import resource
@@ -35,10 +35,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One workload. figures: those of the run with the median tokens per second."""
+    """One workload. figures: those of the run with the median tokens per second. share_of_limit: its least time by its time."""
 
     workload: str
     figures: Figures
+    share_of_limit: float
     memory: Memory
 
 
@@ -74,14 +75,17 @@ def measure(checkpoint: str | None, workloads: list[Workload], *, repeats: int, 
     info = llm.info
     for workload in workloads:
         run_workload(llm, workload, 0)
-    num_weights = sum(weight.numel() for weight in loader.on_meta(Checkpoint.open(checkpoint))[0].parameters())
-    num_weight_bytes = num_weights * getattr(torch, info.dtype).itemsize
-    memory = Memory(num_weight_bytes, info.num_cache_bytes, memory_in_use(torch.device(info.device)))
+    model, dtype, device = loader.on_meta(Checkpoint.open(checkpoint))[0], getattr(torch, info.dtype), torch.device(info.device)
+    num_weight_bytes = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+    memory = Memory(num_weight_bytes, info.num_cache_bytes, memory_in_use(device))
+    machine, weight_bits = measure_machine(device, dtype), BITS.get(engine.get("quantization") or "")
     measurements = []
     for workload in workloads:
-        runs = [figures(run_workload(llm, workload, run)) for run in range(1, repeats + 1)]
-        runs.sort(key=lambda run: run.output_tokens_per_s)
-        measurements.append(Measurement(workload.name, runs[repeats // 2], memory))
+        runs = [(timings, figures(timings)) for run in range(1, repeats + 1) for timings in [run_workload(llm, workload, run)]]
+        runs.sort(key=lambda run: run[1].output_tokens_per_s)
+        timings, median = runs[repeats // 2]
+        share = least_s_of_run(timings, machine, model, dtype, weight_bits) / median.duration_s
+        measurements.append(Measurement(workload.name, median, share, memory))
     return measurements
 
 
@@ -110,13 +114,6 @@ def load(checkpoint: str | None, workloads: list[Workload], **engine: Any) -> LL
                 f"{llm.engine.max_model_len}; pick a shorter one{', or raise kv_cache_memory' if is_cache_given else ''}"
             )
     return llm
-
-
-def cache_bytes(config: Any, dtype: torch.dtype, num_tokens: list[int]) -> int:
-    """Bytes of a KV cache for the largest sequences that run at once. num_tokens: the length of each sequence."""
-    block = 256  # tokens: a multiple of every backend's block size
-    num_blocks = sum(sorted((-(-tokens // block) for tokens in num_tokens), reverse=True)[: SchedulerConfig.max_num_seqs])
-    return num_blocks * bytes_per_block_of(config, block, dtype)
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -6,6 +6,7 @@ Source: Williams, Waterman and Patterson 2009, "Roofline: an insightful visual p
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.bench.offline import cache_bytes
+from nanoinfer.attention.kv_cache import bytes_per_block_of
+from nanoinfer.bench.timing import RequestTiming
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.llm import LLM
@@ -25,7 +27,7 @@ from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tracing import Recorder, StepScheduled, StepTimed
 
-READ_BYTES = {"cpu": 256 * 2**20, "cuda": 2**32}  # larger than any cache, and long enough to be timed
+READ_BYTES = {"cpu": 2**30, "cuda": 2**32}  # larger than any cache, and long enough to be timed
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
 # (sequences, tokens of each) of the measured steps. The first is a prefill, the others decode.
 STEPS = {
@@ -101,7 +103,9 @@ def _gemm_rate(size: int, dtype: torch.dtype, device: torch.device) -> float:
         return max(2 * size**3 / _best_s(partial(layer, x), device) for layer in layers)
 
 
-def count(model: Any, dtype: torch.dtype, *, num_seqs: int, num_new: int, context: int) -> tuple[Part, ...]:
+def count(
+    model: Any, dtype: torch.dtype, *, num_seqs: int, num_new: int, context: int, weight_bits: int | None = None
+) -> tuple[Part, ...]:
     """Count the bytes and operations of a step's parts. Attention is causal: a token sees itself and the tokens before it.
 
     Args:
@@ -110,9 +114,11 @@ def count(model: Any, dtype: torch.dtype, *, num_seqs: int, num_new: int, contex
         num_seqs: sequences in the step.
         num_new: new tokens per sequence.
         context: tokens that the last new token of a sequence sees.
+        weight_bits: of the linear layers, if they are quantised.
     """
     config = model.config
     size, num_tokens = dtype.itemsize, num_seqs * num_new
+    bits = weight_bits or 8 * size
     weights = {"attention projections": 0, "MLP": 0}
     for name, weight in model.named_parameters():
         if weight.dim() == 2 and (".attn." in name or ".self_attn." in name):
@@ -124,15 +130,50 @@ def count(model: Any, dtype: torch.dtype, *, num_seqs: int, num_new: int, contex
     num_seen = num_seqs * sum(context - num_new + i + 1 for i in range(num_new))  # pairs of a token and one that it sees
     return (
         Part("embedding", num_tokens * hidden * size, 0),
-        *(Part(name, number * size, 2 * num_tokens * number) for name, number in weights.items()),
+        *(Part(name, number * bits // 8, 2 * num_tokens * number) for name, number in weights.items()),
         Part(
             "attention",
             num_seqs * context * kv * layers * size,
             4 * num_seen * config.num_attention_heads * config.head_dim * layers,
         ),
         Part("cache write", num_tokens * kv * layers * size, 0),
-        Part("LM head", head * size + num_seqs * config.vocab_size * 4, 2 * num_seqs * head),
+        Part("LM head", head * bits // 8 + num_seqs * config.vocab_size * 4, 2 * num_seqs * head),
     )
+
+
+def cache_bytes(config: Any, dtype: torch.dtype, num_tokens: list[int]) -> int:
+    """Bytes of a KV cache for the largest sequences that run at once. num_tokens: the length of each sequence."""
+    block = 256  # tokens: a multiple of every backend's block size
+    num_blocks = sum(sorted((-(-tokens // block) for tokens in num_tokens), reverse=True)[: SchedulerConfig.max_num_seqs])
+    return num_blocks * bytes_per_block_of(config, block, dtype)
+
+
+def least_s_of_run(
+    timings: list[RequestTiming], machine: Machine, model: Any, dtype: torch.dtype, weight_bits: int | None = None
+) -> float:
+    """What the steps of a run take at least: each reads the weights once, and computes the tokens that came from it.
+
+    A prompt counts in the step of its first token. The prompts of a step count with their mean length, as do its contexts.
+    """
+    prompts: dict[float, list[int]] = defaultdict(list)
+    contexts: dict[float, list[int]] = defaultdict(list)
+    for timing in timings:
+        prompts[timing.token_times[0]].append(timing.num_prompt_tokens)
+        for i, time_of_token in enumerate(timing.token_times[1:], start=1):
+            contexts[time_of_token].append(timing.num_prompt_tokens + i)
+    seconds = 0.0
+    for step in {*prompts, *contexts}:
+        kinds = []
+        for lengths, is_prefill in ((prompts[step], True), (contexts[step], False)):
+            if lengths:
+                length = round(sum(lengths) / len(lengths))
+                sizes = {"num_seqs": len(lengths), "num_new": length if is_prefill else 1, "context": length}
+                kinds.append(count(model, dtype, **sizes, weight_bits=weight_bits))
+        for parts in zip(*kinds, strict=True):
+            num_bytes = (sum if parts[0].name in ("attention", "cache write") else max)(part.num_bytes for part in parts)
+            part = Part(parts[0].name, num_bytes, sum(part.num_operations for part in parts))
+            seconds += part.least_s(machine, dtype)
+    return seconds
 
 
 def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, list[Phase]]:

@@ -108,6 +108,25 @@ def test_a_part_takes_as_long_as_the_slower_of_reading_and_computing():
     assert roofline.Part("computes", 10, 5000).least_s(machine, torch.float32) == 5.0
 
 
+def test_the_least_time_of_a_run_is_that_of_its_steps(gpt2_path):
+    """Two requests: both prompts in one step, then a step of both, and one of the second. Nothing but reading takes time."""
+    model = loader.on_meta(Checkpoint.open(str(gpt2_path)))[0]
+    machine = roofline.Machine(2, bandwidth=1.0, gemm_rates={torch.float32: float("inf")})
+    timings = [
+        RequestTiming(0.0, token_times=[1.0, 2.0], num_prompt_tokens=3),
+        RequestTiming(0.0, token_times=[1.0, 2.0, 3.0], num_prompt_tokens=5),
+    ]
+
+    def num_bytes(bits=None, **step):
+        return sum(part.num_bytes for part in roofline.count(model, torch.float32, **step, weight_bits=bits))
+
+    for bits in (None, 8):
+        steps = ((2, 4, 4), (2, 1, 5), (1, 1, 7))  # sequences, new tokens, the mean context
+        expected = sum(num_bytes(bits, num_seqs=n, num_new=new, context=context) for n, new, context in steps)
+        assert roofline.least_s_of_run(timings, machine, model, torch.float32, bits) == expected
+    assert num_bytes(8, num_seqs=1, num_new=1, context=1) < num_bytes(num_seqs=1, num_new=1, context=1)
+
+
 def test_a_random_model_is_a_checkpoint_of_its_sizes(tmp_path, monkeypatch):
     monkeypatch.setitem(
         random_models.RANDOM_MODELS, "tiny", ("GPT2Config", {"n_embd": 48, "n_layer": 2, "n_head": 4}, "bfloat16")
@@ -142,7 +161,7 @@ def test_throughput_as_json():
 def test_throughput_is_a_table():
     result = run("throughput", *OWN)
     assert result.exit_code == 0, result.stderr
-    for word in ("yours", "output tok/s", "TTFT ms", "memory: weights"):
+    for word in ("yours", "output tok/s", "TTFT ms", "share of the limit", "%", "memory: weights"):
         assert word in result.stdout
 
 
