@@ -143,10 +143,10 @@ def test_figures_fit_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     times = Percentiles(1234.56, 1234.56, 1234.56, 1234.56)
     figures = Figures(64, 4096, 4096, 12.3, 1632.1, 12345.6, 5.2, times, times, times)
-    results = [Measurement(name, figures, Memory(10**9, 10**9, 10**10)) for name in ("A", "B16", "yours")]
+    results = [Measurement(name, figures, 0.75, Memory(10**9, 10**9, 10**10)) for name in ("A", "B16", "yours")]
     bench._show_throughput(results)
     bench._show_latency(results)
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
-    words = ("requests", "workload", "TTFT", "12346", "1632.1", "1234.56", "yours")
+    words = ("requests", "workload", "TTFT", "12346", "1632.1", "1234.56", "yours", "75%")
     assert [word for word in words if word not in printed] == []

@@ -31,8 +31,8 @@ ALLOWED = {
     "speculative": {"words", "tracing", "scheduling", "execution"},
     "fast": {"words", "system", "scheduling", "attention", "models", "loading", "sampling", "execution"},
     "engine": {
-        *("words", "tracing", "tokenization", "scheduling", "loading", "structured", "chat", "execution", "speculative"),
-        "fast",
+        *("words", "system", "tracing", "tokenization", "scheduling", "loading", "structured", "chat", "execution"),
+        *("speculative", "fast"),
     },
     "distributed": {
         *("words", "system", "scheduling", "attention", "models", "loading", "sampling", "execution", "fast"),
@@ -44,8 +44,8 @@ ALLOWED = {
     "bundled": set(),
     "bench": {"words", "tracing", "loading", "attention", "fast", "llm", "server"},
     "cli": {
-        *("words", "tracing", "scheduling", "attention", "models", "loading", "execution", "fast", "engine", "llm"),
-        *("async_llm", "server", "bench"),
+        *("words", "system", "tracing", "scheduling", "attention", "models", "loading", "execution", "fast", "engine"),
+        *("llm", "async_llm", "server", "bench"),
     },
 }
 
