@@ -28,6 +28,26 @@ typedef int8_t Stored;
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
 constexpr int STORED_SIZE = HEAD_DIM + sizeof(float);  // of a head, in its elements
 
+inline Floats floats_of(Bytes integers) {  // GCC converts them one by one
+#if defined(__AVX512F__)
+    if constexpr (LANES == 16) {
+        __m128i bytes;
+        std::memcpy(&bytes, &integers, sizeof bytes);
+        return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    }
+#endif
+#if defined(__AVX2__)
+    Floats wide;
+    for (int i = 0; i < LANES / 8; i++) {
+        const __m128i bytes = _mm_loadl_epi64((const __m128i*)((const int8_t*)&integers + 8 * i));
+        ((__m256*)&wide)[i] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+    }
+    return wide;
+#else
+    return __builtin_convertvector(__builtin_convertvector(integers, Ints), Floats);
+#endif
+}
+
 inline Head load_stored(const Stored* head) {
     float scale;
     std::memcpy(&scale, head + HEAD_DIM, sizeof scale);
@@ -35,7 +55,7 @@ inline Head load_stored(const Stored* head) {
     for (int i = 0; i < HEAD_VECTORS; i++) {
         Bytes integers = {};
         std::memcpy(&integers, head + i * LANES, std::min(HEAD_DIM - i * LANES, LANES));
-        x.part[i] = __builtin_convertvector(__builtin_convertvector(integers, Ints), Floats) * scale;
+        x.part[i] = floats_of(integers) * scale;
     }
     return x;
 }

@@ -95,13 +95,20 @@ void quantize(const Number* x, int group, int8_t* integers, float* scale, int32_
     *sum = total;
 }
 
-// Add the products of a group for one row and LANES outputs, whose group is the one at `of_group`.
-inline void add_group(Floats& total, Ints products, const QuantizedLinearCall& layer, const Rows& rows, int64_t row_group,
-                      int64_t of_group) {
-    const Ints zeros = __builtin_convertvector(vector_at<Bytes>(layer.zeros + of_group), Ints);
-    const Floats sums = __builtin_convertvector(products - zeros * rows.sums[row_group], Floats);
-    total += sums * rows.scales[row_group] * vector_at<Floats>(layer.scales + of_group);
-}
+// The scales and zeros of a group of LANES outputs.
+struct Group {
+    Floats scales;
+    Ints zeros;
+
+    Group(const QuantizedLinearCall& layer, int64_t place)
+        : scales(vector_at<Floats>(layer.scales + place)),
+          zeros(__builtin_convertvector(vector_at<Bytes>(layer.zeros + place), Ints)) {}
+
+    // Add the products of a row, which has the same group at `place`.
+    void add(Floats& total, Ints products, const Rows& rows, int64_t place) const {
+        total += __builtin_convertvector(products - zeros * rows.sums[place], Floats) * rows.scales[place] * scales;
+    }
+};
 
 // Outputs of one tile for NUM rows.
 template <int NUM, int BITS>
@@ -116,18 +123,19 @@ void compute(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile,
             for (int half = 0; half < 2; half++, weight += 64) {
                 if (NUM == 1) __builtin_prefetch(weight + FETCH_AHEAD, 0, STREAMED);  // as in vectors.h
                 const Ints packed = vector_at<Ints>(weight);
+                const Ints first_four = BITS == 8 ? packed : packed & 0x0f0f0f0f, next_four = (packed >> 4) & 0x0f0f0f0f;
                 for (int row = 0; row < NUM; row++) {
                     const int8_t* numbers = x + row * num_in + in;
                     Ints& sums = products[row][half];
-                    sums = add_products(sums, BITS == 8 ? packed : packed & 0x0f0f0f0f, vector_at<int32_t>(numbers));
-                    if (BITS == 4) sums = add_products(sums, (packed >> 4) & 0x0f0f0f0f, vector_at<int32_t>(numbers + WORD));
+                    sums = add_products(sums, first_four, vector_at<int32_t>(numbers));
+                    if (BITS == 4) sums = add_products(sums, next_four, vector_at<int32_t>(numbers + WORD));
                 }
             }
         }
         for (int half = 0; half < 2; half++) {
-            const int64_t of_group = (tile * num_groups + g) * TILE + half * LANES;
+            const Group outputs(layer, (tile * num_groups + g) * TILE + half * LANES);
             for (int row = 0; row < NUM; row++) {
-                add_group(total[row][half], products[row][half], layer, rows, (first + row) * num_groups + g, of_group);
+                outputs.add(total[row][half], products[row][half], rows, (first + row) * num_groups + g);
             }
         }
     }
@@ -195,10 +203,10 @@ void compute_in_tiles(const QuantizedLinearCall& layer, const Batch& batch, int6
         store_tile(2, products[1][0], TILE_BYTES);
         store_tile(3, products[1][1], TILE_BYTES);
         for (int half = 0; half < 2; half++) {
-            const int64_t of_group = (tile * num_groups + g) * TILE + half * LANES;
+            const Group outputs(layer, (tile * num_groups + g) * TILE + half * LANES);
             for (int row = 0; row < num_rows; row++) {
                 const Ints& sums = products[row / TILE_ROWS][half][row % TILE_ROWS];
-                add_group(total[row][half], sums, layer, rows, (first + row) * num_groups + g, of_group);
+                outputs.add(total[row][half], sums, rows, (first + row) * num_groups + g);
             }
         }
     }
