@@ -23,7 +23,7 @@ from nanoinfer.system.transfer import integers_on_device
 Layout = Literal["NHD", "HND"]
 Pages = Shaped[Tensor, "num_blocks num_kv_heads block_size stored_size"]  # of a layer in HND. stored_size: see KVCache
 
-SCALE_BYTES = 4  # behind a head of 8-bit integers
+SCALE_BYTES = 4  # after a head of 8-bit integers
 
 
 class KVCache:
@@ -105,7 +105,7 @@ def stored(heads: Keys, dtype: torch.dtype) -> Tensor:
 
 
 def loaded(pages: Tensor) -> Tensor:
-    """The inverse of `stored`: what a cache stores as numbers, those of 8 bits in fp32."""
+    """The inverse of `stored`: the cache's numbers, converted to fp32 if they are stored in 8 bits."""
     if pages.dtype != torch.int8:
         return pages
     return pages[..., :-SCALE_BYTES].float() * pages[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(
@@ -114,10 +114,10 @@ def loaded(pages: Tensor) -> Tensor:
 
 
 def quantized_heads(heads: Keys) -> Int8[Tensor, "num_tokens num_kv_heads head_dim_plus_4"]:
-    """Round each head to integers in -127 .. 127, behind which are the four bytes of their scale in fp32.
+    """Round each head to integers in -127 .. 127, followed by the four bytes of their scale in fp32.
 
-    A number is scale * integer, and the largest one of a head is exact. The scale of a head with a number that is not finite
-    is not finite, so all of it becomes NaN.
+    A number is scale * integer, and the largest one of a head is exact. If a number of a head is not finite, neither is the
+    scale, so the whole head becomes NaN.
     Source: a scale for each token, as for keys and values in Sheng et al. 2023, https://arxiv.org/abs/2303.06865.
     """
     numbers = heads.float()

@@ -181,7 +181,7 @@ def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, li
     recorder = Recorder()
     opened, device = Checkpoint.open(checkpoint), loader.resolve_device(engine["device"])
     model, dtype = loader.on_meta(opened)[0], loader.resolve_dtype(engine["dtype"], opened, device)
-    # No more than is needed: the first touch of further memory would be measured, too.
+    # Allocate no larger cache than these steps need, because the first touch of further memory would be measured, too.
     most_bytes = max(
         cache_bytes(model.config, dtype, [length + num_steps(n, length) + 2] * n) for n, length in STEPS[device.type]
     )
@@ -202,7 +202,7 @@ def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, li
 
 
 def plot(machine: Machine, dtype: torch.dtype, phases: list[Phase], path: Path) -> None:
-    """Draw the roof of each dtype and a point per phase: operations per byte against operations per second. PNG, log-log."""
+    """Draw the roof of each dtype and a point per phase: operations per second against operations per byte. PNG, log-log."""
     import matplotlib  # optional: the extra "notebooks" has it
 
     matplotlib.use("Agg")
@@ -244,7 +244,7 @@ def _measure(llm: LLM, recorder: Recorder, num_seqs: int, length: int) -> tuple[
 
 
 def num_steps(num_seqs: int, length: int) -> int:
-    """The number of decode steps in which NUM_STEPS are of all sequences at once: prompts may start some steps apart."""
+    """How many decode steps to run so that NUM_STEPS of them decode all sequences: prompts may start some steps apart."""
     return NUM_STEPS + -(-num_seqs * length // SchedulerConfig.max_num_batched_tokens)
 
 

@@ -6,9 +6,9 @@ In: a family's model and a checkpoint's Weights. Out: the model of one rank, wit
     row          a rank has the inputs that belong to these. Its product is one term of a sum over the ranks (AllReduced)
     vocabulary   a rank has an interval of the ids: their rows of the embedding, their logits
 
-A layer has two sums over the ranks, after the attention and after the MLP. The residual and a row layer's bias are added on
-rank 0. The other parts of the model (norms, positions, a router) are the same on every rank. The model files know nothing of
-this. Their layers are built with fewer heads and a smaller inner size.
+A layer has two sums over the ranks, after the attention and after the MLP. A row layer's bias is added on rank 0 before the
+sum, and the residual on every rank after it. The other parts of the model (norms, positions, a router) are the same on every
+rank. The model files know nothing of this: their layers are built with fewer heads and a smaller inner size.
 
 Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053
 """
@@ -123,7 +123,7 @@ class Shards:
         self.communicator = communicator
 
     def split(self, model: Any, weights: Weights) -> tuple[Any, Weights]:
-        """Build this rank's model on the meta device, and the Weights that fill it, of the whole ones."""
+        """Build this rank's model on the meta device, and from the whole model's Weights those that fill it."""
         config, rank, size = model.config, self.communicator.rank, self.communicator.size
         parts = {name: _even(inner_size, rank, size) for name, inner_size in _inner_sizes(config).items()}
         parts["vocab_size"] = _vocabulary(config.vocab_size, rank, size)
@@ -136,10 +136,10 @@ class Shards:
         return shard, ShardedWeights(weights, model, rank, size)
 
     def join(self, model: Any, vocab_size: int) -> None:
-        """Replace the layers of a rank's loaded model whose results belong together by modules that join them.
+        """Replace the layers of a rank's loaded model that give a part of a result by modules that join the parts.
 
-        The model then has the whole model's forward and, on rank 0, its compute_logits. Its config has the whole vocabulary,
-        and the rank's number of heads, which are those of its KV cache.
+        The model then has the whole model's forward and compute_logits. Its config has the whole vocabulary, and the rank's
+        number of heads, which are those of its KV cache.
         """
         ids = _vocabulary(vocab_size, self.communicator.rank, self.communicator.size)
         model.config = dataclasses.replace(model.config, vocab_size=vocab_size)
@@ -166,7 +166,7 @@ class Shards:
         replace_in(model, "")
 
     def connect(self, parts: Parts) -> Parts:
-        """Make this rank's parts fit to those of the others: what one of them lacks, none has."""
+        """Make this rank's parts agree with the others': what one rank cannot promise, none promises."""
         return dataclasses.replace(parts, is_batch_independent=bool(self.communicator.minimum(parts.is_batch_independent)))
 
 
@@ -186,7 +186,7 @@ def _even(total: int, rank: int, size: int) -> slice:
 
 
 class ShardedWeights(Weights):
-    """A rank's part of each tensor of `base`, and no more than that is read. The weights of the whole model are not used."""
+    """A rank's part of each tensor of `base`. Only this part is kept, and where it is whole rows, only it is read."""
 
     def __init__(self, base: Weights, model: Any, rank: int, size: int) -> None:
         self._base, self._rank, self._size = base, rank, size
@@ -263,7 +263,7 @@ def _release_pages(view: Tensor) -> None:
         madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), advice)
 
 
-# ---- modules with the arguments and the result of the whole one, whose weight is one rank's part
+# ---- modules that take and return what the whole module does, and hold one rank's part of its weight
 
 
 class AllReduced(nn.Module):
@@ -281,7 +281,7 @@ class AllReduced(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding whose rows are on several ranks. first_id: of this rank's."""
+    """An embedding whose rows are on several ranks. first_id: the first id whose row this rank has."""
 
     runs_untraced = True
 
@@ -316,7 +316,7 @@ class VocabularyHead(nn.Module):
         return torch.cat(list(parts), dim=1)[:, : self.vocab_size]
 
     def local(self, hidden: Float[Tensor, "num_rows hidden"]) -> Float[Tensor, "num_rows padded"]:
-        """The logits of this rank's ids. They are padded with -inf to the same number on every rank."""
+        """The logits of this rank's ids, padded with -inf to the same number on every rank."""
         logits = self.head(hidden)
         padding = -(-self.vocab_size // self.communicator.size) - logits.shape[1]
         return F.pad(logits, (0, padding), value=float("-inf")) if padding else logits

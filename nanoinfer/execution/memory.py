@@ -36,8 +36,8 @@ def size_cache(
 ) -> ExecutorInfo:
     """Decide how many blocks the KV cache gets, and the longest sequence that this allows. Call it after loading weights.
 
-    It gets the blocks that fit into memory, at most what max_num_seqs of the longest sequences could use, and the same number
-    on each rank of `shards`. The cache of a draft model gets as many blocks, and must fit into the memory as well.
+    The cache gets as many blocks as fit, but no more than max_num_seqs of the longest sequences need, equally many on each rank
+    of `shards`. The cache of a draft model gets as many blocks, and must fit into the memory as well.
 
     Raises: InvalidValueError if max_model_len is more than the model supports, or no block fits.
     """
@@ -134,7 +134,7 @@ def available_cpu_memory() -> int:
 
 @torch.inference_mode()
 def peak_step_bytes(model: Model, config: EngineConfig, device: torch.device, routes: Sequence[Route]) -> int:
-    """The bytes that the largest step takes on a GPU, besides weights and cache. Measured with a step without attention.
+    """The bytes that the largest step takes on a GPU besides weights and cache, measured with a step without attention.
 
     The sampler is counted as LOGITS_COPIES copies of the logits, and what its routes reserve.
     """

@@ -139,7 +139,7 @@ def fuse_rotations(trace: Trace) -> None:
 
 
 def _fuse_operand(trace: Trace, operations: tuple[Any, ...], name: str) -> None:
-    """Make an operation of a linear layer and another value a part of the layer. name: the layer's argument."""
+    """Move a sum or product of a linear layer's output and another value into the layer. name: the layer's argument."""
     for node in list(trace.graph.nodes):
         if node.target in operations and len(node.args) == 2 and not node.kwargs:
             for linear, other in (node.args[::-1], node.args):
@@ -149,7 +149,7 @@ def _fuse_operand(trace: Trace, operations: tuple[Any, ...], name: str) -> None:
 
 
 def _merge(trace: Trace, nodes: Sequence[fx.Node]) -> None:
-    """One product in place of the first, of which the others' outputs are parts."""
+    """Put one product in place of the first layer. The output of each layer is a part of its result."""
     linears = [linear for node in nodes for linear in _module(trace, node).linears]
     with trace.graph.inserting_before(nodes[0]):
         merged = trace.graph.call_module(trace.name("linear", FusedLinear(*linears)), nodes[0].args)
@@ -186,7 +186,7 @@ def _module(trace: Trace, node: fx.Node) -> FusedLinear:
 
 
 def _replace(trace: Trace, node: fx.Node, linear: fx.Node, module: FusedLinear, **kwargs: Any) -> None:
-    """Compute a linear layer where the operation after it is, which becomes a part of it."""
+    """Replace an operation by the linear layer before it, into which the operation is fused."""
     with trace.graph.inserting_before(node):
         fused = trace.graph.call_module(trace.name("linear", module), linear.args, {**linear.kwargs, **kwargs})
     _take_the_place(trace, node, fused)

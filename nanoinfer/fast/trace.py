@@ -2,8 +2,8 @@
 
 In: a module. Out: a Trace, whose graph calls linear layers, norms, embeddings, the attention and torch's own functions in the
 order of the forward pass. A submodule whose forward pass depends on values (a router that sends tokens to experts) cannot be
-recorded. It stays one call of the graph, and the trace says why. So does one that must not be called with symbols, because it
-reaches other processes: it has the attribute `runs_untraced`.
+recorded. It stays one call of the graph, and the trace says why. A submodule with the attribute `runs_untraced` also stays one
+call: it reaches other processes, so symbols must not enter it.
 
 Source of the method: Reed et al. 2022, https://arxiv.org/abs/2112.08429
 """
@@ -29,7 +29,7 @@ class Trace:
 
     Attributes:
         graph: of torch.fx. Its placeholders are the arguments of the forward pass.
-        owned: what the graph's calls of modules and attributes name.
+        owned: the modules and attributes that the graph refers to, by name.
         called: the submodules that are one call of the graph, by their path in the traced module.
         untraced: what a module among them raised when it was given symbols.
     """
@@ -65,7 +65,7 @@ def trace(module: nn.Module) -> Trace:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether functions of the user's are called with the module, which a compiled module would not call."""
+    """Whether the module has forward hooks, which a compiled module would not call."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 

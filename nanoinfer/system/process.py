@@ -1,14 +1,15 @@
 """Every effect of this package on the whole process, and the functions that apply three of them.
 
-Importing the package changes nothing. An engine applies these effects, and logs those that last on the logger `nanoinfer`:
+Importing the package changes nothing. An engine applies these effects, and logs the first three on the logger `nanoinfer`:
 
     allocator thresholds   glibc keeps freed memory. `keep_freed_memory`, below, when attention/cpu.py makes a CPUBackend. It
                            lasts as long as the process.
     number of threads      torch's are lowered to a container's quota of CPUs (`keep_cpu_quota`, below) when the first engine is
-                           made, and divided among the ranks of tensor_parallel_size (distributed/launch.py).
-                           OMP_NUM_THREADS in the environment prevents both. They stay as they are then.
+                           made, and divided among the ranks of tensor_parallel_size (distributed/launch.py). If
+                           OMP_NUM_THREADS is set, they stay as they are.
     current CUDA device    the device of the model becomes the calling thread's current one. `set_cuda_device`, below, when
-                           loading/loader.py loads a model. It stays the current one.
+                           distributed/communicator.py connects the ranks, and when loading/loader.py loads a model. It stays
+                           the current one.
     nn.Module.__call__     torch.fx replaces it while a model is traced, for milliseconds when an engine is made. Calls of other
                            threads pass through. fast/trace.py.
     tiles                  on a processor with AMX, Linux is asked to keep the process's tiles. `has_tiles` in
@@ -16,9 +17,11 @@ Importing the package changes nothing. An engine applies these effects, and logs
     SIGINT handler         Ctrl-C is deferred to the end of a step, in the main thread. engine/guards.py. The previous handler
                            is restored after each step.
 
-The command `nanoinfer` (cli/), the benchmarks (bench/) and the ranks above 0
-(distributed/worker.py) own their process, so they also configure logging and seed torch's generators. `nanoinfer serve` also
-sets the interpreter's switch interval, and exempts what was loaded from garbage collection.
+The command `nanoinfer` (cli/), the benchmarks (bench/) and the ranks above 0 (distributed/worker.py) own their process, so they
+change more of it. The command configures logging, and its option --threads sets torch's threads. A benchmark of a random model
+seeds torch's generators. The ranks above 0 log errors only, and take over rank 0's number of threads and its precision of
+float32 products. `nanoinfer serve` also sets the interpreter's switch interval, and exempts what was loaded from garbage
+collection.
 """
 
 import ctypes
@@ -69,7 +72,7 @@ def cpu_quota() -> float | None:
 def keep_cpu_quota() -> None:
     """Let torch, and with it our kernels, use no more threads than the container may use CPUs.
 
-    When more of them have used up the quota, all wait for the next period, which is 100 ms long by default.
+    More threads would use up the quota early and then all wait for the next period, which is 100 ms long by default.
     """
     quota = cpu_quota()
     if quota is None or "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() <= (num := max(int(quota), 1)):

@@ -4,8 +4,8 @@
 // At one row a layer takes the time of reading its weights, so they are stored in the order in which they are read. At many
 // rows it takes the time of the products: the sums of ROWS rows and a tile of outputs stay in the machine's registers.
 //
-// Numbers of 16 bits are multiplied in pairs where the processor can (AVX512-BF16). Elsewhere they are widened to float, the
-// weights in registers and x once for all outputs.
+// bfloat16 numbers are multiplied in pairs where the processor can (AVX512-BF16). Otherwise numbers of 16 bits are
+// widened to float, the weights in registers and x once for all outputs.
 //
 // Rows are independent by construction. For any number of rows, an output is one sum in fp32 over the inputs in their order.
 
@@ -22,11 +22,11 @@ constexpr int LANES = 8, ROWS = 4, VECTORS = 3;
 namespace {
 
 constexpr int TILE = VECTORS * LANES;  // outputs
-constexpr int TASK_ROWS = 12 * ROWS;   // that a thread computes at a time, at most
+constexpr int TASK_ROWS = 12 * ROWS;   // the maximum number of rows that a thread computes at a time
 constexpr int FETCH_AHEAD = 4096 / sizeof(StoredTerms);
 constexpr bool WIDENS = sizeof(StoredTerms) != sizeof(Terms);
 
-// The rows of x as terms, in which the products read them.
+// The rows of x as terms, the form in which the products read them.
 struct Terms2D {
     const Term* terms;
     int64_t stride;
@@ -50,8 +50,8 @@ void compute(const LinearCall& call, const Batch& batch, const Terms2D& x, int64
 
 // A task: a tile for the rows first .. last - 1. The passes over the rows fetch the next tile from memory meanwhile, num_ahead
 // vectors for each term. Without this, reading and multiplying alternate: 16 rows took 1.3 to 1.6 times as long. With one row
-// there is nothing to do meanwhile, and what is fetched is FETCH_AHEAD vectors ahead in the same tile. Only the last part of the
-// rows fetches the next tile: the others are computed with the same one again.
+// there is nothing to do meanwhile, and what is fetched is FETCH_AHEAD vectors ahead in the same tile. Only the last part of
+// the rows fetches the next tile, because the same tile is used again after every other part.
 void compute_rows(const LinearCall& call, const Batch& batch, const Terms2D& x, int64_t tile, int64_t first, int64_t last,
                   bool is_last_part) {
     static_assert(ROWS <= 8);
@@ -94,7 +94,7 @@ extern "C" const int64_t tile_size = TILE, num_per_term = PER_TERM, scratch_byte
 extern "C" void linear(const LinearCall* call, const Batch& batch) {
     const Terms2D x = terms_of_rows(*call, batch);
     const int64_t num_tiles = (call->num_out + TILE - 1) / TILE;
-    // A small layer has few tiles. Its rows are divided then, so that every thread has some.
+    // A small layer has few tiles, so its rows are divided, too, and every thread has some work.
     const int64_t least_parts = std::max<int64_t>(4 * omp_get_num_threads() / num_tiles, 1);
     const int64_t part_rows = batch.num_rows / least_parts;
     const int64_t task_rows = std::clamp<int64_t>((part_rows + ROWS - 1) / ROWS * ROWS, ROWS, TASK_ROWS);

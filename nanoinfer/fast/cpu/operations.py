@@ -3,8 +3,8 @@
 In: Operations, which compile.py makes, and the tensors of a step. Out: the tensors that the rest of the model reads.
 
 A CPUProgram computes all rows of a step. It needs no Python between its kernels, not even for the attention when every sequence
-decodes: a decode step of GPT-2's shape is then one call. When a step has prompts, the attention is called between parts of the
-program. The kernels are the same in both cases, and so are the bits of a row.
+decodes: all layers of a decode step of GPT-2 are then one call. When a step has prompts, the attention is called between parts
+of the program. The kernels are the same in both cases, and so are the bits of a row.
 """
 
 import math
@@ -29,7 +29,7 @@ class Buffer:
         node: the operation in the graph.
         shape: of an input, for a row. None: the program computes it.
         must_fit: whether an input must have this shape. Others are expanded to it.
-        is_attended: the attention may return a tensor of its own, in which nothing else is written.
+        is_attended: whether the attention computes it. It may return its own tensor, so only attentions share its array.
     """
 
     width: int
@@ -41,7 +41,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Numbers first .. of each row of a buffer, as a tensor that has this shape for each row."""
+    """The numbers of each row of a buffer from `first` on, as a tensor with this shape for each row."""
 
     buffer: Buffer
     first: int
@@ -177,7 +177,7 @@ class CPUProgram:
         return {self._index[view.buffer] for view in attention.reads if view.buffer not in read and view.buffer.shape is None}
 
     def _split(self) -> Iterator[Program | Operation]:
-        """The calls before, between and after the attentions."""
+        """Yield the programs before, between and after the attentions, and the attentions themselves, in their order."""
         calls: list[KernelCall] = []
         for operation in self.operations:
             if operation.call is not None:
@@ -200,7 +200,7 @@ class CPUProgram:
 
 
 def _slots_of(operations: list[Operation], outputs: set[Buffer]) -> tuple[dict[Buffer, int], list[int]]:
-    """Give each computed buffer an array, which it shares with buffers that are read before or after it alone.
+    """Give each computed buffer an array. Buffers that are never needed at the same time may share one.
 
     Returns:
         The number of the array of each buffer, and the widths of the arrays.

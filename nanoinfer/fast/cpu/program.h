@@ -15,8 +15,8 @@
 #include <cstdint>
 
 // Where the threads of a team wait for each other. They spin first, because the others are microseconds behind, and then sleep.
-// How long they spin is learned: on a quiet machine milliseconds, as OpenMP's own barrier does. Beside busy programs the thread
-// that is waited for may need the core, so each wait that ends asleep halves the spins, and the others raise them slowly.
+// How long they spin is adapted: on a quiet machine they spin for milliseconds, as in OpenMP's own barrier. On a busy machine
+// the late thread may need the core, so a wait that ends asleep halves the spins, and any other raises them slowly.
 struct Barrier {
     std::atomic<int> num_waiting{0}, num_sleeping{0}, round{0};
 

@@ -1,8 +1,8 @@
 // A linear layer in bfloat16, as dense_linear.cpp has it, with the products in tiles (tiles.h).
 //
-// An instruction multiplies 32 inputs of up to 16 rows with those of 16 outputs. It takes as long for one row as for 16, but at
-// few rows a layer takes the time of reading its weights. They are fetched FETCH_AHEAD bytes before they are multiplied. At many
-// rows, x is first laid out as the tiles that are multiplied, and these are fetched ahead.
+// An instruction multiplies 32 inputs of up to 16 rows by the weights of 16 outputs. It takes as long for one row as for 16,
+// but at few rows a layer takes the time of reading its weights, which are fetched FETCH_AHEAD bytes before they are
+// multiplied. At many rows, x is first laid out as the tiles that are multiplied, and these are fetched ahead.
 //
 // Rows are independent by construction: each is a row of its tiles, with one order of additions for any number of rows.
 
@@ -17,12 +17,12 @@ namespace {
 constexpr int STEP = 32;        // inputs that an instruction multiplies
 constexpr int TILE = 32;        // outputs that are computed together,
 constexpr int BLOCK = 32;       // and rows: two tiles of each
-constexpr int FEW_ROWS = 64;    // x is read where it is
-constexpr int TASK_BLOCKS = 8;  // that a thread computes at a time, at most
+constexpr int FEW_ROWS = 64;    // up to this many rows, x is read where it is
+constexpr int TASK_BLOCKS = 8;  // the maximum number of blocks that a thread computes at a time
 constexpr int FETCH_AHEAD = 4096, LINE = 64;  // bytes
 constexpr int64_t WEIGHT_BYTES = STEP * TILE * sizeof(Number), X_BYTES = STEP * BLOCK * sizeof(Number);  // of a step
 
-// The tiles of a block of rows. A tile of the next step is step_bytes behind.
+// The tiles of a block of rows. A tile of the next step begins step_bytes later.
 struct Block {
     const char* x;
     int64_t row_bytes, step_bytes;
@@ -86,7 +86,7 @@ void lay_out(const LinearCall& call, const Batch& batch, char* blocks) {
 
 }  // namespace
 
-// Scratch: the rows, as many as whole blocks have, which is less than twice their number at more than FEW_ROWS.
+// Scratch: x with its rows rounded up to whole blocks, less than twice as many if there are more than FEW_ROWS.
 extern "C" const int64_t tile_size = TILE, num_per_term = 2, scratch_bytes_per_input = 2 * sizeof(Number);
 
 extern "C" void linear(const LinearCall* call, const Batch& batch) {
