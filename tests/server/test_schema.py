@@ -18,6 +18,8 @@ def short():
 
 
 @pytest.mark.slow
+# Hypothesis sees that the state of `random` has changed, which the server's threads do while a case is drawn.
+@pytest.mark.filterwarnings("ignore:Do not use the:hypothesis.errors.HypothesisDeprecationWarning")
 @pytest.mark.parametrize("num_examples", [8, pytest.param(300, marks=pytest.mark.long)])
 def test_no_request_of_the_schema_gets_a_5xx_or_another_shape(short, num_examples):
     schema = schemathesis.openapi.from_url(short.url + "/openapi.json")
