@@ -49,6 +49,7 @@ def test_bf16_stays_within_its_rounding(backend):
     assert compare(backend, lengths, block_size=16, num_kv_heads=2, group=2, head_dim=16, dtype=torch.bfloat16) < 0.05
 
 
+@pytest.mark.slow
 @NAMES
 @settings(max_examples=10, deadline=None)
 @given(

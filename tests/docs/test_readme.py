@@ -32,6 +32,7 @@ def run_the_sessions(page):
     assert result.failed == 0, "".join(report)
 
 
+@pytest.mark.slow
 def test_the_draws_of_the_sessions_are_far_from_where_rounding_could_change_a_token():
     """Another processor may add in another order, which moves a probability by some 1e-6. So pinned text holds there, too."""
     recorder = Recorder(stages=True)

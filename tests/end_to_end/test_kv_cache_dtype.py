@@ -10,6 +10,8 @@ from nanoinfer.attention.cpu import CPUBackend
 from nanoinfer.bundled.stories import GRAMMAR
 from nanoinfer.errors import UnsupportedError
 
+pytestmark = pytest.mark.slow
+
 SCORED = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
 TEXTS = [GRAMMAR.write(random.Random(seed), "story") for seed in range(20)]
 

@@ -15,6 +15,8 @@ from nanoinfer.fast.cpu.attention import KernelBackend, PrefillKernel
 from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.fuse import FusedLinear
 
+pytestmark = pytest.mark.slow
+
 SOURCES = {"tile_linear": [], "paged_prefill": ["-DHEAD_DIM=64"], "quantized_linear": []}
 
 
