@@ -5,46 +5,38 @@ GPT-2, Qwen2 and Qwen3 checkpoints are written as GGUF without a tokenizer, sinc
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import llama_cpp as llama
 import numpy as np
 
+if TYPE_CHECKING:
+    from benchmarks.peers.worker import Setup
+
 _TYPES = {"bfloat16": gguf.GGMLQuantizationType.BF16, "float32": gguf.GGMLQuantizationType.F32}
 
 
 class Engine:
-    def __init__(
-        self,
-        *,
-        model: str,
-        cache: str,
-        dtype: str,
-        device: str,
-        num_threads: int,
-        max_model_len: int,
-        max_num_seqs: int,
-        num_cache_tokens: int,
-    ) -> None:
+    def __init__(self, setup: "Setup") -> None:
         self.name = f"llama.cpp of llama-cpp-python {llama.__version__}"
-        path = Path(cache, f"{dtype}.gguf")
+        path = Path(setup.cache, f"{setup.dtype}.gguf")
         if not path.exists():
-            _convert(Path(model), path, dtype)
+            _convert(Path(setup.model), path, setup.dtype)
         llama.llama_backend_init()
         self._model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
         params = llama.llama_context_default_params()
-        params.n_ctx = max_model_len * max_num_seqs  # every sequence has its own cells
-        params.n_batch = self._max_batch = max(4096, max_model_len)
-        params.n_seq_max = max_num_seqs
-        params.n_threads = params.n_threads_batch = num_threads
-        params.type_k = params.type_v = _TYPES[dtype]
+        params.n_ctx = setup.max_model_len * setup.max_num_seqs  # every sequence has its own cells
+        params.n_batch = self._max_batch = max(4096, setup.max_model_len)
+        params.n_seq_max = setup.max_num_seqs
+        params.n_threads = params.n_threads_batch = setup.num_threads
+        params.type_k = params.type_v = _TYPES[setup.dtype]
         self._context = llama.llama_init_from_model(self._model, params)
         if not self._context:
             raise RuntimeError("llama.cpp has made no context; its messages are above")
         self._memory = llama.llama_get_memory(self._context)
         self._batch = llama.llama_batch_init(self._max_batch, 0, 1)
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs = setup.max_num_seqs
 
     def run(self, *, prompts: list[list[int]], output_lens: list[int], sampling: dict[str, Any]) -> list[int]:
         sampler = _sampler(sampling)

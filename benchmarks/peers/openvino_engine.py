@@ -4,35 +4,27 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import openvino
 import openvino_genai as genai
 
+if TYPE_CHECKING:
+    from benchmarks.peers.worker import Setup
+
 
 class Engine:
-    def __init__(
-        self,
-        *,
-        model: str,
-        cache: str,
-        dtype: str,
-        device: str,
-        num_threads: int,
-        max_model_len: int,
-        max_num_seqs: int,
-        num_cache_tokens: int,
-    ) -> None:
+    def __init__(self, setup: "Setup") -> None:
         self.name = f"OpenVINO GenAI {genai.__version__}"
-        folder = Path(cache, "openvino")
+        folder = Path(setup.cache, "openvino")
         if not folder.exists():
-            _export(model, folder)
-        precision = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+            _export(setup.model, folder)
+        precision = {"bfloat16": "bf16", "float32": "f32"}[setup.dtype]
         scheduler = genai.SchedulerConfig()
-        scheduler.max_num_seqs = max_num_seqs
+        scheduler.max_num_seqs = setup.max_num_seqs
         scheduler.max_num_batched_tokens = 4096
-        scheduler.num_kv_blocks = num_cache_tokens // 32 + max_num_seqs
+        scheduler.num_kv_blocks = setup.num_cache_tokens // 32 + setup.max_num_seqs
         scheduler.enable_prefix_caching = False
         self._pipeline = genai.ContinuousBatchingPipeline(
             str(folder),
@@ -41,7 +33,7 @@ class Engine:
             {
                 "INFERENCE_PRECISION_HINT": precision,
                 "KV_CACHE_PRECISION": precision,
-                "INFERENCE_NUM_THREADS": num_threads,
+                "INFERENCE_NUM_THREADS": setup.num_threads,
                 "PERFORMANCE_HINT": "LATENCY",
             },
         )

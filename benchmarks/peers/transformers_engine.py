@@ -1,30 +1,22 @@
 """Transformers' generate, for worker.py: all requests as one batch, padded on the left and run to the longest answer."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 
+if TYPE_CHECKING:
+    from benchmarks.peers.worker import Setup
+
 
 class Engine:
-    def __init__(
-        self,
-        *,
-        model: str,
-        cache: str,
-        dtype: str,
-        device: str,
-        num_threads: int,
-        max_model_len: int,
-        max_num_seqs: int,
-        num_cache_tokens: int,
-    ) -> None:
+    def __init__(self, setup: "Setup") -> None:
         self.name = f"transformers {transformers.__version__}"
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(setup.num_threads)
         loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            model, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+            setup.model, dtype=getattr(torch, setup.dtype), attn_implementation="sdpa"
         )
-        self._model = loaded.to(device).eval()
+        self._model = loaded.to(setup.device).eval()
         self._model.generation_config.eos_token_id = None
         self._model.generation_config.pad_token_id = 0
 

@@ -1,37 +1,29 @@
 """vLLM's LLM, in one process, for worker.py."""
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import vllm
 
+if TYPE_CHECKING:
+    from benchmarks.peers.worker import Setup
+
 
 class Engine:
-    def __init__(
-        self,
-        *,
-        model: str,
-        cache: str,
-        dtype: str,
-        device: str,
-        num_threads: int,
-        max_model_len: int,
-        max_num_seqs: int,
-        num_cache_tokens: int,
-    ) -> None:
+    def __init__(self, setup: "Setup") -> None:
         self.name = f"vLLM {vllm.__version__}"
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))[:num_threads]))
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))[: setup.num_threads]))
         self._llm = vllm.LLM(
-            model,
-            dtype=dtype,
+            setup.model,
+            dtype=setup.dtype,
             skip_tokenizer_init=True,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
+            max_model_len=setup.max_model_len,
+            max_num_seqs=setup.max_num_seqs,
             enable_prefix_caching=False,
             block_size=128,
-            num_gpu_blocks_override=num_cache_tokens // 128 + max_num_seqs,
+            num_gpu_blocks_override=setup.num_cache_tokens // 128 + setup.max_num_seqs,
             kv_cache_memory_bytes=2**30,  # overridden by the line above; without it a share of the whole memory must be free
         )
 

@@ -1,9 +1,7 @@
 """Serve one engine to process.py, in the engine's own Python: `python worker.py openvino`.
 
-One JSON object per line. The first on standard input has the arguments of Engine: model (a checkpoint's folder), cache (a
-folder for converted models), dtype ("bfloat16", "float32" or "float16"), device ("cpu", for transformers also "cuda:0"),
-num_threads, max_model_len, max_num_seqs and num_cache_tokens (of all sequences together). The answer on standard output is
-{"engine": name and version}. Each further line is a workload: prompts (lists of token ids), output_lens and sampling
+One JSON object per line. The first on standard input is a Setup, which Engine gets. The answer on standard output is {"engine":
+name and version}. Each further line is a workload: prompts (lists of token ids), output_lens and sampling
 (temperature, top_k, top_p; 0 or 1 is off, as in SamplingParams). The answer is {"seconds": of Engine.run, "num_tokens": of each
 request}. What an engine prints goes to standard error. An error ends it.
 """
@@ -14,7 +12,30 @@ import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from importlib import import_module
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every engine is given.
+
+    Attributes:
+        model: a checkpoint's folder.
+        cache: a folder for converted models.
+        dtype: "bfloat16", "float32" or "float16".
+        device: "cpu", for transformers also "cuda:0".
+        num_cache_tokens: of all sequences together.
+    """
+
+    model: str
+    cache: str
+    dtype: str
+    device: str
+    num_threads: int
+    max_model_len: int
+    max_num_seqs: int
+    num_cache_tokens: int
 
 
 def main() -> None:
@@ -22,7 +43,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     name = sys.argv[1]
-    engine = import_module(f"{name}_engine").Engine(**json.loads(sys.stdin.readline()))
+    engine = import_module(f"{name}_engine").Engine(Setup(**json.loads(sys.stdin.readline())))
     print(json.dumps({"engine": engine.name}), file=answers, flush=True)
     for line in sys.stdin:
         workload = json.loads(line)
