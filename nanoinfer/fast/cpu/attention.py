@@ -21,7 +21,7 @@ from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.cpu import CPUBackend, CPUStep, DecodeRows, PrefillChunks
 from nanoinfer.attention.kv_cache import KVCache, Pages
 from nanoinfer.fast.cpu import native
-from nanoinfer.fast.cpu.program import KernelCall, Slice, has_tiles
+from nanoinfer.fast.cpu.program import KernelCall, Slice, tile_definitions
 
 FOLDER = Path(__file__).parent
 
@@ -165,8 +165,7 @@ class PrefillKernel:
     """
 
     def __init__(self, dtype: torch.dtype, head_dim: int, *, has_int8_pages: bool = False) -> None:
-        is_tiled = dtype is torch.bfloat16 and head_dim % 32 == 0 and has_tiles()
-        definitions = [*_definitions(has_int8_pages, HEAD_DIM=head_dim), *(["TILES"] if is_tiled else [])]
+        definitions = [*_definitions(has_int8_pages, HEAD_DIM=head_dim), *tile_definitions(dtype, head_dim)]
         self._prefill = _library("paged_prefill", dtype, (PrefillCall,), *definitions).prefill
         self._prefill.argtypes, self._prefill.restype = [c_void_p, c_int], None
 

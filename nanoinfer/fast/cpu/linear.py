@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu import native
-from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Program, Slice, has_tiles
+from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Program, Slice, tile_definitions
 from nanoinfer.fast.fuse import FusedLinear
 
 ACTIVATION_CODES = {None: 0, "silu": 1, "gelu_tanh": 2}  # as in linear.h
@@ -48,10 +48,9 @@ class PackedLinear:
     def __init__(self, fused: FusedLinear) -> None:
         linear = fused.merged()
         dtype = linear.weight.dtype
-        is_tiled = dtype is torch.bfloat16 and linear.in_features % 32 == 0 and has_tiles()
-        definitions = (*native.definitions_of(dtype), *(["TILES"] if is_tiled else []))
-        source = Path(__file__).with_name("tile_linear.cpp" if is_tiled else "dense_linear.cpp")
-        library = native.load(source, *definitions, structures=(LinearCall,))
+        tiles = tile_definitions(dtype, linear.in_features)
+        source = Path(__file__).with_name("tile_linear.cpp" if tiles else "dense_linear.cpp")
+        library = native.load(source, *native.definitions_of(dtype), *tiles, structures=(LinearCall,))
         names = ("tile_size", "num_per_term", "scratch_bytes_per_input")
         tile, per_term, scratch = (c_int64.in_dll(library, name).value for name in names)
         if linear.in_features % per_term:

@@ -73,6 +73,12 @@ def has_tiles() -> bool:
     return bool(_library().has_tiles())
 
 
+def tile_definitions(dtype: torch.dtype, num_inputs: int) -> list[str]:
+    """What makes a kernel multiply in tiles: TILES, if it can. num_inputs: of each sum of products."""
+    is_tiled = dtype is torch.bfloat16 and num_inputs % 32 == 0 and has_tiles()  # an instruction multiplies 32
+    return ["TILES"] if is_tiled else []
+
+
 @cache
 def _library() -> Any:
     library = native.load(Path(__file__).with_name("program.cpp"), structures=(_KernelCall,))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.linear import ACTIVATION_CODES
-from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Slice, has_tiles
+from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Slice, tile_definitions
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.loading.quantization import QuantizedWeight, quantized
 
@@ -50,7 +50,7 @@ class PackedQuantizedLinear:
     def __init__(self, fused: FusedLinear, bits: int) -> None:
         linear = fused.merged()
         source = Path(__file__).with_name("quantized_linear.cpp")
-        definitions = ["BF16", *(["TILES"] if has_tiles() else [])]
+        definitions = "BF16", *tile_definitions(torch.bfloat16, linear.in_features)
         self._kernel = native.load(source, *definitions, structures=(QuantizedLinearCall,)).linear
         weight = quantized(linear, bits)
         self.num_in, self.num_out, self.dtype = linear.in_features, linear.out_features, torch.bfloat16
