@@ -59,6 +59,18 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
 
 
+@pytest.fixture
+def kernels():
+    """Skip where the C++ kernels cannot be compiled."""
+    from nanoinfer.errors import UnsupportedError
+    from nanoinfer.fast.cpu.attention import KernelBackend
+
+    try:
+        KernelBackend(torch.float32, num_heads=4, num_kv_heads=2, head_dim=16)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture(scope="session")
 def gpt2_path(tmp_path_factory):
     return tiny_models.save("gpt2", tmp_path_factory.mktemp("gpt2"))

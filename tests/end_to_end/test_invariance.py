@@ -7,20 +7,12 @@ import tiny_models
 import torch
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.errors import UnsupportedError
-from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.sampling.batch import SamplingBatch
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, detokenize=False)
 FAMILIES = ["gpt2", "gpt2_n_inner", "qwen2", "qwen3", "qwen3_one_kv_head", "qwen3_tied"]
-
-
-@pytest.fixture(autouse=True)
-def kernels():
-    try:
-        KernelBackend(torch.float32, num_heads=4, num_kv_heads=2, head_dim=16)
-    except UnsupportedError as error:
-        pytest.skip(str(error))
 
 
 def ids(rng, length):

@@ -17,13 +17,7 @@ from nanoinfer.loading.loader import load_model
 from nanoinfer.models.qwen import QwenForCausalLM
 from nanoinfer.models.qwen_moe import MixtureOfExperts
 
-
-@pytest.fixture(autouse=True)
-def kernels():
-    try:
-        KernelBackend(torch.float32, num_heads=4, num_kv_heads=2, head_dim=16)
-    except UnsupportedError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @pytest.fixture(scope="module", params=tiny_models.WIDE)
