@@ -71,7 +71,7 @@ Lora = Annotated[
         help="A LoRA adapter's folder, merged into the weights. May be given several times, with strengths: PATH=0.5."
     ),
 ]
-EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Neither compile nor capture CUDA graphs.")]
+EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Run the model's file as it is: no kernels, no graphs.")]
 
 
 @dataclass(frozen=True, kw_only=True)
