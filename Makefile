@@ -5,12 +5,24 @@ PYTHON ?= python3
 PROGRAMS := $(if $(filter Windows_NT,$(OS)),Scripts,bin)
 BIN := .venv/$(PROGRAMS)
 LOWEST := .venv-lowest/$(PROGRAMS)
-PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) $(if $(filter cpu,$(TORCH)),--extra-index-url https://download.pytorch.org/whl/cpu)
+PIP_INSTALL = -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
+CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test test-lowest lint notebooks docs gpu clean
+# With PYTHON=..., an environment of another version of Python is made anew.
+version_of = $(shell $(1) -c "import platform; print(platform.python_version())" 2> /dev/null)
+is_other = $(and $(filter-out file,$(origin PYTHON)),$(filter-out $(call version_of,$(PYTHON)),$(call version_of,$(1)/$(PROGRAMS)/python)))
+OTHERS := $(foreach venv,.venv .venv-lowest,$(if $(call is_other,$(venv)),$(venv)/installed))
+
+.PHONY: demo test test-lowest lint notebooks docs gpu clean $(OTHERS)
 
 demo: .venv/installed
 	$(BIN)/nanoinfer generate "Once upon a time" --echo --seed 1
+	@printf '%s\n' "" "It works. Next:" \
+		"  source $(BIN)/activate" \
+		"  nanoinfer chat                        # talk to the bundled model" \
+		"  nanoinfer explain --demo preemption   # replay every step of a generation in a browser" \
+		"  nanoinfer generate -m Qwen/Qwen3-0.6B \"What is a KV cache?\" --chat   # downloads 1.5 GB once" \
+		"README.md lists the notebooks, and the extras: pip install -e \".[server]\""
 
 test: lint
 	$(BIN)/python -m pytest -n auto --dist worksteal
@@ -51,7 +63,9 @@ clean:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	@test "$$(uname)$(TORCH)" != Linux || command -v nvidia-smi > /dev/null || \
 		echo "On Linux, PyPI's torch brings 5 GB of CUDA libraries. TORCH=cpu takes PyTorch's build for CPUs: make demo TORCH=cpu"
-	test -x $*/$(PROGRAMS)/python || $(PYTHON) -m venv $*
+	$(if $(call is_other,$*),$(PYTHON) -m venv --clear $*,test -x $*/$(PROGRAMS)/python || $(PYTHON) -m venv $*)
+	$(if $(filter cpu,$(TORCH)),$*/$(PROGRAMS)/python $(PIP_INSTALL) --no-deps --retries 1 --timeout 15 --index-url $(CPU_INDEX) torch || \
+		echo "torch could not be taken from $(CPU_INDEX). The usual index follows: on Linux its torch brings CUDA libraries.")
 	$*/$(PROGRAMS)/python $(PIP_INSTALL) -e .
 	touch $@
 

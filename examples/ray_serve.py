@@ -1,4 +1,4 @@
-"""The server as a Ray Serve deployment. First: pip install "nanoinfer[ray-serve]" openai.
+"""The server as a Ray Serve deployment. First: pip install -e ".[ray-serve]" openai.
 
 The same from a shell: serve run nanoinfer.cli.ray_serve:build_app model=tiny-qwen3. The environment may have a PORT.
 """

@@ -183,7 +183,7 @@ def header_of(stem: str) -> str:
         f"[`{stem}.py`]({REPOSITORY}/blob/main/notebooks/solutions/{stem}.py).",
         f"**Neighbours:** {', '.join(neighbours)}.",
         f"[{badge}]({in_colab}/blob/main/notebooks/{stem}.ipynb) In Colab, run this first: "
-        f"`!git clone -q {REPOSITORY} && pip install -q ./{folder}`, then `%cd {folder}/notebooks`.",
+        f'`!git clone -q {REPOSITORY} && pip install -q "./{folder}[notebooks]"`, then `%cd {folder}/notebooks`.',
     ]
     return "\n\n".join(lines)
 

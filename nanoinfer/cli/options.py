@@ -23,6 +23,7 @@ from rich.table import Table
 
 from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.system.installation import install_command
 
 if TYPE_CHECKING:
     from nanoinfer.async_llm import AsyncLLM
@@ -199,9 +200,7 @@ def check_packages(extra: str, *names: str) -> None:
     """Raise NanoinferError if a package of an extra is not installed."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
-        raise NanoinferError(
-            f'this needs packages that are not installed ({", ".join(missing)}); pip install "nanoinfer[{extra}]"'
-        )
+        raise NanoinferError(f"this needs packages that are not installed ({', '.join(missing)}); {install_command(extra)}")
 
 
 def ray_resources(engine: EngineOptions) -> dict[str, float]:

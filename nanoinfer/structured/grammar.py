@@ -22,6 +22,7 @@ import numpy as np
 from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line
 from nanoinfer.structured.parameters import StructuredOutputsParams
 from nanoinfer.system.helper_process import HelperProcess, serve
+from nanoinfer.system.installation import install_command
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -108,9 +109,8 @@ class GrammarCompiler:
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError as error:
-            raise UnsupportedError(
-                "structured_outputs requires llguidance, which is not installed; pip install 'nanoinfer[structured]'"
-            ) from error
+            way_out = install_command("structured")
+            raise UnsupportedError(f"structured_outputs requires llguidance, which is not installed; {way_out}") from error
         tokenizer, end_id = self._convert()
         grammar = _tried_grammar(params)
         state = GrammarState(LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS)), end_id)

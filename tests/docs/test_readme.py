@@ -57,6 +57,27 @@ def test_the_two_commands_stand_in_the_readme():
     assert "make test" in README.read_text()
 
 
+INSTALLS_A_COPY = re.compile(r"pip install (?!-e )(?:\S+ )*?[\"']?(?:nanoinfer|\.)(?:\[|[\"'`\s]|$)")
+
+
+def test_no_page_turns_an_editable_installation_into_a_copy():
+    """Whose edits would no longer take effect. The container and Colab are to have a copy."""
+    root = README.parent
+    pages = [
+        README,
+        *root.glob("docs/*.md"),
+        *root.glob("examples/*"),
+        *root.glob("*/*.ipynb"),
+        *root.glob("nanoinfer/**/*.py"),
+    ]
+    texts = {page: page.read_text(encoding="utf-8") for page in pages if page.name != "installation.py"}
+    assert [page.name for page, text in texts.items() if INSTALLS_A_COPY.search(text)] == []
+    assert [
+        bool(INSTALLS_A_COPY.search(f"`pip install {what}`")) for what in ('".[server]"', "-q .", "'nanoinfer[ray]' x")
+    ] == [True] * 3
+    assert not INSTALLS_A_COPY.search('pip install -e ".[server]" and pip install openai')
+
+
 def test_the_pictures_exist_and_are_small():
     pictures = re.findall(r'(?:src|srcset)="([^"]+)"', README.read_text(encoding="utf-8"))
     assert len(pictures) == 2

@@ -1,10 +1,13 @@
 """Every notebook runs from top to bottom, offline and without a warning, in seconds, and its outputs are committed."""
 
 import ast
+import itertools
 import os
 import re
 import runpy
 import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,6 +18,8 @@ import nbformat
 import pytest
 import torch
 from nbclient import NotebookClient
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import nanoinfer
 from nanoinfer.attention.base import BACKENDS
@@ -51,14 +56,42 @@ def test_their_numbers_have_no_gap():
         assert [letter for other, letter in numbers if other == number] == ["a", "b"]
 
 
+def requirements_of(*extras):
+    """The packages that nanoinfer with these extras asks for, by their names."""
+    project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lists = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
+    requirements = [Requirement(one) for one in itertools.chain(*lists)]
+    nested = {extra for one in requirements if one.name == "nanoinfer" for extra in one.extras} - {*extras}
+    return requirements_of(*extras, *nested) if nested else {canonicalize_name(one.name) for one in requirements}
+
+
+def distributions_of(modules):
+    installed = packages_distributions()
+    return {canonicalize_name(name) for module in modules for name in installed.get(module.partition(".")[0], ())}
+
+
 @notebooks
 def test_a_notebook_runs_anew_without_a_warning(path, tmp_path):
     first = f"import sys, warnings\nsys.path.insert(0, {str(FOLDER)!r})\nwarnings.simplefilter('error')\n"
-    cells = [first + BEFORE.get(path.stem, ""), *(cell.source for cell in code_of(read(path)))]
+    cells = [first + BEFORE.get(path.stem, ""), *(cell.source for cell in code_of(read(path))), "print(*sys.modules)"]
     run = forked.run_cells(cells, cwd=tmp_path)
     assert run.returncode == 0, (run.stdout + run.stderr)[-5000:]
     assert run.stderr == ""
     assert not list(tmp_path.iterdir())  # what a notebook writes, it writes to a temporary folder
+    optional = requirements_of("server", "structured", "flash", "ray", "ray-serve")
+    used = distributions_of(run.stdout.splitlines()[-1].split()) & optional
+    assert not used - requirements_of("notebooks")
+
+
+def test_what_the_cells_import_comes_with_the_extra():
+    """Or with Python, or it is nanoinfer or a file beside the notebooks."""
+    cells = [cell.source for path in NOTEBOOKS for cell in code_of(read(path))]
+    nodes = [node for cell in cells for node in ast.walk(ast.parse(cell))]
+    modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    modules |= {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    roots = {module.partition(".")[0] for module in modules} - {"nanoinfer", "drawing", *sys.stdlib_module_names}
+    assert {"torch", "matplotlib"} <= roots
+    assert not distributions_of(roots) - requirements_of("notebooks")
 
 
 def test_a_notebook_runs_in_jupyters_kernel(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 for name in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx2"):
-    pytest.importorskip(name, reason=f'{name} is not installed; pip install "nanoinfer[test]"')
+    pytest.importorskip(name, reason=f'{name} is not installed; pip install -e ".[test]"')
 
 import http_server  # noqa: E402
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:::ray"), pytest.mark.filterwarnings("ignore:::pydantic")]
-pytest.importorskip("ray.data", reason='ray is not installed; pip install "nanoinfer[ray]"')
+pytest.importorskip("ray.data", reason='ray is not installed; pip install -e ".[ray]"')
 
 from test_batch import SEED, manifest_of, request, results, run, some_requests, write_requests  # noqa: E402
 

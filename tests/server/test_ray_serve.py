@@ -10,7 +10,7 @@ import pytest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is imported
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:::ray"), pytest.mark.filterwarnings("ignore:::pydantic")]
-pytest.importorskip("ray.serve", reason='ray[serve] is not installed; pip install "nanoinfer[ray-serve]"')
+pytest.importorskip("ray.serve", reason='ray[serve] is not installed; pip install -e ".[ray-serve]"')
 
 import ray  # noqa: E402
 from ray import serve  # noqa: E402

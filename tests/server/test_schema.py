@@ -5,7 +5,7 @@ import pytest
 
 from nanoinfer import AsyncLLM
 
-schemathesis = pytest.importorskip("schemathesis", reason='schemathesis is not installed; pip install "nanoinfer[test]"')
+schemathesis = pytest.importorskip("schemathesis", reason='schemathesis is not installed; pip install -e ".[test]"')
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 

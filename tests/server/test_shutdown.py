@@ -12,6 +12,8 @@ import httpx2
 import pytest
 from limited_steps import limited_steps
 
+from nanoinfer.system.installation import install_command
+
 LONG = {"prompt": "Once upon a time", "max_tokens": 450, "ignore_eos": True, "stream": True}
 # The engine stops after 20 steps, so that no long answer can end by itself.
 FEW_STEPS = """
@@ -121,4 +123,4 @@ def test_a_second_model_or_a_missing_package_is_one_sentence(monkeypatch):
     monkeypatch.setattr(options, "find_spec", lambda name: None)
     missing = CliRunner().invoke(app, ["serve"])
     assert missing.exit_code == 1
-    assert 'pip install "nanoinfer[server]"' in missing.output
+    assert install_command("server") in missing.output

@@ -24,6 +24,7 @@ from nanoinfer.sampling.stages import keep_grammatical
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.structured import grammar
 from nanoinfer.structured.grammar import GrammarCompiler
+from nanoinfer.system.installation import install_command
 
 pytestmark = pytest.mark.slow
 
@@ -375,7 +376,7 @@ def test_contradictions_are_refused(noise, noise_path):
 
 def test_the_extra_is_named_where_it_is_missing(compiler, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'nanoinfer\[structured\]'"):
+    with pytest.raises(UnsupportedError, match=re.escape(install_command("structured"))):
         compiler.compile(StructuredOutputsParams(choice=["not seen before"]))
 
 
