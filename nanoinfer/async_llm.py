@@ -84,6 +84,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        priority: int = 0,
         output_kind: OutputKind = "cumulative",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate an answer, and yield RequestOutputs while it grows. Closing the generator aborts the request.
@@ -92,6 +93,7 @@ class AsyncLLM:
             prompt: As for LLM.generate, one prompt.
             sampling_params: None is the checkpoint's default.
             request_id: For abort(). Different from the ids of all unfinished requests. None makes one.
+            priority: With AsyncLLM(scheduling_policy="priority"): lower runs first.
             output_kind: "cumulative": everything so far. "delta": what is new. "final_only": one output, the finished one.
 
         Raises:
@@ -103,7 +105,7 @@ class AsyncLLM:
             raise InvalidValueError(f"output_kind must be one of {', '.join(OUTPUT_KINDS)}, got {output_kind!r}")
         params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
         num_answers = params.n if isinstance(params, SamplingParams) else 1  # prepare_prompt refuses anything else
-        prepare = partial(self.engine.inputs.prepare_prompt, prompt, params)
+        prepare = partial(self.engine.inputs.prepare_prompt, prompt, params, priority)
         stream = await self.submit(prepare, num_answers=num_answers, request_id=request_id)
         so_far: list[Delta] = []
         try:

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from nanoinfer.errors import (
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     import torch
 
     from nanoinfer.sampling.sampler import Stage
+    from nanoinfer.scheduling.block_manager import BlockManager
+    from nanoinfer.scheduling.scheduler import Scheduler
     from nanoinfer.tracing import Tracer
 
 MAX_ROWS_WITH_DRAFTS = 256  # of a step, unless max_num_seqs is larger
@@ -49,6 +52,7 @@ class CacheConfig:
     kv_cache_dtype: str = "auto"
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    block_manager_cls: "type[BlockManager] | None" = None
 
     def __post_init__(self) -> None:
         check_integer("block_size", self.block_size, 1, None, ">= 1", or_none=True)
@@ -68,8 +72,20 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 4096
     chunk_size: int = 1024
     batch_invariant: bool = False
+    scheduling_policy: str = "fcfs"
+    scheduler_cls: "type[Scheduler] | None" = None
 
     def __post_init__(self) -> None:
+        if not is_one_of(self.scheduling_policy, ("fcfs", "priority", "deadline")):
+            raise InvalidValueError(
+                f"scheduling_policy must be 'fcfs', 'priority' or 'deadline', got {shown(self.scheduling_policy)}; "
+                "scheduler_cls takes a class of your own"
+            )
+        if self.scheduler_cls is not None and self.scheduling_policy != "fcfs":
+            raise InvalidValueError(
+                f"scheduling_policy={self.scheduling_policy!r} and scheduler_cls={shown(self.scheduler_cls)} were given; "
+                "leave one out"
+            )
         check_integer("max_num_seqs", self.max_num_seqs, 1, None, ">= 1")
         check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, None, ">= 1")
         check_integer("chunk_size", self.chunk_size, 1, None, ">= 1")
@@ -128,6 +144,22 @@ class SpeculativeConfig:
         if unknown := [name for name in given if name not in known]:
             raise InvalidTypeError(f"speculative_config has no {shown(unknown[0])}; known are {', '.join(known)}")
         return cls(**given)
+
+
+def class_named(name: str, given: object) -> type | None:
+    """Check an argument that is a class, its name "module.Class" (or "module:Class"), or None. Returns the class."""
+    if isinstance(given, str):
+        module, _, attribute = given.replace(":", ".").rpartition(".")
+        try:
+            given = getattr(import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:  # ValueError: there is no dot
+            raise InvalidValueError(
+                f"{name} must be a class or its name, such as 'my_module.MyClass', got {shown(given)} ({str(error)[:100]}); "
+                "the module must be importable: install it, or put its folder into PYTHONPATH"
+            ) from error
+    if given is not None and not isinstance(given, type):
+        raise InvalidTypeError(f"{name} must be a class or its name, such as 'my_module.MyClass', got {shown(given)}")
+    return given
 
 
 def lora_adapters(given: object) -> tuple[tuple[str, float], ...]:
@@ -235,6 +267,13 @@ class EngineArgs:
         max_num_seqs: Maximum number of running sequences. None is the default.
         max_num_batched_tokens: Maximum number of prompt tokens per step, to which every running sequence adds its one token.
             None is the default.
+        scheduling_policy: Which waiting request starts next, and which running one is preempted last: "fcfs" (first come, first
+            served), "priority" (the lowest `priority` of generate()), or "deadline" (the earliest arrival + `timeout` of
+            SamplingParams).
+        scheduler_cls: A subclass of nanoinfer.scheduling.scheduler.Scheduler, or its name "module.Class", for a policy of your
+            own. The tokens stay the same (docs/usage.md).
+        block_manager_cls: A subclass of nanoinfer.scheduling.block_manager.BlockManager, or its name, for example one that
+            evicts other blocks from the prefix cache.
         chunk_size: Longer prompts are computed in chunks, cut at absolute multiples of this, or of max_num_batched_tokens if
             that is smaller.
         max_model_len: Maximum number of tokens of prompt and answer. None is the model's own. Lowered to what the cache holds.
@@ -281,6 +320,9 @@ class EngineArgs:
     block_size: int | None = None
     max_num_seqs: int | None = SchedulerConfig.max_num_seqs
     max_num_batched_tokens: int | None = SchedulerConfig.max_num_batched_tokens
+    scheduling_policy: str = SchedulerConfig.scheduling_policy
+    scheduler_cls: "str | type[Scheduler] | None" = None
+    block_manager_cls: "str | type[BlockManager] | None" = None
     chunk_size: int = SchedulerConfig.chunk_size
     max_model_len: int | None = None
     kv_cache_memory: int | None = None
@@ -317,6 +359,8 @@ class EngineArgs:
             given["dtype"] = str(self.dtype).removeprefix("torch.")
         if isinstance(self.stages, list):
             given["stages"] = tuple(self.stages)
+        for name in ("scheduler_cls", "block_manager_cls"):
+            given[name] = class_named(name, given[name])
         given["lora"] = lora_adapters(self.lora)
         given["speculative"] = SpeculativeConfig.of(given.pop("speculative_config"))
         for name, owner in (("cache", CacheConfig), ("scheduler", SchedulerConfig)):

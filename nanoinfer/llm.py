@@ -102,6 +102,8 @@ class LLM:
         prompts: PromptType | Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate answers to prompts, all in one batch, and return the outputs in the order of the prompts.
 
@@ -112,6 +114,7 @@ class LLM:
             prompts: A string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these.
             sampling_params: One for all prompts, or one per prompt. None is get_default_sampling_params().
             use_tqdm: Show a progress bar.
+            priority: One integer per prompt, with LLM(scheduling_policy="priority"): lower runs first. None is 0 for all.
 
         Raises:
             InvalidPromptError, InvalidTypeError, InvalidValueError: With the prompt's index. Nothing has run then.
@@ -119,7 +122,7 @@ class LLM:
         check_flag("use_tqdm", use_tqdm)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         engine, requests = self.engine, list[Request]()
-        prepared = engine.inputs.prepare_all(prompts, params)
+        prepared = engine.inputs.prepare_all(prompts, params, priority)
         try:
             with interrupt_deferred():
                 for one in prepared:
@@ -130,7 +133,9 @@ class LLM:
         return [cast(RequestOutput, request.output) for request in requests]
 
     @check_argument_names("stream()")
-    def stream(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> Generator[Delta, None, None]:
+    def stream(
+        self, prompt: PromptType, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Generator[Delta, None, None]:
         """Answer one prompt, and yield a Delta for every sampled token. The last one carries the whole RequestOutput.
 
         The joined texts are the output's text: yielded text is never taken back. With n > 1, Delta.index says to which answer a
@@ -140,7 +145,7 @@ class LLM:
             InvalidPromptError, InvalidTypeError, InvalidValueError: When it is called, not at the first token.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        return self._stream(self.engine.inputs.prepare(prompt, params))
+        return self._stream(self.engine.inputs.prepare(prompt, params, priority))
 
     @check_argument_names("chat()")
     def chat(
@@ -154,6 +159,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, object] | None = None,
         tools: "Sequence[Tool] | None" = None,
         tool_choice: "ToolChoice" = "auto",
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of them, through the checkpoint's chat template.
 
@@ -170,6 +176,7 @@ class LLM:
             tool_choice: "auto", "none" (the tools are left out), or "required" and {"type": "function", "function": {"name":
                 ...}}: the answer is a call that satisfies the schema, in the format of Qwen3 (hermes). With "auto", this is so
                 for each call if a tool has "strict": True. Both require nanoinfer[structured].
+            priority: As for generate.
 
         Raises:
             InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does.
@@ -185,7 +192,7 @@ class LLM:
             add_generation_prompt=add_generation_prompt,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self.generate(prompts, constrained, use_tqdm)
+        return self.generate(prompts, constrained, use_tqdm, priority=priority)
 
     def render_chat(
         self,

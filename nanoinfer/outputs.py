@@ -7,7 +7,7 @@ from dataclasses import Field, dataclass, fields
 from itertools import islice
 from typing import ClassVar, Literal
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
 
 def _shown(value: object, max_items: int = 6) -> str:
@@ -88,9 +88,10 @@ class CompletionOutput(_ShortRepr):
         token_ids: Every sampled id, EOS included.
         cumulative_logprob: The sum of the log-probabilities of token_ids, or None without logprobs.
         logprobs: With SamplingParams(logprobs=...), one dict for every id of token_ids.
-        finish_reason: "stop" (EOS, a stop id or a stop string), "length" (max_tokens, or the model's length), "abort", "error".
+        finish_reason: "stop" (EOS, a stop id or a stop string), "length" (max_tokens, or the model's length), "abort",
+            "timeout" (that of SamplingParams), "error".
         stop_reason: The stop string or stop id that ended the answer, or None for an EOS id and for the other reasons.
-        error: With finish_reason "error", what went wrong and what to do.
+        error: With finish_reason "error" or "timeout", what went wrong and what to do.
     """
 
     index: int

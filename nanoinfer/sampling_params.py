@@ -101,6 +101,8 @@ class SamplingParams(_CheckedParams):
         prompt_logprobs: The same for the tokens of the prompt.
         logits_processors: Your own functions (prompt_ids, output_ids, logits [vocab]) -> logits [vocab], called in order. Those
             that require two arguments are called with (output_ids, logits [vocab]).
+        timeout: Seconds after which the request ends with finish_reason "timeout", whether it waits or runs. Its text so far
+            stays. Counted from its arrival in the engine. > 0. None is no limit.
         structured_outputs: The form that the answer must have. EOS and stop_token_ids cannot be drawn before the answer has it.
             When no token can follow, EOS comes next, also before min_tokens, or the answer ends there if there is no EOS. It
             may still be cut by max_tokens and stop.
@@ -140,6 +142,7 @@ class SamplingParams(_CheckedParams):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None  # kept as a tuple
+    timeout: float | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
@@ -172,6 +175,8 @@ class SamplingParams(_CheckedParams):
                     f"min_tokens must not pass max_tokens, got min_tokens={self.min_tokens} and "
                     f"max_tokens={self.max_tokens}; raise max_tokens or lower min_tokens"
                 )
+        if self.timeout is not None:
+            check_number("timeout", self.timeout, math.ulp(0.0), math.inf, "> 0 seconds; leave it out for no limit")
         if self.seed is not None:
             check_integer("seed", self.seed, -1, 2**64 - 1, "in 0 .. 2**64 - 1, or None or -1 to draw one")
         # Normalise once: plain numbers instead of numpy's, None and 0 for their different spellings, tuples. (An assignment

@@ -20,7 +20,6 @@ T = TypeVar("T")
 # Any different value requests what is not supported.
 _GENERATE: dict[str, tuple[object, ...]] = {
     "lora_request": (None,),
-    "priority": (None,),
     "prompt_adapter_request": (None,),
     "tokenization_kwargs": (None, {}),
 }
@@ -58,7 +57,6 @@ _LLM: dict[str, tuple[object, ...]] = {
     "num_gpu_blocks_override": (None,),
     "cpu_offload_gb": (0,),
     "swap_space": (0, 4),  # GiB that may be swapped out, 4 was vLLM's default
-    "scheduling_policy": ("fcfs",),
 }
 NEUTRAL_VALUES: dict[str, dict[str, tuple[object, ...]]] = {
     "LLM()": _LLM,

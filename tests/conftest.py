@@ -97,3 +97,9 @@ def browser():
         chromium = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         yield chromium
         chromium.close()
+
+
+def pytest_addoption(parser):
+    """Classes of your own for tests/scheduling/test_policies.py."""
+    for name in ("--scheduler-cls", "--block-manager-cls"):
+        parser.addoption(name, metavar="module.Class", help="a subclass, which tests/scheduling/test_policies.py checks too")

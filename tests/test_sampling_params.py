@@ -30,6 +30,7 @@ OUT_OF_RANGE = [
     *each("seed", (-2, 2**64, -(2**63)), "in 0 .. 2**64 - 1, or None or -1 to draw one"),
     *each("max_tokens", (0, -1), ">= 1, or None for the model's length"),
     *each("min_tokens", (-1, -16), ">= 0"),
+    *each("timeout", (0, -1, NAN, INF), "> 0 seconds; leave it out"),
     *each("stop", ("", ["a", ""], [""]), "not hold an empty string"),
     *[("stop_token_ids", value, value[-1], ">= 0") for value in ([-1], [3, -7])],
     *each("n", (0, -1, 16385, 10**9), "in 1 .. 16384"),
@@ -55,6 +56,7 @@ ID_LISTS = ("stop_token_ids", "allowed_token_ids")
 NO_IDS = ([1.0], ["a"], [3, True], [None], [1, NAN])
 WRONG_TYPE = [
     *[row for name in NUMBERS for row in each(name, ("0.5", None, True, False, [1.0], {}, 1j), "a number")],
+    *each("timeout", ("5", True, [1.0]), "a number"),
     *[row for name in INTEGERS for row in each(name, (1.0, 2.5, "3", None, True, False, [1], NAN, INF), "an integer")],
     *[row for name in INTEGERS_OR_NONE for row in each(name, (1.0, "3", True, False, [1], NAN, INF), "an integer")],
     *[row for name in FLAGS for row in each(name, (1, 0, "yes", None, [True], NAN), "True or False")],
@@ -95,6 +97,7 @@ ACCEPTED = {
     "logprobs": (None, -1, 0, 1, 20),
     "prompt_logprobs": (None, -1, 0, 1, 20),
     "logits_processors": (None, [], [print], (print, lambda output_ids, logits: logits)),
+    "timeout": (None, 1e-9, 5, 2.5, numpy.float32(0.5)),
     "structured_outputs": (None, StructuredOutputsParams(regex="a+")),
 }
 

@@ -14,7 +14,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from nanoinfer.cli.options import Device, Dtype, EnforceEager, Model, Quantization, expand_options, new_table, parse_size
+from nanoinfer.cli.options import (
+    BlockManagerCls,
+    Device,
+    Dtype,
+    EnforceEager,
+    Model,
+    Quantization,
+    SchedulerCls,
+    SchedulingPolicy,
+    expand_options,
+    find_modules_here,
+    new_table,
+    parse_size,
+)
 from nanoinfer.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -92,6 +105,9 @@ class RunOptions:
         typer.Option(parser=parse_size, metavar="SIZE", help="Memory for the KV cache: 1G or bytes. Default: what is needed."),
     ] = None
     enforce_eager: EnforceEager = False
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    scheduler_cls: SchedulerCls = None
+    block_manager_cls: BlockManagerCls = None
     repeats: Repeats = 3
 
 
@@ -190,6 +206,7 @@ def _measure(
     from nanoinfer.bench.random_models import checkpoint_of
 
     workloads = pick_workloads(picked)
+    find_modules_here(run.scheduler_cls, run.block_manager_cls)
     with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint:
         results = offline.measure(checkpoint, workloads, dtype=measured.dtype, device=measured.device, **asdict(run))
     if as_json:

@@ -72,6 +72,13 @@ Lora = Annotated[
         help="A LoRA adapter's folder, merged into the weights. May be given several times, with strengths: PATH=0.5."
     ),
 ]
+SchedulingPolicy = Annotated[str, typer.Option(help="fcfs, priority or deadline: which waiting request starts next.")]
+SchedulerCls = Annotated[
+    str | None, typer.Option(help="A policy of your own: module.Class, a subclass of Scheduler.", metavar="CLASS")
+]
+BlockManagerCls = Annotated[
+    str | None, typer.Option(help="An eviction of your own: module.Class, a subclass of BlockManager.", metavar="CLASS")
+]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Run the model's file as it is: no kernels, no graphs.")]
 
 
@@ -95,6 +102,9 @@ class EngineOptions:
     kv_cache_memory: Annotated[
         int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Memory for the KV cache: 1G, 512M or bytes.")
     ] = None
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    scheduler_cls: SchedulerCls = None
+    block_manager_cls: BlockManagerCls = None
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, or int8 for keys and values in 8 bits, on a CPU.")] = "auto"
     speculative_config: Annotated[
         str | None, typer.Option(help='Speculative decoding, as JSON: {"method": "ngram"}.', metavar="JSON")
@@ -188,12 +198,19 @@ def _load(kind: Callable[..., L], engine: EngineOptions, more: dict[str, Any]) -
         arguments["lora"] = dict(map(parse_adapter, engine.lora))
     if engine.speculative_config is not None:
         arguments["speculative_config"] = read_json("--speculative-config", engine.speculative_config)
+    find_modules_here(engine.scheduler_cls, engine.block_manager_cls)
     llm = kind(**arguments)
     info = llm.engine.executor.info
     if arguments["max_model_len"] is None and info.max_model_len < info.max_position_embeddings:  # otherwise LLM logs it
         lowered = f"max_model_len is {info.max_model_len}, not the model's {info.max_position_embeddings}"
         print(f"{lowered}: the KV cache holds no more; raise --kv-cache-memory", file=sys.stderr)
     return llm
+
+
+def find_modules_here(*class_names: str | None) -> None:
+    """Let Python find modules in the current folder, if a class is given by name. Process-wide, as `python -m` does."""
+    if any(class_names) and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def check_packages(extra: str, *names: str) -> None:

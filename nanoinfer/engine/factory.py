@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer import tracing
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.llm_engine import LLMEngine, scheduling_classes
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -29,6 +29,7 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
     from nanoinfer.system.process import keep_cpu_quota
 
     keep_cpu_quota()
+    scheduling_classes(config)  # wrong ones are refused before the model is loaded
     shards: Any = None
     if config.tensor_parallel_size > 1:
         from nanoinfer.distributed.launch import start

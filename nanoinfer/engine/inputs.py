@@ -17,6 +17,7 @@ from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
     NanoinferError,
+    check_integer,
     shown,
 )
 from nanoinfer.execution.executor import ExecutorInfo
@@ -52,6 +53,7 @@ class PreparedRequest:
     prompt: None if only token ids were given. bad_words: params.bad_words as token ids.
     grammar: params.structured_outputs, compiled, at the beginning of an answer.
     error: for a prompt that is too long. Such a request ends at once with finish_reason "error".
+    priority: for schedulers that read it. Lower runs first.
     """
 
     prompt: str | None
@@ -59,21 +61,23 @@ class PreparedRequest:
     params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...] = ()
     error: str | None = None
+    priority: int = 0
     grammar: "GrammarState | None" = None
 
 
 class InputProcessor:
     """Prepares the requests of one engine."""
 
-    def __init__(self, info: ExecutorInfo, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, info: ExecutorInfo, tokenizer: Tokenizer | None, *, accepts_priority: bool = False) -> None:
         self._info = info
         self._tokenizer = tokenizer
+        self._accepts_priority = accepts_priority
 
-    def prepare(self, prompt: Any, params: SamplingParams) -> PreparedRequest:
+    def prepare(self, prompt: Any, params: SamplingParams, priority: int | None = None) -> PreparedRequest:
         """Parse, tokenise and check one prompt, and compile its grammar. Raises: as the two methods below do."""
-        return self.compile_grammar(self.prepare_prompt(prompt, params))
+        return self.compile_grammar(self.prepare_prompt(prompt, params, priority))
 
-    def prepare_prompt(self, prompt: Any, params: SamplingParams) -> PreparedRequest:
+    def prepare_prompt(self, prompt: Any, params: SamplingParams, priority: int | None = None) -> PreparedRequest:
         """Parse, tokenise and check one prompt. A prompt that is too long is not refused, see PreparedRequest.error.
 
         Raises: InvalidPromptError, InvalidTypeError, InvalidValueError.
@@ -81,10 +85,16 @@ class InputProcessor:
         text, token_ids = self._parse(prompt)
         if not isinstance(params, SamplingParams):
             raise InvalidTypeError(f"sampling_params must be SamplingParams, got {shown(params)}")
+        check_integer("priority", priority, -(2**63), None, ">= -2**63", or_none=True)
+        if priority and not self._accepts_priority:
+            raise InvalidValueError(
+                f"priority={priority} has no effect with this scheduler; leave it out, or load the model with "
+                "scheduling_policy='priority'"
+            )
         params = params.clone()  # the caller may change theirs while the request runs
         bad_words = self._check(token_ids, params)
         error = self._too_long(len(token_ids)) if len(token_ids) >= self._info.max_model_len else None
-        return PreparedRequest(text, token_ids, params, bad_words, error)
+        return PreparedRequest(text, token_ids, params, bad_words, error, int(priority or 0))
 
     def compile_grammar(self, prepared: PreparedRequest) -> PreparedRequest:
         """Add the grammar, if there is one. A new one may wait for the trials of others, for seconds.
@@ -100,16 +110,21 @@ class InputProcessor:
 
         return GrammarCompiler(self._tokenizer, self._info.vocab_size)
 
-    def prepare_all(self, prompts: Any, params: SamplingParams | Sequence[SamplingParams]) -> list[PreparedRequest]:
-        """Prepare one prompt or a list of them, with one SamplingParams for all or one per prompt.
+    def prepare_all(
+        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams], priority: Sequence[int] | None = None
+    ) -> list[PreparedRequest]:
+        """Prepare one prompt or a list of them, with one SamplingParams for all or one per prompt, and a priority per prompt.
 
         Raises: as prepare does, with the prompt's index.
         """
         prompts = as_list(prompts)
+        if priority is not None and (not isinstance(priority, list | tuple) or len(priority) != len(prompts)):
+            raise InvalidValueError(f"priority must be a list of one integer per prompt, {len(prompts)}, got {shown(priority)}")
         prepared = []
-        for index, (prompt, its_params) in enumerate(zip(prompts, one_per_prompt(params, len(prompts)), strict=True)):
+        each = zip(prompts, one_per_prompt(params, len(prompts)), priority or [None] * len(prompts), strict=True)
+        for index, (prompt, its_params, its_priority) in enumerate(each):
             with with_prompt_index(index):
-                prepared.append(self.prepare(prompt, its_params))
+                prepared.append(self.prepare(prompt, its_params, its_priority))
         return prepared
 
     def render_chat(self, messages: Any, **rendering: Any) -> TokensPrompt:

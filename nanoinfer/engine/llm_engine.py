@@ -15,7 +15,7 @@ from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
 from nanoinfer.engine.metrics import EngineMetrics, Metric
 from nanoinfer.engine.request import Request, sequences_of
 from nanoinfer.engine.stopping import Stop
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import InvalidTypeError, NanoinferError
 from nanoinfer.execution.executor import Executor, InFlight, StepOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
@@ -28,6 +28,19 @@ if TYPE_CHECKING:
     from nanoinfer.speculative.speculator import Proposer, Speculator
 
 logger = logging.getLogger(__name__)
+
+
+def scheduling_classes(config: EngineConfig) -> tuple[type[Scheduler], type[BlockManager]]:
+    """Return what decides who runs and who has blocks. Raises: InvalidTypeError for a class of another kind."""
+    scheduler, block_manager = config.scheduler.scheduler_cls or Scheduler, config.cache.block_manager_cls or BlockManager
+    for name, given, base in ("scheduler_cls", scheduler, Scheduler), ("block_manager_cls", block_manager, BlockManager):
+        if not issubclass(given, base):
+            raise InvalidTypeError(f"{name} must be a subclass of {base.__name__} (nanoinfer/scheduling), got {given}")
+    if config.scheduler.scheduling_policy != "fcfs":
+        from nanoinfer.scheduling.policies import POLICIES
+
+        scheduler = POLICIES[config.scheduler.scheduling_policy]
+    return scheduler, block_manager
 
 
 class LLMEngine:
@@ -60,9 +73,10 @@ class LLMEngine:
         # Some tokenizers have ids beyond the model's vocabulary. These can neither be sampled nor masked.
         self.eos_token_ids = frozenset(i for i in eos_token_ids if i < info.vocab_size)
         self.max_model_len = info.max_model_len
-        self.inputs = InputProcessor(info, tokenizer)
-        self.block_manager = BlockManager(info.num_blocks, info.block_size, config.cache.enable_prefix_caching, tracer)
-        self.scheduler = Scheduler(config.scheduler, self.block_manager, tracer)
+        scheduler_cls, block_manager_cls = scheduling_classes(config)
+        self.inputs = InputProcessor(info, tokenizer, accepts_priority=scheduler_cls.reads_priority)
+        self.block_manager = block_manager_cls(info.num_blocks, info.block_size, config.cache.enable_prefix_caching, tracer)
+        self.scheduler = scheduler_cls(config.scheduler, self.block_manager, tracer)
         self.async_scheduling = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling
         if proposer is not None and config.speculative is not None:
             from nanoinfer.speculative.speculator import Speculator
@@ -75,6 +89,7 @@ class LLMEngine:
             logger.info("seed %d was drawn: LLM(seed=%d) and the same calls give the same answers", self.seed, self.seed)
         self._num_requests = 0
         self._requests: dict[str, Request] = {}  # the unfinished ones
+        self._with_deadline: dict[str, Request] = {}  # those of them that have a timeout
         self._metrics = EngineMetrics()
         self._in_flight: InFlight | None = None  # the step that is launched and not collected
         self.interrupted_request_ids: frozenset[str] = frozenset()  # of the step that raised last
@@ -98,6 +113,7 @@ class LLMEngine:
                 prepared,
                 number,
                 request_id=str(number) if request_id is None else request_id,
+                arrival_time=arrival_time,
                 engine_seed=self.seed,
                 max_model_len=self.max_model_len,
                 eos_token_ids=self.eos_token_ids,
@@ -109,6 +125,8 @@ class LLMEngine:
                 self._finish([request], Stop("error", error=prepared.error))
             else:
                 self._requests[request.request_id] = request
+                if prepared.params.timeout is not None:
+                    self._with_deadline[request.request_id] = request
                 self.scheduler.add(sequences[0])
         return request
 
@@ -166,6 +184,7 @@ class LLMEngine:
         dropped.
         """
         with self.guard.step():
+            finished = self._finish_late() if self._with_deadline else []
             plan = self.scheduler.schedule()  # which sequences run, and how many tokens of each
             if self.speculator is not None:
                 plan = self.speculator.add_drafts(plan)  # tokens that may follow, to be computed as well
@@ -173,7 +192,7 @@ class LLMEngine:
             if plan.scheduled:
                 launched = self.executor.launch(plan, previous)  # tensors, forward pass, sampling; does not wait
                 self.scheduler.commit(plan)  # count its tokens as cached
-            finished = self._collect(previous) if previous else []
+            finished += self._collect(previous) if previous else []
             self._in_flight = launched
             if launched and (launched.must_sync or not self.async_scheduling):
                 self._in_flight = None
@@ -234,8 +253,18 @@ class LLMEngine:
         if not self.guard.is_stepping:
             self.flush_trace()
 
+    def _finish_late(self) -> list[Request]:
+        """Finish the requests whose deadline has passed, and return them."""
+        now = time.perf_counter()
+        late = [request for request in self._with_deadline.values() if now >= request.sequences[0].deadline]
+        for request in late:
+            seconds = request.sequences[0].params.timeout
+            self._finish([request], Stop("timeout", error=f"the request took longer than its timeout of {seconds:g} s"))
+        return late
+
     def _remove(self, request: Request) -> None:
         """Free the blocks of a request that has its output, and remove it."""
+        self._with_deadline.pop(request.request_id, None)
         if self._requests.pop(request.request_id, None):
             self._metrics.add_finished(request)
             for seq in request.sequences:

@@ -5,6 +5,7 @@ detokenizer -> stop strings -> output.
 """
 
 import hashlib
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -183,6 +184,7 @@ def sequences_of(
     number: int,
     *,
     request_id: str,
+    arrival_time: float,
     engine_seed: int,
     max_model_len: int,
     eos_token_ids: frozenset[int],
@@ -207,6 +209,9 @@ def sequences_of(
             bad_words=prepared.bad_words,
             grammar=None if prepared.grammar is None else prepared.grammar.copy(),
             index=index,
+            priority=prepared.priority,
+            arrival_time=arrival_time,
+            deadline=math.inf if params.timeout is None else arrival_time + params.timeout,
         )
         for index in range(params.n)
     ]

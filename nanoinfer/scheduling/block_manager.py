@@ -13,10 +13,14 @@ slot `block_table[i // block_size] * block_size + i % block_size`. There are thr
     tokens   [ the cat sat on | the mat and     ]         block_size 4
     table    [       7        |        2        ]         7 is full and has a key, 2 is being filled
 
+A subclass may override choose_evicted, which decides what the prefix cache forgets, and extend start and evict to count hits:
+LLM(block_manager_cls=...).
+
 Source: PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180. The keys differ from vLLM's, which are hashes.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Collection
 from itertools import count
 
 from nanoinfer import tracing
@@ -42,8 +46,9 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.tracer = tracer
         self._ref_counts = [0] * num_blocks
-        # Free blocks in the order in which they will be taken: empty blocks, then cached ones, least recently used first.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        # Free blocks: empty ones, which are taken first, and cached ones, the least recently used first.
+        self._empty = deque(range(num_blocks))
+        self._reusable: OrderedDict[int, None] = OrderedDict()
         self._new_key = count()
         self._cached: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # (parent key, ids) -> (key, block)
         self._content: dict[int, tuple[int, tuple[int, ...]]] = {}  # block -> its entry in _cached
@@ -51,10 +56,19 @@ class BlockManager:
     @property
     def num_free_blocks(self) -> int:
         """The number of blocks in no block table, some of which stay in the prefix cache until they are taken."""
-        return len(self._free)
+        return len(self._empty) + len(self._reusable)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    # ---- for subclasses to override
+
+    def choose_evicted(self, candidates: Collection[int]) -> int:
+        """Choose the cached block that is taken next, when no free block is empty. Its content leaves the prefix cache.
+
+        candidates: the free cached blocks, the least recently used first, of which there is at least one.
+        """
+        return next(iter(candidates))
 
     # ---- queries
 
@@ -77,13 +91,13 @@ class BlockManager:
 
     def can_start(self, num_tokens: int, prefix: list[tuple[int, int]], *, num_kept_free: int = 0) -> bool:
         """Return whether there are blocks for all tokens of a waiting sequence with this prefix, and num_kept_free more."""
-        num_revived = sum(block in self._free for _, block in prefix)
+        num_revived = sum(block in self._reusable for _, block in prefix)
         num_needed = self.num_blocks_for(num_tokens) - len(prefix) + num_revived
-        return num_needed + num_kept_free <= len(self._free)
+        return num_needed + num_kept_free <= self.num_free_blocks
 
     def can_allocate(self, seq: Sequence, num_new_tokens: int) -> bool:
         num_missing = self.num_blocks_for(seq.num_computed_tokens + num_new_tokens) - len(seq.block_table)
-        return max(num_missing, 0) + len(self._shared_blocks_to_write(seq)) <= len(self._free)
+        return max(num_missing, 0) + len(self._shared_blocks_to_write(seq)) <= self.num_free_blocks
 
     # ---- changes
 
@@ -91,7 +105,7 @@ class BlockManager:
         """Give a waiting sequence the cached blocks of its prefix, as match_prefix has just returned them."""
         assert not seq.block_table, "a sequence starts with an empty block table"
         for key, block in prefix:
-            self._free.pop(block, None)
+            self._reusable.pop(block, None)
             self._ref_counts[block] += 1
             seq.block_table.append(block)
             seq.prefix_keys.append(key)
@@ -142,12 +156,21 @@ class BlockManager:
         """Remove the sequence's blocks from the prefix cache, but not from sequences that share them."""
         for block in seq.block_table:
             if block in self._content:
-                self._evict(block)
+                self.evict(block)
 
     def reset_prefix_cache(self) -> None:
         """Remove every block from the prefix cache, but not from the sequences that hold it."""
         for block in list(self._content):
-            self._evict(block)
+            self.evict(block)
+
+    def evict(self, block: int) -> None:
+        """Remove a cached block from the prefix cache, but not from the sequences that hold it."""
+        del self._cached[self._content.pop(block)]
+        if block in self._reusable:
+            del self._reusable[block]
+            self._empty.append(block)
+        if self.tracer is not None:
+            self.tracer.emit(tracing.BlockEvicted(block))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share all of the parent's blocks with a child, whose tokens and num_computed_tokens the caller sets."""
@@ -175,21 +198,18 @@ class BlockManager:
         return [i for i in range(first, len(seq.block_table)) if self._ref_counts[seq.block_table[i]] > 1]
 
     def _take(self) -> int:
-        block, _ = self._free.popitem(last=False)
-        if block in self._content:
-            self._evict(block)
+        if not self._empty:
+            evicted = self.choose_evicted(self._reusable.keys())
+            assert evicted in self._reusable, "choose_evicted returns one of the candidates"
+            self.evict(evicted)
+        block = self._empty.popleft()
         self._ref_counts[block] = 1
         return block
-
-    def _evict(self, block: int) -> None:
-        """Remove a block from the prefix cache."""
-        del self._cached[self._content.pop(block)]
-        if self.tracer is not None:
-            self.tracer.emit(tracing.BlockEvicted(block))
 
     def _drop(self, block: int) -> None:
         self._ref_counts[block] -= 1
         if self._ref_counts[block] == 0:
-            self._free[block] = None
-            if block not in self._content:
-                self._free.move_to_end(block, last=False)
+            if block in self._content:
+                self._reusable[block] = None
+            else:
+                self._empty.appendleft(block)

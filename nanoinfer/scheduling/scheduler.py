@@ -22,14 +22,20 @@ batch_invariant the cuts change no bit, because the executor attends with one qu
 
 The scheduler always makes progress: the oldest running sequence can preempt all others and fits alone, because max_model_len
 is at most what the pool holds, and if nothing runs, every block is free and the head of the queue starts.
+
+A subclass may override four methods, LLM(scheduler_cls=...): order_waiting (rule 1), choose_victim (rule 4), may_start and
+num_reserved_blocks (rule 6). policies.py has two. No policy can change a token or lose a block. It decides who waits.
 """
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from nanoinfer import tracing
 from nanoinfer.config import SchedulerConfig
+from nanoinfer.errors import NanoinferError
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
@@ -41,38 +47,75 @@ class _Selection:
 
     budget: int  # tokens that are left for sequences with more than one new token
     scheduled: list[ScheduledSequence] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    copies: dict[Sequence, list[tuple[int, int]]] = field(default_factory=dict)
     preempted: list[Sequence] = field(default_factory=list)
 
 
 class Scheduler:
-    """Owns the two queues, and every sequence's status, ids and counts of tokens."""
+    """Owns the two queues, and every sequence's status, ids and counts of tokens.
+
+    Attributes, which a subclass reads and does not change:
+        waiting: preempted sequences, then new ones in the order of their arrival.
+        running: in the order in which they started.
+        reads_priority: whether the order depends on Sequence.priority. If False, a request with a priority is refused.
+    """
+
+    reads_priority = False
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager, tracer: "tracing.Tracer | None" = None) -> None:
         self.config = config
         self.block_manager = block_manager
         self.tracer = tracer
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
         self._num_steps = 0
         self._unreported: list[Sequence] = []  # preempted in a step that ran nothing, so the next StepScheduled names them
 
+    # ---- for subclasses to override
+
+    def order_waiting(self, waiting: deque[Sequence]) -> Iterable[Sequence]:
+        """Return waiting sequences in the order in which they shall start. Called in steps that may start one.
+
+        The first one that lacks blocks or tokens of the budget ends the step's starts, so no later one passes it. Those
+        that are left out keep waiting. If nothing runs, at least one that may_start accepts must be there.
+        """
+        return waiting
+
+    def may_start(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence may start in this step if there is room. If not, the next one may."""
+        return True
+
+    def num_reserved_blocks(self, seq: Sequence) -> int:
+        """Return how many free blocks are kept for a running sequence when others start, beyond those for its forks.
+
+        More means fewer preemptions, and fewer sequences at a time. Here it is the blocks of its known tokens, and one more if
+        it may grow that far. A sequence's very last token is never computed.
+        """
+        num_for_known, num_for_all = map(self.block_manager.num_blocks_for, (seq.num_tokens, seq.max_num_tokens - 1))
+        return max(min(num_for_known + 1, num_for_all) - len(seq.block_table), 0)
+
+    def choose_victim(self, running: list[Sequence], seq: Sequence) -> Sequence:
+        """Choose the running sequence that is preempted, because there is no block for `seq`, which may be chosen itself."""
+        return running[-1]
+
+    # ---- queries and changes
+
     @property
     def num_unfinished(self) -> int:
-        return len(self._waiting) + len(self._running)
+        return len(self.waiting) + len(self.running)
 
     @property
     def running_request_ids(self) -> frozenset[str]:
-        return frozenset(seq.request_id for seq in self._running)
+        return frozenset(seq.request_id for seq in self.running)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self.running)
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. The caller has checked that it can fit when it runs alone."""
         assert seq.max_num_tokens <= self.block_manager.num_blocks * self.block_manager.block_size
-        self._waiting.append(seq)
+        self.waiting.append(seq)
         for fork in seq.forks:
             fork.status = SequenceStatus.PENDING
 
@@ -81,15 +124,20 @@ class Scheduler:
         start = time.perf_counter()
         selection = _Selection(self.config.max_num_batched_tokens)
         self._continue_running(selection)
-        if self._waiting and not selection.preempted:
+        if self.waiting and not selection.preempted and len(self.running) < self.config.max_num_seqs:
             self._start_waiting(selection)
+            if not self.running and self.block_manager.num_free_blocks == self.block_manager.num_blocks:
+                raise NanoinferError(
+                    f"{type(self).__name__} starts none of {len(self.waiting)} waiting sequences, and none runs; order_waiting "
+                    "must return one that may_start accepts"
+                )
         self._make_forks_wait(selection.scheduled)
         scheduled = sorted(selection.scheduled, key=lambda item: item.num_new_tokens > 1)  # stable: each group by arrival
         plan = StepPlan(
             scheduled=tuple(scheduled),
             rows=rows_of(scheduled),
             prompt_rows=prompt_rows_of(scheduled),
-            block_copies=tuple(selection.copies),
+            block_copies=tuple(chain.from_iterable(selection.copies.values())),
             preempted=tuple(selection.preempted),
             step=self._num_steps,
             schedule_seconds=time.perf_counter() - start,
@@ -130,9 +178,9 @@ class Scheduler:
         if has_failed:
             self.block_manager.forget_cached(seq)
         if seq.status is SequenceStatus.RUNNING:
-            self._running.remove(seq)
+            self.running.remove(seq)
         elif seq.status is SequenceStatus.WAITING:
-            self._waiting.remove(seq)
+            self.waiting.remove(seq)
         self._free(seq)
         seq.status = SequenceStatus.FINISHED
 
@@ -147,53 +195,68 @@ class Scheduler:
 
     def restart(self) -> None:
         """Requeue every running sequence in order after a failed step, so that pending tokens are sampled again."""
-        for seq in reversed(self._running):
+        for seq in reversed(self.running):
             self._preempt(seq)
-        self._running.clear()
-        for seq in self._waiting:
+        self.running.clear()
+        for seq in self.waiting:
             seq.num_pending_tokens = 0
 
     # ---- inside
 
     def _continue_running(self, selection: _Selection) -> None:
-        """Schedule the running sequences, oldest first, and preempt the youngest where blocks run out."""
-        index = 0
-        while index < len(self._running):  # a preemption shortens it
-            seq = self._running[index]
+        """Schedule the running sequences, oldest first, and preempt where blocks run out."""
+        for seq in list(self.running):
             num_new = self.next_chunk(seq)
-            if seq.num_pending_tokens and seq.num_tokens >= seq.max_num_tokens:
+            if seq.status is not SequenceStatus.RUNNING:
+                pass  # preempted by one before it
+            elif seq.num_pending_tokens and seq.num_tokens >= seq.max_num_tokens:
                 pass  # the pending token is its last
             elif num_new > 1 and selection.budget < num_new:
                 selection.budget = 0  # it waits, and no younger prompt passes it
-            elif self._make_room(seq, num_new, selection.preempted):
+            elif self._make_room(seq, num_new, selection):
                 self._select(selection, seq, num_new)
-            index += 1
 
     def _start_waiting(self, selection: _Selection) -> None:
-        """Start waiting sequences in order, until one does not fit."""
-        num_reserved = sum(map(self._num_reserved_blocks, self._running))
-        while self._waiting and len(self._running) < self.config.max_num_seqs:
-            seq = self._waiting[0]
-            prefix = [] if seq.wants_prompt_logprobs else self.block_manager.match_prefix(seq.token_ids)
-            if not self.block_manager.can_start(seq.num_tokens, prefix, num_kept_free=num_reserved):
-                break
-            num_cached = len(prefix) * self.block_manager.block_size
-            num_new = self.next_chunk(seq, num_cached)
-            if num_new > 1 and selection.budget < num_new:
-                break
-            self.block_manager.start(seq, prefix)
-            self._waiting.popleft()
-            self._running.append(seq)
-            seq.status = SequenceStatus.RUNNING
-            seq.num_computed_tokens = num_cached
-            if seq.num_preemptions == 0:
-                seq.num_cached_tokens = num_cached
-            self._select(selection, seq, num_new)
-            num_reserved += self._num_reserved_blocks(seq)
+        """Start waiting sequences in the policy's order, until one does not fit."""
+        num_reserved = sum(map(self._num_kept_free, self.running))
+        started: list[Sequence] = []
+        try:
+            for seq in self.order_waiting(self.waiting):
+                if len(self.running) >= self.config.max_num_seqs:
+                    break
+                assert seq.status is SequenceStatus.WAITING, "order_waiting returns waiting sequences, each once"
+                if not self.may_start(seq):
+                    continue
+                started.append(seq)
+                if not self._start(selection, seq, num_reserved):
+                    started.pop()
+                    break
+                num_reserved += self._num_kept_free(seq)
+        finally:  # also if the policy raises
+            for seq in started:
+                self.waiting.remove(seq)
+
+    def _start(self, selection: _Selection, seq: Sequence, num_reserved: int) -> bool:
+        """Start a sequence, which the caller removes from `waiting`. Return False if there is no room for it."""
+        prefix = [] if seq.wants_prompt_logprobs else self.block_manager.match_prefix(seq.token_ids)
+        num_cached = len(prefix) * self.block_manager.block_size
+        num_new = self.next_chunk(seq, num_cached)
+        if num_new > 1 and selection.budget < num_new:
+            return False
+        if not self.block_manager.can_start(seq.num_tokens, prefix, num_kept_free=num_reserved):
+            return False
+        self.running.append(seq)
+        seq.status = SequenceStatus.RUNNING
+        self.block_manager.start(seq, prefix)
+        seq.num_computed_tokens = num_cached
+        if seq.num_preemptions == 0:
+            seq.num_cached_tokens = num_cached
+        self._select(selection, seq, num_new)
+        return True
 
     def _select(self, selection: _Selection, seq: Sequence, num_new_tokens: int) -> None:
         """Schedule the sequence's next tokens, for which there are blocks."""
-        selection.copies += self.block_manager.allocate(seq, num_new_tokens)
+        selection.copies[seq] = self.block_manager.allocate(seq, num_new_tokens)
         selection.scheduled.append(ScheduledSequence(seq, num_new_tokens))
         selection.budget -= num_new_tokens if num_new_tokens > 1 else 0
 
@@ -207,38 +270,40 @@ class Scheduler:
                 step=plan.step,
                 sequence_ids=tuple(item.sequence.sequence_id for item in plan.scheduled),
                 num_new_tokens=tuple(item.num_new_tokens for item in plan.scheduled),
-                running=tuple(seq.sequence_id for seq in self._running),
-                num_waiting=len(self._waiting),
+                running=tuple(seq.sequence_id for seq in self.running),
+                num_waiting=len(self.waiting),
                 num_free_blocks=self.block_manager.num_free_blocks,
                 preempted=tuple(seq.sequence_id for seq in unreported),
             )
         )
 
-    def _make_room(self, seq: Sequence, num_new_tokens: int, preempted: list[Sequence]) -> bool:
-        """Preempt the youngest sequences until this one's next tokens have blocks. Return False if it was preempted itself."""
+    def _make_room(self, seq: Sequence, num_new_tokens: int, selection: _Selection) -> bool:
+        """Preempt sequences until this one's next tokens have blocks. Return False if it was preempted itself."""
         while not self.block_manager.can_allocate(seq, num_new_tokens):
-            youngest = self._running.pop()
-            self._preempt(youngest)
-            preempted.append(youngest)
-            if youngest is seq:
+            victim = self.choose_victim(self.running, seq)
+            assert victim.status is SequenceStatus.RUNNING, "choose_victim returns a running sequence"
+            self.running.remove(victim)
+            self._preempt(victim)
+            selection.preempted.append(victim)
+            if selection.copies.pop(victim, None) is not None:  # it was scheduled in this step
+                selection.scheduled = [item for item in selection.scheduled if item.sequence is not victim]
+            if victim is seq:
                 return False
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """Requeue a sequence, which the caller removes from _running, youngest first."""
+        """Requeue a sequence, which the caller removes from `running`."""
         self._free(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
-        self._waiting.appendleft(seq)
+        self.waiting.appendleft(seq)
 
-    def _num_reserved_blocks(self, seq: Sequence) -> int:
-        """Count the blocks that a running sequence will soon request (rule 6). Its very last token is never computed."""
-        num_for_known, num_for_all = map(self.block_manager.num_blocks_for, (seq.num_tokens, seq.max_num_tokens - 1))
-        return max(min(num_for_known + 1, num_for_all) - len(seq.block_table), 0) + len(seq.forks)
+    def _num_kept_free(self, seq: Sequence) -> int:
+        return self.num_reserved_blocks(seq) + len(seq.forks)
 
     def _make_forks_wait(self, scheduled: list[ScheduledSequence]) -> None:
         """Queue the forks of prompts that end in this step for which max_num_seqs leaves no room."""
-        num_startable = self.config.max_num_seqs - len(self._running)
+        num_startable = self.config.max_num_seqs - len(self.running)
         too_many: list[Sequence] = []
         for item in scheduled:
             seq = item.sequence
@@ -246,15 +311,15 @@ class Scheduler:
                 too_many += seq.forks[num_startable:]
                 seq.forks = seq.forks[:num_startable]
                 num_startable -= len(seq.forks)
-        self._waiting.extendleft(reversed(too_many))
+        self.waiting.extendleft(reversed(too_many))
         for fork in too_many:
             fork.status = SequenceStatus.WAITING
 
     def _fork(self, parent: Sequence) -> None:
         """Start the further answers of a computed prompt, directly after the first, because they are as old."""
         forks, parent.forks = parent.forks, []
-        index = self._running.index(parent) + 1
-        self._running[index:index] = forks
+        index = self.running.index(parent) + 1
+        self.running[index:index] = forks
         for fork in forks:
             self.block_manager.fork(parent, fork)
             fork.num_computed_tokens = parent.num_computed_tokens

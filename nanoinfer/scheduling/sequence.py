@@ -3,6 +3,7 @@
 Each field's comment names its only writer.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -40,6 +41,9 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     grammar: Any = None  # structured/grammar.py, for params.structured_outputs: request.py advances it
     index: int = 0  # which of the prompt's n answers it is
+    priority: int = 0  # for schedulers that read it. Lower runs first
+    arrival_time: float = 0.0  # on the clock of time.perf_counter
+    deadline: float = math.inf  # on the same clock: params.timeout after the arrival
 
     token_ids: list[int] = field(init=False)  # prompt + output: the scheduler (beam search writes those of its beams)
     num_pending_tokens: int = field(default=0, init=False)  # sampled, but not yet in token_ids: the scheduler

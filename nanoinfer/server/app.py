@@ -86,7 +86,7 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
 
     @app.post("/v1/completions")
     async def completions(http: Request, body: CompletionRequest) -> Response:
-        prepares = [partial(inputs.prepare_prompt, prompt) for prompt in body.prompts]
+        prepares = [partial(inputs.prepare_prompt, prompt, priority=body.priority) for prompt in body.prompts]
         return await generate(http, body, prepares, CompletionChoices(body, tokenizer))
 
     @app.post("/v1/chat/completions")

@@ -58,6 +58,8 @@ class GenerationRequest(_Body):
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    priority: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
+    timeout: float | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -24,6 +24,8 @@ SAYS = {
     "beam_search": ["greedy  -10.812", "width 8 -10.790"],
     "logprobs": ["-21.97  Once upon a time, there was a kind duck.", "-36.39"],
     "prefix_caching": ["cache: 0 of 113", "cache: 112 of 113"],
+    "shortest_job_first": ["Scheduler: finished in the order [90,", "First: finished in the order [10, 30", "same texts: True"],
+    "least_frequently_hit": ["BlockManager: 0 tokens", "LeastFrequentlyHit: 16 tokens"],
     "custom_stage": ["14 stages", "15 stages", "!"],
     "custom_model": ["log-probability -14.9", "log-probability -71.3"],
     "tracing_to_html": ["found its beginning in blocks (0,)", "u = "],

@@ -255,12 +255,12 @@ def test_a_fork_writes_into_a_block_of_its_own(model):
     engine.step()
     child = engine.add_request([1, 2, 3, 4, 5, 6], greedy(8))
     seq = child.sequences[0]
-    engine.scheduler._waiting.remove(seq)  # as the scheduler will do it for n > 1: born running, with its parent's blocks
+    engine.scheduler.waiting.remove(seq)  # as the scheduler will do it for n > 1: born running, with its parent's blocks
     engine.block_manager.fork(parent.sequences[0], seq)
     seq.num_computed_tokens = parent.sequences[0].num_computed_tokens
     seq.token_ids.append(90)  # another token than its parent drew
     seq.status = parent.sequences[0].status
-    engine.scheduler._running.append(seq)
+    engine.scheduler.running.append(seq)
     copies = []
     copy_blocks = engine.executor.runner.cache.copy_blocks
     engine.executor.runner.cache.copy_blocks = lambda pairs: copies.extend(pairs) or copy_blocks(pairs)

@@ -1,12 +1,11 @@
-"""Blocks: by hand with blocks of two tokens, then a state machine against a model that only counts."""
+"""Blocks: by hand with blocks of two tokens, then the state machine of machines.py."""
 
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant
 
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.sequence import Sequence
+from tests.scheduling import machines
 
 
 def sequence(token_ids, name="r"):
@@ -88,18 +87,22 @@ def test_prefixes_whose_hashes_collide_are_not_confused():
 
 def test_a_chain_behind_an_evicted_block_is_never_found_through_its_successor():
     """The block after an evicted prefix keeps its content; only the whole chain may lead to it."""
-    manager = BlockManager(num_blocks=3, block_size=1)
+
+    class HeadFirst(BlockManager):
+        def choose_evicted(self, candidates):
+            return max(candidates) if 0 not in candidates else 0  # the head of the chain first, against the usual order
+
+    manager = HeadFirst(num_blocks=3, block_size=1)
     seq = start(manager, sequence([1, 2, 3]))
     first, second, third = seq.block_table
     manager.free(seq)
-    manager._free.move_to_end(first, last=False)  # evict the head of the chain first, against the usual order
     other = start(manager, sequence([9]))
     assert other.block_table == [first]
     manager.free(other)
     assert manager.match_prefix([1, 2, 3, 4]) == []
     manager.free(start(manager, sequence([1])))  # the head comes back, as new content
     assert len(manager.match_prefix([1, 2, 3, 4])) == 1
-    assert {second, third} & set(manager._free)
+    assert {second, third} & set(manager._reusable)
 
 
 def test_a_fork_shares_everything_and_copies_the_block_it_writes_into():
@@ -126,79 +129,15 @@ def test_without_prefix_caching_nothing_is_found():
     assert take_prefix(manager, sequence([5, 6, 7])) == 0
 
 
-class Blocks(RuleBasedStateMachine):
-    """Sequences come, grow, fork and go in any order. `memory` is what a real cache would hold in each slot."""
-
-    NUM_BLOCKS, BLOCK_SIZE = 6, 2
-
-    def __init__(self):
-        super().__init__()
-        self.manager = BlockManager(self.NUM_BLOCKS, self.BLOCK_SIZE)
-        self.alive = []
-        self.memory = [None] * (self.NUM_BLOCKS * self.BLOCK_SIZE)
-
-    def compute(self, seq):
-        first = seq.num_computed_tokens
-        for source, target in run(self.manager, seq):
-            for offset in range(self.BLOCK_SIZE):
-                self.memory[target * self.BLOCK_SIZE + offset] = self.memory[source * self.BLOCK_SIZE + offset]
-        for i in range(first, len(seq.token_ids)):
-            self.memory[self.slot(seq, i)] = tuple(seq.token_ids[: i + 1])  # a key depends on all tokens before it
-
-    def slot(self, seq, i):
-        return seq.block_table[i // self.BLOCK_SIZE] * self.BLOCK_SIZE + i % self.BLOCK_SIZE
-
-    @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=7))
-    def add(self, token_ids):
-        seq = sequence(token_ids)
-        if self.manager.can_start(len(seq.token_ids), self.manager.match_prefix(seq.token_ids)):
-            seq.num_computed_tokens = take_prefix(self.manager, seq)
-            self.compute(seq)
-            self.alive.append(seq)
-
-    @precondition(lambda self: self.alive)
-    @rule(data=st.data(), token_id=st.integers(0, 1))
-    def grow(self, data, token_id):
-        seq = data.draw(st.sampled_from(self.alive))
-        seq.token_ids.append(token_id)
-        if self.manager.can_allocate(seq, 1):
-            self.compute(seq)
-        else:
-            seq.token_ids.pop()
-
-    @precondition(lambda self: self.alive)
-    @rule(data=st.data())
-    def fork(self, data):
-        parent = data.draw(st.sampled_from(self.alive))
-        child = sequence(parent.token_ids)
-        self.manager.fork(parent, child)
-        child.num_computed_tokens = parent.num_computed_tokens
-        self.alive.append(child)
-
-    @precondition(lambda self: self.alive)
-    @rule(data=st.data())
-    def finish(self, data):
-        seq = data.draw(st.sampled_from(self.alive))
-        self.alive.remove(seq)
-        self.manager.free(seq)
-
-    @invariant()
-    def every_token_is_where_its_block_table_says(self):
-        for seq in self.alive:
-            for i in range(seq.num_computed_tokens):
-                assert self.memory[self.slot(seq, i)] == tuple(seq.token_ids[: i + 1])
+class OwnBlocks(machines.Blocks):
+    """The machine for every class, and what is known of this one."""
 
     @invariant()
     def reference_counts_are_the_block_tables_counted(self):
         held = [block for seq in self.alive for block in seq.block_table]
         assert self.manager._ref_counts == [held.count(block) for block in range(self.NUM_BLOCKS)]
-        assert set(self.manager._free) == set(range(self.NUM_BLOCKS)) - set(held)
-
-    def teardown(self):
-        for seq in self.alive:
-            self.manager.free(seq)
-        assert self.manager.num_free_blocks == self.NUM_BLOCKS
+        assert {*self.manager._empty, *self.manager._reusable} == set(range(self.NUM_BLOCKS)) - set(held)
 
 
-TestBlocks = Blocks.TestCase
-TestBlocks.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+def test_random_sequences_keep_every_token_and_lose_no_block():
+    machines.check_block_manager(BlockManager, OwnBlocks, max_examples=150)

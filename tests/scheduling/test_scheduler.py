@@ -1,15 +1,13 @@
-"""Who runs: by hand, then a state machine that checks the rules at every step of random loads."""
+"""Who runs: by hand, then the state machine of machines.py, which checks the rules at every step of random loads."""
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
+from tests.scheduling import machines
 
 
 def make(num_blocks=64, block_size=2, **config):
@@ -123,78 +121,18 @@ def test_a_sequence_that_can_never_fit_is_the_callers_mistake():
         make(num_blocks=2).add(sequence("a", 3, max_num_tokens=5))
 
 
-class Load(RuleBasedStateMachine):
-    """Sequences arrive and are aborted while steps run. Whatever the pool and the budgets, each rule of the header holds."""
+class InOrder(machines.Load):
+    """The machine for every class, and the order of this one."""
 
-    @initialize(
-        num_blocks=st.integers(4, 16),
-        block_size=st.integers(1, 4),
-        max_num_seqs=st.integers(1, 5),
-        budget=st.integers(1, 12),
-        chunk_size=st.integers(1, 12),
-    )
-    def begin(self, num_blocks, block_size, max_num_seqs, budget, chunk_size):
-        self.scheduler = make(
-            num_blocks, block_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, chunk_size=chunk_size
-        )
-        self.arrived = []
-
-    @property
-    def unfinished(self):
-        return [seq for seq in self.arrived if seq.status is not SequenceStatus.FINISHED]
-
-    @rule(data=st.data())
-    def arrive(self, data):
-        manager = self.scheduler.block_manager
-        capacity = manager.num_blocks * manager.block_size
-        prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=capacity - 1))
-        total = data.draw(st.integers(len(prompt) + 1, capacity))
-        seq = Sequence(str(len(self.arrived)), prompt, SamplingParams(), seed=0, max_num_tokens=total)
-        self.arrived.append(seq)
-        self.scheduler.add(seq)
-
-    @precondition(lambda self: self.unfinished)
-    @rule(data=st.data())
-    def abort(self, data):
-        self.scheduler.finish(data.draw(st.sampled_from(self.unfinished)))
-
-    @precondition(lambda self: self.unfinished)
-    @rule(token_id=st.integers(0, 1))
-    def step(self, token_id):
-        was_decoding = [seq for seq in self.unfinished if seq.status is SequenceStatus.RUNNING and seq.num_new_tokens == 1]
-        config, manager = self.scheduler.config, self.scheduler.block_manager
-        plan = self.scheduler.schedule()
-        scheduled = {item.sequence: item.num_new_tokens for item in plan.scheduled}
-        assert scheduled, "a step without progress"
-        assert all(seq in scheduled or seq in plan.preempted for seq in was_decoding)
-        assert plan.num_prefill_tokens <= config.max_num_batched_tokens
-        running = [seq for seq in self.unfinished if seq.status is SequenceStatus.RUNNING]
-        waiting = [seq for seq in self.unfinished if seq.status is SequenceStatus.WAITING]
-        assert len(running) <= config.max_num_seqs
-        assert running + waiting == self.unfinished  # every running one arrived before every waiting one
-        for seq, num_new in scheduled.items():
-            end = seq.num_computed_tokens + num_new
-            assert end == len(seq.token_ids) or end % config.chunk_grid == 0
-            assert len(seq.block_table) * manager.block_size >= end
-        self.scheduler.commit(plan)
-        for seq, _ in plan.rows:
-            self.scheduler.append(seq, token_id)
-            if len(seq.token_ids) >= seq.max_num_tokens:
-                self.scheduler.finish(seq)
-
-    def teardown(self):
-        if not hasattr(self, "scheduler"):
-            return
-        for _ in range(5000):
-            if not self.unfinished:
-                break
-            self.step(0)
-        assert not self.unfinished, "the scheduler never finishes"
-        assert self.scheduler.block_manager.num_free_blocks == self.scheduler.block_manager.num_blocks
+    def check_order(self):
+        unfinished = [seq for seq in self.unfinished if not seq.index]  # a fork may start later than a younger request
+        running = [seq for seq in unfinished if seq.status is SequenceStatus.RUNNING]
+        waiting = [seq for seq in unfinished if seq.status is SequenceStatus.WAITING]
+        assert running + waiting == unfinished  # every running one arrived before every waiting one
 
 
-TestLoad = Load.TestCase
-TestLoad.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+def test_random_loads_are_served_in_the_order_of_their_arrival():
+    machines.check_scheduler(Scheduler, machine=InOrder)
 
 
 def test_without_a_tracer_no_preemption_is_kept_for_an_event():

@@ -48,8 +48,8 @@ def looking_on(llm):
     def commit_and_look(plan):
         commit(plan)
         seen[plan.step] = SimpleNamespace(
-            tables={seq.sequence_id: list(seq.block_table) for seq in scheduler._running if seq.block_table},
-            num_tokens={seq.sequence_id: seq.num_computed_tokens for seq in scheduler._running},
+            tables={seq.sequence_id: list(seq.block_table) for seq in scheduler.running if seq.block_table},
+            num_tokens={seq.sequence_id: seq.num_computed_tokens for seq in scheduler.running},
             content=dict(manager._content),
             num_free=manager.num_free_blocks,
         )

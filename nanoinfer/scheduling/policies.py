@@ -1,0 +1,35 @@
+"""Orders other than first come, first served: LLM(scheduling_policy=...). Each is a Scheduler that overrides two methods.
+
+Both keep the order of arrival among equals, and preempt the sequence that would start last. A running sequence is preempted
+only when blocks run out, not by one that waits, as in vLLM. Under constant load a request may wait without end.
+"""
+
+from collections import deque
+
+from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.sequence import Sequence
+
+
+class PriorityScheduler(Scheduler):
+    """Runs the lowest Sequence.priority first."""
+
+    reads_priority = True
+
+    def order_waiting(self, waiting: deque[Sequence]) -> list[Sequence]:
+        return sorted(waiting, key=lambda seq: seq.priority)
+
+    def choose_victim(self, running: list[Sequence], seq: Sequence) -> Sequence:
+        return max(reversed(running), key=lambda one: one.priority)
+
+
+class DeadlineScheduler(Scheduler):
+    """Runs the earliest Sequence.deadline first. Requests without a timeout have none, and come last."""
+
+    def order_waiting(self, waiting: deque[Sequence]) -> list[Sequence]:
+        return sorted(waiting, key=lambda seq: seq.deadline)
+
+    def choose_victim(self, running: list[Sequence], seq: Sequence) -> Sequence:
+        return max(reversed(running), key=lambda one: one.deadline)
+
+
+POLICIES: dict[str, type[Scheduler]] = {"priority": PriorityScheduler, "deadline": DeadlineScheduler}

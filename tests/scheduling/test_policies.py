@@ -1,0 +1,323 @@
+"""Whatever the policy: the tokens stay the same, no request waits for ever, and at the end every block is free.
+
+Classes of your own: pytest tests/scheduling/test_policies.py --scheduler-cls module.Class --block-manager-cls module.Class
+"""
+
+import random
+
+import pytest
+from fake_executor import FakeExecutor
+from hypothesis import Phase
+
+from examples.least_frequently_hit import LeastFrequentlyHit
+from examples.shortest_job_first import ShortestJobFirst
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.config import EngineConfig, SchedulerConfig, class_named
+from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError
+from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.policies import DeadlineScheduler, PriorityScheduler
+from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.sequence import Sequence
+from tests.scheduling import machines
+
+
+class Contrary(Scheduler):
+    """The last comes first, the oldest is preempted, nothing is reserved, and every other start is refused."""
+
+    num_asked = 0
+
+    def order_waiting(self, waiting):
+        return reversed(waiting)
+
+    def may_start(self, seq):
+        self.num_asked += 1
+        return not self.running or self.num_asked % 2 == 0
+
+    def num_reserved_blocks(self, seq):
+        return 0
+
+    def choose_victim(self, running, seq):
+        return running[0]
+
+
+class SelfSacrificing(Scheduler):
+    """Whoever lacks a block gives its own back."""
+
+    def num_reserved_blocks(self, seq):
+        return 0
+
+    def choose_victim(self, running, seq):
+        return seq
+
+
+class AtRandom(Scheduler):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.random = random.Random(0)
+
+    def order_waiting(self, waiting):
+        return self.random.sample(list(waiting), len(waiting))
+
+    def choose_victim(self, running, seq):
+        return self.random.choice(running)
+
+
+class MostRecentlyUsed(BlockManager):
+    def choose_evicted(self, candidates):
+        return list(candidates)[-1]
+
+
+SCHEDULERS = [PriorityScheduler, DeadlineScheduler, ShortestJobFirst, Contrary, SelfSacrificing, AtRandom]
+BLOCK_MANAGERS = [LeastFrequentlyHit, MostRecentlyUsed]
+
+
+def pytest_generate_tests(metafunc):
+    for fixture, option, classes in (
+        ("scheduler_cls", "--scheduler-cls", SCHEDULERS),
+        ("block_manager_cls", "--block-manager-cls", BLOCK_MANAGERS),
+    ):
+        if fixture in metafunc.fixturenames:
+            given = class_named(option, metafunc.config.getoption(option))
+            metafunc.parametrize(fixture, [*classes, *([given] if given else [])], ids=lambda cls: cls.__name__)
+
+
+def test_a_scheduler_keeps_every_rule_under_random_loads(scheduler_cls):
+    machines.check_scheduler(scheduler_cls, max_examples=60)
+
+
+def test_a_block_manager_keeps_every_token_and_loses_no_block(block_manager_cls):
+    machines.check_block_manager(block_manager_cls, max_examples=60)
+    machines.check_scheduler(Contrary, block_manager_cls, max_examples=30)
+
+
+def test_a_block_manager_that_evicts_what_is_held_would_be_seen():
+    class Wrong(BlockManager):
+        def allocate(self, seq, num_new_tokens):
+            copies = super().allocate(seq, num_new_tokens)
+            return copies[1:]  # the copy on write is forgotten
+
+    with pytest.raises(AssertionError):
+        machines.check_block_manager(Wrong, phases=[Phase.generate])
+
+
+def test_a_scheduler_that_starves_a_request_would_be_seen():
+    class Wrong(Scheduler):
+        def may_start(self, seq):
+            return seq.priority < 2
+
+    with pytest.raises(NanoinferError, match=r"Wrong starts none of \d+ waiting sequences, and none runs; order_waiting must"):
+        machines.check_scheduler(Wrong, phases=[Phase.generate])
+
+
+# ---- in the engine
+
+PROMPTS = ["Once upon a time", "Lily was", "Tom had a red ball. One day", "Once upon a time there", "The dog", "Lily was a"]
+PARAMS = [
+    SamplingParams(temperature=0.8, seed=i, max_tokens=20 + 7 * i, ignore_eos=True, n=1 + i % 2, timeout=1000.0 - i)
+    for i in range(len(PROMPTS))
+]
+
+
+def run(num_blocks=None, **classes):
+    """The tokens of the prompts, and how often they were preempted. num_blocks: of 4 tokens. None: enough for all."""
+    settings = {"device": "cpu", "block_size": 4, "max_model_len": 90}
+    info = LLM(**settings, kv_cache_memory=2**26).info
+    memory = 2**26 if num_blocks is None else num_blocks * info.num_cache_bytes // info.num_blocks
+    llm = LLM(**settings, kv_cache_memory=memory, **classes)
+    accepts = llm.engine.scheduler.reads_priority
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False, priority=[2, 0, 1, 0, 2, 1] if accepts else None)
+    assert llm.engine.block_manager.num_free_blocks == llm.engine.block_manager.num_blocks
+    assert llm.engine.scheduler.num_unfinished == 0
+    num_preemptions = sum(output.metrics.num_preemptions for output in outputs)
+    return [[answer.token_ids for answer in output.outputs] for output in outputs], num_preemptions
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return run()[0]
+
+
+@pytest.mark.slow
+def test_the_tokens_are_the_same_under_every_scheduler(scheduler_cls, expected):
+    tokens, num_preemptions = run(num_blocks=30, scheduler_cls=scheduler_cls)
+    assert tokens == expected
+    assert num_preemptions > 0
+
+
+@pytest.mark.slow
+def test_the_tokens_are_the_same_under_every_block_manager(block_manager_cls, expected):
+    assert run(num_blocks=30, block_manager_cls=block_manager_cls)[0] == expected
+
+
+# ---- by hand
+
+
+def engine(config=None, **executor):
+    config = SchedulerConfig(max_num_seqs=1, **(config or {}))
+    return LLMEngine(FakeExecutor(**executor), EngineConfig(scheduler=config, seed=0))
+
+
+def order_of(engine, requests):
+    """Step until all requests have ended. Returns their places in the order of their ends."""
+    ended = []
+    while len(ended) < len(requests):
+        engine.step()
+        ended += [i for i, request in enumerate(requests) if request.output and i not in ended]
+    return ended
+
+
+def test_with_the_policy_priority_the_lowest_runs_first_and_equal_ones_in_order():
+    one = engine({"scheduling_policy": "priority"})
+    params = SamplingParams(max_tokens=2, detokenize=False)
+    requests = [one.submit(one.inputs.prepare([5], params, priority)) for priority in (3, 0, -1, 0, 3)]
+    assert order_of(one, requests) == [2, 1, 3, 0, 4]
+
+
+def test_with_the_policy_deadline_the_earliest_runs_first_and_none_is_last():
+    one = engine({"scheduling_policy": "deadline"})
+    times = (None, 3000.0, 1000.0, None, 2000.0)
+    requests = [one.add_request([5], SamplingParams(max_tokens=2, detokenize=False, timeout=time)) for time in times]
+    assert order_of(one, requests) == [2, 4, 1, 0, 3]
+
+
+@pytest.mark.parametrize("priority", [[1], [1, 2, 3], 5, "ab"])
+def test_priorities_are_one_integer_per_prompt(priority):
+    one = engine({"scheduling_policy": "priority"})
+    with pytest.raises(InvalidValueError, match="priority must be a list of one integer per prompt, 2, got"):
+        one.inputs.prepare_all([[5], [6]], SamplingParams(detokenize=False), priority)
+
+
+def test_a_priority_that_nobody_reads_is_refused_and_zero_is_not():
+    one = engine()
+    params = SamplingParams(detokenize=False)
+    assert one.inputs.prepare([5], params, 0).priority == 0
+    with pytest.raises(InvalidValueError, match=r"priority=1 has no effect with this scheduler; .*_policy='priority'"):
+        one.inputs.prepare([5], params, 1)
+    with pytest.raises(InvalidTypeError, match="priority must be an integer"):
+        one.inputs.prepare([5], params, 1.5)
+
+
+def test_the_lowest_priority_is_preempted_also_if_it_was_scheduled_in_the_same_step():
+    """5 blocks of 2 tokens: each has 2 after its prompt of 3. low takes the last one, and then high needs one, too."""
+    scheduler = PriorityScheduler(SchedulerConfig(), BlockManager(5, 2))
+    low, high = (
+        Sequence(name, [first, first + 1, first + 2], SamplingParams(), seed=0, max_num_tokens=9, priority=priority)
+        for name, first, priority in (("low", 0, 2), ("high", 10, 0))
+    )
+    plans = []
+    while not plans or not plans[-1].preempted:
+        if len(plans) < 2:
+            scheduler.add((low, high)[len(plans)])  # low is the older one
+        plans.append(scheduler.schedule())
+        scheduler.commit(plans[-1])
+        for seq, _ in plans[-1].rows:
+            scheduler.append(seq, 7)
+    both = ["low", "high"]
+    assert [[item.sequence.request_id for item in plan.scheduled] for plan in plans] == [["low"], both, both, ["high"]]
+
+
+# ---- timeouts
+
+
+def test_a_request_ends_at_its_timeout_waiting_or_running_and_keeps_its_text(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("nanoinfer.engine.llm_engine.time.perf_counter", lambda: now[0])
+    one = engine(max_model_len=64)
+    params = SamplingParams(max_tokens=20, detokenize=False, timeout=5)
+    running, waiting = one.add_request([5], params), one.add_request([6], params)
+    unhurried = one.add_request([7], SamplingParams(max_tokens=2, detokenize=False))
+    for _ in range(3):
+        one.step()
+    now[0] = 104.9
+    assert one.step() == []
+    now[0] = 105.0
+    assert one.step() == [running, waiting]
+    for request, token_ids in ((running, [6, 7, 8, 9]), (waiting, [])):
+        [answer] = request.output.outputs
+        assert (answer.finish_reason, answer.token_ids) == ("timeout", token_ids)
+        assert answer.error == "the request took longer than its timeout of 5 s"
+    order_of(one, [unhurried])
+    assert unhurried.output.outputs[0].finish_reason == "length"
+    assert one.block_manager.num_free_blocks == one.block_manager.num_blocks
+
+
+def test_a_request_that_ends_in_time_is_not_ended_again(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("nanoinfer.engine.llm_engine.time.perf_counter", lambda: now[0])
+    one = engine()
+    request = one.add_request([5], SamplingParams(max_tokens=1, detokenize=False, timeout=5))
+    one.step()
+    now[0] = 9.0
+    one.step()
+    assert request.output.outputs[0].finish_reason == "length"
+
+
+# ---- the classes
+
+
+def test_a_class_is_given_by_itself_or_by_its_name():
+    for name in ("examples.shortest_job_first.ShortestJobFirst", "examples.shortest_job_first:ShortestJobFirst"):
+        assert class_named("scheduler_cls", name) is ShortestJobFirst
+    assert class_named("scheduler_cls", Scheduler) is Scheduler
+    assert class_named("scheduler_cls", None) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (
+            {"scheduler_cls": "nowhere.Mine"},
+            InvalidValueError,
+            r"MyClass', got 'nowhere.Mine' \(No module.*PYTHONPATH",
+        ),
+        ({"scheduler_cls": "examples.shortest_job_first.Mine"}, InvalidValueError, "has no attribute 'Mine'"),
+        ({"scheduler_cls": "Mine"}, InvalidValueError, "must be a class or its name"),
+        ({"block_manager_cls": 5}, InvalidTypeError, "block_manager_cls must be a class or its name.*, got 5"),
+        (
+            {"block_manager_cls": Scheduler},
+            InvalidTypeError,
+            "must be a subclass of BlockManager",
+        ),
+        ({"scheduler_cls": dict}, InvalidTypeError, "must be a subclass of Scheduler"),
+        ({"scheduler_cls": Scheduler, "scheduling_policy": "priority"}, InvalidValueError, "leave one out"),
+        ({"scheduling_policy": "sjf"}, InvalidValueError, "must be 'fcfs', 'priority' or 'deadline', got 'sjf'"),
+    ],
+)
+def test_a_wrong_class_is_refused_before_a_model_is_loaded(arguments, error, words):
+    with pytest.raises(error, match=words):
+        LLM("no such model", **arguments)
+
+
+@pytest.mark.parametrize("point", ["order_waiting", "may_start", "num_reserved_blocks", "choose_evicted"])
+def test_after_a_policy_that_raises_every_request_is_served(point):
+    """An error of a policy is the caller's to see. The engine requeues all requests, as after any failed step."""
+    failing = []
+
+    def raising(kind):
+        def method(self, *args):
+            if failing:
+                failing.clear()
+                raise LookupError("my own fault")
+            return getattr(kind, point)(self, *args)
+
+        return method
+
+    scheduler_cls, block_manager_cls = Scheduler, BlockManager
+    if point == "choose_evicted":
+        block_manager_cls = type("Mine", (BlockManager,), {point: raising(BlockManager)})
+    else:
+        scheduler_cls = type("Mine", (Scheduler,), {point: raising(Scheduler)})
+    config = EngineConfig(scheduler=SchedulerConfig(scheduler_cls=scheduler_cls, max_num_seqs=2), seed=0)
+    config = EngineConfig(scheduler=config.scheduler, cache=type(config.cache)(block_manager_cls=block_manager_cls), seed=0)
+    one = LLMEngine(FakeExecutor(num_blocks=8, block_size=2, max_model_len=16), config)
+    params = SamplingParams(max_tokens=6, detokenize=False)
+    for first in (5, 30, 60):  # fills the prefix cache
+        order_of(one, [one.add_request(list(range(first, first + 6)), params)])
+    requests = [one.add_request(list(range(first, first + 6)), params) for first in (100, 200, 300)]
+    failing.append(True)
+    with pytest.raises(LookupError, match="my own fault"):
+        order_of(one, requests)
+    order_of(one, requests)
+    assert [request.output.outputs[0].token_ids[0] for request in requests] == [106, 206, 306]
+    assert one.block_manager.num_free_blocks == 8
