@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 LONG_TEXT = 2**14
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
+MAX_TOKEN_ID = 2**22  # The library makes tables of that length. The largest vocabularies have a million tokens.
 
 # The characters that byte-level tokenizers (GPT-2's, Qwen's) write for bytes: visible ones for themselves, others from 256 on.
 _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -41,6 +42,32 @@ def panics_raised() -> Iterator[None]:
         if type(error).__name__ == "PanicException":
             raise RuntimeError(str(error)) from error
         raise
+
+
+def _check_ids(path: Path) -> None:
+    """Refuse a vocabulary whose ids are far apart, which takes the library gigabytes, or are those of several tokens.
+
+    Raises: CheckpointError, and what json raises for a file that is not JSON.
+    """
+    file, keys = path / "tokenizer.json", ["model", "vocab"]
+    if not file.exists():
+        file, keys = path / "vocab.json", []
+    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    for key in keys:
+        content = content.get(key) if isinstance(content, dict) else None
+    if not isinstance(content, dict):  # a list has its positions as ids. Whatever else it is, transformers refuses it
+        return
+    token_of: dict[int, str] = {}
+    for token, token_id in content.items():
+        if type(token_id) is not int or not 0 <= token_id < MAX_TOKEN_ID:
+            raise CheckpointError(
+                f"{file} gives the token {shown(token)} the id {shown(token_id)}; ids are from 0 to {MAX_TOKEN_ID - 1}; "
+                "download it again"
+            )
+        if (other := token_of.setdefault(token_id, token)) != token:
+            raise CheckpointError(
+                f"{file} gives the tokens {shown(other)} and {shown(token)} the same id {token_id}; download it again"
+            )
 
 
 def _keep_first_space(backend: "tokenizers.Tokenizer") -> None:
@@ -81,8 +108,11 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
+            _check_ids(path)
             with panics_raised():
                 hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)  # without it a checkpoint may ask
+        except CheckpointError:
+            raise
         except Exception as error:  # transformers raises many classes for damaged files
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise CheckpointError(f"transformers cannot load the tokenizer in {path}: {reason}") from error

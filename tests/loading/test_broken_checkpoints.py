@@ -57,6 +57,16 @@ def tokenizer(**changes) -> Change:
     return edit("tokenizer.json", changes)
 
 
+def vocabulary(changes: dict[str, object]) -> Change:
+    model = json.loads((GOOD / "tokenizer.json").read_text())["model"]
+    return tokenizer(model=model | {"vocab": model["vocab"] | changes})
+
+
+def old_vocabulary(content: str) -> Change:
+    """In the form that came before tokenizer.json."""
+    return lambda path: (without("tokenizer.json")(path), write("vocab.json", content)(path))
+
+
 def regex(pattern: str) -> Change:
     pattern = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     return tokenizer(pre_tokenizer=pattern)
@@ -310,7 +320,12 @@ CASES: dict[str, tuple[Change, str]] = {
     "tokenizer: /dev/zero": (link("tokenizer.json", "/dev/zero"), "it is not a regular file"),
     "tokenizer: 128 MB": (sparse("tokenizer.4.0.json", 2**27), "at most 67108864 are read"),
     "tokenizer: model": (tokenizer(model=5), "cannot load the tokenizer"),
-    "tokenizer: ids": (tokenizer(model={"type": "BPE", "vocab": {"a": 2**40}, "merges": []}), "cannot load the tokenizer"),
+    "tokenizer: an id of 2^40": (vocabulary({"zz": 2**40}), "the token 'zz' the id 1099511627776; ids are from 0 to 4194303"),
+    "tokenizer: an id of 2^31": (vocabulary({"zz": 2**31}), "the token 'zz' the id 2147483648; ids are from 0 to 4194303"),
+    "tokenizer: a negative id": (vocabulary({"zz": -1}), "the token 'zz' the id -1; ids are"),
+    "tokenizer: a fraction": (vocabulary({"zz": 1.5}), "the token 'zz' the id 1.5; ids are"),
+    "tokenizer: equal ids": (vocabulary({str(i): 500 for i in range(50)}), "the tokens .* and .* the same id 500"),
+    "vocab.json: equal ids": (old_vocabulary('{"a": 0, "b": 0}'), "the tokens 'a' and 'b' the same id 0"),
     "tokenizer: bad regex": (regex("("), "cannot load the tokenizer"),
     "tokenizer: regex that explodes": (regex("(a+a+)+c"), "the tokenizer fails on the text .*retry-limit"),
     "tokenizer_config: deep": (write("tokenizer_config.json", "[" * 10**5), "cannot load the tokenizer"),
