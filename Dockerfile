@@ -3,7 +3,7 @@
 #   docker build -t nanoinfer .
 #   docker run -p 8000:8000 -v nanoinfer-cache:/home/nanoinfer/.cache nanoinfer Qwen/Qwen3-0.6B
 #   docker stop --time 40 ...      # longer than --shutdown-timeout, which is 30 s
-FROM python:3.11-slim
+FROM python:3.13-slim
 
 # The attention kernel is compiled for the processor when a model is loaded.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*

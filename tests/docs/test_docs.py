@@ -7,7 +7,8 @@ import pytest
 from test_architecture import ALLOWED
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "BENCHMARKS.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = ["README.md", "BENCHMARKS.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"]
+PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = [ROOT, ROOT / "nanoinfer", *(path for path in ROOT.glob("nanoinfer/*") if path.is_dir()), *ROOT.glob("tests/*")]
 
 
