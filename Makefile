@@ -41,8 +41,9 @@ notebooks: .venv/installed-test
 	$(BIN)/python notebooks/run.py
 
 # The documentation site, in build/site, which fetches nothing from elsewhere. To read it: python -m http.server -d build/site
+# The warning that is switched off announces the end of the theme. docs/contributing.md says what follows from it.
 docs: .venv/installed-docs
-	$(BIN)/python -m mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # On a machine with a CUDA device, with the Python at hand. Installs nothing, and adds an entry to BENCHMARKS.md.
 gpu:

@@ -69,6 +69,10 @@ def record_pair(comparison: Comparison) -> tuple[Recorder, Recorder]:
 def write(folder: Path) -> str:
     """Write a page for each run into the folder. Returns the Markdown of the page that links to them."""
     folder.mkdir(parents=True, exist_ok=True)
+
+    def picture(name: str) -> str:
+        return f"[![The replay page of this run](../docs/pictures/gallery-{name}.png)]({name}.html)"
+
     parts = [
         "# Gallery",
         "Recorded runs of the bundled model. Each opens in the browser and replays every step. `nanoinfer explain` records "
@@ -78,11 +82,11 @@ def write(folder: Path) -> str:
         recorder, moments = record_demo(DEMOS[name])
         recorder.to_html(folder / f"{name}.html")
         links = [f"- [Step {step}]({name}.html#step={step}&token={sequence}): {what}" for step, sequence, what in moments]
-        parts += [f"## [{name.capitalize()}]({name}.html)", words, "\n".join(links)]
+        parts += [f"## [{name.capitalize()}]({name}.html)", picture(name), words, "\n".join(links)]
     for name, comparison in COMPARISONS.items():
         first, second = record_pair(comparison)
         first.to_comparison(folder / f"{name}.html", second, names=comparison.names)
-        parts += [f"## [{name.capitalize()}, compared]({name}.html)", comparison.words]
+        parts += [f"## [{name.capitalize()}, compared]({name}.html)", picture(name), comparison.words]
     return "\n\n".join(parts) + "\n"
 
 

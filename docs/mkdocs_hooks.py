@@ -44,11 +44,10 @@ FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", re.DOTALL)
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """The navigation, and the link to the repository. (Material's own, repo_url, would call GitHub's API from every page.)"""
-    config.extra["social"] = [{"icon": "fontawesome/brands/github", "link": REPOSITORY}]
     notebooks = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("notebooks/*.ipynb"))]
     more = sorted({path.stem for path in ROOT.glob("docs/*.md")} - set(GUIDE))
     guide = [f"docs/{name}.md" for name in GUIDE + more]
-    project: list[dict[str, str]] = [{"Benchmarks": "BENCHMARKS.md"}, {"Changelog": "CHANGELOG.md"}]
+    project: list[dict[str, str]] = [{"Benchmarks": "BENCHMARKS.md"}, {"Changelog": "CHANGELOG.md"}, {"GitHub": REPOSITORY}]
     config.nav = [
         {"Home": "README.md"},
         {"Notebooks": notebooks},
@@ -67,7 +66,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     def file(path: Path, folder: Path) -> File:
         return File(path.relative_to(folder).as_posix(), str(folder), config.site_dir, config.use_directory_urls)
 
-    patterns = ["README.md", "BENCHMARKS.md", "CHANGELOG.md", "docs/*.md", "docs/pictures/*.png", "notebooks/*.ipynb"]
+    patterns = [
+        "README.md",
+        "BENCHMARKS.md",
+        "CHANGELOG.md",
+        "docs/*.md",
+        "docs/pictures/*.*",
+        "docs/site.css",
+        "notebooks/*.ipynb",
+    ]
     of_the_theme = [one for one in files if one.src_dir != config.docs_dir]
     found = Files(of_the_theme + [file(path, ROOT) for pattern in patterns for path in sorted(ROOT.glob(pattern))])
     gallery = Path(config.site_dir).parent / "gallery"
@@ -104,6 +111,7 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
         if found := re.search(rf'<h2 id="({re.escape(entry.id)}[^"]*)"', content):
             entry.id = found[1]
     content = re.sub("<img[^>]*colab-badge[^>]*>", "Open in Colab", content)  # Google's picture
+    content = content.replace("Open in Colab</a> In Colab", "Open in Colab</a>. In Colab")
     content = re.sub(r'href="(\w+)\.ipynb(#[^"]*)?"', r'href="../\1/\2"', content)
     return MARKDOWN_CELL.sub(lambda cell: FORMULA.sub(formula, cell[0]), content)
 

@@ -1,4 +1,4 @@
-"""Draw the pictures of README and of the lecturer's page: screenshots of the replay page, and one diagram for each lesson.
+"""Draw the pictures of README, the gallery and the lecturer's page: screenshots of replay pages, one diagram for each lesson.
 
 `python docs/pictures.py` writes them to docs/pictures/. The screenshots need Playwright and Chromium. The diagrams have the
 style of the notebooks.
@@ -16,6 +16,7 @@ from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.tracing import TokenDrawn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
+import gallery
 from drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, arrow, box, canvas, label, row
 
 FOLDER = Path(__file__).with_name("pictures")
@@ -24,7 +25,7 @@ PROMPTS = ["Once upon a time, there was a kind duck", "Lily was", "Once upon a t
 
 
 def screenshots() -> None:
-    """The replay page in both colour schemes, at the draw with the most even chances."""
+    """The replay page in both colour schemes, at the draw with the most even chances, and the gallery's pages, small."""
     from playwright.sync_api import sync_playwright
 
     params = SamplingParams(temperature=0.8, top_k=20, top_p=0.95, seed=5, max_tokens=40, ignore_eos=True)
@@ -43,6 +44,11 @@ def screenshots() -> None:
             page.goto(f"{page_path.as_uri()}#step={step}&token=0")
             page.get_by_text("The packed batch").click()  # closes the table
             page.screenshot(path=FOLDER / f"replay-{scheme}.png")
+        gallery.write(Path(folder))
+        page = chromium.new_page(viewport={"width": 1280, "height": 640}, device_scale_factor=0.5)
+        for name in (*gallery.SINGLE, *gallery.COMPARISONS):
+            page.goto((Path(folder) / f"{name}.html").as_uri())
+            page.screenshot(path=FOLDER / f"gallery-{name}.png")
         chromium.close()
 
 

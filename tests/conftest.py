@@ -90,13 +90,21 @@ def tools_path(tmp_path_factory):
 def browser():
     """A real browser, which runs until the file's tests have ended. Its event loop belongs to the thread that tests run in."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if executable is None:
-        pytest.skip("no chromium on this machine")
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
+    on_path = [{"executable_path": path} for path in map(shutil.which, names) if path is not None]
     with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
+        # Otherwise Chrome where its installer puts it, or Playwright's own browser.
+        for where in on_path[:1] or [{"channel": "chrome"}, {}]:
+            try:
+                chromium = playwright.chromium.launch(args=["--no-sandbox"], **where)
+            except sync_api.Error:
+                if on_path:
+                    raise
+                continue
+            yield chromium
+            chromium.close()
+            return
+        pytest.skip("neither Chromium nor Chrome is on this machine")
 
 
 def pytest_addoption(parser):
