@@ -47,6 +47,20 @@ _LIMITS: dict[str, Any] = {
 }
 
 _LISTING = re.compile(r"\n *1 \| ")
+# llguidance's words for what a user can change, and ours.
+_WORDS = tuple(
+    (re.compile(pattern), words)
+    for pattern, words in (
+        ("NoExtensionBias", "no text satisfies it"),
+        (
+            r"parser error: Too many items .*",
+            "too many rules apply to one token; write it with less recursion or longer strings",
+        ),
+        (r"^(?:at )?\d+\(\d+\): invalid regex .*? \(in regex\): ", ""),
+        (r"Unimplemented keys: \[(.*)\]", r"these keywords cannot be enforced: \1; leave them out"),
+        (" <non-verbose/>", ""),
+    )
+)
 _TAG = re.compile(r"<[!-~]*>")
 _END = "<|end of the grammar|>"
 _SAMPLE = ' {"a":\n\t[1,  "é€😀"]}\n'
@@ -201,7 +215,10 @@ def check_schema(name: str, value: object, depth: int = 0) -> None:
 
 def _reason(matcher: "LLMatcher") -> str:
     """Its error on one line, or "". It ends where llguidance lists the grammar, of which we may have written a part."""
-    return " ".join(_LISTING.split(matcher.get_error())[0].split())[:300]
+    reason = " ".join(_LISTING.split(matcher.get_error())[0].split())
+    for pattern, words in _WORDS:
+        reason = pattern.sub(words, reason)
+    return reason[:300]
 
 
 # ---- in the process that can be stopped
