@@ -220,8 +220,9 @@ class InputProcessor:
         return tuple(ids for ids in words if max(ids) < self._info.vocab_size)
 
     def _too_long(self, num_prompt_tokens: int) -> str:
-        error = f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {self._info.max_model_len}, answer included; "
-        error += "shorten the prompt"
+        # Client libraries recognise the first words, which are OpenAI's, and then shorten the conversation.
+        error = f"This model's maximum context length is {self._info.max_model_len} tokens. However, the prompt has "
+        error += f"{num_prompt_tokens} tokens, and the answer needs at least one; shorten the prompt"
         if self._info.max_model_len < self._info.max_position_embeddings:
             error += (
                 f", or load the model with max_model_len up to {self._info.max_position_embeddings} and more kv_cache_memory"

@@ -84,7 +84,7 @@ def test_a_full_context_is_noted_once_and_the_answers_go_on(llm, session, capsys
 def test_a_question_that_does_not_fit_is_refused_and_the_conversation_stays(session, capsys):
     session.handle(LILY)
     before = said(session)
-    with pytest.raises(NanoinferError, match=r"the prompt has .* but max_model_len is 128"):
+    with pytest.raises(NanoinferError, match=r"maximum context length is 128 tokens"):
         session.handle(LILY * 100)
     assert (said(session), session.conversation.num_dropped) == (before, 0)
     session.handle(TOM)

@@ -124,7 +124,7 @@ def test_a_mistake_is_one_sentence_on_stderr_and_exit_code_1(command, options, s
 def test_a_prompt_that_is_too_long_is_an_error_too():
     result = run("generate", PROMPT * 10, "--max-model-len", "16")
     assert result.exit_code == 1
-    assert "tokens, but max_model_len is 16" in result.stderr
+    assert "maximum context length is 16 tokens" in result.stderr
 
 
 def test_an_unknown_option_is_exit_code_2():
@@ -208,7 +208,7 @@ def test_explain_names_the_prompt_that_is_too_long_and_shows_the_others(tmp_path
     page = tmp_path / "page.html"
     result = run("explain", "Lily", "a " * 600, "--max-tokens", "2", "--html", str(page))
     assert (result.exit_code, page.exists()) == (1, True)
-    assert result.stderr.startswith("error: prompt 1: the prompt has")
+    assert result.stderr.startswith("error: prompt 1: This model's maximum context length")
     page.unlink()
     result = run("explain", "a " * 600, "--html", str(page))
     assert (result.exit_code, page.exists()) == (1, False)  # nothing ran

@@ -193,7 +193,7 @@ def test_a_chat_from_the_banner_to_the_exit(start, tmp_path):
     assert "did you mean /help?" in terminal.type("/hlep")
     assert "temperature must be finite and >= 0, got -1" in terminal.type("/set temperature -1")
     assert "(top_k is 1)" in terminal.type("/set top_k 1")
-    assert "but max_model_len is 256" in terminal.type("x" * 10_000)
+    assert "maximum context length is 256 tokens" in terminal.type("x" * 10_000)
 
     # Ctrl-C in the middle of an answer: what was shown is kept.
     assert "(a new conversation)" in terminal.type("/clear")

@@ -232,6 +232,6 @@ def test_a_prompt_that_is_too_long_gets_its_error_for_every_answer(qwen3_path):
     llm = LLM(qwen3_path, kv_cache_memory=MEMORY, max_model_len=8)
     long, short = generate(llm, [[1] * 8, [1] * 3], ids_only(n=2, max_tokens=4))
     assert [(answer.finish_reason, answer.token_ids) for answer in long.outputs] == [("error", [])] * 2
-    assert "the prompt has 8 tokens, but max_model_len is 8" in long.outputs[1].error
+    assert "maximum context length is 8 tokens. However, the prompt has 8 tokens" in long.outputs[1].error
     assert [len(answer.token_ids) for answer in short.outputs] == [4, 4]
     assert_nothing_is_left(llm)

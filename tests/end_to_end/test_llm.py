@@ -197,7 +197,7 @@ def test_a_prompt_that_is_too_long_is_an_error_result_and_the_others_finish(ids_
         [completion] = output.outputs
         assert output.finished
         assert (completion.finish_reason, completion.token_ids, completion.text) == ("error", [], "")
-        assert f"the prompt has {num_tokens} tokens, but max_model_len is 64" in completion.error
+        assert f"maximum context length is 64 tokens. However, the prompt has {num_tokens} tokens" in completion.error
         assert output.metrics.ttft is None
     for output in (good, also_good):
         assert output.outputs[0] == answer(ids_llm, output.prompt_token_ids, IDS)

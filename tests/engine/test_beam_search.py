@@ -188,7 +188,7 @@ def test_a_prompt_that_leaves_no_room_has_an_error_beside_the_others_answers(pat
     fits, too_long = llm.beam_search([[1, 2, 3], list(range(1, 17))], BeamSearchParams(beam_width=2, max_tokens=50))
     assert len(fits.sequences[0].token_ids) == 13  # up to the model's length
     assert too_long.sequences == []
-    assert "16 tokens, but max_model_len is 16" in too_long.error
+    assert "maximum context length is 16 tokens. However, the prompt has 16 tokens" in too_long.error
 
 
 def test_beams_that_cannot_fit_together_are_refused_before_any_work(path):

@@ -199,7 +199,7 @@ def test_a_prompt_that_cannot_fit_gets_an_error_result_that_says_what_to_do(mode
     engine = engine_for(model, num_blocks=4)
     fits, too_long = engine.add_request([1] * 15, greedy(5)), engine.add_request([1] * 16, greedy(5))
     assert too_long.output.outputs[0].finish_reason == "error"
-    assert "16 tokens, but max_model_len is 16" in too_long.output.outputs[0].error
+    assert "maximum context length is 16 tokens. However, the prompt has 16 tokens" in too_long.output.outputs[0].error
     assert [answer.finish_reason for answer in run(engine, [fits])] == ["length"]
     assert len(fits.output.outputs[0].token_ids) == 1
 
