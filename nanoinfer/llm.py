@@ -156,6 +156,7 @@ class LLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, object] | None = None,
         tools: "Sequence[Tool] | None" = None,
         tool_choice: "ToolChoice" = "auto",
@@ -170,6 +171,8 @@ class LLM:
             use_tqdm: Show a progress bar.
             chat_template: A Jinja template instead of the checkpoint's.
             add_generation_prompt: End the rendered text with the beginning of an answer.
+            continue_final_message: End the rendered text inside the last message, which the answer continues. Requires
+                add_generation_prompt=False.
             chat_template_kwargs: Passed to the template, such as {"enable_thinking": False} for Qwen3.
             tools: Functions with type hints and a Google style docstring, or {"type": "function", "function": {"name": ...,
                 "parameters": JSON schema}}. The answer is text, which nanoinfer.parse_chat_answer parses.
@@ -190,6 +193,7 @@ class LLM:
             tool_choice=tool_choice,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
         )
         return self.generate(prompts, constrained, use_tqdm, priority=priority)
@@ -200,6 +204,7 @@ class LLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, object] | None = None,
         tools: "Sequence[Tool] | None" = None,
     ) -> TokensPrompt:
@@ -208,6 +213,7 @@ class LLM:
             messages,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
             tools=tools,
         )

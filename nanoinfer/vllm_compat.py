@@ -65,7 +65,6 @@ NEUTRAL_VALUES: dict[str, dict[str, tuple[object, ...]]] = {
     "chat()": {
         **_GENERATE,
         "chat_template_content_format": ("auto", "string"),
-        "continue_final_message": (False,),
         "mm_processor_kwargs": (None,),
     },
     "beam_search()": {"lora_request": (None,), "use_tqdm": (False,), "concurrency_limit": (None,)},

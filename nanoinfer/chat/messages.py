@@ -27,6 +27,7 @@ def render_chat(
     *,
     chat_template: str | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     chat_template_kwargs: Mapping[str, object] | None = None,
     tools: Sequence[Tool] | None = None,
 ) -> "TokensPrompt":
@@ -37,9 +38,13 @@ def render_chat(
     if not isinstance(chat_template, str | None):
         raise InvalidTypeError(f"chat_template must be a Jinja template as a string, got {shown(chat_template)}")
     check_flag("add_generation_prompt", add_generation_prompt)
+    check_flag("continue_final_message", continue_final_message)
+    if add_generation_prompt and continue_final_message:
+        raise InvalidValueError("continue_final_message needs add_generation_prompt=False, since the answer has begun")
     if not isinstance(chat_template_kwargs, dict | None):
         raise InvalidTypeError(f"chat_template_kwargs must be a dict, got {shown(chat_template_kwargs)}")
-    own = {"self", "messages", "conversation", "chat_template", "add_generation_prompt", "tokenize", "tools"}
+    own = {"self", "messages", "conversation", "chat_template", "tokenize", "tools"}
+    own |= {"add_generation_prompt", "continue_final_message"}
     if clash := own & (chat_template_kwargs or {}).keys():
         raise InvalidValueError(f"chat_template_kwargs must not hold {', '.join(clash)}: that is an argument of its own")
     if tools and not re.search(r"\btools\b", tokenizer.get_chat_template(chat_template, has_tools=True)):
@@ -49,6 +54,7 @@ def render_chat(
         conversation,
         chat_template=chat_template,
         add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
         tools=tool_schemas(tools) if tools else None,
         **(chat_template_kwargs or {}),
     )
@@ -97,14 +103,17 @@ def _text(content: Any, index: int) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple | None):
-        raise InvalidTypeError(f"message {index}: content must be a string, a list of text parts or None, got {shown(content)}")
+        raise InvalidTypeError(
+            f"messages[{index}]: content must be a string, a list of text parts or None, got {shown(content)}"
+        )
     texts: list[str] = []
     for part in content or ():
-        kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
-        if isinstance(kind, str) and kind != "text":
-            raise UnsupportedError(f"message {index}: a part of type {kind!r} is not supported; give text parts only")
-        if kind is None or not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind not in ("text", "refusal"):
+            raise UnsupportedError(f"messages[{index}]: a part of type {kind!r} is not supported; give text parts only")
+        text = part.get(kind) if isinstance(kind, str) else None  # {"type": "refusal", "refusal": ...} is OpenAI's
+        if not isinstance(text, str):
             example = '{"type": "text", "text": "..."}'
-            raise InvalidTypeError(f"message {index}: a part of content must be {example}, got {shown(part)}")
+            raise InvalidTypeError(f"messages[{index}]: a part of content must be {example}, got {shown(part)}")
         texts.append(text)
     return "\n".join(texts)
