@@ -50,6 +50,9 @@ class ServerOptions:
         int, typer.Option(min=0, help="Maximum number of queued requests (n answers count n times); more get 429.")
     ] = 1024
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Larger bodies get 413.")] = 2**22
+    ignore_unknown_fields: Annotated[
+        bool, typer.Option("--ignore-unknown-fields", help="Ignore fields that are unknown or not supported, instead of 400.")
+    ] = False
     reasoning_parser: Annotated[
         str | None, typer.Option(help="qwen3: parse <think> blocks; none. Default: by the model's chat template.")
     ] = None
@@ -122,6 +125,7 @@ def make_settings(engine: EngineOptions, options: ServerOptions, recorder: "Rece
         served_model_names=served_names(options.served_model_name, engine.model or DEFAULT_MODEL),
         api_keys=tuple(options.api_key or ()),
         max_body_bytes=options.max_body_bytes,
+        ignore_unknown_fields=options.ignore_unknown_fields,
         cors_origins=tuple(options.cors_origin or ()),
         reasoning_parser=options.reasoning_parser,
         tool_call_parser=options.tool_call_parser,

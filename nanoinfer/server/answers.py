@@ -20,6 +20,7 @@ from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput
 from nanoinfer.server.choices import ChatChoices, CompletionChoices
 from nanoinfer.server.errors import RequestError, error_body, json_response, without_paths
+from nanoinfer.server.protocol import StreamOptions
 
 T = TypeVar("T")
 Choices = ChatChoices | CompletionChoices
@@ -34,6 +35,7 @@ class Answers:
         self.id = uuid.uuid4().hex
         self._n, self._is_prompt_only = n, is_prompt_only
         self.streams: list[RequestStream] = []
+        self._num_tokens = 0  # of all answers until now
         self._has_news = asyncio.Event()
 
     async def submit(self, async_llm: AsyncLLM, prepares: list[Callable[[], PreparedRequest]]) -> None:
@@ -57,7 +59,9 @@ class Answers:
             self._has_news.clear()
             updates = []
             for number, stream in list(unfinished.items()):
-                updates += [(self.choice_index(number, delta.index), stream, delta) for delta in stream.take()]
+                deltas = stream.take()
+                self._num_tokens += sum(len(delta.token_ids) for delta in deltas)
+                updates += [(self.choice_index(number, delta.index), stream, delta) for delta in deltas]
                 if stream.output is not None:
                     del unfinished[number]
             yield updates
@@ -81,9 +85,9 @@ class Answers:
         return [stream.output for stream in self.streams if stream.output is not None]
 
     def usage(self) -> dict[str, Any]:
-        """Return OpenAI's usage when all answers have ended."""
-        prompt = sum(len(output.prompt_token_ids) for output in self.outputs)
-        completion = 0 if self._is_prompt_only else sum(output.metrics.num_output_tokens for output in self.outputs)
+        """Return OpenAI's usage until now. The number of cached tokens is that of the answers that have ended."""
+        prompt = sum(len(stream.prepared.prompt_token_ids) for stream in self.streams)
+        completion = 0 if self._is_prompt_only else self._num_tokens
         cached = sum(output.metrics.num_cached_tokens for output in self.outputs)
         return {
             "prompt_tokens": prompt,
@@ -108,7 +112,7 @@ def failure_of(answer: CompletionOutput | Delta) -> tuple[int, str] | None:
 
 
 async def respond(
-    request: Request, answers: Answers, choices: Choices, model: str, *, is_stream: bool, includes_usage: bool
+    request: Request, answers: Answers, choices: Choices, model: str, *, is_stream: bool, options: StreamOptions
 ) -> Response:
     """Answer an HTTP request whose prompts are submitted."""
     head = {
@@ -118,7 +122,7 @@ async def respond(
         "model": model,
     }
     if is_stream:
-        return EventStream(answers, _events(answers, choices, head, includes_usage))
+        return EventStream(answers, _events(answers, choices, head, options))
     try:
         outputs = await until_disconnect(request, answers.finished())
     finally:
@@ -130,26 +134,37 @@ async def respond(
         for number, output in enumerate(outputs)
         for answer in output.outputs
     ]
-    return json_response(head | {"choices": whole, "usage": answers.usage()})
+    fields = choices.response_fields(outputs[0].prompt_token_ids, outputs[0].prompt_logprobs)
+    return json_response(head | {"choices": whole, "usage": answers.usage()} | fields)
 
 
-async def _events(answers: Answers, choices: Choices, head: dict[str, Any], includes_usage: bool) -> AsyncIterator[bytes]:
+async def _events(answers: Answers, choices: Choices, head: dict[str, Any], options: StreamOptions) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a stream. The fields that all of them share are rendered once."""
     prefix = b"data: " + to_json(head)[:-1] + b',"choices":['
-    suffix = b'],"usage":null}\n\n' if includes_usage else b"]}\n\n"
+    usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
+    suffix = _end_of_event(usage)
+    first = choices.response_fields(answers.streams[0].prepared.prompt_token_ids, None)
     async for updates in answers:
         events: list[bytes] = []
+        if options.include_usage and options.continuous_usage_stats:
+            suffix = _end_of_event(usage := {"usage": answers.usage()})
         for index, stream, delta in updates:
             if failure := failure_of(delta):
                 yield b"".join(events) + b"data: " + to_json(error_body(*failure)) + b"\n\n" + DONE
                 return
             for choice in choices.chunks(index, stream, delta):
-                events += (prefix, to_json(choice), suffix)
+                events += (prefix, to_json(choice), _end_of_event(usage | first) if first else suffix)
+                first = {}
         if events:
             yield b"".join(events)
-    if includes_usage:
-        yield prefix + b'],"usage":' + to_json(answers.usage()) + b"}\n\n"
+    if options.include_usage:
+        yield prefix + _end_of_event({"usage": answers.usage()})
     yield DONE
+
+
+def _end_of_event(fields: dict[str, Any]) -> bytes:
+    """Render what follows the choices."""
+    return b"]" + (b"," if fields else b"") + to_json(fields)[1:] + b"\n\n"
 
 
 class EventStream(StreamingResponse):

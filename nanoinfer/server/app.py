@@ -20,7 +20,7 @@ from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.answers import Answers, Choices, respond
 from nanoinfer.server.choices import ChatChoices, ChatFormat, CompletionChoices, messages_of
-from nanoinfer.server.errors import RequestError, add_error_handlers, json_response
+from nanoinfer.server.errors import ERRORS, RequestError, add_error_handlers, describe_errors, json_response
 from nanoinfer.server.limits import RequestLimits, StrictRoute
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.server.page import Replays, add_page
@@ -28,6 +28,7 @@ from nanoinfer.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    StreamOptions,
     TokenizeRequest,
     to_sampling_params,
 )
@@ -41,6 +42,7 @@ class ServerSettings:
     served_model_names: tuple[str, ...]  # names that a request's "model" may have, of which answers contain the first
     api_keys: tuple[str, ...] = ()  # the keys of which requests to /v1 need one, if there are any
     max_body_bytes: int = 2**22  # of a request
+    ignore_unknown_fields: bool = False  # accept every field of a body, instead of those alone that are known
     cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the server, or "*"
     reasoning_parser: str | None = None  # "qwen3" or "none". None means the format that the chat template writes
     tool_call_parser: str | None = None  # "hermes" or "none". None means the format that the chat template writes
@@ -49,7 +51,7 @@ class ServerSettings:
 
 def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """Make the application of an AsyncLLM, which the caller shuts down."""
-    app = FastAPI(title="nanoinfer", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="nanoinfer", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
     app.router.route_class = StrictRoute
     add_error_handlers(app)
     app.add_middleware(RequestLimits, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
@@ -60,6 +62,7 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     _add_generation(app, async_llm, settings, replays)
     _add_tokenizer(app, async_llm, settings)
     _add_information(app, async_llm, settings)
+    describe_errors(app.openapi())
     return app
 
 
@@ -76,20 +79,24 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
         choices: Choices,
     ) -> Response:
         """Answer one prompt for each of prepares, which run in threads, as the checks of params do."""
-        model = check_model(body.model, settings)
+        model = check_body(body, settings)
         params = await asyncio.to_thread(to_sampling_params, body, default)
         answers = Answers(params.n, is_prompt_only=body.max_tokens == 0)
         await answers.submit(async_llm, [partial(prepare, params) for prepare in prepares])
         if replays is not None:
             replays.add(answers)
-        return await respond(http, answers, choices, model, is_stream=bool(body.stream), includes_usage=body.includes_usage)
+        return await respond(
+            http, answers, choices, model, is_stream=bool(body.stream), options=body.stream_options or StreamOptions()
+        )
 
-    @app.post("/v1/completions")
+    streams: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # or JSON
+
+    @app.post("/v1/completions", responses=streams)
     async def completions(http: Request, body: CompletionRequest) -> Response:
         prepares = [partial(inputs.prepare_prompt, prompt, priority=body.priority) for prompt in body.prompts]
         return await generate(http, body, prepares, CompletionChoices(body, tokenizer))
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=streams)
     async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:
         prepare = partial(chat_format.prepare, body, inputs)
         return await generate(http, body, [prepare], ChatChoices(body, chat_format, tokenizer))
@@ -112,27 +119,21 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) 
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
-        check_model(body.model, settings)
+        check_body(body, settings)
 
         def encode() -> list[int]:
             if body.messages is None:
-                return list(tokenizer().encode(body.prompt, add_special_tokens=body.add_special_tokens))
-            rendered = engine.inputs.render_chat(
-                messages_of(body.messages),
-                add_generation_prompt=body.add_generation_prompt,
-                chat_template_kwargs=body.chat_template_kwargs,
-                tools=body.tools,
-            )
-            return rendered["prompt_token_ids"]
+                return list(tokenizer().encode(body.prompt, add_special_tokens=body.add_special_tokens is not False))
+            return engine.inputs.render_chat(messages_of(body.messages), tools=body.tools, **body.rendering)["prompt_token_ids"]
 
         tokens = await asyncio.to_thread(encode)
-        texts = [tokenizer().token_text(token_id) for token_id in tokens] if body.return_token_strs else None
+        texts = [tokenizer().backend.id_to_token(token_id) for token_id in tokens] if body.return_token_strs else None
         max_model_len = engine.max_model_len
         return json_response({"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": texts})
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
-        check_model(body.model, settings)
+        check_body(body, settings)
         return json_response({"prompt": await asyncio.to_thread(tokenizer().decode, body.tokens, skip_special_tokens=False)})
 
 
@@ -143,6 +144,7 @@ def _add_information(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings
     def card(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", **facts}
 
+    @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
     async def models() -> Response:
         return json_response({"object": "list", "data": [card(name) for name in settings.served_model_names]})
@@ -151,18 +153,27 @@ def _add_information(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings
     async def model(model: str) -> Response:
         return json_response(card(check_model(model, settings)))
 
-    @app.get("/health")
+    @app.get("/health", response_class=Response)
     async def health() -> Response:
         async_llm.check_health()  # 503 if it raises
         return Response()
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics_text() -> Response:
         return Response(await metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/version")
     async def version() -> Response:
         return json_response({"version": __version__})
+
+
+def check_body(
+    body: CompletionRequest | ChatCompletionRequest | TokenizeRequest | DetokenizeRequest, settings: ServerSettings
+) -> str:
+    """Refuse unknown fields of a body, and a model that is not served. Returns the model name that an answer contains."""
+    if not settings.ignore_unknown_fields:
+        body.check_unknown_fields()
+    return check_model(body.model, settings)
 
 
 def check_model(name: str | None, settings: ServerSettings) -> str:

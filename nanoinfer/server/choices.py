@@ -1,18 +1,18 @@
 """The JSON of the choices of /v1/chat/completions and /v1/completions, whole and in chunks, and the prompt of a chat.
 
-In: CompletionOutputs and Deltas. Out: dicts with OpenAI's fields, to which vLLM's stop_reason and, with return_token_ids,
-token_ids are added. In log-probabilities, a token that is a part of a character keeps its true bytes: as "bytes" in a chat's,
-and as the text "bytes:\\xf0\\x9f" in a completion's.
+In: CompletionOutputs and Deltas. Out: dicts with OpenAI's fields, to which vLLM's stop_reason is added, and if they are
+requested token_ids, prompt_token_ids and prompt_logprobs. In log-probabilities, a token that is a part of a character keeps its
+true bytes: as "bytes" in a chat's, and as the text "bytes:\\xf0\\x9f" in a completion's.
 """
 
 import codecs
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nanoinfer.async_llm import RequestStream
-from nanoinfer.chat.messages import constrain_calls
+from nanoinfer.chat.messages import constrain_calls, with_text_content
 from nanoinfer.chat.parsing import END_THINK, ChatParser, calls_as_hermes
 from nanoinfer.chat.tools import after_thinking
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
@@ -20,9 +20,10 @@ from nanoinfer.errors import InvalidValueError
 from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.errors import RequestError
-from nanoinfer.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
+from nanoinfer.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
+PromptLogprobs = list[LogprobsOnePosition | None] | None
 LOWEST = -9999.0  # instead of -inf, which JSON does not have. The value is vLLM's
 
 
@@ -66,12 +67,7 @@ class ChatFormat:
                 param="tools",
                 code="unsupported",
             )
-        prompt = inputs.render_chat(
-            messages_of(request.messages),
-            add_generation_prompt=request.add_generation_prompt is not False,
-            chat_template_kwargs=request.chat_template_kwargs,
-            tools=tools,
-        )
+        prompt = inputs.render_chat(messages_of(request.messages), tools=tools, **request.rendering)
         if self.reasoning and params.structured_outputs is not None:
             params = replace(params, structured_outputs=after_thinking(params.structured_outputs, prompt["prompt"] or ""))
         params = constrain_calls(
@@ -103,16 +99,25 @@ class ChatChoices:
         self._format = chat_format
         self._tokenizer = tokenizer
         self._parsers: dict[int, ChatParser] = {}
+        last = with_text_content(messages_of(request.messages[-1:]))[0] if request.echo else {}
+        self._echoed: str = last.get("content", "") if last.get("role") == "assistant" else ""  # the message that is continued
+
+    def response_fields(self, prompt_token_ids: list[int], prompt_logprobs: PromptLogprobs) -> dict[str, Any]:
+        """Return the fields of a response, or of the first chunk of a stream, that are not in a choice."""
+        return _prompt_fields(self._request, prompt_token_ids, prompt_logprobs)
 
     def whole(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         parser = self._format.make_parser(self._request, output.prompt or "")
         message = parser.push(answer.text, is_last=True).message()
+        if self._echoed:
+            message["content"] = self._echoed + (message["content"] or "")
         return {"index": index, "message": message} | self._common_fields(parser, answer)
 
     def chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[dict[str, Any]]:
         if index not in self._parsers:
             self._parsers[index] = self._format.make_parser(self._request, stream.prepared.prompt or "")
-            yield {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            first = {"role": "assistant", "content": self._echoed}
+            yield {"index": index, "delta": first, "logprobs": None, "finish_reason": None}
         parser = self._parsers[index]
         fields = parser.push(delta.text, is_last=delta.finish_reason is not None).fields()
         if fields or delta.logprobs or delta.finish_reason or self._request.return_token_ids:
@@ -125,7 +130,8 @@ class ChatChoices:
         fields: dict[str, Any] = {"logprobs": None, "finish_reason": "tool_calls" if called_tool else answer.finish_reason}
         if answer.logprobs is not None:
             num_top = self._request.top_logprobs or 0
-            fields["logprobs"] = chat_logprobs(self._tokenizer, answer.token_ids, answer.logprobs, num_top)
+            as_ids = bool(self._request.return_tokens_as_token_ids)
+            fields["logprobs"] = chat_logprobs(self._tokenizer, answer.token_ids, answer.logprobs, num_top, as_ids=as_ids)
         return fields | _extensions(answer, self._request.return_token_ids)
 
 
@@ -139,43 +145,65 @@ class CompletionChoices:
         self._tokenizer = tokenizer
         self._logprobs: dict[int, LegacyLogprobs] = {}  # by choice, because a stream's offsets continue from chunk to chunk
 
+    def response_fields(self, prompt_token_ids: list[int], prompt_logprobs: PromptLogprobs) -> dict[str, Any]:
+        """Return no fields, because each choice may have another prompt."""
+        return {}
+
     def whole(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
-        return self._choice(index, output.prompt, output.prompt_token_ids, output.prompt_logprobs, answer)
+        return self._first(index, output.prompt, output.prompt_token_ids, output.prompt_logprobs, answer)
 
     def chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[dict[str, Any]]:
         if index not in self._logprobs:
             assert stream.request is not None, "it has a delta"
             prompt = stream.prepared
-            yield self._choice(index, prompt.prompt, prompt.prompt_token_ids, stream.request.prompt_logprobs, delta)
+            yield self._first(index, prompt.prompt, prompt.prompt_token_ids, stream.request.prompt_logprobs, delta)
         elif delta.text or delta.logprobs or delta.finish_reason or self._request.return_token_ids:
-            yield self._choice(index, None, [], None, delta)
+            yield self._choice(index, delta)
 
-    def _choice(
-        self,
-        index: int,
-        prompt: str | None,
-        prompt_token_ids: list[int],
-        prompt_logprobs: list[LogprobsOnePosition | None] | None,
-        answer: CompletionOutput | Delta,
+    def _first(
+        self, index: int, prompt: str | None, ids: list[int], logprobs: PromptLogprobs, answer: CompletionOutput | Delta
     ) -> dict[str, Any]:
-        """Make a choice, which begins with the prompt if that is requested and not empty."""
-        text, token_ids = answer.text, answer.token_ids
-        positions: list[LogprobsOnePosition | None] = [*(answer.logprobs or ())]
-        if self._request.max_tokens == 0:  # the engine has generated one token
-            text, token_ids, positions = "", [], []
-        if self._request.echo and prompt_token_ids:
+        """Make a choice, or the first chunk of one, which begins with the prompt if that is requested and not empty.
+
+        prompt, ids, logprobs: The prompt's.
+        """
+        skips_special = self._request.skip_special_tokens is not False
+        as_ids = bool(self._request.return_tokens_as_token_ids)
+        self._logprobs[index] = LegacyLogprobs(self._tokenizer, skips_special=skips_special, as_ids=as_ids)
+        if not self._request.echo or not ids:
+            choice = self._choice(index, answer)
+        else:
             if prompt is None:
-                prompt = "" if self._tokenizer is None else self._tokenizer.decode(prompt_token_ids)
-            text, token_ids = prompt + text, prompt_token_ids + token_ids
-            positions = [*(prompt_logprobs or ()), *positions]
-        if index not in self._logprobs:
-            self._logprobs[index] = LegacyLogprobs(self._tokenizer)
+                prompt = "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=False)
+            entries = None if self._request.logprobs is None else self._logprobs[index].push(ids, logprobs or (), prompt)
+            choice = self._choice(index, answer)
+            choice["text"] = prompt + choice["text"]
+            if entries is not None:
+                choice["logprobs"] = {name: entries[name] + values for name, values in choice["logprobs"].items()}
+        return choice | _prompt_fields(self._request, ids, logprobs)
+
+    def _choice(self, index: int, answer: CompletionOutput | Delta) -> dict[str, Any]:
+        """Make a choice without its prompt, or a chunk of one."""
+        text, token_ids, positions = answer.text, answer.token_ids, answer.logprobs or ()
+        if self._request.max_tokens == 0:  # the engine has generated one token
+            text, token_ids, positions = "", [], ()
         return {
             "index": index,
             "text": text,
             "logprobs": None if self._request.logprobs is None else self._logprobs[index].push(token_ids, positions),
             "finish_reason": answer.finish_reason,
         } | _extensions(answer, self._request.return_token_ids)
+
+
+def _prompt_fields(request: GenerationRequest, token_ids: list[int], logprobs: PromptLogprobs) -> dict[str, Any]:
+    """Return the fields by which vLLM describes a prompt, if they are requested."""
+    fields: dict[str, Any] = {"prompt_token_ids": token_ids} if request.return_token_ids else {}
+    if request.prompt_logprobs is not None and logprobs is not None:
+        fields["prompt_logprobs"] = [
+            position and {str(i): asdict(one) | {"logprob": max(one.logprob, LOWEST)} for i, one in position.items()}
+            for position in logprobs
+        ]
+    return fields
 
 
 def _extensions(answer: CompletionOutput | Delta, return_token_ids: bool | None) -> dict[str, Any]:
@@ -185,13 +213,19 @@ def _extensions(answer: CompletionOutput | Delta, return_token_ids: bool | None)
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer | None, token_ids: Sequence[int], positions: Sequence[LogprobsOnePosition], num_top: int
+    tokenizer: Tokenizer | None,
+    token_ids: Sequence[int],
+    positions: Sequence[LogprobsOnePosition],
+    num_top: int,
+    *,
+    as_ids: bool = False,
 ) -> dict[str, Any]:
-    """Make the "logprobs" of a chat's choice."""
+    """Make the "logprobs" of a chat's choice. as_ids: The text of a token is "token_id:5"."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = _bytes(tokenizer, token_id)
-        return {"token": data.decode(errors="replace"), "logprob": max(logprob, LOWEST), "bytes": list(data)}
+        text = f"token_id:{token_id}" if as_ids else data.decode(errors="replace")
+        return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(data)}
 
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
@@ -204,18 +238,30 @@ def chat_logprobs(
 class LegacyLogprobs:
     """Makes the "logprobs" of a completion's choice, and keeps the offset in the text from chunk to chunk."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, skips_special: bool, as_ids: bool) -> None:
+        """skips_special: Special tokens are not in the text. as_ids: The text of a token is "token_id:5"."""
         self._tokenizer = tokenizer
+        self._skips_special, self._as_ids = skips_special, as_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
 
-    def push(self, token_ids: Sequence[int], positions: Sequence[LogprobsOnePosition | None]) -> dict[str, list[Any]]:
-        """Make the entries of the next tokens. The first token of a prompt has no log-probability."""
+    def push(
+        self, token_ids: Sequence[int], positions: Sequence[LogprobsOnePosition | None], prompt: str | None = None
+    ) -> dict[str, list[Any]]:
+        """Make the entries of the next tokens. The first token of a prompt has no log-probability.
+
+        prompt: The text, if the tokens are the prompt's. It has those special tokens that the tokenizer has not added.
+        """
         chunk: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, position in zip(token_ids, positions, strict=True):
             chunk["tokens"].append(self._text(token_id))
             chunk["text_offset"].append(self._offset)
-            self._offset += len(self._decoder.decode(_bytes(self._tokenizer, token_id)))
+            data = _bytes(self._tokenizer, token_id)
+            is_shown = (
+                not self._skips_special if prompt is None else prompt.startswith(data.decode(errors="replace"), self._offset)
+            )
+            if is_shown or not _is_special(self._tokenizer, token_id):
+                self._offset += len(self._decoder.decode(data))
             chunk["token_logprobs"].append(None if position is None else max(position[token_id].logprob, LOWEST))
             chunk["top_logprobs"].append(None if position is None else self._top(position))
         return chunk
@@ -227,6 +273,8 @@ class LegacyLogprobs:
         return top
 
     def _text(self, token_id: int) -> str:
+        if self._as_ids:
+            return f"token_id:{token_id}"
         data = _bytes(self._tokenizer, token_id)
         try:
             return data.decode()
@@ -237,3 +285,8 @@ class LegacyLogprobs:
 @functools.lru_cache(maxsize=2**18)  # decoding takes 5 us, and a token may be in the top of every position
 def _bytes(tokenizer: Tokenizer | None, token_id: int) -> bytes:
     return str(token_id).encode() if tokenizer is None else tokenizer.token_bytes(token_id)
+
+
+@functools.lru_cache(maxsize=2**18)
+def _is_special(tokenizer: Tokenizer | None, token_id: int) -> bool:
+    return tokenizer is not None and not tokenizer.decode([token_id])

@@ -10,18 +10,59 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from nanoinfer.errors import EngineDeadError, NanoinferError, QueueFullError
+from nanoinfer.errors import EngineDeadError, InvalidPromptError, NanoinferError, QueueFullError
+from nanoinfer.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 MAX_ERRORS, MAX_CHARACTERS = 10, 200  # in the message for a body that does not validate
 RETRY_AFTER = {429: "1", 503: "10"}  # seconds, which OpenAI's client follows up to 120
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_PARAMETERS = SamplingParams.__dataclass_fields__.keys() | {
+    "stream_options", "top_logprobs", "messages", "tools", "tool_choice", "chat_template_kwargs", "continue_final_message",
+    "priority",
+}  # fmt: skip
+_SUBJECT = re.compile(r"(?:each (?:\w+ )?of )?(\w+)")
 _PATH = re.compile(r"(?<![\w.<])(?:[A-Za-z]:)?[/\\][\w.-]+(?:[/\\][\w.-]+)+")
+
+
+class ErrorFields(BaseModel):
+    """What every error has. param: the field that is wrong. code: for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every error."""
+
+    error: ErrorFields
+
+
+_OF_BODIES = (400, 413, 415, 429, 504)
+# For /openapi.json
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": description}
+    for status, description in {
+        400: "the request cannot be served",
+        401: "no valid API key",
+        404: "no such path, or no such model",
+        413: "the body is too large",
+        415: "the body is not JSON",
+        429: "too many requests are waiting",
+        431: "the headers are too large",
+        500: "the engine failed on this request",
+        503: "the engine is dead, or the server shuts down",
+        504: "the request took longer than its timeout",
+    }.items()
+}
 
 
 class RequestError(HTTPException):
@@ -30,6 +71,19 @@ class RequestError(HTTPException):
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(status, message)
         self.param, self.code = param, code
+
+
+def describe_errors(schema: dict[str, Any]) -> None:
+    """Remove the errors that a path does not return from the schema of an application whose responses are ERRORS.
+
+    FastAPI adds 422 with its own error, instead of which the server returns 400.
+    """
+    for operations in schema["paths"].values():
+        for method, operation in operations.items():
+            for status in (422, *(_OF_BODIES if method == "get" else ())):
+                operation["responses"].pop(str(status), None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(name, None)
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -47,6 +101,16 @@ def without_paths(message: str) -> str:
     return _PATH.sub("<path>", message)
 
 
+def subject(message: str) -> str | None:
+    """Return the parameter that the message of an error begins with, if it does.
+
+    >>> subject("top_p must be in (0, 1], got 2"), subject("each id of logit_bias must be >= 0, got -1"), subject("no text")
+    ('top_p', 'logit_bias', None)
+    """
+    found = _SUBJECT.match(message)
+    return found[1] if found and found[1] in _PARAMETERS else None
+
+
 def error_response(status: int, message: str, *, param: str | None = None, code: str | None = None) -> Response:
     headers = {"Retry-After": RETRY_AFTER[status]} if status in RETRY_AFTER else {}
     return json_response(error_body(status, message, param=param, code=code), status, headers)
@@ -62,7 +126,10 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
         param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
-        response = error_response(error.status_code, str(error.detail), param=param, code=code)
+        message = str(error.detail)
+        if (error.status_code, message) == (404, "Not Found"):  # Starlette's
+            message = f"there is no {request.url.path[:100]}; /openapi.json describes the paths, and / is a web page"
+        response = error_response(error.status_code, message, param=param, code=code)
         response.headers.update(error.headers or {})
         return response
 
@@ -78,7 +145,8 @@ def add_error_handlers(app: FastAPI) -> None:
             return error_response(429, message, code="queue_full")
         if isinstance(error, EngineDeadError):
             return error_response(503, message, code="engine_unavailable")
-        return error_response(400, message)
+        prompt = "messages" if "/chat/" in request.url.path else "prompt"
+        return error_response(400, message, param=prompt if isinstance(error, InvalidPromptError) else subject(message))
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
@@ -89,12 +157,10 @@ def validation_message(errors: Sequence[Any]) -> tuple[str, str | None]:
     """Return one short message of pydantic's errors, and the first field."""
     lines = []
     for error in errors[:MAX_ERRORS]:
-        field = ".".join(map(str, error["loc"][1:]))
+        field = ".".join(str(part) for part in error["loc"][1:] if not str(part).startswith("<"))  # <ids> is a form of a field
         message = str(error["msg"]).removeprefix("Value error, ")
-        if error["type"] == "extra_forbidden":
-            message = "unknown field; leave it out"
         lines.append((f"{field}: {message}" if field else message)[:MAX_CHARACTERS])
     if len(errors) > MAX_ERRORS:
         lines.append(f"and {len(errors) - MAX_ERRORS} more")
     location = errors[0]["loc"]
-    return "; ".join(lines), str(location[1]) if len(location) > 1 else None
+    return "; ".join(lines), str(location[1]) if len(location) > 1 else subject(lines[0])

@@ -1,17 +1,18 @@
 """The bodies of requests, with OpenAI's names, and vLLM's names for what OpenAI does not have.
 
-In: JSON. Out: checked values, and SamplingParams. An unknown field is refused, because it might be meant to change the answer,
-while fields that matter only inside OpenAI, such as user, are accepted.
+In: JSON. Out: checked values, and SamplingParams. An unknown field is refused, because it might be meant to change the answer.
+Fields of other servers are in fields.py.
 """
 
 from dataclasses import fields, replace
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from nanoinfer.errors import InvalidValueError
+from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoinfer.server.errors import RequestError
+from nanoinfer.server.fields import NEUTRAL_VALUES, WITHOUT_EFFECT, check_fields
 
 MAX_ANSWERS, MAX_PROMPTS, MAX_LOGPROBS, MAX_STOPS = 128, 2048, 20, 16
 MAX_LISTED = 1024  # ids or words in a list that is examined at every token
@@ -20,21 +21,89 @@ INT64, UINT64 = 2**63, 2**64
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-StopString = Annotated[str, Field(min_length=1, max_length=128)]
+StopString = Annotated[str, Field(max_length=128)]
 BadWord = Annotated[str, Field(max_length=128)]
 
 
+def _list_of_stops(stop: object) -> object:
+    return [stop] if isinstance(stop, str) else stop
+
+
+Stops = Annotated[
+    list[StopString],
+    Field(max_length=MAX_STOPS, fail_fast=True),
+    BeforeValidator(
+        _list_of_stops, json_schema_input_type=StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)]
+    ),
+]
+
+
+def _form_of_prompt(prompt: object) -> str | None:
+    """Return the tag of the form of a prompt, so that an error is about this form only."""
+    if isinstance(prompt, list):
+        first = prompt[0] if prompt else 0
+        return "<texts>" if isinstance(first, str) else "<lists>" if isinstance(first, list) else "<ids>"
+    return "<text>" if isinstance(prompt, str) else None
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[TokenIds, Tag("<ids>")]
+    | Annotated[list[str], Field(fail_fast=True), Tag("<texts>")]
+    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("<lists>")],
+    Discriminator(
+        _form_of_prompt,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be a string, a list of token ids, or a list of these",
+    ),
+]
+
+
+def _form_of_content(content: object) -> str | None:
+    return "<text>" if isinstance(content, str) else "<parts>" if isinstance(content, list) else None
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[dict[str, Any]], Tag("<parts>")],
+    Discriminator(
+        _form_of_content,
+        custom_error_type="content_type",
+        custom_error_message="Input should be a string or a list of parts such as {'type': 'text', 'text': '...'}",
+    ),
+]
+
+
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    """A body. Fields that it does not have are kept, until check_unknown_fields examines them with the server's settings."""
+
+    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra={"additionalProperties": False})
+
+    def check_unknown_fields(self) -> None:
+        """Refuse unknown fields, and those of other servers with a value that is not supported.
+
+        Raises:
+            RequestError: 400.
+        """
+        check_fields(self.model_extra or {}, type(self).model_fields)
 
 
 class StreamOptions(_Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # as in vLLM: with include_usage, each chunk has the usage so far
     include_obfuscation: bool | None = None  # accepted without effect, because only OpenAI pads its events
+
+
+def _add_accepted_fields(schema: dict[str, Any]) -> None:
+    """Add what fields.py accepts to the schema of a body."""
+    accepted = {name: {"enum": [None, *values]} for name, (values, _) in NEUTRAL_VALUES.items()}
+    schema["properties"] |= {name: {} for name in sorted(WITHOUT_EFFECT)} | accepted
+    schema["additionalProperties"] = False
 
 
 class GenerationRequest(_Body):
     """The fields of both endpoints, where None means the checkpoint's default."""
+
+    model_config = ConfigDict(json_schema_extra=_add_accepted_fields)
 
     model: str | None = None
     temperature: float | None = None
@@ -43,7 +112,7 @@ class GenerationRequest(_Body):
     min_p: float | None = None
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=UINT64)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop: Stops | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_LISTED)] | None = None
     include_stop_str_in_output: bool | None = None
     min_tokens: int | None = None
@@ -60,38 +129,34 @@ class GenerationRequest(_Body):
     structured_outputs: dict[str, Any] | None = None
     priority: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     timeout: float | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # These do not change an answer.
-    user: str | None = None
-    store: bool | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
-    def check_stream_options(self) -> "GenerationRequest":
+    def check_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs needs stream=false")
         return self
 
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with a chunk that contains the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def check_unknown_fields(self) -> None:
+        super().check_unknown_fields()
+        if self.stream_options is not None:
+            self.stream_options.check_unknown_fields()
 
 
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
-    prompt: str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
+    prompt: Prompt
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    echo: bool | None = None
     best_of: int | None = None
-    suffix: str | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -105,10 +170,35 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: Content | None = None
 
 
-class ChatCompletionRequest(GenerationRequest):
+class _Rendered(BaseModel):
+    """How messages become a prompt."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def check_final_message(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt=false")
+        return self
+
+    @property
+    def rendering(self) -> dict[str, Any]:
+        """The arguments of render_chat besides the messages and the tools."""
+        continues = bool(self.continue_final_message)
+        return {
+            "add_generation_prompt": self.add_generation_prompt is not False and not continues,
+            "continue_final_message": continues,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+
+
+class ChatCompletionRequest(_Rendered, GenerationRequest):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
@@ -116,33 +206,39 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
-    def check_logprobs(self) -> "ChatCompletionRequest":
+    def check_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         return self
 
+    @property
+    def rendering(self) -> dict[str, Any]:
+        """The arguments of render_chat. reasoning_effort sets the variables that templates read, unless they are given."""
+        effort = self.reasoning_effort
+        variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return super().rendering | {"chat_template_kwargs": variables | (self.chat_template_kwargs or {})}
 
-class TokenizeRequest(_Body):
+
+class TokenizeRequest(_Rendered, _Body):
     """The body of /tokenize, as in vLLM: a prompt, or messages."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"additionalProperties": False, "anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
+    )
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
-    def check_prompt(self) -> "TokenizeRequest":
+    def check_prompt(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         if self.tools and self.messages is None:
@@ -172,7 +268,8 @@ def to_sampling_params(request: CompletionRequest | ChatCompletionRequest, defau
         _check_completion(request)
         max_tokens = 16 if request.max_tokens is None else max(request.max_tokens, 1)  # 16 is OpenAI's default
         logprobs = request.logprobs
-        given["prompt_logprobs"] = logprobs if request.echo else None
+        if request.echo and request.prompt_logprobs is None:
+            given["prompt_logprobs"] = logprobs
     given["structured_outputs"] = _structured_outputs(request)
     given = {name: value for name, value in given.items() if value is not None}
     return replace(default, **given, max_tokens=max_tokens, logprobs=logprobs)
@@ -184,9 +281,8 @@ def _check_completion(request: CompletionRequest) -> None:
         raise RequestError(400, "max_tokens must be >= 1, or 0 with echo", param="max_tokens")
     if len(request.prompts) > MAX_PROMPTS:
         raise RequestError(400, f"prompt holds {len(request.prompts)} prompts; at most {MAX_PROMPTS}", param="prompt")
-    for name, is_used in ("suffix", request.suffix), ("best_of", request.best_of not in (None, request.n or 1)):
-        if is_used:
-            raise RequestError(400, f"{name} is not supported; leave it out", param=name, code="unsupported")
+    if request.best_of not in (None, request.n or 1):
+        raise RequestError(400, "best_of is not supported; leave it out", param="best_of", code="unsupported")
 
 
 def _structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
@@ -194,7 +290,10 @@ def _structured_outputs(request: GenerationRequest) -> StructuredOutputsParams |
     response_format, given = request.response_format or {"type": "text"}, request.structured_outputs
     kind = response_format.get("type")
     if kind == "text":
-        return None if given is None else StructuredOutputsParams(**given)
+        try:
+            return None if given is None else StructuredOutputsParams(**given)
+        except NanoinferError as error:
+            raise RequestError(400, str(error), param="structured_outputs") from error
     if given is not None:
         raise RequestError(400, "give response_format or structured_outputs, not both", param="response_format")
     if kind == "json_object":

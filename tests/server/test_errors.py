@@ -38,16 +38,17 @@ def assert_refused(response, status, message, param=None, code=None):
     [
         (COMPLETIONS, {}, 400, "prompt: Field required", "prompt", None),
         (COMPLETIONS, [], 400, "should be", None, None),
-        (COMPLETIONS, {"prompt": "x", "best_off": 2}, 400, "best_off: unknown field", "best_off", None),
+        (COMPLETIONS, {"prompt": "x", "best_off": 2}, 400, "best_off is an unknown field (did you mean best_of?)",
+         "best_off", "unknown_parameter"),
         (COMPLETIONS, {"prompt": "x", "temperature": "0"}, 400, "temperature: Input should be a valid", "temperature", None),
         (COMPLETIONS, {"prompt": "x", "temperature": 1e999}, 400, "", None, None),
         (COMPLETIONS, {"prompt": "x", "max_tokens": True}, 400, "max_tokens: Input should be a valid int", "max_tokens", None),
         (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens must be >= 1, or 0 with echo", "max_tokens", None),
         (COMPLETIONS, {"prompt": "x", "n": 129}, 400, "n: Input should be less than or equal to 128", "n", None),
-        (COMPLETIONS, {"prompt": "x", "n": 2, "temperature": 0}, 400, "n must be 1 at temperature 0", None, None),
+        (COMPLETIONS, {"prompt": "x", "n": 2, "temperature": 0}, 400, "n must be 1 at temperature 0", "n", None),
         (COMPLETIONS, {"prompt": "x", "logprobs": 21}, 400, "logprobs: Input should be less", "logprobs", None),
         (COMPLETIONS, {"prompt": "x", "seed": 2**64}, 400, "seed: Input should be less", "seed", None),
-        (COMPLETIONS, {"prompt": "x", "stop": [""]}, 400, "stop", "stop", None),
+        (COMPLETIONS, {"prompt": "x", "stop": ""}, 400, "stop must not hold an empty string", "stop", None),
         (COMPLETIONS, {"prompt": "x", "stop": ["END"] * 17}, 400, "at most 16 items", "stop", None),
         (COMPLETIONS, {"prompt": "x", "stop": "x" * 129}, 400, "at most 128 characters", "stop", None),
         (COMPLETIONS, {"prompt": "x", "stop_token_ids": [5] * 1025}, 400, "at most 1024 items", "stop_token_ids", None),
@@ -55,29 +56,45 @@ def assert_refused(response, status, message, param=None, code=None):
         (COMPLETIONS, {"prompt": "x", "bad_words": ["x" * 129]}, 400, "at most 128 characters", "bad_words", None),
         (COMPLETIONS, {"prompt": "x", "logit_bias": {str(i): 1 for i in range(1025)}}, 400, "at most 1024 items",
          "logit_bias", None),
-        (COMPLETIONS, {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias must be a token id, got 'a'", None, None),
-        (COMPLETIONS, {"prompt": "x", "logit_bias": {"99999": 1}}, 400, "the token id 99999", None, None),
-        (COMPLETIONS, {"prompt": "x", "suffix": "y"}, 400, "suffix is not supported", "suffix", "unsupported"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias must be a token id, got 'a'",
+         "logit_bias", None),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"99999": 1}}, 400, "the token id 99999", "logit_bias", None),
+        (COMPLETIONS, {"prompt": "x", "suffix": "y"}, 400, "suffix='y' is not supported", "suffix", "unsupported"),
         (COMPLETIONS, {"prompt": "x", "best_of": 3}, 400, "best_of is not supported", "best_of", "unsupported"),
-        (COMPLETIONS, {"prompt": []}, 400, "the prompt has no tokens", None, None),
-        (COMPLETIONS, {"prompt": ""}, 400, "the prompt has no tokens", None, None),
+        (COMPLETIONS, {"prompt": []}, 400, "the prompt has no tokens", "prompt", None),
+        (COMPLETIONS, {"prompt": ""}, 400, "the prompt has no tokens", "prompt", None),
         (COMPLETIONS, {"prompt": ["x"] * 2049}, 400, "2049 prompts; at most 2048", "prompt", None),
-        (COMPLETIONS, {"prompt": [-1]}, 400, "prompt", "prompt", None),
-        (COMPLETIONS, {"prompt": [99999]}, 400, "the prompt has the token id 99999", None, None),
-        (COMPLETIONS, {"prompt": [5] * 600}, 400, "the prompt has 600 tokens", None, "context_length_exceeded"),
-        (COMPLETIONS, {"prompt": ["x", [5] * 600]}, 400, "prompt", "prompt", None),
-        (COMPLETIONS, {"prompt": "x", "stream_options": {}}, 400, "stream_options needs stream=true", None, None),
+        (COMPLETIONS, {"prompt": [-1]}, 400, "prompt.0: Input should be greater", "prompt", None),
+        (COMPLETIONS, {"prompt": [99999]}, 400, "the prompt has the token id 99999", "prompt", None),
+        (COMPLETIONS, {"prompt": [5] * 600}, 400,
+         "This model's maximum context length is 512 tokens. However, the prompt has 600 tokens",
+         None, "context_length_exceeded"),
+        (COMPLETIONS, {"prompt": ["x", [5] * 600]}, 400, "prompt.1: Input should be a valid string", "prompt", None),
+        (COMPLETIONS, {"prompt": "x", "stream_options": {}}, 400, "stream_options needs stream=true", "stream_options", None),
         (COMPLETIONS, {"prompt": "x", "model": "m" * 5000}, 404, "is not served", "model", "model_not_found"),
         (CHAT, {"messages": []}, 400, "messages: List should have at least 1 item", "messages", None),
         (CHAT, {"messages": [{"content": "x"}]}, 400, "messages.0.role: Field required", "messages", None),
-        (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content", "messages", None),
-        (CHAT, {"messages": [{"role": "user"}]}, 400, "", None, None),
-        (CHAT, {"messages": HELLO, "top_logprobs": 2}, 400, "top_logprobs needs logprobs=true", None, None),
-        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": 1}}, 400, "chat_template_kwargs must not", None, None),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content: Input should be a string or a list",
+         "messages", None),
+        (COMPLETIONS, {"prompt": {}}, 400, "prompt: Input should be a string, a list of token ids, or", "prompt", None),
+        (COMPLETIONS, {"prompt": "x", "prompt_logprobs": 0, "stream": True}, 400, "prompt_logprobs needs stream=false",
+         "prompt_logprobs", None),
+        (COMPLETIONS, {"prompt": "x", "structured_outputs": {"jsn": {}}}, 400, "did you mean json?",
+         "structured_outputs", None),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0]: a part of type",
+         "messages", None),
+        (CHAT, {"messages": HELLO, "continue_final_message": True, "add_generation_prompt": True}, 400,
+         "continue_final_message needs add_generation_prompt=false", "continue_final_message", None),
+        (CHAT, {"messages": [{"role": "user"}]}, 400, "", "messages", None),
+        (CHAT, {"messages": HELLO, "top_logprobs": 2}, 400, "top_logprobs needs logprobs=true", "top_logprobs", None),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": 1}}, 400, "chat_template_kwargs must not",
+         "chat_template_kwargs", None),
         ("/tokenize", {}, 400, "give either prompt or messages", None, None),
         ("/detokenize", {"tokens": ["a"]}, 400, "tokens.0: Input should be a valid integer", "tokens", None),
+        ("/tokenize", {"prompt": "x", "add_special_token": True}, 400, "did you mean add_special_tokens?", "add_special_token",
+         "unknown_parameter"),
         ("/v1/embeddings", {"input": "x"}, 404, "/v1/embeddings is not supported", None, "unsupported"),
-        ("/v1/nothing", {}, 404, "Not Found", None, None),
+        ("/v1/nothing", {}, 404, "there is no /v1/nothing; /openapi.json describes the paths", None, None),
         ("/health", {}, 405, "Method Not Allowed", None, None),
     ],
 )  # fmt: skip
@@ -147,7 +164,7 @@ def test_pages_of_the_given_origins_may_call(guarded):
 
 
 def test_a_long_list_of_errors_is_cut():
-    errors = [{"loc": ("body", "x" * 500, i), "msg": "bad", "type": "t"} for i in range(30)]
+    errors = [{"loc": ("body", "x" * 500, "<form>", i), "msg": "bad", "type": "t"} for i in range(30)]
     message, param = validation_message(errors)
     assert len(message) < 2200
     assert message.endswith("and 20 more")
@@ -164,11 +181,12 @@ def test_plain_endpoints(server):
     assert server.get("/version").json().keys() == {"version"}
     tokens = server.post("/tokenize", {"prompt": "Once upon", "return_token_strs": True}).json()
     assert tokens["count"] == len(tokens["tokens"])
-    assert "".join(tokens["token_strs"]) == "Once upon"
+    assert "".join(tokens["token_strs"]) == "OnceĠupon"  # the raw tokens, as in vLLM
     assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "Once upon"}
     chat = server.post("/tokenize", {"messages": HELLO}).json()
     used = server.post(CHAT, {"messages": HELLO, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
     assert chat["count"] == used
+    assert server.get("/v1/models/").json() == server.get("/v1/models").json()
     assert server.get("/openapi.json").json()["paths"].keys() >= {CHAT, COMPLETIONS, "/tokenize"}
 
 

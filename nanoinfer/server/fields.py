@@ -1,0 +1,101 @@
+"""The fields of other servers' requests: which of their values change nothing here, and what to do about the others.
+
+In: the fields of a body that nanoinfer does not have. Out: nothing, or a RequestError that names the field and the way out.
+Clients often send every field of an API, and the person at the client cannot leave one out. So null is accepted for each of
+these names, and so are the values that change nothing.
+"""
+
+import difflib
+from collections.abc import Collection, Mapping
+
+from nanoinfer.errors import is_one_of, shown
+from nanoinfer.server.errors import MAX_ERRORS, RequestError
+
+# Fields that change no answer, whatever their value is: OpenAI's, then ollama's and llama.cpp's.
+WITHOUT_EFFECT = frozenset(
+    "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options "
+    "prediction keep_alive timings_per_token id_slot".split()
+)
+# The other fields: the values besides null that change nothing here, and the way out if it is not to leave the field out.
+NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
+    # OpenAI's
+    "audio": ((), ""),
+    "modalities": ((["text"],), "only text is generated"),
+    "moderation": ((), ""),
+    "verbosity": (("medium",), "ask for the length in a message"),
+    "web_search_options": ((), "offer a search as one of tools"),
+    "functions": (([],), "use tools"),
+    "function_call": (("none", "auto"), "use tool_choice"),
+    "suffix": (("",), ""),
+    # vLLM's
+    "use_beam_search": ((False,), "beams are searched by LLM.beam_search in Python"),
+    "length_penalty": ((1.0,), "beams are searched by LLM.beam_search in Python"),
+    "early_stopping": ((False,), "beams are searched by LLM.beam_search in Python"),
+    "truncate_prompt_tokens": ((), "send the last ids that /tokenize returns as the prompt"),
+    "prompt_embeds": ((), ""),
+    "documents": (([],), "put them into a message, or into chat_template_kwargs"),
+    "chat_template": ((), "the server uses the checkpoint's"),
+    "mm_processor_kwargs": ((), "only text is read"),
+    "spaces_between_special_tokens": ((True,), ""),
+    "include_reasoning": ((True,), "the reasoning is a field of its own"),
+    "thinking_token_budget": ((), "limit max_tokens"),
+    "cache_salt": ((), "serve with --no-enable-prefix-caching"),
+    "kv_transfer_params": ((), ""),
+    "vllm_xargs": (({},), ""),
+    "logits_processors": (([],), ""),
+    "guided_json": ((), "use structured_outputs={'json': ...}"),
+    "guided_regex": ((), "use structured_outputs={'regex': ...}"),
+    "guided_choice": ((), "use structured_outputs={'choice': ...}"),
+    "guided_grammar": ((), "use structured_outputs={'grammar': ...}"),
+    # ollama's and llama.cpp's
+    "options": (({},), "give its fields without options"),
+    "think": ((), "use reasoning_effort"),
+    "format": (("",), "use response_format"),
+    "cache_prompt": ((True,), "serve with --no-enable-prefix-caching"),
+    "n_predict": ((-1,), "use max_tokens"),
+    "n_keep": ((0,), ""),
+    "n_probs": ((0,), "use logprobs"),
+    "repeat_penalty": ((1.0,), "use repetition_penalty"),
+    "repeat_last_n": ((), "repetition_penalty counts all tokens"),
+    "typical_p": ((1.0,), "use top_p or min_p"),
+    "tfs_z": ((1.0,), "use top_p or min_p"),
+    "top_n_sigma": ((-1.0,), "use top_p or min_p"),
+    "xtc_probability": ((0.0,), "use top_p or min_p"),
+    "dynatemp_range": ((0.0,), "use temperature"),
+    "mirostat": ((0,), "use top_p or min_p"),
+    "dry_multiplier": ((0.0,), "use repetition_penalty or no_repeat_ngram_size"),
+    "samplers": ((), "the order of the sampling stages is fixed"),
+    "grammar": (("",), "use structured_outputs={'grammar': ...}"),
+    "json_schema": ((), "use response_format or structured_outputs={'json': ...}"),
+}
+
+
+def check_fields(extra: Mapping[str, object], known: Collection[str]) -> None:
+    """Refuse the fields of a body that might be meant to change the answer.
+
+    Args:
+        extra: Those fields of the body that are not known, with their values.
+        known: The fields that the endpoint honours.
+
+    Raises:
+        RequestError: 400, whose param is the first field that is refused.
+    """
+    refused: dict[str, str] = {}
+    for name, value in extra.items():
+        if len(refused) == MAX_ERRORS:
+            break
+        if name in WITHOUT_EFFECT:
+            continue
+        if name not in NEUTRAL_VALUES:
+            refused[name] = f"{name[:50]} is an unknown field ({_way_out(name, known)})"
+        elif value is not None and not is_one_of(value, NEUTRAL_VALUES[name][0]):
+            refused[name] = f"{name}={shown(value)} is not supported ({NEUTRAL_VALUES[name][1] or 'leave it out'})"
+    if refused:
+        name = next(iter(refused))
+        code = "unsupported" if name in NEUTRAL_VALUES else "unknown_parameter"
+        raise RequestError(400, "; ".join(refused.values()), param=name[:50], code=code)
+
+
+def _way_out(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name[:50], known, n=1)
+    return f"did you mean {close[0]}?" if close else "leave it out, or serve with --ignore-unknown-fields"

@@ -1,0 +1,233 @@
+"""Fields of a request: what other servers' clients send, which names an error has, and what vLLM adds to an answer."""
+
+import json
+import typing
+
+import http_server
+import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as CompletionParams
+
+from nanoinfer import SamplingParams
+from nanoinfer.server.fields import NEUTRAL_VALUES, WITHOUT_EFFECT
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "Hello"}]
+COMPLETION_BODY = {"prompt": "Once upon", "max_tokens": 3, "seed": 1}
+CHAT_BODY = {"messages": MESSAGES, "max_tokens": 3, "seed": 1}
+BODIES = {CHAT: CHAT_BODY, COMPLETIONS: COMPLETION_BODY}
+SPECIAL = "<|im_start|>"
+
+
+def choices(server, body, path=COMPLETIONS):
+    response = server.post(path, body)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"]
+
+
+def chunks(server, body, path=COMPLETIONS):
+    lines = server.post(path, body | {"stream": True}).text.split("\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+
+
+@pytest.fixture(scope="module")
+def plain(server):
+    return {path: choices(server, body, path) for path, body in BODIES.items()}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({name: value} for name, (values, _) in NEUTRAL_VALUES.items() for value in (None, *values)),
+        {name: {"any": ["value"]} for name in WITHOUT_EFFECT},
+        {"prediction": {"type": "content", "content": "Once"}, "prompt_cache_retention": "24h", "user": "me", "store": False},
+        {
+            "stream_options": None,
+            "response_format": {"type": "text"},
+            "n": 1,
+            "presence_penalty": 0,
+            "logit_bias": {},
+            "stop": [],
+        },
+    ],
+    ids=lambda fields: " ".join(f"{name}={value}" for name, value in fields.items())[:40],
+)
+def test_a_neutral_field_changes_no_answer(server, plain, path, fields):
+    assert choices(server, BODIES[path] | fields, path) == plain[path]
+
+
+@pytest.mark.parametrize(("path", "params"), [(CHAT, ChatParams), (COMPLETIONS, CompletionParams)])
+def test_null_is_left_out_for_every_name_of_openai(server, plain, path, params):
+    nulls = dict.fromkeys(typing.get_type_hints(params))
+    assert choices(server, nulls | BODIES[path], path) == plain[path]
+
+
+def test_other_values_of_known_fields_are_refused_with_the_way_out(server):
+    for name, (_, way_out) in NEUTRAL_VALUES.items():
+        error = server.post(COMPLETIONS, COMPLETION_BODY | {name: "another"}).json()["error"]
+        assert (error["param"], error["code"]) == (name, "unsupported")
+        assert f"{name}='another' is not supported ({way_out or 'leave it out'})" == error["message"]
+
+
+def test_typos_are_corrected_and_at_most_ten_are_listed(server):
+    error = server.post(CHAT, CHAT_BODY | {"temperture": 1, "max_token": 2, "verbosity": "low"}).json()["error"]
+    assert error["message"] == (
+        "temperture is an unknown field (did you mean temperature?); max_token is an unknown field (did you mean max_tokens?); "
+        "verbosity='low' is not supported (ask for the length in a message)"
+    )
+    assert error["param"] == "temperture"
+    many = server.post(CHAT, CHAT_BODY | {f"unknown{i}" * 100: i for i in range(1000)}).json()["error"]
+    assert many["message"].count("unknown field") == 10
+    assert len(many["message"]) < 2000
+    nested = CHAT_BODY | {"stream": True, "stream_options": {"include_usages": True}}
+    assert "did you mean include_usage?" in server.post(CHAT, nested).json()["error"]["message"]
+
+
+def test_unknown_fields_can_be_ignored(server, plain):
+    with http_server.serving(ignore_unknown_fields=True) as ignoring:
+        fields = {"temperture": 0, "verbosity": "low", "stream_options": {"x": 1}, "stream": False}
+        refused = ignoring.post(COMPLETIONS, COMPLETION_BODY | fields)
+        assert refused.json()["error"]["param"] == "stream_options"  # known fields are checked
+        del fields["stream_options"]
+        assert choices(ignoring, COMPLETION_BODY | fields) == plain[COMPLETIONS]
+        assert ignoring.post("/tokenize", {"prompt": "x", "y": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", -1), ("top_p", 2), ("top_k", -2), ("min_p", 2), ("seed", -(2**63) - 1), ("n", 0), ("stop", ""),
+     ("stop", 5), ("stop_token_ids", [99999]),
+     ("min_tokens", 9), ("presence_penalty", 3), ("frequency_penalty", -3), ("bad_words", [""]),
+     ("repetition_penalty", 0), ("no_repeat_ngram_size", -1), ("logit_bias", {"5": 101}), ("allowed_token_ids", []),
+     ("structured_outputs", {}), ("response_format", {"type": "xml"}), ("max_tokens", -1), ("reasoning_effort", "some"),
+     ("messages", [{"role": "user", "content": [{"type": "image_url"}]}]), ("tool_choice", "any"), ("modalities", ["audio"])],
+)  # fmt: skip
+def test_param_names_the_wrong_field(server, name, value):
+    response = server.post(CHAT, CHAT_BODY | {name: value})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == name
+    assert not any(inner in response.text for inner in ("constrained", "list[", "function-before", "<text>"))
+
+
+# ---- vLLM's fields of answers
+
+
+def test_the_ids_of_the_prompt_come_with_those_of_the_answer(server):
+    body = CHAT_BODY | {"return_token_ids": True, "n": 2}
+    ids = server.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
+    whole = server.post(CHAT, body).json()
+    streamed = chunks(server, body, CHAT)
+    assert whole["prompt_token_ids"] == ids
+    assert [chunk["prompt_token_ids"] for chunk in streamed if "prompt_token_ids" in chunk] == [ids]
+    assert "prompt_token_ids" in streamed[0]
+    assert "prompt_token_ids" not in server.post(CHAT, CHAT_BODY).json()
+
+    prompts = [[300, 301], [302]]
+    body = {"prompt": prompts, "max_tokens": 2, "return_token_ids": True}
+    assert [choice["prompt_token_ids"] for choice in choices(server, body)] == prompts
+    first = {}
+    for chunk in chunks(server, body):
+        for choice in chunk["choices"]:
+            first.setdefault(choice["index"], choice.get("prompt_token_ids"))
+    assert first == {0: prompts[0], 1: prompts[1]}
+
+
+def test_prompt_logprobs_are_those_of_generate(server, llm):
+    expected = llm.generate("Once upon", SamplingParams(max_tokens=1, prompt_logprobs=2), use_tqdm=False)[0].prompt_logprobs
+    choice = choices(server, {"prompt": "Once upon", "max_tokens": 1, "prompt_logprobs": 2})[0]
+    assert choice["prompt_logprobs"][0] is None
+    for entry, position in zip(choice["prompt_logprobs"][1:], expected[1:], strict=True):
+        assert [int(token_id) for token_id in entry] == list(position)
+        assert [one["rank"] for one in entry.values()] == [one.rank for one in position.values()]
+        assert [one["decoded_token"] for one in entry.values()] == [one.decoded_token for one in position.values()]
+        assert [one["logprob"] for one in entry.values()] == pytest.approx([one.logprob for one in position.values()], abs=1e-4)
+    assert server.post(CHAT, CHAT_BODY | {"prompt_logprobs": 0}).json()["prompt_logprobs"][0] is None
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_each_chunk_has_the_usage_so_far(server, path):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    streamed = chunks(server, BODIES[path] | {"stream_options": options}, path)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in streamed]
+    assert counts == sorted(counts)
+    assert counts[0] > 0
+    assert counts[-1] == server.post(path, BODIES[path]).json()["usage"]["completion_tokens"]
+    assert len({chunk["usage"]["prompt_tokens"] for chunk in streamed}) == 1
+
+
+def test_tokens_as_ids(server):
+    body = COMPLETION_BODY | {"return_tokens_as_token_ids": True, "return_token_ids": True, "logprobs": 1}
+    choice = choices(server, body)[0]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
+    assert all(name.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"] for name in top)
+    body = CHAT_BODY | {"return_tokens_as_token_ids": True, "return_token_ids": True, "logprobs": True}
+    choice = choices(server, body, CHAT)[0]
+    assert [one["token"] for one in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in choice["token_ids"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_last_message_is_continued_and_echoed(server, llm, stream):
+    messages = [*MESSAGES, {"role": "assistant", "content": "Once upon a"}]
+    body = {"messages": messages, "max_tokens": 4, "temperature": 0, "continue_final_message": True, "return_token_ids": True}
+    prompt = llm.render_chat(messages, add_generation_prompt=False, continue_final_message=True)
+    assert prompt["prompt"].endswith("assistant\nOnce upon a")
+    expected = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0].outputs[0].text
+    assert llm.chat(
+        messages, SamplingParams(temperature=0, max_tokens=4), False, add_generation_prompt=False, continue_final_message=True
+    )[0].outputs[0].text == expected  # fmt: skip
+    for echo, text in ((False, expected), (True, "Once upon a" + expected)):
+        if stream:
+            deltas = [choice["delta"] for chunk in chunks(server, body | {"echo": echo}, CHAT) for choice in chunk["choices"]]
+            assert "".join(delta.get("content") or "" for delta in deltas) == text
+        else:
+            whole = server.post(CHAT, body | {"echo": echo}).json()
+            assert whole["choices"][0]["message"]["content"] == text
+            assert whole["prompt_token_ids"] == prompt["prompt_token_ids"]
+    tokens = {"messages": messages, "continue_final_message": True}
+    assert server.post("/tokenize", tokens).json()["tokens"] == prompt["prompt_token_ids"]
+    # A question is not echoed, because the answer is another message.
+    assert choices(server, CHAT_BODY | {"echo": True}, CHAT) == choices(server, CHAT_BODY, CHAT)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_offsets_fit_the_text_with_special_tokens(server, llm, stream, skip, as_ids):
+    """The prompt keeps its special tokens. Those of the answer are skipped, or not."""
+    special = llm.get_tokenizer().convert_tokens_to_ids(SPECIAL)
+    ids = [special, 300, special, 301]
+    prompt = ids if as_ids else llm.get_tokenizer().decode(ids)
+    body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 6, "temperature": 1, "seed": 1}
+    body |= {"skip_special_tokens": skip, "logit_bias": {str(special): 100}, "min_tokens": 6, "no_repeat_ngram_size": 2}
+    parts = [choice for chunk in chunks(server, body) for choice in chunk["choices"]] if stream else choices(server, body)
+    text = "".join(part["text"] for part in parts)
+    tokens, offsets = (
+        [x for part in parts if part["logprobs"] for x in part["logprobs"][name]] for name in ("tokens", "text_offset")
+    )
+    assert text.startswith(llm.get_tokenizer().decode(ids))
+    assert SPECIAL in tokens[4:], "the answer has one, so that the test can fail"
+    for token, offset in zip(tokens, offsets, strict=True):
+        if token != SPECIAL or not skip:
+            assert text[offset : offset + len(token)] == token
+    assert (SPECIAL in text[offsets[4] :]) is not skip
+
+
+def test_reasoning_effort_sets_the_variables_of_the_template():
+    from nanoinfer.server.protocol import ChatCompletionRequest
+
+    def variables(**fields):
+        return ChatCompletionRequest(messages=MESSAGES, **fields).rendering["chat_template_kwargs"]
+
+    assert variables() == {}
+    assert variables(reasoning_effort="none") == {"reasoning_effort": "none", "enable_thinking": False}
+    assert variables(reasoning_effort="low") == {"reasoning_effort": "low", "enable_thinking": True}
+    assert variables(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})["enable_thinking"] is False
+
+
+def test_a_refusal_is_a_text_part(server):
+    def count(part):
+        messages = [*MESSAGES, {"role": "assistant", "content": [part]}, *MESSAGES]
+        return server.post("/tokenize", {"messages": messages}).json()["count"]
+
+    assert count({"type": "refusal", "refusal": "I cannot"}) == count({"type": "text", "text": "I cannot"})
