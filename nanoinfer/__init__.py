@@ -38,8 +38,9 @@ What is imported when it is used:
     distributed/          one model on several ranks
     tracing/              events, Recorder, the HTML replay
     server/               `nanoinfer serve`: OpenAI's API over HTTP
-    cli/                  the `nanoinfer` command: generate, chat, serve, explain, models, inspect, bench, doctor
+    cli/                  the `nanoinfer` command: generate, chat, serve, explain, models, inspect, bench, learn, doctor
     bench/                `nanoinfer bench`: throughput, latency, the roofline, a server
+    learn/                `nanoinfer learn`: functions of the engine to write, in a workbook that checks them
     bundled/              tiny-gpt2, tiny-qwen3, and the grammar of the stories they were trained on
 
 Axes, in the shapes written everywhere: num_tokens (packed tokens of one step), num_seqs (sequences of one step), num_rows or

@@ -16,6 +16,7 @@ from nanoinfer.cli.bench import app as bench_app
 from nanoinfer.cli.chat import chat
 from nanoinfer.cli.explain import explain
 from nanoinfer.cli.generate import generate
+from nanoinfer.cli.learn import app as learn_app
 from nanoinfer.cli.options import Dtype, cli_errors
 from nanoinfer.cli.serve import serve
 
@@ -103,3 +104,4 @@ def inspect(
 for command in (generate, chat, explain, serve, batch, models, inspect, doctor):
     app.command()(command)
 app.add_typer(bench_app, name="bench")
+app.add_typer(learn_app, name="learn")

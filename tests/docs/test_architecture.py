@@ -43,9 +43,12 @@ ALLOWED = {
     "server": {"words", "tracing", "tokenization", "chat", "engine", "async_llm"},
     "bundled": set(),
     "bench": {"words", "tracing", "loading", "attention", "fast", "llm", "server"},
+    "learn": {
+        *("words", "scheduling", "attention", "sampling", "execution", "speculative", "structured", "engine"),
+    },
     "cli": {
         *("words", "system", "tracing", "scheduling", "attention", "models", "loading", "execution", "fast", "engine"),
-        *("llm", "async_llm", "server", "bench"),
+        *("llm", "async_llm", "server", "bench", "learn"),
     },
 }
 

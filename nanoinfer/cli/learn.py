@@ -1,0 +1,151 @@
+"""`nanoinfer learn`: a workbook of the engine's functions to write, checked by cases, and run inside the engine.
+
+`nanoinfer learn start FOLDER` writes it. All other commands are for inside the folder.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanoinfer.cli.options import MaxTokens
+from nanoinfer.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from nanoinfer.learn.check import Failure, Task
+    from nanoinfer.learn.workbook import Workbook
+
+app = typer.Typer(invoke_without_command=True, help="Write the engine's functions yourself, in a workbook that checks them.")
+
+TaskName = Annotated[str, typer.Argument(metavar="TASK", help="A task's name, as `nanoinfer learn` lists them.")]
+STATES = {"empty": "", "written": "written, not checked", "passed": "passed", "missing": "its file is missing"}
+
+
+@app.callback()
+def learn(context: typer.Context) -> None:
+    """List the tasks of this folder's workbook, and what is done."""
+    if context.invoked_subcommand is not None:
+        return
+    from nanoinfer.learn.track import TRACK  # imports torch, as below
+
+    workbook = _workbook()
+    for task in TRACK:
+        state = STATES[workbook.state(task.name)]
+        print(f"{workbook.file(task.name).name:<26}{state:<22}{task.about.split(chr(10))[0]}".rstrip())
+    num_passed = sum(workbook.state(task.name) == "passed" for task in TRACK)
+    print(f"\n{num_passed} of {len(TRACK)} passed. Next: nanoinfer learn check TASK, or nanoinfer learn hint TASK.")
+
+
+@app.command()
+def start(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")]) -> None:
+    """Write a workbook into a new folder: one file per task."""
+    from nanoinfer.learn.track import NAMES, TRACK
+    from nanoinfer.learn.workbook import Workbook
+
+    Workbook(folder, NAMES).write({task.name: task.text for task in TRACK})
+    print(f"{len(TRACK)} tasks in {folder}. Go there, open {TRACK[0].name}'s file, and call `nanoinfer learn`.")
+
+
+@app.command()
+def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A task. Default: all of them.")] = None) -> None:
+    """Compare your function with the engine's. Exit code 0 only if all that was asked for passes."""
+    from nanoinfer.learn.track import TRACK, find
+
+    workbook = _workbook()
+    tasks = TRACK if task is None else [find(task)]
+    num_failed = 0
+    for each in tasks:
+        failure = _check(workbook, each)
+        workbook.mark(each.name, passed=failure is None)
+        num_failed += failure is not None
+        print(f"{each.name}: passed" if failure is None else f"{each.name}: not yet\n{_indented(failure)}")
+    if num_failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def hint(task: TaskName) -> None:
+    """Show a hint, and one more each time."""
+    from nanoinfer.learn.track import find
+
+    found = find(task)
+    num = _workbook().next_hint(task, len(found.hints))
+    for number, text in enumerate(found.hints[:num], 1):
+        print(f"{number}. {' '.join(text.split())}")
+    if num == len(found.hints):
+        print("There are no more.")
+
+
+@app.command()
+def compare(task: TaskName) -> None:
+    """Print the engine's own version, once yours has passed."""
+    from nanoinfer.learn.track import find
+
+    found, workbook = find(task), _workbook()
+    if workbook.state(task) != "passed":
+        raise InvalidValueError(f"{task} has not passed yet; write it, and call: nanoinfer learn check {task}")
+    print(f"# {found.function.module}, {found.function.qualname}\n{found.function.source}", end="")
+
+
+@app.command()
+def solve(task: TaskName, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False) -> None:
+    """Write the engine's own version into the task's file."""
+    from nanoinfer.learn.track import find
+
+    found, workbook = find(task), _workbook()
+    if not yes:
+        typer.confirm(f"Replace the function in {workbook.file(task).name} by the engine's own?", abort=True)
+    workbook.replace_body(task, found.function.source)
+    print(f"{workbook.file(task).name} has the engine's version.")
+
+
+@app.command()
+def run(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
+    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
+    max_tokens: MaxTokens = 256,
+) -> None:
+    """Generate with the bundled model in an engine that calls your passed functions."""
+    from nanoinfer.learn.track import TRACK
+    from nanoinfer.learn.workbook import installed
+    from nanoinfer.llm import LLM
+
+    workbook = _workbook()
+    passed = [task for task in TRACK if workbook.state(task.name) == "passed"]
+    versions = {task.function: workbook.load(task.name, task.function.name) for task in passed}
+    with installed(versions) as calls:
+        llm = LLM(enforce_eager=True, attention_backend="reference", kv_cache_memory=2**24)
+        params = replace(llm.get_default_sampling_params(), seed=seed, max_tokens=max_tokens)
+        [output] = llm.generate(prompt, params, use_tqdm=False)
+    print(f"{prompt}{output.outputs[0].text}\n")
+    yours = [f"{task.name} ({calls[task.function]} calls)" for task in passed if calls[task.function]]
+    print(f"Yours: {', '.join(yours) or 'nothing yet; `nanoinfer learn check` installs what passes'}.")
+    if unused := [task.name for task in passed if not calls[task.function]]:
+        print(f"Passed, but not needed here: {', '.join(unused)}.")
+
+
+def _workbook() -> "Workbook":
+    from nanoinfer.learn.track import NAMES
+    from nanoinfer.learn.workbook import Workbook
+
+    return Workbook.here(NAMES)
+
+
+def _check(workbook: "Workbook", task: "Task") -> "Failure | None":
+    from nanoinfer.learn.check import Failure, describe_error
+    from nanoinfer.learn.check import check as compare_cases
+
+    file, name = workbook.file(task.name), task.function.name
+    version: Callable[..., Any] | None = None
+    try:
+        version = workbook.load(task.name, name)
+        return compare_cases(task, version)
+    except Exception as error:
+        got = describe_error(error, version) if file.exists() else f"no file {file.name}"
+        return Failure("the file, before any case", f"a function {name}", got)
+
+
+def _indented(failure: "Failure") -> str:
+    return "\n".join(f"  {line}" for line in str(failure).splitlines())

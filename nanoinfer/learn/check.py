@@ -1,0 +1,157 @@
+"""Compare a learner's function with the engine's, smallest cases first.
+
+In: a Task and a function. Out: a Failure in plain words, or None.
+"""
+
+import signal
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoinfer.learn.workbook import Function
+
+SECONDS = 20  # for all cases of one task
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input in words, and what happens when a version of the function gets it, to be compared with the engine's version.
+
+    Attributes:
+        given: The input, in words.
+        observe: Makes the input, calls the function with it, and returns what can be seen of the effect.
+        exact: Whether floating-point numbers must have the same bits.
+    """
+
+    given: str
+    observe: Callable[[Callable[..., Any]], Any]
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class Task:
+    """A function of the engine to write. Its tests are `cases`, smallest first."""
+
+    name: str
+    function: Function
+    lesson: str  # the notebook that explains it
+    about: str
+    hints: tuple[str, ...]
+    cases: Callable[[], Iterable[Case]]
+
+    @property
+    def text(self) -> str:
+        """The learner's file."""
+        about = f'"""{self.name}: {self.about}\n\nIn the engine: {self.function.module}, {self.function.qualname}. '
+        return f'{about}Explained in notebook {self.lesson}.\n"""\n\n{self.function.imports}\n\n\n{self.function.header}'
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a version was refused."""
+
+    given: str
+    expected: str
+    got: str
+
+    def __str__(self) -> str:
+        return f"given     {self.given}\nexpected  {self.expected}\ngot       {self.got}"
+
+
+def calling(*arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """What a version returns for copies of these arguments."""
+    return lambda version: version(*(value.clone() if isinstance(value, Tensor) else value for value in arguments))
+
+
+def check(task: Task, version: Callable[..., Any]) -> Failure | None:
+    """Return the first case in which the version differs from the engine's."""
+    with _limited(SECONDS):
+        for case in task.cases():
+            expected = case.observe(task.function.original)
+            try:
+                got = case.observe(version)
+            except Exception as error:
+                return Failure(case.given, shown(expected), describe_error(error, version))
+            if not same(expected, got, exact=case.exact):
+                if isinstance(expected, dict) and isinstance(got, dict):  # the first part that differs says enough
+                    name = next((n for n in expected if not same(expected[n], got.get(n), exact=case.exact)), None)
+                    if name is not None:
+                        expected, got = {name: expected[name]}, {name: got.get(name)}
+                return Failure(case.given, shown(expected), shown(got))
+    return None
+
+
+def describe_error(error: BaseException, version: Callable[..., Any] | None = None) -> str:
+    """An error in one line, with the learner's own line where it happened."""
+    if isinstance(error, NotImplementedError):
+        return "nothing: the function is not written yet"
+    if isinstance(error, SyntaxError):
+        return f"a SyntaxError in line {error.lineno}: {error.msg}"
+    file = version.__code__.co_filename if version is not None and hasattr(version, "__code__") else None
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if file in (None, frame.filename)]
+    where = f" in line {lines[-1]}" if lines else ""
+    if isinstance(error, TimeoutError):
+        return f"no answer within {SECONDS} seconds: the function does not end{where and ' (it was' + where + ')'}"
+    return f"{type(error).__name__}{where}: {error}"
+
+
+@contextmanager
+def _limited(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in the running code, where the system has such a timer."""
+    if not hasattr(signal, "SIGALRM"):
+        yield
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def same(expected: Any, got: Any, *, exact: bool = True) -> bool:
+    if isinstance(expected, Tensor):
+        if not isinstance(got, Tensor) or got.shape != expected.shape or got.dtype != expected.dtype:
+            return False
+        if exact:
+            return torch.equal(expected, got)
+        return torch.allclose(expected.double(), got.double(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+    if isinstance(expected, dict):
+        return (
+            isinstance(got, dict)
+            and expected.keys() == got.keys()
+            and all(same(expected[k], got[k], exact=exact) for k in expected)
+        )
+    if isinstance(expected, list | tuple):
+        same_kind = isinstance(got, type(expected)) and len(expected) == len(got)
+        return same_kind and all(same(a, b, exact=exact) for a, b in zip(expected, got, strict=True))
+    return type(expected) is type(got) and bool(expected == got)
+
+
+def shown(value: Any) -> str:
+    """A value in a form short enough to read."""
+    if isinstance(value, Tensor):
+        numbers = value.tolist() if value.numel() <= 24 else [*value.flatten()[:16].tolist(), "..."]
+        text = f"{_rounded(numbers)}, shape {list(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
+    elif isinstance(value, dict):
+        text = "; ".join(f"{name} {shown(part)}" for name, part in value.items())
+    else:
+        text = repr(value)
+    return text if len(text) <= 600 else text[:600] + " ..."
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(part) for part in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -1,0 +1,168 @@
+"""The tasks inside the model and its cache: attention, positions, norms, integers, the LM head's split."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoinfer.attention.base import AttentionMetadata
+from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.learn.check import Case, Task, calling
+from nanoinfer.learn.workbook import Function
+
+Version = Callable[..., Any]
+
+
+def _random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _attention_cases() -> Iterator[Case]:
+    for seed in range(60):
+        kv_heads, group, head_dim = 1 + seed % 2, 1 + seed // 20, 2 + 2 * (seed % 3)
+        seq_len = 1 + seed // 6
+        num_tokens = 1 + seed % seq_len
+        words = f"{num_tokens} of {seq_len} tokens, {kv_heads * group} heads, {kv_heads} KV heads, head_dim {head_dim}"
+        dtype = torch.bfloat16 if seed % 9 == 8 else torch.float32
+
+        def observe(version: Version, s: int = seed, n: int = num_tokens, m: int = seq_len, dtype: Any = dtype) -> Any:
+            kv, g, dim = 1 + s % 2, 1 + s // 20, 2 + 2 * (s % 3)
+            q, k, v = _random(s, n, kv * g, dim), _random(s + 1, m, kv, dim), _random(s + 2, m, kv, dim)
+            return version(q.to(dtype), k.to(dtype), v.to(dtype))
+
+        yield Case(f"{words}, {dtype}", observe, dtype == torch.bfloat16 and num_tokens == 1)
+
+
+def _paged_cases() -> Iterator[Case]:
+    """Sequences in mixed blocks, some with tokens in the cache already."""
+    for seed in range(40):
+
+        def observe(version: Version, seed: int = seed) -> Any:
+            generator = torch.Generator().manual_seed(seed)
+            block_size, num_seqs = 1 + seed % 4, 1 + seed // 15
+            cache = KVCache(num_layers=2, num_blocks=24, block_size=block_size, num_kv_heads=1, head_dim=4)
+            seq_lens = torch.randint(1, 5 * block_size, (num_seqs,), generator=generator).clamp(max=24 // num_seqs * block_size)
+            query_lens = [1 + int(torch.randint(0, int(n), (1,), generator=generator)) for n in seq_lens]
+            blocks = torch.randperm(24, generator=generator).view(-1)
+            per_seq = 24 // num_seqs
+            tables = blocks[: per_seq * num_seqs].view(num_seqs, per_seq)
+            before = [int(n) - m for n, m in zip(seq_lens, query_lens, strict=True)]
+            slots = [
+                int(tables[i, p // block_size]) * block_size + p % block_size
+                for i, n in enumerate(seq_lens.tolist())
+                for p in range(before[i], n)
+            ]
+            old = [
+                int(tables[i, p // block_size]) * block_size + p % block_size for i in range(num_seqs) for p in range(before[i])
+            ]
+            if old:
+                cache.write(1, torch.tensor(old), _random(seed + 5, len(old), 1, 4), _random(seed + 6, len(old), 1, 4))
+            starts = [0]
+            for n in query_lens:
+                starts.append(starts[-1] + n)
+            metadata = AttentionMetadata(
+                slot_mapping=torch.tensor(slots),
+                query_start_loc=torch.tensor(starts),
+                seq_lens=seq_lens,
+                block_tables=tables,
+                max_query_len=max(query_lens),
+                max_seq_len=int(seq_lens.max()),
+                num_decodes=sum(n == 1 for n in query_lens),
+                query_start_loc_cpu=starts,
+                seq_lens_cpu=seq_lens.tolist(),
+            )
+            q = _random(seed + 1, starts[-1], 2, 4)
+            return version(cache, metadata, 1, q, _random(seed + 2, starts[-1], 1, 4), _random(seed + 3, starts[-1], 1, 4))
+
+        yield Case(f"{1 + seed // 15} sequence(s) in blocks of {1 + seed % 4} (case {seed})", observe, False)
+
+
+def _rotary_cases() -> Iterator[Case]:
+    for seed in range(30):
+        half, tokens, heads = 1 + seed // 10, 1 + seed % 3, 1 + seed % 2
+        x, angles = _random(seed, tokens, heads, 2 * half), _random(seed + 1, tokens, 1, half)
+        angles = torch.cat((angles, angles), dim=-1)
+        words = f"{tokens} token(s), {heads} head(s) of {2 * half} numbers: x {[round(n, 2) for n in x.flatten().tolist()[:8]]}"
+        yield Case(words, calling(x, angles.cos(), angles.sin()), False)
+
+
+def _eight_bit_cases() -> Iterator[Case]:
+    for seed in range(40):
+        groups = _random(seed, 1 + seed // 15, 1 + seed % 2, 2 + seed // 4) * 10.0 ** (seed % 3 - 1)
+        if seed % 4 == 3:
+            groups[0, 0] = 0
+        words = f"groups {[[float(f'{x:.3g}') for x in g] for g in groups.flatten(0, 1).tolist()]}"
+        yield Case(words, calling(groups))
+
+
+def _even_cases() -> Iterator[Case]:
+    for size in (1, 2, 3, 4):
+        for total in range(size, 14):
+            for rank in range(size):
+                words = f"{total} rows, rank {rank} of {size}"
+                yield Case(words, calling(total, rank, size))
+
+
+TASKS = [
+    Task(
+        "rotary",
+        Function("nanoinfer.models.layers", "apply_rotary"),
+        "02",
+        "turn pairs of numbers by an angle that grows with the position.\n\n"
+        "The pair of number i is (x[i], x[i + head_dim/2]). By an angle of 90 degrees (cos 0, sin 1), [1, 2] becomes [-2, 1].",
+        (
+            "first, second = the two halves of the last dimension.",
+            "A rotation: first' = first * cos - second * sin, second' = second * cos + first * sin.",
+        ),
+        _rotary_cases,
+    ),
+    Task(
+        "causal_attention",
+        Function("nanoinfer.attention.dense", "causal_attention"),
+        "02",
+        "attention of the last tokens of a sequence over all of its tokens.\n\n"
+        "With several query heads per KV head, query head h uses KV head h // (num_heads // num_kv_heads).",
+        (
+            "repeat_interleave gives every query head its key head.",
+            "scores = q . k / sqrt(head_dim), in fp32. Query i is at position seq_len - num_tokens + i and sees no later key.",
+            "Scores of later keys become -inf before the softmax. The result goes back to q's dtype.",
+        ),
+        _attention_cases,
+    ),
+    Task(
+        "paged_attention",
+        Function("nanoinfer.attention.reference", "paged_attention"),
+        "03",
+        "attention of a packed step over pages.\n\n"
+        "cache.write(layer, slots, k, v) stores, cache.gather(layer, block_table, seq_len) collects one sequence's keys and\n"
+        "values in order. Sequence i has the queries metadata.query_start_loc_cpu[i] .. [i + 1] - 1.",
+        (
+            "Store the new keys and values first, because a token attends to itself, too.",
+            "One sequence at a time: gather, causal_attention with its own queries, put the result in its place.",
+        ),
+        _paged_cases,
+    ),
+    Task(
+        "eight_bits",
+        Function("nanoinfer.loading.quantization", "_in_eight_bits"),
+        "04",
+        "round a weight to 8 bits, one scale per group.\n\n"
+        "Returns integers in uint8 where 128 means 0 (groups joined again), the scales [out, groups], and the zeros (128).\n"
+        "A group [1.27, -0.64] has the scale 0.01 and the integers 255 and 64.",
+        (
+            "The scale maps the largest magnitude of a group to 127.",
+            "A group of zeros has scale 0, and 0 / 0 is NaN. Keep scales at least as large as the smallest normal fp32 number.",
+        ),
+        _eight_bit_cases,
+    ),
+    Task(
+        "column_slice",
+        Function("nanoinfer.distributed.sharding", "_even"),
+        "14",
+        "which rows of a weight one of several devices holds.\n\n"
+        "Together the slices cover 0 .. total - 1 in order, each row once.",
+        ("total * rank // size is where a device's part begins.",),
+        _even_cases,
+    ),
+]

@@ -1,0 +1,210 @@
+"""The tasks between the logits and a token."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoinfer.learn.check import Case, Task, calling
+from nanoinfer.learn.workbook import Function
+from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch, StageEntries, TokenEntries
+
+Version = Callable[..., Any]
+
+_STAGES = "nanoinfer.sampling.stages"
+_DRAW = "nanoinfer.sampling.draw"
+INF = float("inf")
+
+
+def _logits(seed: int, rows: int, vocab: int, *, ties: bool = False) -> Tensor:
+    """Random logits, some of them dropped. With ties, few different values."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab, generator=generator) * 3
+    if ties:
+        logits = logits.round()
+    dropped = torch.rand(rows, vocab, generator=generator) < 0.2
+    dropped[:, seed % vocab] = False  # one token is always left
+    return logits.masked_fill(dropped, -INF)
+
+
+def _words(logits: Tensor) -> str:
+    return f"logits {[[float(f'{x:.4g}') for x in row] for row in logits.tolist()]}"
+
+
+def _column_cases(name: str, values: list[float], finish: Callable[[Tensor], Any]) -> Iterator[Case]:
+    """A stage with one parameter per row, for one row, then several."""
+    for seed in range(160):
+        rows, vocab = 1 + seed // 40, 2 + seed // 20
+        logits = _logits(seed, rows, vocab)
+        column = [values[(seed + row) % len(values)] for row in range(rows)]
+
+        def observe(version: Version, logits: Tensor = logits, column: list[float] = column) -> Any:
+            columns = ParameterColumns(**{name: torch.tensor(column)})  # type: ignore[arg-type]
+            result = version(logits.clone(), SamplingBatch(columns=columns, u=torch.zeros(len(column), dtype=torch.float64)))
+            return finish(result) if isinstance(result, Tensor) else result
+
+        yield Case(f"{name} {column}, {_words(logits)}", observe, exact=False)
+    off = _logits(1, 2, 4)
+    yield Case(
+        f"no row has {name}, {_words(off)}",
+        lambda version: version(off.clone(), SamplingBatch(columns=ParameterColumns(), u=torch.zeros(2, dtype=torch.float64))),
+    )
+
+
+def _probabilities(logits: Tensor) -> Tensor:
+    return logits.double().softmax(-1)
+
+
+def _temperature_cases() -> Iterator[Case]:
+    yield from _column_cases("temperature", [0.5, 2.0, 1.0, 1.2e-38, 0.7], _probabilities)
+    logits = torch.tensor([[1.234567, 0.1], [3.3, -0.7]])
+    columns = ParameterColumns(temperature=torch.tensor([1.0, 0.5]))
+    batch = SamplingBatch(columns=columns, u=torch.zeros(2, dtype=torch.float64))
+    yield Case(
+        f"temperature [1.0, 0.5], {_words(logits)}: the bits of the row at temperature 1",
+        lambda version: version(logits.clone(), batch)[0],
+    )
+
+
+def _top_p_cases() -> Iterator[Case]:
+    for seed in range(200):
+        rows, vocab = 1 + seed // 60, 2 + seed // 30
+        logits = _logits(seed, rows, vocab, ties=seed % 2 == 0)
+        top_p = torch.tensor([[0.5, 0.9, 1.0, 0.0, 0.1][(seed + row) % 5] for row in range(rows)], dtype=torch.float64)
+        total = torch.tensor([2**33 + seed] * rows) if seed % 7 == 6 else None
+        words = f"top_p {top_p.tolist()}, total {None if total is None else total.tolist()}, {_words(logits)}"
+        yield Case(words, calling(logits, top_p, total))
+
+
+def _argmax_cases() -> Iterator[Case]:
+    for seed in range(80):
+        logits = _logits(seed, 1 + seed // 30, 2 + seed // 10, ties=True)
+        yield Case(_words(logits), calling(logits))
+    for row in ([-INF, -INF], [float("nan"), 1.0], [1.0, INF]):
+        logits = torch.tensor([row])
+        yield Case(_words(logits), calling(logits))
+
+
+def _draw_cases() -> Iterator[Case]:
+    for seed in range(200):
+        generator = torch.Generator().manual_seed(seed)
+        rows, vocab = 1 + seed // 80, 2 + seed // 25
+        weights = torch.randint(0, 5, (rows, vocab), generator=generator)
+        weights[:, seed % vocab] += 1
+        choices = torch.tensor([0.0, 0.25, 0.5, 0.999999999, 1 - 2**-53], dtype=torch.float64)
+        u = choices[torch.randint(0, 5, (rows,), generator=generator)]
+        words = f"weights {weights.tolist()}, u {u.tolist()}"
+        yield Case(words, calling(weights, u))
+    large, u = torch.tensor([[2**25 + 1, 2**25]]), torch.tensor([(2**25 + 0.5) / (2**26 + 1)], dtype=torch.float64)
+    yield Case(f"weights {large.tolist()}, u {u.tolist()}: too large for fp32", calling(large, u))
+
+
+def _penalty_cases() -> Iterator[Case]:
+    """Penalties read the counts of the ids in the output. An id of the prompt alone has the count 0."""
+    for seed in range(120):
+        rows, vocab = 1 + seed // 50, 2 + seed // 20
+        logits = _logits(seed, rows, vocab)
+        generator = torch.Generator().manual_seed(seed)
+        present = (torch.rand(rows, vocab, generator=generator) < 0.5).nonzero()
+        counts = torch.randint(0, 4, (len(present),), generator=generator)
+        penalty = torch.tensor([[2.0, 0.5, 1.3][(seed + row) % 3] for row in range(rows)])
+        words = f"penalty {penalty.tolist()}, (row, id) {present.tolist()} with counts {counts.tolist()}, {_words(logits)}"
+
+        def observe(
+            version: Version, logits: Any = logits, present: Any = present, counts: Any = counts, p: Any = penalty
+        ) -> Any:
+            entries = StageEntries(token_counts=TokenEntries(present[:, 0], present[:, 1], counts))
+            columns = ParameterColumns(repetition_penalty=p)
+            batch = SamplingBatch(columns=columns, entries=entries, u=torch.zeros(len(p), dtype=torch.float64))
+            return version(logits.clone(), batch)
+
+        yield Case(words, observe, False)
+    off = _logits(1, 2, 4)
+    batch = SamplingBatch(columns=ParameterColumns(), u=torch.zeros(2, dtype=torch.float64))
+    yield Case(f"no row has a penalty, {_words(off)}", calling(off, batch))
+    entries = StageEntries(token_counts=TokenEntries(torch.tensor([0]), torch.tensor([0]), torch.tensor([1])))
+    columns = ParameterColumns(repetition_penalty=torch.tensor([1e-38]))
+    tiny = SamplingBatch(columns=columns, entries=entries, u=torch.zeros(1, dtype=torch.float64))
+    yield Case("penalty 1e-38, logits [[9, 1]], id 0", lambda version: version(torch.tensor([[9.0, 1.0]]), tiny), False)
+
+
+_COLUMN = (
+    "batch.columns has one number per row, or None if no row uses the parameter: then the logits are returned as they are."
+)
+
+TASKS = [
+    Task(
+        "argmax",
+        Function(_DRAW, "argmax"),
+        "06",
+        "the greedy token of each row.\n\nOf equal logits the lowest id wins. [2, 5, 5] gives 1, and [-inf, -inf] gives -1.",
+        (
+            "logits.max(dim=-1) returns values and ids, of equal values the first.",
+            "torch.where(condition, a, b) puts in the -1.",
+        ),
+        _argmax_cases,
+    ),
+    Task(
+        "temperature",
+        Function(_STAGES, "apply_temperature"),
+        "06",
+        f"make the distribution sharper or flatter.\n\n{_COLUMN}",
+        (
+            "Divide each row by its temperature: batch.columns.temperature has one number per row.",
+            "A tiny one, such as 1e-38, makes infinities of positive logits, and inf - inf is NaN. Subtract the largest first.",
+            "A row at temperature 1 must keep its bits: subtract 0 there.",
+        ),
+        _temperature_cases,
+    ),
+    Task(
+        "min_p",
+        Function(_STAGES, "keep_min_p"),
+        "06",
+        f"drop what is improbable beside the most probable token.\n\n{_COLUMN}",
+        (
+            "p / p_max = exp(logit - largest logit). The sum of the softmax is not needed.",
+            "Drop what is strictly below min_p: masked_fill(condition, -inf).",
+        ),
+        lambda: _column_cases("min_p", [0.1, 0.5, 1.0, 0.0, 0.03], lambda x: x),
+    ),
+    Task(
+        "top_p",
+        Function(_STAGES, "drop_beyond"),
+        "06",
+        "keep the smallest set of tokens whose probabilities sum to at least top_p.\n\n"
+        "Sums are of integer_weights(logits), which are exact. top_p is [batch]. Weights [5, 3, 2], top_p 0.6: two stay.",
+        (
+            "Sort falling and stable, so that of equal logits the lower id comes first.",
+            "A token is dropped if the weights BEFORE it already sum to top_p * total. So the first always stays.",
+            "Bring the dropped places back to the ids by scatter. A row with top_p = 1 drops nothing.",
+        ),
+        _top_p_cases,
+    ),
+    Task(
+        "repetition_penalty",
+        Function(_STAGES, "apply_repetition_penalty"),
+        "06",
+        "make ids that occurred less likely.\n\n"
+        "batch.entries.token_counts lists the ids of prompt and output: its read(logits) gives their logits [entries], and\n"
+        "write(logits, values) puts new ones there. Its rows say to which row each entry belongs. None: nothing to do.",
+        (
+            "penalties[counts.rows] is the penalty of each entry.",
+            "A negative logit becomes less likely by multiplying, a positive one by dividing.",
+            "A tiny penalty must not make infinity: clamp to the largest finite number.",
+        ),
+        _penalty_cases,
+    ),
+    Task(
+        "draw",
+        Function(_DRAW, "draw_from_weights"),
+        "11",
+        "draw one id per row with one random number.\n\n"
+        "thresholds(total, u) is floor(u * total), below total. Weights [7, 19, 2] and u = 0.5 have the threshold 14: id 1.",
+        (
+            "Cumulative sums, then the first id whose sum is larger than the threshold.",
+            "torch.searchsorted(..., right=True) finds the first place that is larger. An id with weight 0 is never found.",
+        ),
+        _draw_cases,
+    ),
+]

@@ -1,0 +1,221 @@
+"""The learner's folder: files that are cut from the engine's own source, and what has been done in it.
+
+In: a Task. Out: a file with the imports that its function needs, its signature and docstring, and an empty body. The source is
+read from the installed package, so no second copy can become stale.
+"""
+
+import ast
+import hashlib
+import importlib
+import inspect
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from nanoinfer.errors import InvalidValueError
+
+EMPTY = "raise NotImplementedError  # your code"
+STATE = ".progress.json"
+
+AGENTS = """\
+# For an assistant in this folder
+
+The person here learns how an LLM inference engine works by writing its functions. Teach, and do not solve:
+
+- Never write, complete or paste the body of a task, and do not read the engine's own version of it for them.
+- Ask what they expect, let them work a small case on paper, and point at the docstring.
+- `nanoinfer learn check TASK` shows the smallest case that fails. Explain that case, not the cure.
+- `nanoinfer learn hint TASK` gives a hint. Offer it before you give one of your own.
+"""
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function or a method of the engine. `owner` is its module or its class."""
+
+    module: str
+    qualname: str
+
+    @property
+    def name(self) -> str:
+        return self.qualname.rpartition(".")[2]
+
+    @property
+    def owner(self) -> Any:
+        owner: Any = importlib.import_module(self.module)
+        for part in self.qualname.split(".")[:-1]:
+            owner = getattr(owner, part)
+        return owner
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The engine's own version, also while a learner's is installed."""
+        found: Callable[..., Any] = getattr(self.owner, self.name)
+        return getattr(found, "installed_for", found)
+
+    @property
+    def source(self) -> str:
+        return textwrap.dedent(inspect.getsource(inspect.unwrap(self.original)))
+
+    @property
+    def header(self) -> str:
+        """Signature and docstring, with an empty body."""
+        source = self.source
+        (function,) = ast.parse(source).body
+        assert isinstance(function, ast.FunctionDef), f"{self.qualname} is a function"
+        num_lines = function.body[0].end_lineno if ast.get_docstring(function) else function.body[0].lineno - 1
+        return "\n".join([*source.splitlines()[:num_lines], f"    {EMPTY}", ""])
+
+    @property
+    def imports(self) -> str:
+        """Lines that import every global name that the function uses, from where its module has it."""
+        module = importlib.import_module(self.module)
+        (function,) = ast.parse(self.source).body
+        assert isinstance(function, ast.FunctionDef), f"{self.qualname} is a function"
+        used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+        used |= {name.split(".")[0] for name in _quoted_types(function)}
+        origins: dict[str, list[str]] = {}  # module -> names. "": modules themselves
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                origin = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+                for alias in node.names:
+                    name = alias.asname or alias.name
+                    if name in used:
+                        origins.setdefault(origin, []).append(f"{alias.name} as {alias.asname}" if alias.asname else name)
+                        used.remove(name)
+        if own := sorted(name for name in used if name != self.name and name in vars(module)):
+            origins[self.module] = own
+        lines = [f"import {name}" for name in sorted(origins.pop("", []))]
+        lines += [f"from {origin} import {', '.join(sorted(names))}" for origin, names in sorted(origins.items())]
+        return "\n".join(lines)
+
+
+def _quoted_types(function: ast.FunctionDef) -> Iterator[str]:
+    annotations = [argument.annotation for argument in function.args.args] + [function.returns]
+    for annotation in annotations:
+        if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+            yield from (part.strip() for part in annotation.value.split("|"))
+
+
+class Workbook:
+    """A folder with one file per task."""
+
+    def __init__(self, folder: Path, names: list[str]) -> None:
+        """names: of the tasks, in the order of the track."""
+        self.folder = folder
+        self._files = {name: folder / f"t{number:02}_{name}.py" for number, name in enumerate(names, 1)}
+
+    @classmethod
+    def here(cls, names: list[str]) -> "Workbook":
+        """The workbook in the present folder. Raises: InvalidValueError, if there is none."""
+        workbook = cls(Path.cwd(), names)
+        if not (workbook.folder / STATE).exists():
+            raise InvalidValueError(
+                "this folder is no workbook; write one by: nanoinfer learn start FOLDER, and go into FOLDER"
+            )
+        return workbook
+
+    def write(self, headers: dict[str, str]) -> None:
+        """Write all tasks into a new or empty folder. headers: a file's text by its task's name."""
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise InvalidValueError(f"{self.folder} exists and is not empty; give a new folder")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name, text in headers.items():
+            self._files[name].write_text(text, encoding="utf-8")
+        (self.folder / "AGENTS.md").write_text(AGENTS, encoding="utf-8")
+        self._save({"passed": {}, "hints": {}})
+
+    def file(self, name: str) -> Path:
+        return self._files[name]
+
+    def state(self, name: str) -> str:
+        """ "missing", "empty", "written", or "passed": as it stands, the file has passed its check."""
+        if not self.file(name).exists():
+            return "missing"
+        if self._state["passed"].get(name) == self._digest(name):
+            return "passed"
+        return "empty" if EMPTY.split("  #")[0] in self.file(name).read_text(encoding="utf-8") else "written"
+
+    def mark(self, name: str, *, passed: bool) -> None:
+        state = self._state
+        state["passed"].pop(name, None)
+        if passed:
+            state["passed"][name] = self._digest(name)
+        self._save(state)
+
+    def next_hint(self, name: str, most: int) -> int:
+        """How many hints to show now: one more than the last time."""
+        state = self._state
+        state["hints"][name] = min(state["hints"].get(name, 0) + 1, most)
+        self._save(state)
+        return int(state["hints"][name])
+
+    def replace_body(self, name: str, source: str) -> None:
+        """Put a whole function in the place of the task's last function."""
+        text = self.file(name).read_text(encoding="utf-8")
+        start = text.rindex("\ndef ") + 1
+        self.file(name).write_text(text[:start] + source, encoding="utf-8")
+
+    def load(self, name: str, function: str) -> Callable[..., Any]:
+        """Run the task's file and return its function. Errors of the file pass through."""
+        module = ModuleType(f"nanoinfer_workbook.{name}")  # `installed` puts other tasks' versions into it, too
+        module.__file__ = str(self.file(name))
+        sys.modules[module.__name__] = module
+        text = self.file(name).read_text(encoding="utf-8")
+        exec(compile(text, module.__file__, "exec"), module.__dict__)  # the learner's own file, as Python would import it
+        return getattr(module, function)
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = json.loads((self.folder / STATE).read_text(encoding="utf-8"))
+        return state
+
+    def _save(self, state: dict[str, Any]) -> None:
+        (self.folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+
+    def _digest(self, name: str) -> str:
+        return hashlib.sha256(self.file(name).read_bytes()).hexdigest()
+
+
+@contextmanager
+def installed(functions: dict[Function, Callable[..., Any]]) -> Iterator[dict[Function, int]]:
+    """Let the engine call these versions instead of its own. Yields how often each was called.
+
+    Every module that has imported the original gets the new one. LLM(enforce_eager=True, attention_backend="reference")
+    computes by the functions themselves, and not by what is compiled from them.
+    """
+    calls = dict.fromkeys(functions, 0)
+    undo: list[tuple[Any, str, Any]] = []
+    for function, version in functions.items():
+        original = function.original
+        counted = _counted(function, version, original, calls)
+        owners = [function.owner]
+        if inspect.ismodule(function.owner):
+            owners = [module for key, module in list(sys.modules.items()) if key.startswith("nanoinfer")]
+        for owner in owners:
+            for name, value in list(vars(owner).items()):
+                if value is original:
+                    undo.append((owner, name, value))
+                    setattr(owner, name, counted)
+    try:
+        yield calls
+    finally:
+        for owner, name, value in undo:
+            setattr(owner, name, value)
+
+
+def _counted(function: Function, version: Any, original: Any, calls: dict[Function, int]) -> Any:
+    @wraps(version)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[function] += 1
+        return version(*args, **kwargs)
+
+    counted.installed_for = original  # type: ignore[attr-defined]
+    return counted
