@@ -122,6 +122,7 @@ def _simulate(name: str, seed: int, version: Version) -> dict[str, Any]:
         seen[f"step {step}"] = {
             "runs": [(item.sequence.sequence_id, item.num_new_tokens) for item in plan.scheduled],
             "preempts": [seq.sequence_id for seq in plan.preempted],
+            "cached": [item.sequence.num_cached_tokens for item in plan.scheduled],
             "tables": [list(item.sequence.block_table) for item in plan.scheduled],
         }
         scheduler.commit(plan)
@@ -158,13 +159,13 @@ def _scheduler(name: str, version: Version, seed: int, num_blocks: int) -> tuple
         if rng.random() < 0.3 and num_computed == len(seq.token_ids) - 1:  # its newest token is still being sampled
             seq.num_computed_tokens, seq.num_pending_tokens = len(seq.token_ids), 1
             seq.max_num_tokens = seq.num_tokens + rng.choice([0, 5])
-        scheduler._running.append(seq)
+        scheduler.running.append(seq)
     return scheduler, rng
 
 
 def _described(scheduler: Scheduler) -> str:
     running = [
-        f"{seq.num_computed_tokens} of {seq.num_tokens} tokens (at most {seq.max_num_tokens})" for seq in scheduler._running
+        f"{seq.num_computed_tokens} of {seq.num_tokens} tokens (at most {seq.max_num_tokens})" for seq in scheduler.running
     ]
     return f"blocks of 2, {scheduler.block_manager.num_free_blocks} free, running: {'; '.join(running)}"
 
@@ -172,14 +173,19 @@ def _described(scheduler: Scheduler) -> str:
 def _room_cases() -> Iterator[Case]:
     for seed in range(150):
         before, rng = _scheduler("make", print, seed, 8)
-        place, num_new = rng.randrange(len(before._running)), rng.randint(1, 9)
+        place, num_new = rng.randrange(len(before.running)), rng.randint(1, 9)
 
         def observe(version: Version, seed: int = seed, place: int = place, num_new: int = num_new) -> Any:
             scheduler, _ = _scheduler("_make_room", version, seed, 8)
-            preempted: list[Sequence] = []
-            answer = scheduler._make_room(scheduler._running[place], num_new, preempted)
-            names = [[seq.request_id for seq in part] for part in (preempted, scheduler._running, scheduler._waiting)]
-            return {"returns": answer, "preempted": names[0], "running": names[1], "waiting": names[2]}
+            selection = _Selection(16)
+            if place:  # the oldest was scheduled before it
+                selection.copies[scheduler.running[0]] = []
+                selection.scheduled.append(ScheduledSequence(scheduler.running[0], 1))
+            scheduler.choose_victim = lambda running, seq: running[-1 - seed % 2] if len(running) > 1 else seq  # type: ignore[method-assign]
+            answer = scheduler._make_room(scheduler.running[place], num_new, selection)
+            names = [[seq.request_id for seq in part] for part in (selection.preempted, scheduler.running, scheduler.waiting)]
+            seen = {"returns": answer, "preempted": names[0], "running": names[1], "waiting": names[2]}
+            return {**seen, "scheduled": [item.sequence.request_id for item in selection.scheduled]}
 
         yield Case(f"{num_new} new tokens for sequence {place}; {_described(before)}", observe)
     yield from _scheduler_cases("_make_room")
@@ -308,12 +314,13 @@ TASKS = [
         Function(_SCHEDULER, "Scheduler._make_room"),
         "05",
         "preempt sequences when no block is free.\n\n"
-        "self._running lists the running sequences, the oldest first. self._preempt(seq) frees a sequence's blocks and lets\n"
-        "it wait, but leaves it in self._running, from which you remove it.",
+        "self.choose_victim(self.running, seq) names a running sequence, by default the youngest, and maybe seq itself.\n"
+        "self._preempt(victim) frees its blocks and lets it wait, but leaves it in self.running, from which you remove it.\n"
+        "selection.copies has an entry for every sequence that was scheduled in this step, and selection.scheduled its item.",
         (
             "Ask self.block_manager.can_allocate(seq, num_new_tokens), and preempt one sequence at a time until it says yes.",
-            "The youngest goes first. It may be seq itself: then there is nothing left to do for it.",
-            "Append every preempted sequence to the list `preempted`, in order.",
+            "Append every victim to selection.preempted. If it is seq itself, there is nothing left to do for it.",
+            "A victim that was scheduled before in this step leaves selection.copies and selection.scheduled.",
         ),
         _room_cases,
     ),
@@ -322,31 +329,30 @@ TASKS = [
         Function(_SCHEDULER, "Scheduler._continue_running"),
         "05",
         "schedule the sequences that already run.\n\n"
-        "self.next_chunk(seq) says how many tokens, self._make_room(seq, num, selection.preempted) whether there are blocks,\n"
+        "self.next_chunk(seq) says how many tokens, self._make_room(seq, num, selection) whether there are blocks,\n"
         "and self._select(selection, seq, num) schedules. selection.budget is how many prompt tokens may be added. A sequence\n"
         "with a pending token whose num_tokens has reached max_num_tokens has nothing to compute.",
         (
-            "Go through self._running by index, because a preemption takes sequences from its end.",
+            "Go through a copy of self.running, because a preemption shortens it, and skip those that it preempted.",
             "One new token always runs. More than one needs that many in the budget.",
             "If a chunk does not fit into the budget, it waits, and so do all younger chunks: set the budget to 0.",
         ),
         _running_cases,
     ),
     Task(
-        "start_waiting",
-        Function(_SCHEDULER, "Scheduler._start_waiting"),
+        "start",
+        Function(_SCHEDULER, "Scheduler._start"),
         "05",
-        "start waiting sequences, in order, until one does not fit.\n\n"
-        "The head is self._waiting[0]. Use self.block_manager.match_prefix, can_start(..., num_kept_free=) and start, then\n"
-        "self.next_chunk and self._select. self._num_reserved_blocks(seq) is what one will soon need.\n"
-        "Sequences with seq.wants_prompt_logprobs use no prefix. Set status, num_computed_tokens and, for a sequence that was\n"
-        "never preempted, num_cached_tokens.",
+        "start a waiting sequence, if there is room.\n\n"
+        "Use self.block_manager.match_prefix, can_start(..., num_kept_free=) and start, self.next_chunk and self._select.\n"
+        "Sequences with seq.wants_prompt_logprobs use no prefix. Put it into self.running, set status and num_computed_tokens\n"
+        "and, for a sequence that was never preempted, num_cached_tokens.",
         (
-            "At most self.config.max_num_seqs sequences run.",
-            "Blocks that the running ones will soon need stay free: sum them first, and add those of each sequence you start.",
+            "The blocks that running sequences will soon need (num_reserved) stay free.",
             "The prefix's tokens count as computed. The chunk begins behind them and needs its tokens in the budget.",
+            "One new token needs nothing of the budget. Change nothing before you know that there is room.",
         ),
-        lambda: _scheduler_cases("_start_waiting"),
+        lambda: _scheduler_cases("_start"),
     ),
     Task(
         "pack",

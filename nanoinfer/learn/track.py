@@ -6,7 +6,7 @@ from nanoinfer.learn.check import Task
 
 _ORDER = (
     "rotary causal_attention pack match_prefix allocate cache_blocks paged_attention next_chunk make_room "
-    "continue_running start_waiting argmax temperature min_p top_p repetition_penalty draw held_text stop_string "
+    "continue_running start argmax temperature min_p top_p repetition_penalty draw held_text stop_string "
     "accept_drafts ngram_draft token_mask eight_bits column_slice"
 )
 _BY_NAME = {task.name: task for part in (model, scheduling, sampling, text) for task in part.TASKS}
