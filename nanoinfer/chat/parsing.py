@@ -26,8 +26,10 @@ from typing import Any, Literal
 
 THINK, END_THINK, TOOL_CALL, END_TOOL_CALL = "<think>", "</think>", "<tool_call>", "</tool_call>"
 
+LONG_HEADER = 1024  # characters, from which on the beginning of a call is not parsed at every token
+
 # The beginning of a call whose arguments can be streamed. A different order of the keys is read when the call is complete.
-_CALL_HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"arguments"\s*:\s*(?=\{)')
+CALL_HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"arguments"\s*:\s*(?=\{)')
 
 
 @dataclass(slots=True)
@@ -82,6 +84,8 @@ class ChatParser:
         self._keeps_later_calls = parallel_tool_calls
         self._num_calls = 0
         self._buffer = ""  # text that is not parsed yet
+        self._held: list[str] = []  # text after it that was not looked at yet, and its length
+        self._num_held = 0
         self._is_last = False
         self._delta = ChatDelta()
         self._whitespace = ""  # after the latest content or reasoning. It may belong to a tag
@@ -94,14 +98,24 @@ class ChatParser:
 
     def push(self, text: str, *, is_last: bool = False) -> ChatDelta:
         """Parse the next piece of text. Text whose meaning is not certain is held back until it is, or until the last piece."""
-        self._buffer += text
+        self._held.append(text)
+        self._num_held += len(text)
         self._is_last = is_last
         self._delta = ChatDelta()
+        if self._waits_for_more():
+            return self._delta
+        self._buffer += "".join(self._held)
+        self._held, self._num_held = [], 0
         while self._parse_next():
             pass
         if is_last and self._parse_next == self._parse_content and not self._is_after_tag:
             self._delta.content += self._whitespace
         return self._delta
+
+    def _waits_for_more(self) -> bool:
+        """Whether a long beginning of a call, which is searched from its first character, has grown by less than an eighth."""
+        is_long = self._parse_next == self._parse_call and len(self._buffer) > LONG_HEADER
+        return is_long and not self._is_last and self._num_held < len(self._buffer) // 8
 
     # ---- the states. Each returns whether a different state can go on with the buffer.
 
@@ -139,7 +153,7 @@ class ChatParser:
 
     def _parse_call(self) -> bool:
         """The text after <tool_call>, up to the arguments."""
-        if header := _CALL_HEADER.match(self._buffer):
+        if header := CALL_HEADER.match(self._buffer):
             self._buffer = self._buffer[header.end() :]
             self._begin_call(header[1])
             self._parse_next = self._parse_arguments

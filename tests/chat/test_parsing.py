@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanoinfer.chat import parsing
 from nanoinfer.chat.parsing import ChatParser, parse_chat_answer
 
 NIGHT = '<tool_call>\n{"name": "night", "arguments": {}}\n</tool_call>'
@@ -116,6 +117,29 @@ def test_text_is_held_back_only_while_a_tag_may_begin():
     functions = [fields["tool_calls"][0]["function"] for fields in shown[8:11]]
     assert functions == [{"name": "f", "arguments": "{"}, {"arguments": '"a'}, {"arguments": '": 1}'}]
     assert shown[11] == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "' + "f" * 50_000,
+        '<tool_call>{"arguments": {"a": "' + "b" * 50_000 + '"}, "name": "f"}</tool_call> then',
+    ],
+)
+def test_a_long_beginning_of_a_call_is_parsed_a_few_times_only(text, monkeypatch):
+    num_characters = 0
+
+    class Counting:
+        def match(self, buffer):
+            nonlocal num_characters
+            num_characters += len(buffer)
+            return header.match(buffer)
+
+    header = parsing.CALL_HEADER
+    monkeypatch.setattr(parsing, "CALL_HEADER", Counting())
+    streamed = parse(list(text))
+    assert num_characters < 30 * len(text)  # and not len(text) ** 2 / 2
+    assert streamed == parse([text])
 
 
 @pytest.mark.parametrize(("text", "is_complete"), [(WEATHER, True), (WEATHER[:-20], False), ("Hello", False)])
