@@ -127,6 +127,7 @@ def add_error_handlers(app: FastAPI) -> None:
     async def refused(request: Request, error: HTTPException) -> Response:
         param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
         message = str(error.detail)
+        param = _prompt_of(request) if code == "context_length_exceeded" else param
         if (error.status_code, message) == (404, "Not Found"):  # Starlette's
             message = f"there is no {request.url.path[:100]}; /openapi.json describes the paths, and / is a web page"
         response = error_response(error.status_code, message, param=param, code=code)
@@ -145,12 +146,17 @@ def add_error_handlers(app: FastAPI) -> None:
             return error_response(429, message, code="queue_full")
         if isinstance(error, EngineDeadError):
             return error_response(503, message, code="engine_unavailable")
-        prompt = "messages" if "/chat/" in request.url.path else "prompt"
-        return error_response(400, message, param=prompt if isinstance(error, InvalidPromptError) else subject(message))
+        param = _prompt_of(request) if isinstance(error, InvalidPromptError) else subject(message)
+        return error_response(400, message, param=param)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
         return error_response(500, "internal error")  # Starlette raises it again, and uvicorn logs the traceback
+
+
+def _prompt_of(request: Request) -> str:
+    """Return the field that holds the prompt."""
+    return "messages" if "/chat/" in request.url.path else "prompt"
 
 
 def validation_message(errors: Sequence[Any]) -> tuple[str, str | None]:

@@ -68,7 +68,7 @@ def assert_refused(response, status, message, param=None, code=None):
         (COMPLETIONS, {"prompt": [99999]}, 400, "the prompt has the token id 99999", "prompt", None),
         (COMPLETIONS, {"prompt": [5] * 600}, 400,
          "This model's maximum context length is 512 tokens. However, the prompt has 600 tokens",
-         None, "context_length_exceeded"),
+         "prompt", "context_length_exceeded"),
         (COMPLETIONS, {"prompt": ["x", [5] * 600]}, 400, "prompt.1: Input should be a valid string", "prompt", None),
         (COMPLETIONS, {"prompt": "x", "stream_options": {}}, 400, "stream_options needs stream=true", "stream_options", None),
         (COMPLETIONS, {"prompt": "x", "model": "m" * 5000}, 404, "is not served", "model", "model_not_found"),
