@@ -27,6 +27,7 @@ import nanoinfer  # noqa: E402
 
 GUIDE = [
     "usage",
+    "vllm",
     "supported",
     "serving",
     "scaling",

@@ -16,6 +16,8 @@ The public vocabulary:
     config.py             EngineArgs, what LLM takes, and the EngineConfig that is made of them
     errors.py             the error classes, and the checks of values that raise them
     vllm_compat.py        which of vLLM's further arguments are accepted, and how wrong ones are refused
+    vllm_names.py         vLLM's modules and names: what they are here, or what to do instead
+    vllm_engine.py        LLMEngine with vLLM's methods, for scripts that call step() themselves
 
 What every token needs. docs/reading.md walks through it:
 
@@ -47,7 +49,10 @@ Axes, in the shapes written everywhere: num_tokens (packed tokens of one step), 
 batch (rows that get a token), hidden, vocab, num_heads (query heads), num_kv_heads, head_dim, num_blocks, block_size.
 """
 
+import sys
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -103,10 +108,28 @@ __all__ = ["__version__", *_PUBLIC]
 if not TYPE_CHECKING:  # a type checker would take every unknown name for one of these
 
     def __getattr__(name: str) -> object:
-        if name not in _PUBLIC:
+        if name in _PUBLIC:
+            return getattr(import_module(_PUBLIC[name]), name)
+        if not name[0].isupper():  # a submodule that is not imported yet, or a special name
             raise AttributeError(f"module 'nanoinfer' has no attribute {name!r}")
-        return getattr(import_module(_PUBLIC[name]), name)
+        from nanoinfer.vllm_names import named
+
+        return named(__name__, name)
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _VLLMModules(MetaPathFinder):
+    """Finds the modules that only vLLM has, after those of the package, so that a script for vLLM can import them."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if not name.startswith("nanoinfer."):
+            return None
+        from nanoinfer import vllm_names
+
+        return vllm_names.find_spec(name)
+
+
+sys.meta_path.append(_VLLMModules())

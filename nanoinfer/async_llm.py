@@ -12,12 +12,13 @@ their own, so that a request without a grammar never waits for them.
 """
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from functools import partial
 from itertools import count
-from typing import Literal
+from typing import TYPE_CHECKING, Self
 
 from nanoinfer.config import AsyncEngineArgs, EngineArgs
 from nanoinfer.engine.engine_thread import EngineThread
@@ -28,11 +29,9 @@ from nanoinfer.engine.request import Request
 from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError, QueueFullError, shown
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput, sum_of_logprobs
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
 from nanoinfer.vllm_compat import arguments_of, check_argument_names
 
-OutputKind = Literal["cumulative", "delta", "final_only"]
-OUTPUT_KINDS = ("cumulative", "delta", "final_only")
 NUM_GRAMMAR_THREADS = 8  # most of them wait for the one process that tries new grammars, and give up after MAX_WAIT_SECONDS
 # An event costs tens of microseconds of CPU in the event loop, and as much in a client on the same machine. So a token is held
 # for 1 ms per stream, to be delivered together with later ones, which limits the cost to about 5% of the time.
@@ -43,11 +42,12 @@ MAX_HOLD_SECONDS = 0.05
 class AsyncLLM:
     """Serves many requests at once from one event loop. The arguments are those of LLM, and two of its own (AsyncEngineArgs).
 
+    The end of an `async with` block shuts it down.
+
     >>> async def main():
-    ...     llm = AsyncLLM("tiny-qwen3")
-    ...     async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=3, temperature=0)):
-    ...         text = output.outputs[0].text
-    ...     await llm.shutdown()
+    ...     async with AsyncLLM("tiny-qwen3") as llm:
+    ...         async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=3, temperature=0)):
+    ...             text = output.outputs[0].text
     ...     return text
     >>> asyncio.run(main())
     ', there was'
@@ -60,6 +60,7 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grammar_threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, "nanoinfer grammar")
         self._is_closing = False
+        self._freeing = threading.Lock()
         self._streaming = args.streaming
         self._is_delivery_planned = False
         self._last_delivery = 0.0  # on the event loop's clock
@@ -75,6 +76,17 @@ class AsyncLLM:
         if args.max_num_queued_requests is not None:
             self._max_num_answers = self.engine.scheduler.config.max_num_seqs + args.max_num_queued_requests
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Make one from its arguments: vLLM's way to write AsyncLLM(...)."""
+        return cls(**{field.name: getattr(engine_args, field.name) for field in fields(engine_args)})
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.shutdown()
+
     # ---- requests
 
     @check_argument_names("generate()")
@@ -85,37 +97,30 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
-        output_kind: OutputKind = "cumulative",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate an answer, and yield RequestOutputs while it grows. Closing the generator aborts the request.
+
+        SamplingParams.output_kind says what each of them holds.
 
         Args:
             prompt: As for LLM.generate, one prompt.
             sampling_params: None is the checkpoint's default.
             request_id: For abort(). Different from the ids of all unfinished requests. None makes one.
             priority: With AsyncLLM(scheduling_policy="priority"): lower runs first.
-            output_kind: "cumulative": everything so far. "delta": what is new. "final_only": one output, the finished one.
 
         Raises:
             InvalidPromptError, InvalidTypeError, InvalidValueError: As LLM.generate does.
             QueueFullError: Too many requests wait already, or too many new grammars.
             EngineDeadError: The engine has failed, or shutdown() was called.
         """
-        if output_kind not in OUTPUT_KINDS:
-            raise InvalidValueError(f"output_kind must be one of {', '.join(OUTPUT_KINDS)}, got {output_kind!r}")
         params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
         num_answers = params.n if isinstance(params, SamplingParams) else 1  # prepare_prompt refuses anything else
         prepare = partial(self.engine.inputs.prepare_prompt, prompt, params, priority)
         stream = await self.submit(prepare, num_answers=num_answers, request_id=request_id)
-        so_far: list[Delta] = []
         try:
             async for deltas in stream:
-                if output_kind == "cumulative":
-                    deltas = so_far = merged(so_far + deltas)
-                if stream.output is not None and output_kind != "delta":
-                    yield stream.output
-                elif output_kind != "final_only":
-                    yield stream.partial_output(deltas)
+                if (output := stream.output_with(deltas)) is not None:
+                    yield output
         finally:
             stream.close()
 
@@ -204,21 +209,39 @@ class AsyncLLM:
             return await asyncio.to_thread(self.engine.get_metrics)
         return await asyncio.wrap_future(self._thread.call(self.engine.get_metrics))
 
-    async def shutdown(self, timeout: float | None = 0.0) -> None:
+    def shutdown(self, timeout: float | None = 0.0) -> "asyncio.Task[None]":
         """Refuse new requests, wait for the unfinished ones, abort those that take longer, and close the LLM.
+
+        It begins at once, whether the returned task is awaited or, as in scripts for vLLM, not. Call it in an event loop.
 
         Args:
             timeout: Seconds to wait. None is without limit.
         """
         self._is_closing = True
+        task = asyncio.get_running_loop().create_task(self._shut_down(timeout))
+        task.add_done_callback(lambda task: self._free() if task.cancelled() else None)  # the loop ends, and nobody awaits it
+        return task
+
+    async def _shut_down(self, timeout: float | None) -> None:
         clock = asyncio.get_running_loop().time
         start = clock()
         while self._streams and self._thread.is_alive() and (timeout is None or clock() - start < timeout):
             await asyncio.sleep(0.02)
-        self._thread.close()
-        await asyncio.to_thread(self._thread.join)
-        self._grammar_threads.shutdown(wait=False)
-        await asyncio.to_thread(self.llm.close)  # meanwhile the last deltas are delivered
+        await asyncio.to_thread(self._free)  # meanwhile the last deltas are delivered
+
+    def _free(self) -> None:
+        with self._freeing:
+            self._thread.close()
+            self._thread.join()
+            self._grammar_threads.shutdown(wait=False)
+            self.llm.close()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            from nanoinfer.vllm_names import no_attribute
+
+            no_attribute(self, name)
 
     # ---- deliveries: the first and the last deltas of a request at once, all others together with those of later steps
 
@@ -277,6 +300,7 @@ class RequestStream:
         self.is_closed = False
         self._has_news, self._abort = has_news, abort
         self._waiting: list[Delta] = []
+        self._so_far: list[Delta] = []  # for cumulative outputs
         self._is_complete = False
 
     def __aiter__(self) -> "RequestStream":
@@ -312,6 +336,15 @@ class RequestStream:
             self._has_news.set()
         return deltas
 
+    def output_with(self, deltas: list[Delta]) -> RequestOutput | None:
+        """Return what the request's output_kind says of these new deltas, and of those before them. None is nothing yet."""
+        kind = self.prepared.params.output_kind
+        if kind is RequestOutputKind.CUMULATIVE:
+            deltas = self._so_far = merged(self._so_far + deltas)
+        if self.output is not None and kind is not RequestOutputKind.DELTA:
+            return self.output
+        return None if kind is RequestOutputKind.FINAL_ONLY else self.partial_output(deltas)
+
     def partial_output(self, deltas: list[Delta]) -> RequestOutput:
         """These deltas as a RequestOutput. Log-probabilities of the prompt are in the last one."""
         names = [field.name for field in fields(CompletionOutput) if field.name != "cumulative_logprob"]
@@ -343,3 +376,6 @@ def _joined(deltas: list[Delta]) -> Delta:
         token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
         logprobs=[one for delta in deltas for one in delta.logprobs or ()] or None,
     )
+
+
+AsyncLLMEngine = AsyncLLM  # its earlier name in vLLM

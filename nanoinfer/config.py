@@ -4,12 +4,13 @@ In: the arguments of LLM and AsyncLLM. Out: frozen values that are valid by them
 written back. What depends on the model or on the machine (max_model_len, the number of blocks) is computed in execution/.
 """
 
+import argparse
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from nanoinfer.errors import (
     InvalidTypeError,
@@ -21,6 +22,7 @@ from nanoinfer.errors import (
     is_one_of,
     shown,
 )
+from nanoinfer.vllm_compat import NEUTRAL_VALUES, named_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +72,7 @@ class SchedulerConfig:
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 4096
+    enable_chunked_prefill: bool = True
     chunk_size: int = 1024
     batch_invariant: bool = False
     scheduling_policy: str = "fcfs"
@@ -90,11 +93,12 @@ class SchedulerConfig:
         check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, None, ">= 1")
         check_integer("chunk_size", self.chunk_size, 1, None, ">= 1")
         check_flag("batch_invariant", self.batch_invariant)
+        check_flag("enable_chunked_prefill", self.enable_chunked_prefill)
 
     @property
     def chunk_grid(self) -> int:
         """The number of tokens at whose multiples prompts are cut. A chunk always fits an otherwise empty step."""
-        return min(self.chunk_size, self.max_num_batched_tokens)
+        return min(self.chunk_size, self.max_num_batched_tokens) if self.enable_chunked_prefill else self.max_num_batched_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +251,7 @@ class EngineConfig:
         return max(num_rows, min(MAX_ROWS_WITH_DRAFTS, num_rows * (1 + self.speculative.num_speculative_tokens)))
 
 
+@named_arguments
 @dataclass(frozen=True)
 class EngineArgs:
     """The arguments of LLM.
@@ -274,6 +279,8 @@ class EngineArgs:
             own. The tokens stay the same (docs/usage.md).
         block_manager_cls: A subclass of nanoinfer.scheduling.block_manager.BlockManager, or its name, for example one that
             evicts other blocks from the prefix cache.
+        enable_chunked_prefill: False computes each prompt in one step, which requires max_num_batched_tokens >= max_model_len.
+            None is the default.
         chunk_size: Longer prompts are computed in chunks, cut at absolute multiples of this, or of max_num_batched_tokens if
             that is smaller.
         max_model_len: Maximum number of tokens of prompt and answer. None is the model's own. Lowered to what the cache holds.
@@ -323,6 +330,7 @@ class EngineArgs:
     scheduling_policy: str = SchedulerConfig.scheduling_policy
     scheduler_cls: "str | type[Scheduler] | None" = None
     block_manager_cls: "str | type[BlockManager] | None" = None
+    enable_chunked_prefill: bool | None = SchedulerConfig.enable_chunked_prefill
     chunk_size: int = SchedulerConfig.chunk_size
     max_model_len: int | None = None
     kv_cache_memory: int | None = None
@@ -352,7 +360,7 @@ class EngineArgs:
         for name in ("model", "tokenizer"):
             if isinstance(path := given[name], os.PathLike):
                 given[name] = os.fspath(path)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "enable_chunked_prefill"):
             if given[name] is None:
                 del given[name]  # the default
         if isinstance(self.dtype, torch.dtype):
@@ -367,7 +375,22 @@ class EngineArgs:
             given[name] = owner(**{field.name: given.pop(field.name) for field in fields(owner) if field.name in given})  # type: ignore[arg-type]
         return EngineConfig(**given)  # type: ignore[arg-type]  # the configs check the types
 
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add an option for each argument to the parser of a script, and return the parser, as vLLM does."""
+        from nanoinfer.vllm_names import add_cli_arguments
 
+        add_cli_arguments(parser, cls)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Return the arguments among those that a parser with add_cli_args has read. Others of the script are left out."""
+        names = {field.name for field in fields(cls)} | NEUTRAL_VALUES["LLM()"].keys()
+        return cls(**{name: value for name, value in vars(args).items() if name in names})
+
+
+@named_arguments
 @dataclass(frozen=True, kw_only=True)
 class AsyncEngineArgs(EngineArgs):
     """The arguments of AsyncLLM: those of LLM, and two of its own.
@@ -384,3 +407,11 @@ class AsyncEngineArgs(EngineArgs):
     def __post_init__(self) -> None:
         check_integer("max_num_queued_requests", self.max_num_queued_requests, 0, None, ">= 0", or_none=True)
         check_flag("streaming", self.streaming)
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:  # vLLM's further names
+        from nanoinfer.vllm_names import named
+
+        return named(__name__, name)

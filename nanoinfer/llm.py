@@ -7,6 +7,7 @@ import gc
 import logging
 import time
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -57,6 +58,11 @@ class LLM:
         self._generation_config = checkpoint.generation_config
         self._default_params: SamplingParams | None = None  # as soon as they are asked for
         self._name = config.model or checkpoint.path.name
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Make one from its arguments: LLM(...) with those that are in an EngineArgs."""
+        return cls(**{field.name: getattr(engine_args, field.name) for field in fields(EngineArgs)})
 
     @property
     def engine(self) -> LLMEngine:
@@ -287,6 +293,13 @@ class LLM:
             defaults = ", ".join(f"{name}={value}" for name, value in given.items())
             logger.info("sampling defaults from the checkpoint's generation_config.json: %s", defaults)
         return self._default_params.clone()
+
+    if not TYPE_CHECKING:  # a type checker knows which attributes there are
+
+        def __getattr__(self, name: str) -> object:
+            from nanoinfer.vllm_names import no_attribute
+
+            no_attribute(self, name)
 
     # ---- running
 

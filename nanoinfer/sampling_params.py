@@ -11,6 +11,7 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Self
 
 from nanoinfer.errors import (
@@ -19,6 +20,7 @@ from nanoinfer.errors import (
     check_flag,
     check_integer,
     check_number,
+    is_one_of,
     out_of_range,
     shown,
 )
@@ -37,6 +39,16 @@ _FORMS = "(prompt_ids, output_ids, logits) -> logits or (output_ids, logits) -> 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 MAX_ANSWERS = 16384  # of one request, as in vLLM
+
+GuidedDecodingParams = StructuredOutputsParams  # its earlier name in vLLM
+
+
+class RequestOutputKind(StrEnum):
+    """What the outputs of a request hold while it runs: everything so far, only what is new, or nothing before the end."""
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL_ONLY = "final_only"
 
 
 @dataclass
@@ -65,7 +77,7 @@ class SamplingParams(_CheckedParams):
     min_p, top_k, top_p. Greedy rows skip the last four.
 
     A parameter may be assigned later, `params.max_tokens = 20`, and is checked then. Requests that were submitted before keep
-    the old value. vLLM's further parameters, such as output_kind, are accepted with the value that changes nothing.
+    the old value. vLLM's further parameters, such as flat_logprobs, are accepted with the value that changes nothing.
 
     Args:
         temperature: Divides the logits. Finite and >= 0. 0 is greedy: the largest logit, ties to the lowest id.
@@ -106,6 +118,8 @@ class SamplingParams(_CheckedParams):
         structured_outputs: The form that the answer must have. EOS and stop_token_ids cannot be drawn before the answer has it.
             When no token can follow, EOS comes next, also before min_tokens, or the answer ends there if there is no EOS. It
             may still be cut by max_tokens and stop.
+        output_kind: What each output of AsyncLLM.generate and LLMEngine.step holds. "cumulative": everything so far. "delta":
+            what is new. "final_only": there is one output, the finished one, as LLM always returns.
 
     Raises:
         InvalidValueError: A value out of its range, or two that contradict each other.
@@ -144,6 +158,7 @@ class SamplingParams(_CheckedParams):
     logits_processors: Sequence[LogitsProcessor] | None = None  # kept as a tuple
     timeout: float | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    output_kind: RequestOutputKind | Literal["cumulative", "delta", "final_only"] = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, 0.0, math.inf, "finite and >= 0; 0 is greedy")
@@ -200,6 +215,9 @@ class SamplingParams(_CheckedParams):
         object.__setattr__(self, "logits_processors", _logits_processors(self.logits_processors))
         if self.stop and not self.detokenize:
             raise InvalidValueError(f"stop={self.stop!r} needs text, but detokenize=False; use stop_token_ids instead")
+        if not is_one_of(self.output_kind, tuple(RequestOutputKind)):
+            raise out_of_range("output_kind", self.output_kind, f"one of {', '.join(RequestOutputKind)}")
+        object.__setattr__(self, "output_kind", RequestOutputKind(self.output_kind))
         if self.structured_outputs is not None:
             self._check_structured_outputs()
 

@@ -16,6 +16,13 @@ R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
 
+# vLLM's other names of arguments that nanoinfer has: names of its earlier versions, and one that says the unit.
+OTHER_NAMES = {
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "prompt_token_ids": "prompts",
+    "guided_decoding": "structured_outputs",
+}
+
 # vLLM's arguments that nanoinfer does not have, with the values that change nothing here. The first one is how nanoinfer acts.
 # Any different value requests what is not supported.
 _GENERATE: dict[str, tuple[object, ...]] = {
@@ -29,7 +36,11 @@ _LLM: dict[str, tuple[object, ...]] = {
     "convert": ("none", "auto"),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
-    "distributed_executor_backend": (None, "uni"),
+    "data_parallel_backend": ("mp",),
+    "distributed_executor_backend": (None, "uni", "mp", "external_launcher"),  # LLM finds out who starts the ranks
+    "enable_expert_parallel": (False,),
+    "worker_cls": ("auto",),
+    "worker_extension_cls": (None, ""),
     "trust_remote_code": (False, True),  # a permission: there is no remote code to run
     "disable_log_stats": (True, False),
     "load_format": ("auto", "safetensors"),
@@ -40,20 +51,24 @@ _LLM: dict[str, tuple[object, ...]] = {
     "hf_token": (None,),
     "download_dir": (None,),
     "code_revision": (None,),
+    "allowed_local_media_path": ("",),
     "tokenizer_revision": (None,),
     "tokenizer_mode": ("auto",),
     "skip_tokenizer_init": (False,),
-    "enable_chunked_prefill": (True, None),
     "disable_sliding_window": (False,),
     "disable_custom_all_reduce": (False, True),  # there is one device
+    "disable_chunked_mm_input": (False, True),  # there are no images
+    "enable_prompt_embeds": (False,),
+    "enable_sleep_mode": (False,),
     "enable_lora": (False, None),
+    "kv_transfer_config": (None,),
+    "profiler_config": (None,),
     "limit_mm_per_prompt": (None, {}),
     "mm_processor_kwargs": (None,),
     "logits_processors": (None, []),
     "max_logprobs": (-1,),  # no limit
     "structured_outputs_config": (None,),
     "compilation_config": (None,),
-    "kv_cache_memory_bytes": (None,),
     "num_gpu_blocks_override": (None,),
     "cpu_offload_gb": (0,),
     "swap_space": (0, 4),  # GiB that may be swapped out, 4 was vLLM's default
@@ -61,23 +76,31 @@ _LLM: dict[str, tuple[object, ...]] = {
 NEUTRAL_VALUES: dict[str, dict[str, tuple[object, ...]]] = {
     "LLM()": _LLM,
     "AsyncLLM()": _LLM,
+    "EngineArgs": _LLM,
+    "AsyncEngineArgs": _LLM,
     "generate()": _GENERATE,
     "chat()": {
         **_GENERATE,
         "chat_template_content_format": ("auto", "string"),
         "mm_processor_kwargs": (None,),
     },
+    "add_request()": {
+        **_GENERATE,
+        "arrival_time": (None,),
+        "trace_headers": (None,),
+    },
+    "reset_prefix_cache()": {"reset_running_requests": (False, True)},  # a reset is possible while requests run
     "beam_search()": {"lora_request": (None,), "use_tqdm": (False,), "concurrency_limit": (None,)},
     "SamplingParams": {
-        "guided_decoding": (None,),
         "spaces_between_special_tokens": (True,),
-        "output_kind": (None,),
         "extra_args": (None, {}),
         "flat_logprobs": (False,),
         "truncate_prompt_tokens": (None,),
         "skip_reading_prefix_cache": (None, False),
     },
     "StructuredOutputsParams": {
+        "backend": (None, "auto", "guidance"),
+        "disable_fallback": (False, True),
         "disable_additional_properties": (False,),
         "whitespace_pattern": (None,),
         "structural_tag": (None,),
@@ -90,6 +113,41 @@ NEUTRAL_VALUES: dict[str, dict[str, tuple[object, ...]]] = {
         "token_type_ids": (None,),
         "cache_salt": (None,),
     },
+}
+
+_POOLING = "nanoinfer generates text and computes no embeddings, scores or classes"
+_LORA = "adapters are merged when the model is loaded, for all requests; use LLM(model, lora=path)"
+_RANKS = "use tensor_parallel_size=N to split the model, or nanoinfer batch --replicas N for several copies"
+_WORKERS = "nanoinfer has no workers of vLLM's kind; LLM(stages=...) and register_model() take your own code"
+# What to do instead of the other values. The default is to leave the argument out.
+WAYS_OUT = {
+    "runner": _POOLING,
+    "task": _POOLING,
+    "convert": _POOLING,
+    "lora_request": _LORA,
+    "enable_lora": _LORA,
+    "pipeline_parallel_size": _RANKS,
+    "data_parallel_size": _RANKS,
+    "distributed_executor_backend": "use tensor_parallel_size=N, under torchrun or not; docs/scaling.md says how to use Ray",
+    "enable_expert_parallel": "use tensor_parallel_size=N, which splits every expert",
+    "worker_cls": _WORKERS,
+    "worker_extension_cls": _WORKERS,
+    "load_format": "the format of a checkpoint is read from its files; for random weights, use nanoinfer bench --random-model",
+    "config_format": "a checkpoint needs Hugging Face's config.json",
+    "tokenizer_mode": "a checkpoint needs Hugging Face's tokenizer.json",
+    "hf_overrides": "copy the checkpoint, and change its config.json",
+    "override_generation_config": "use SamplingParams for each call",
+    "enable_prompt_embeds": "prompts are text or token ids; use {'prompt_token_ids': ids}",
+    "prompt_embeds": "prompts are text or token ids; use {'prompt_token_ids': ids}",
+    "enable_sleep_mode": "an LLM does not give its memory back for a while; use llm.close(), and later a new LLM",
+    "kv_transfer_config": "the KV cache stays in one process; leave it out",
+    "profiler_config": "use torch.profiler around generate(), or LLM(tracer=Recorder()) for the engine's steps",
+    "compilation_config": "use enforce_eager=True to run the model's file, or leave it out",
+    "num_gpu_blocks_override": "use kv_cache_memory=bytes",
+    "structured_outputs_config": "llguidance is the one backend; leave it out",
+    "backend": "llguidance is the one backend of structured outputs; leave it out",
+    "multi_modal_data": "no model of nanoinfer reads images, sound or video; use text",
+    "truncate_prompt_tokens": "pass the last tokens yourself, prompt_token_ids[-n:]",
 }
 
 
@@ -119,7 +177,8 @@ def check_argument_names(owner: str) -> Callable[[Callable[P, R]], Callable[P, R
 
     The signature stays the one of the decorated method, for type checkers and for `inspect.signature`. `owner` is the name in
     the messages, such as "LLM()", whose NEUTRAL_VALUES are accepted and ignored. The method then raises InvalidTypeError for an
-    argument that is unknown, missing or not given by name, and UnsupportedError for a neutral one with a different value.
+    argument that is unknown, missing or not given by name, and UnsupportedError for a neutral one with a different value. An
+    argument under one of OTHER_NAMES is passed on under nanoinfer's.
     """
     neutral = NEUTRAL_VALUES.get(owner, {})
 
@@ -137,6 +196,10 @@ def check_argument_names(owner: str) -> Callable[[Callable[P, R]], Callable[P, R
                 raise InvalidTypeError(f"{owner} takes keyword arguments only{after}, got {shown(surplus)}; {way_out}")
             for name in [name for name in kwargs if name not in known]:
                 value = kwargs.pop(name)
+                if (ours := OTHER_NAMES.get(name)) in known:
+                    if value is not None and kwargs.setdefault(ours, value) is not value:
+                        raise InvalidTypeError(f"{owner} got {ours} twice: {name} is another name for it; leave one out")
+                    continue
                 if name not in neutral:
                     raise InvalidTypeError(f"{owner} has no argument {name!r}; {suggest(name, known)}")
                 check_neutral(name, value, neutral[name])
@@ -154,7 +217,8 @@ def check_argument_names(owner: str) -> Callable[[Callable[P, R]], Callable[P, R
 def check_neutral(name: str, value: object, neutral: Sequence[object]) -> None:
     """Refuse a value of another library's argument, unless it is one of those that change nothing here."""
     if not is_one_of(value, neutral):
-        raise UnsupportedError(f"{name}={shown(value)} is not supported; leave it out (it acts as {neutral[0]!r})")
+        way_out = WAYS_OUT.get(name, f"leave it out (it acts as {neutral[0]!r})")
+        raise UnsupportedError(f"{name}={shown(value)} is not supported; {way_out}")
 
 
 def named_arguments(cls: type[T]) -> type[T]:

@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import random
 import threading
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -11,7 +12,7 @@ import pytest
 import tiny_models
 from limited_steps import limited_steps
 
-from nanoinfer import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
+from nanoinfer import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanoinfer import async_llm as async_llm_module
 from nanoinfer.async_llm import merged
 from nanoinfer.engine.metrics import Counter, Gauge
@@ -56,7 +57,7 @@ async def submit(async_llm, prompt, its_params, request_id=None):
 
 
 async def final(async_llm, prompt, params):
-    async for output in async_llm.generate(prompt, params, output_kind="final_only"):
+    async for output in async_llm.generate(prompt, replace(params, output_kind="final_only")):
         result = output
     return result
 
@@ -100,7 +101,7 @@ def test_cumulative_outputs_grow_and_deltas_add_up(llm, n):
 
     async def scenario(async_llm):
         cumulative = [output async for output in async_llm.generate(PROMPTS[0], its_params)]
-        deltas = [output async for output in async_llm.generate(PROMPTS[0], its_params, output_kind="delta")]
+        deltas = [output async for output in async_llm.generate(PROMPTS[0], replace(its_params, output_kind="delta"))]
         return cumulative, deltas
 
     cumulative, deltas = serve(scenario)
@@ -164,8 +165,8 @@ def test_a_bad_prompt_is_refused_and_a_long_one_ends_with_an_error():
     async def scenario(async_llm):
         with pytest.raises(InvalidPromptError):
             await final(async_llm, [], params())
-        with pytest.raises(InvalidValueError, match="output_kind must be one of"):
-            await anext(async_llm.generate(PROMPTS[0], params(), output_kind="all"))
+        with pytest.raises(InvalidValueError, match="output_kind must be one of cumulative, delta, final_only, got 'all'"):
+            params(output_kind="all")
         long = await final(async_llm, [5] * 2000, params())
         assert long.outputs[0].finish_reason == "error"
         return await final(async_llm, PROMPTS[0], params())
@@ -336,7 +337,11 @@ def test_a_second_event_loop_is_refused():
     async_llm = asyncio.run(first())
     with pytest.raises(NanoinferError, match="belongs to the event loop of its first request"):
         asyncio.run(final(async_llm, PROMPTS[0], params()))
-    asyncio.run(async_llm.shutdown())
+
+    async def close():
+        await async_llm.shutdown()
+
+    asyncio.run(close())
 
 
 def test_a_thread_that_has_ended_is_no_healthy_engine():
@@ -512,7 +517,7 @@ def test_shutdown_waits_as_long_as_it_is_told_and_refuses_new_requests():
         with limited_steps(async_llm.engine, 5):
             while not async_llm.engine.num_unfinished:
                 await asyncio.sleep(0.001)
-            closing = asyncio.create_task(async_llm.shutdown(timeout=120))
+            closing = async_llm.shutdown(timeout=120)
             await asyncio.sleep(0)
             with pytest.raises(EngineDeadError, match="shutting down"):
                 await submit(async_llm, PROMPTS[0], params())
@@ -532,6 +537,30 @@ def test_shutdown_without_patience_aborts():
         return await running
 
     assert serve(scenario).outputs[0].finish_reason == "abort"
+
+
+def test_a_shutdown_that_nobody_awaits_frees_the_model():
+    async def main():
+        async_llm = AsyncLLM.from_engine_args(AsyncEngineArgs("tiny-qwen3", seed=0, kv_cache_memory=2**22))
+        output = await final(async_llm, PROMPTS[0], params(max_tokens=2))
+        async_llm.shutdown()  # the event loop ends before it could begin
+        return async_llm, output
+
+    async_llm, output = asyncio.run(main())
+    assert output.finished
+    assert repr(async_llm.llm) == "LLM('tiny-qwen3', closed)"
+    assert not async_llm._thread.is_alive()
+
+
+def test_the_end_of_an_async_with_block_shuts_it_down():
+    async def main():
+        async with AsyncLLM("tiny-qwen3", kv_cache_memory=2**22) as async_llm:
+            await final(async_llm, PROMPTS[0], params(max_tokens=1))
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await final(async_llm, PROMPTS[0], params())
+        return async_llm
+
+    assert "closed" in repr(asyncio.run(main()).llm)
 
 
 def test_two_deltas_of_an_answer_merge_into_one():

@@ -12,7 +12,7 @@ import pytest
 
 from nanoinfer import NanoinferError, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
-from nanoinfer.sampling_params import BeamSearchParams
+from nanoinfer.sampling_params import BeamSearchParams, RequestOutputKind
 
 NAN, INF = math.nan, math.inf
 
@@ -47,6 +47,7 @@ OUT_OF_RANGE = [
     *[("bad_words", value, value[-1], "not hold an empty word") for value in ([""], ["a", ""], ["a", " "], ["\n\t"])],
     *[("bad_words", value, (), "not hold an empty word") for value in ([[]], ["a", ()], [[1], []])],
     *[("bad_words", value, -1, ">= 0") for value in ([[-1]], ["a", [2, -1]])],
+    *each("output_kind", ("all", "", None, 1), "one of cumulative, delta, final_only"),
 ]
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 INTEGERS = ("top_k", "min_tokens", "n", "no_repeat_ngram_size")
@@ -99,6 +100,7 @@ ACCEPTED = {
     "logits_processors": (None, [], [print], (print, lambda output_ids, logits: logits)),
     "timeout": (None, 1e-9, 5, 2.5, numpy.float32(0.5)),
     "structured_outputs": (None, StructuredOutputsParams(regex="a+")),
+    "output_kind": ("cumulative", "delta", RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY),
 }
 
 # The same for beams, where beam_width has no default.
@@ -261,7 +263,7 @@ def test_a_clone_is_equal_and_independent():
 @pytest.mark.parametrize(
     "given",
     [
-        {"flat_logprobs": False, "structured_outputs": None, "guided_decoding": None, "output_kind": None},
+        {"flat_logprobs": False, "structured_outputs": None, "guided_decoding": None, "output_kind": "cumulative"},
         {"spaces_between_special_tokens": True, "extra_args": None, "truncate_prompt_tokens": None},
         {"extra_args": {}, "skip_reading_prefix_cache": False},
     ],
@@ -276,7 +278,6 @@ def test_vllms_parameters_are_accepted_with_the_values_that_change_nothing(given
     [
         ("flat_logprobs", True, False),
         ("spaces_between_special_tokens", False, True),
-        ("output_kind", 1, None),
         ("extra_args", {"a": 1}, None),
         ("extra_args", numpy.array([1, 2]), None),
     ],

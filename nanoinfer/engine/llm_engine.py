@@ -15,7 +15,7 @@ from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
 from nanoinfer.engine.metrics import EngineMetrics, Metric
 from nanoinfer.engine.request import Request, sequences_of
 from nanoinfer.engine.stopping import Stop
-from nanoinfer.errors import InvalidTypeError, NanoinferError
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError
 from nanoinfer.execution.executor import Executor, InFlight, StepOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
@@ -70,6 +70,12 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.tracer = tracer
         info = executor.info
+        budget = config.scheduler.max_num_batched_tokens
+        if not config.scheduler.enable_chunked_prefill and budget < info.max_model_len:
+            raise InvalidValueError(
+                f"enable_chunked_prefill=False needs max_num_batched_tokens >= max_model_len, got {budget} and "
+                f"{info.max_model_len}; change one of them, or leave enable_chunked_prefill out"
+            )
         # Some tokenizers have ids beyond the model's vocabulary. These can neither be sampled nor masked.
         self.eos_token_ids = frozenset(i for i in eos_token_ids if i < info.vocab_size)
         self.max_model_len = info.max_model_len

@@ -4,7 +4,6 @@ In: an AsyncLLM and the settings. After SIGTERM or Ctrl-C the server accepts no 
 a time limit and end with an error after it, so that no client waits for ever. A second Ctrl-C ends the server at once.
 """
 
-import asyncio
 import gc
 import socket
 import sys
@@ -64,7 +63,7 @@ class Server(uvicorn.Server):
         self._shutdown_timeout = shutdown_timeout
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        closing = asyncio.create_task(self._async_llm.shutdown(self._shutdown_timeout))
+        closing = self._async_llm.shutdown(self._shutdown_timeout)
         await super().shutdown(sockets)
         if self.force_exit:
             closing.cancel()

@@ -30,7 +30,9 @@ def only_even(prompt_ids: list[int], output_ids: list[int], logits: Tensor) -> T
 recorder = Recorder(stages=True)
 llm = LLM("tiny-qwen3", dtype="float32", max_num_seqs=8, tracer=recorder, stages=[*STAGES, double])
 tokenizer: PreTrainedTokenizerBase = llm.get_tokenizer()
-params = SamplingParams(temperature=0.7, max_tokens=8, seed=1, logprobs=2, stop=["."], logits_processors=[only_even])
+params = SamplingParams(
+    temperature=0.7, max_tokens=8, seed=1, logprobs=2, stop=["."], output_kind="delta", logits_processors=[only_even]
+)
 
 texts: list[str] = [output.outputs[0].text for output in llm.generate(["Once", "Lily was"], [params, SamplingParams(n=2)])]
 prompts: list[PromptType] = ["Once", [1, 2], TextPrompt(prompt="Lily was"), TokensPrompt(prompt_token_ids=[3])]
@@ -54,7 +56,7 @@ with LLM("tiny-qwen3") as closing:
 
 async def serve() -> list[str]:
     async_llm = AsyncLLM("tiny-qwen3", max_num_seqs=8, max_num_queued_requests=4)
-    texts = [output.outputs[0].text async for output in async_llm.generate("Once", params, "my id", output_kind="delta")]
+    texts = [output.outputs[0].text async for output in async_llm.generate("Once", params, "my id")]
     await async_llm.abort("my id")
     await async_llm.shutdown()
     return texts

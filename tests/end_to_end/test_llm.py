@@ -33,6 +33,7 @@ from nanoinfer.errors import (
     UnsupportedError,
 )
 from nanoinfer.loading.checkpoint import BUNDLED
+from nanoinfer.tracing import StepScheduled
 from nanoinfer.vllm_compat import NEUTRAL_VALUES
 
 pytestmark = pytest.mark.slow
@@ -845,12 +846,16 @@ def test_a_dict_that_was_changed_in_place_is_checked_with_the_request(llm, value
 
 
 @pytest.mark.parametrize(
-    "argument",
-    [{"pipeline_parallel_size": 2}, {"enable_lora": True}, {"swap_space": 8}],
+    ("argument", "way_out"),
+    [
+        ({"pipeline_parallel_size": 2}, "use tensor_parallel_size=N"),
+        ({"enable_lora": True}, "adapters are merged when the model is loaded"),
+        ({"swap_space": 8}, "leave it out"),
+    ],
 )
-def test_vllms_arguments_that_we_do_not_have_are_refused_by_name(argument):
+def test_vllms_arguments_that_we_do_not_have_are_refused_by_name(argument, way_out):
     [name] = argument
-    with pytest.raises(UnsupportedError, match=f"{name}=.* is not supported; leave it out"):
+    with pytest.raises(UnsupportedError, match=f"{name}=.* is not supported; {way_out}"):
         LLM(**argument)
 
 
@@ -1109,3 +1114,16 @@ def test_an_error_shows_the_beginning_of_a_long_prompt_and_not_all_of_it(llm):
     with pytest.raises(InvalidTypeError) as caught:
         generate(llm, [[1] * 100_000 + [None]])
     assert len(str(caught.value)) < 400
+
+
+def test_without_chunked_prefill_a_prompt_is_computed_in_one_step():
+    def num_new_tokens(**arguments):
+        recorder = Recorder()
+        llm = LLM(tracer=recorder, max_model_len=64, kv_cache_memory=2**22, chunk_size=8, seed=0, **arguments)
+        llm.generate([5] * 20, SamplingParams(max_tokens=1), use_tqdm=False)
+        return [event.num_new_tokens for event in recorder.of(StepScheduled)]
+
+    assert num_new_tokens(enable_chunked_prefill=None) == [(8,), (8,), (4,)]
+    assert num_new_tokens(enable_chunked_prefill=False) == [(20,)]
+    with pytest.raises(InvalidValueError, match="needs max_num_batched_tokens >= max_model_len, got 63 and 64; change one"):
+        num_new_tokens(enable_chunked_prefill=False, max_num_batched_tokens=63)

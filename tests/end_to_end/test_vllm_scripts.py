@@ -1,46 +1,243 @@
-"""Scripts written for vLLM's offline interface run here with only their imports changed."""
+"""docs/vllm.md says what becomes of scripts for vLLM, and every row of its tables is tried out here.
+
+The scripts are written after vLLM's examples. `python tests/end_to_end/test_vllm_scripts.py` writes the generated tables.
+"""
 
 import re
 import runpy
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+import nanoinfer
+from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams
+from nanoinfer.config import CompilationConfig
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.vllm_compat import NEUTRAL_VALUES, OTHER_NAMES, WAYS_OUT
+from nanoinfer.vllm_names import HOMES, METHODS, MODULES, PLACEHOLDERS, find_spec
 
-SCRIPTS = sorted(Path(__file__).with_name("vllm_scripts").glob("*.py"))
-MODULES = {  # vLLM's -> ours
-    "vllm": "nanoinfer",
-    "vllm.inputs": "nanoinfer",
-    "vllm.sampling_params": "nanoinfer.sampling_params",
-    "vllm.v1.metrics.reader": "nanoinfer.engine.metrics",
-}
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "vllm.md"
+SCRIPTS = {path.stem: path for path in sorted(Path(__file__).with_name("vllm_scripts").glob("*.py"))}
+ROWS = dict(re.findall(r"^\| .+? \| \[(\w+)\]\(.+?\) \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+NOT_RUN = dict(re.findall(r"^\| (\w+)(?:, .+?)? \| refused: (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
 
-# What each must print: lines that only a right run can print.
+# What each script must print: lines that only a right run can print.
 SAYS = {
-    "generate": [r"Prompt: 'Lily was', Generated text: '.{20}", r"Answers: \['.+', '.+', '.+'\]"],
+    "async_streaming": [r"^Complete: stream-example-3, in several outputs: True"],
+    "automatic_prefix_caching": [r"Cached: False$[\s\S]+Cached: True$"],
+    "basic": [r"^Prompt: 'One day, Tom'\nOutput: '.{20}"],
+    "beam_search": [r"Best:  a kind .* -\d+\.\d+$", "Tokens: Once upon a time, there was a kind", "Tokens: Lily was a"],
     "chat": [
         r"Prompt: '<\|im_start\|>system\\nYou tell stories.*Hello.\\nWho are you\?",
         r"Prompt: 'You tell stories.\\nHello",
     ],
-    "prefix_caching": ["Same texts: True", r"Cached tokens: \[\d\d, \d\d, \d\d, \d\d\]", "Cached tokens after the reset: 0$"],
-    "beam_search": [r"Best:  a kind .* -\d+\.\d+$", "Tokens: Once upon a time, there was a kind", "Tokens: Lily was a"],
+    "chat_cli": [r"^Prompt: '<\|im_start\|>system\\nYou tell stories.*\nGenerated text: '", "^Answers: 10$"],
+    "chat_with_tools": ["^The template has seen the tool: True", "^It has seen the answer: True (length|stop)"],
+    "generate": [r"Prompt: 'Lily was', Generated text: '.{20}", r"Answers: \['.+', '.+', '.+'\]"],
+    "generate_cli": ["^Prompt: 'Lily was', Tokens: 9, Text: '"],
+    "guided_decoding": ["^Choice: (Positive|Negative)$", "^Same ids: True$"],
+    "llm_engine": [r"^Request 0: \['.+'\]$", r"^Request 2: \['.+', '.+'\]$"],
     "logits_processor": ["only_exclamation_marks: '!!!", "repeat_the_prompt: 'Once upon a timeOnce upon'"],
     "logprobs": [r"\* rank 1 ' a' 0\.\d+", "Sum: True", "Prompt: None True"],
     "metrics": [r"vllm:generation_tokens \(counter\) = 30", r"vllm:num_requests_running \(gauge\) = 0"],
+    "prefix_caching": ["Same texts: True", r"Cached tokens: \[\d\d, \d\d, \d\d, \d\d\]", "Cached tokens after the reset: 0$"],
+    "reproducibility": ["^Same texts: True 4$"],
+    "reset_kv": ["^Reset: True$", "^Tokens: 16$"],
+    "spec_decode": ["^Output tokens: 40$", "^Consistent: True$"],
+    "structured_outputs": [
+        "^Choice: (Positive|Negative)$",
+        r"^Regex: [a-z]{3}@[a-z]{3}\.com$",
+        r'^JSON: \{"name":"(duck|fox)","is_kind":(true|false)\}$',
+        "^Grammar: the (duck|fox) is (kind|lively)$",
+    ],
     "structured_prompts": ["^0 4 6 length", "^2 2 6 length"],
+    "tensor_parallel": [r"^Prompt: 'Lily was', Generated text: '.{20}"],
+}
+
+# The lines of the examples that do not run.
+REFUSED = {
+    "classify": "LLM(model='tiny-qwen3', runner='pooling').classify(['Lily was'])",
+    "context_extension": "LLM(model='tiny-qwen3', hf_overrides={'rope_parameters': {'rope_type': 'yarn', 'factor': 4.0}})",
+    "data_parallel": "LLM(model='tiny-qwen3', data_parallel_size=2)",
+    "disaggregated_prefill": "LLM(model='tiny-qwen3', kv_transfer_config=KVTransferConfig(kv_role='kv_both'))",
+    "eagle": "LLM(model='tiny-qwen3', speculative_config={'method': 'eagle', 'model': 'x', 'num_speculative_tokens': 2})",
+    "embed": "LLM(model='tiny-qwen3').embed(['Lily was'])",
+    "lora": "LLM(model='tiny-qwen3').generate('Once', lora_request=LoRARequest('stories', 1, 'adapter'))",
+    "multilora": "EngineArgs(model='tiny-qwen3', enable_lora=True, max_loras=1, max_lora_rank=8, max_cpu_loras=2)",
+    "pause_resume": "AsyncLLM('tiny-qwen3').pause_generation(mode='keep')",
+    "prompt_embeds": "LLM(model='tiny-qwen3', enable_prompt_embeds=True)",
+    "rlhf": "LLM(model='tiny-qwen3').collective_rpc('update_weight', args=('name', 'dtype', 'shape'))",
+    "score": "LLM(model='tiny-qwen3').score('Lily', ['Ben', 'Max'])",
+    "sharded_state": "LLM(model='tiny-qwen3', load_format='sharded_state')",
+    "simple_profiling": "LLM(model='tiny-qwen3').start_profile()",
+    "skip_loading_weights": "LLM(model='tiny-qwen3', load_format='dummy')",
+    "sleep_mode": "LLM(model='tiny-qwen3', enable_sleep_mode=True).sleep(level=1)",
+    "spec_decode_datasets": "get_samples(None, None)",
+    "vision_language": "LLM('tiny-qwen3').generate({'prompt': 'What is this?', 'multi_modal_data': {'image': 1}})",
 }
 
 
-def test_every_script_is_known_here():
-    assert {path.stem for path in SCRIPTS} == set(SAYS)
+def changed(source: str) -> str:
+    return re.sub(r"(?m)^(from|import) vllm\b", r"\1 nanoinfer", source)
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_a_vllm_script_runs_with_only_its_imports_changed(path, tmp_path, capsys):
-    changed = re.sub(r"(?m)^from (vllm\S*) import", lambda found: f"from {MODULES[found[1]]} import", path.read_text())
-    (tmp_path / path.name).write_text(changed)
-    runpy.run_path(str(tmp_path / path.name), run_name="__main__")
+def test_every_row_has_a_script_and_every_script_a_row():
+    assert set(ROWS) == set(SCRIPTS) == set(SAYS)
+    assert set(NOT_RUN) == set(REFUSED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_vllm_script_runs_with_only_its_imports_changed_or_as_its_row_says(name, tmp_path, capsys):
+    script, source = tmp_path / "script.py", changed(SCRIPTS[name].read_text(encoding="utf-8"))
+    if ROWS[name] != "runs":
+        [left_out] = re.fullmatch("runs without `(.+)`", ROWS[name]).groups()
+        script.write_text(source)
+        with pytest.raises(UnsupportedError):
+            runpy.run_path(str(script), run_name="__main__")
+        assert left_out in source
+        source = source.replace(left_out, "")
+    script.write_text(source)
+    runpy.run_path(str(script), run_name="__main__")
     printed = capsys.readouterr().out
-    for words in SAYS[path.stem]:
+    for words in SAYS[name]:
         assert re.search(words, printed, flags=re.MULTILINE), printed
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_script_needs_that_is_not_there_is_refused_with_the_way_out(name):
+    names = {"LLM": LLM, "AsyncLLM": AsyncLLM, "EngineArgs": nanoinfer.EngineArgs}
+    for source, imported in (
+        ("nanoinfer.config", "KVTransferConfig"),
+        ("nanoinfer.lora.request", "LoRARequest"),
+        ("nanoinfer.benchmarks.datasets", "get_samples"),
+    ):
+        exec(f"from {source} import {imported}", names)
+    with pytest.raises(NanoinferError) as caught:
+        eval(REFUSED[name], names)
+    assert NOT_RUN[name] in str(caught.value)
+
+
+def test_readme_says_how_many_run():
+    num_running = sum(result == "runs" for result in ROWS.values())
+    sentence = f"{num_running} of {len(ROWS) + len(NOT_RUN)} scripts after vLLM's examples"
+    for page in (ROOT / "README.md", PAGE):
+        assert sentence in " ".join(page.read_text(encoding="utf-8").split()), sentence
+
+
+# ---- names, methods and arguments: tables that are made from those of the package
+
+
+def test_every_name_can_be_imported_and_is_an_object_of_nanoinfer_or_says_what_to_do():
+    for module, names in MODULES.items():
+        for name in names.split():
+            scope = {}
+            exec(f"from {f'nanoinfer.{module}'.rstrip('.')} import {name}", scope)
+            if name in PLACEHOLDERS:
+                with pytest.raises(UnsupportedError, match=f"^{name} is vLLM's: {re.escape(PLACEHOLDERS[name])}$"):
+                    scope[name]("an argument")
+                with pytest.raises(UnsupportedError, match=f"^{name} is vLLM's: "):
+                    scope[name].from_engine_args  # noqa: B018
+            else:
+                home = import_module(nanoinfer._PUBLIC.get(name) or HOMES[name])
+                assert scope[name] is getattr(home, name)
+
+
+def test_a_placeholder_can_stand_in_an_annotation_and_be_a_base_class():
+    class Mine(CompilationConfig):
+        pass
+
+    def function(given: CompilationConfig | None) -> None:
+        pass
+
+    function(None)
+    assert CompilationConfig is nanoinfer.config.CompilationConfig
+    with pytest.raises(UnsupportedError, match="enforce_eager=True"):
+        Mine()
+
+
+def test_other_modules_and_names_do_not_exist():
+    with pytest.raises(ModuleNotFoundError, match=r"nanoinfer\.utils\.something"):
+        import_module("nanoinfer.utils.something")
+    with pytest.raises(ImportError, match="cannot import name 'something'"):
+        from nanoinfer.utils import something  # noqa: F401
+    with pytest.raises(AttributeError, match="has no attribute 'Something'"):
+        nanoinfer.config.Something  # noqa: B018
+    assert find_spec("nanoinfer.v1") is not None
+    assert find_spec("nanoinfer.v2") is None
+
+
+def test_a_module_of_the_package_is_found_before_vllms():
+    assert import_module("nanoinfer.engine").__file__ is not None
+    assert import_module("nanoinfer.engine.arg_utils").EngineArgs is nanoinfer.EngineArgs
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_a_method_that_is_missing_says_what_to_do(kind):
+    llm = kind.__new__(kind)
+    for name in METHODS:
+        if not hasattr(kind, name):
+            with pytest.raises(
+                UnsupportedError, match=re.escape(f"'{kind.__name__}' object has no attribute {name!r}: {METHODS[name]}")
+            ):
+                getattr(llm, name)
+            assert not hasattr(llm, name)
+    with pytest.raises(AttributeError, match=f"^'{kind.__name__}' object has no attribute 'generat'$"):
+        llm.generat  # noqa: B018
+
+
+def test_a_way_out_is_one_of_an_argument_that_is_accepted_with_neutral_values():
+    assert set(WAYS_OUT) <= {name for names in NEUTRAL_VALUES.values() for name in names} | {"prompt_embeds"}
+
+
+def test_another_name_of_an_argument_is_the_argument():
+    assert SamplingParams(guided_decoding=None) == SamplingParams()
+    given = nanoinfer.EngineArgs(kv_cache_memory_bytes=2**22)
+    assert given == nanoinfer.EngineArgs(kv_cache_memory=2**22)
+    with pytest.raises(NanoinferError, match="got kv_cache_memory twice: kv_cache_memory_bytes is another name for it"):
+        nanoinfer.EngineArgs(kv_cache_memory=2**22, kv_cache_memory_bytes=2**20)
+
+
+def tables() -> dict[str, str]:
+    """The generated tables of the page, by the name in their marker."""
+
+    def table(head: str, rows: list[str]) -> str:
+        return "\n".join([f"| {head} |", "|" + "---|" * (head.count("|") + 1), *(f"| {row} |" for row in rows)])
+
+    imports = [
+        f"`from {f'nanoinfer.{module}'.rstrip('.')} import {name}` | {PLACEHOLDERS.get(name, 'works')}"
+        for module, names in MODULES.items()
+        for name in names.split()
+    ]
+    methods = [f"`{name}` | {sentence}" for name, sentence in METHODS.items()]
+    neutral: dict[str, tuple[object, ...]] = {}
+    for owner in NEUTRAL_VALUES.values():
+        neutral |= owner
+    arguments = [f"`{theirs}` | `{ours}` |" for theirs, ours in OTHER_NAMES.items()]
+    arguments += [
+        f"`{name}` | {', '.join(f'`{value!r}`' for value in values)} | {WAYS_OUT.get(name, '')}"
+        for name, values in neutral.items()
+    ]
+    return {
+        "names": table("import | it", imports),
+        "methods": table("method or attribute | what to do instead", methods),
+        "arguments": table("argument | accepted: another name, or values | what to do instead of others", arguments),
+    }
+
+
+def with_tables(text: str) -> str:
+    for name, table in tables().items():
+        text, count = re.subn(rf"(<!-- {name} -->\n)[\s\S]*?(\n<!-- end -->)", lambda m, table=table: m[1] + table + m[2], text)
+        assert count == 1, name
+    return text
+
+
+def test_the_generated_tables_are_up_to_date():
+    text = PAGE.read_text(encoding="utf-8")
+    assert with_tables(text) == text, "run: python tests/end_to_end/test_vllm_scripts.py"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

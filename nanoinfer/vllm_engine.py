@@ -1,0 +1,106 @@
+"""VLLMEngine: an engine whose steps the caller makes, with the methods of vLLM's LLMEngine, under whose name it is imported.
+
+In: prompts with SamplingParams, one call of step() after the other. Out: RequestOutputs. It is an LLM below: LLM.generate and
+LLM.stream make the steps themselves, and nanoinfer/engine is what they and this class call.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
+
+from nanoinfer.async_llm import RequestStream
+from nanoinfer.config import EngineArgs
+from nanoinfer.engine.inputs import PromptType
+from nanoinfer.engine.metrics import Metric
+from nanoinfer.errors import InvalidValueError, shown
+from nanoinfer.llm import LLM
+from nanoinfer.outputs import RequestOutput
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.vllm_compat import check_argument_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class VLLMEngine:
+    """Add requests, and call step() while has_unfinished_requests().
+
+    llm: The LLM below. One thread at a time may use both.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self._streams: dict[str, RequestStream] = {}  # of the requests whose last output was not returned, by id
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Load a model. Raises: as LLM() does."""
+        return cls(LLM.from_engine_args(engine_args))
+
+    @check_argument_names("add_request()")
+    def add_request(self, request_id: str, prompt: PromptType, params: SamplingParams) -> None:
+        """Queue a prompt. A prompt that is too long gets an output with finish_reason "error" in the next step.
+
+        Args:
+            request_id: For abort_request(), and in the outputs. Different from the ids of all unfinished requests.
+            prompt: As for LLM.generate, one prompt.
+            params: params.output_kind says what the outputs of step() hold.
+
+        Raises:
+            InvalidPromptError, InvalidTypeError, InvalidValueError: As LLM.generate does.
+        """
+        if not isinstance(request_id, str) or request_id in self._streams:
+            raise InvalidValueError(f"request_id must be a string that no unfinished request has, got {shown(request_id)}")
+        engine = self.llm.engine
+        prepared = engine.inputs.prepare(prompt, params)
+        stream = RequestStream(request_id, prepared.params.n, asyncio.Event(), engine.abort)
+        stream.prepared = prepared
+        stream.request = engine.submit(prepared, request_id=request_id, streaming=True)
+        self._streams[request_id] = stream
+
+    def step(self) -> list[RequestOutput]:
+        """Compute a step. Returns the outputs of all requests for which it has brought something."""
+        if self.llm.engine.num_unfinished:
+            self.llm.engine.step()
+        outputs = []
+        for stream in list(self._streams.values()):
+            if stream.deliver():
+                outputs.append(stream.output_with(stream.take()))
+            if stream.output is not None:
+                del self._streams[stream.request_id]
+        return [output for output in outputs if output is not None]
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether step() still has something to return."""
+        return bool(self._streams)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return the number of requests whose last output was not returned yet."""
+        return len(self._streams)
+
+    def abort_request(self, request_ids: str | Sequence[str]) -> None:
+        """End requests. The next step returns their outputs, with finish_reason "abort". Unknown ids are ignored."""
+        self.llm.engine.abort(*([request_ids] if isinstance(request_ids, str) else request_ids))
+
+    @check_argument_names("reset_prefix_cache()")
+    def reset_prefix_cache(self) -> bool:
+        """See LLM.reset_prefix_cache."""
+        return self.llm.reset_prefix_cache()
+
+    def get_metrics(self) -> list[Metric]:
+        """See LLM.get_metrics."""
+        return self.llm.get_metrics()
+
+    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """See LLM.get_tokenizer."""
+        return self.llm.get_tokenizer()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            from nanoinfer.vllm_names import no_attribute
+
+            no_attribute(self, name)
+
+
+LLMEngine = VLLMEngine

@@ -1,0 +1,197 @@
+"""vLLM's modules and names, so that the imports of a script for vLLM work when nanoinfer takes vllm's place in them.
+
+In: the import of a module that only vLLM has, such as nanoinfer.lora.request, or the use of a name that only vLLM has. Out: the
+object of nanoinfer that does the same, or a placeholder that says in one sentence, when it is used, what to do instead.
+docs/vllm.md lists all of them. Nothing here is imported before a script asks for such a name.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
+from functools import cache
+from importlib import import_module
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NoReturn
+
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.vllm_compat import NEUTRAL_VALUES
+
+# vLLM's modules that nanoinfer does not have -> the names that scripts import from them. "" is the package itself, and config
+# one of nanoinfer's own modules.
+MODULES = {
+    "": "LLMEngine AsyncLLMEngine PoolingParams PoolingRequestOutput EmbeddingRequestOutput ModelRegistry",
+    "config": "VllmConfig CompilationConfig KVTransferConfig StructuredOutputsConfig AttentionConfig ProfilerConfig",
+    "benchmarks.datasets": "add_dataset_parser get_samples",
+    "distributed.parallel_state": "cleanup_dist_env_and_memory",
+    "engine.arg_utils": "EngineArgs AsyncEngineArgs",
+    "engine.async_llm_engine": "AsyncLLMEngine",
+    "entrypoints.llm": "LLM",
+    "inputs": "PromptType TextPrompt TokensPrompt",
+    "lora.request": "LoRARequest",
+    "multimodal.utils": "fetch_image",
+    "pooling_params": "PoolingParams",
+    "utils": "FlexibleArgumentParser get_open_port random_uuid",
+    "utils.argparse_utils": "FlexibleArgumentParser",
+    "utils.network_utils": "get_open_port",
+    "v1.engine.async_llm": "AsyncLLM",
+    "v1.engine.llm_engine": "LLMEngine",
+    "v1.metrics.reader": "Counter Gauge Histogram Metric Vector",
+    "v1.worker.gpu_worker": "Worker",
+}
+
+# Those of the names that are objects of nanoinfer, beside the public ones -> the modules that define them.
+HOMES = {
+    "AsyncLLMEngine": "nanoinfer.async_llm",
+    "LLMEngine": "nanoinfer.vllm_engine",
+    "FlexibleArgumentParser": "nanoinfer.vllm_names",
+    "cleanup_dist_env_and_memory": "nanoinfer.distributed",
+} | dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "nanoinfer.engine.metrics")
+
+_POOLING = "nanoinfer generates text and computes no embeddings, scores or classes; use transformers or sentence-transformers"
+_WEIGHTS = "the weights stay as they were loaded; save the new ones as a checkpoint, and load it with a new LLM"
+_SLEEP = "an LLM does not give its memory back for a while; use llm.close(), and later a new LLM"
+_INSIDE = "nanoinfer has no workers to call; llm.engine.executor is the executor, and its model_runner.model the model"
+_PROFILE = "nanoinfer has no profiler of its own; use torch.profiler around generate(), or LLM(tracer=Recorder()) for its steps"
+
+# The other names, which do nothing but say what to do instead.
+PLACEHOLDERS = {
+    "AttentionConfig": "use LLM(attention_backend=...)",
+    "CompilationConfig": "nanoinfer compiles by itself; leave it out, or use LLM(enforce_eager=True) to run the model's file",
+    "EmbeddingRequestOutput": _POOLING,
+    "KVTransferConfig": "the KV cache stays in one process; leave it out",
+    "LoRARequest": "adapters are merged when the model is loaded, for all requests; use LLM(model, lora=path)",
+    "ModelRegistry": "use nanoinfer.register_model(name, Model), as notebook 12a does",
+    "PoolingParams": _POOLING,
+    "PoolingRequestOutput": _POOLING,
+    "ProfilerConfig": _PROFILE,
+    "StructuredOutputsConfig": "llguidance is the one backend; leave it out",
+    "VllmConfig": "nanoinfer's settings are LLM's arguments, nanoinfer.EngineArgs",
+    "Worker": _INSIDE,
+    "add_dataset_parser": "nanoinfer has no datasets; use prompts of your own, or the command nanoinfer bench",
+    "fetch_image": "no model of nanoinfer reads images; use text prompts",
+    "get_open_port": "nanoinfer has no data parallel ranks to connect; use nanoinfer batch --replicas N, or a port of your own",
+    "get_samples": "nanoinfer has no datasets; use prompts of your own, or the command nanoinfer bench",
+    "random_uuid": "use str(uuid.uuid4())",
+}
+
+# Methods and attributes of vLLM's LLM and AsyncLLM.
+METHODS = {
+    **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), _POOLING),
+    **dict.fromkeys(("sleep", "wake_up"), _SLEEP),
+    **dict.fromkeys(("collective_rpc", "apply_model", "llm_engine", "model_config", "vllm_config"), _INSIDE),
+    **dict.fromkeys(("init_weight_transfer_engine", "update_weights", "reload_weights"), _WEIGHTS),
+    **dict.fromkeys(("start_profile", "stop_profile"), _PROFILE),
+    **dict.fromkeys(("add_lora", "remove_lora"), PLACEHOLDERS["LoRARequest"]),
+    **dict.fromkeys(("pause_generation", "resume_generation"), "requests cannot be paused; use abort(request_id)"),
+    "get_tokenizer": "use async_llm.llm.get_tokenizer()",
+    "preprocess_chat": "use llm.render_chat(messages)",
+}
+
+
+class UnsupportedAttributeError(UnsupportedError, AttributeError):
+    """A method or an attribute of vLLM's that nanoinfer does not have. hasattr() is False."""
+
+
+def no_attribute(owner: object, name: str) -> NoReturn:
+    """Refuse an attribute that an object does not have, with the way out if it is one of vLLM's."""
+    missing = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    if name in METHODS:
+        raise UnsupportedAttributeError(f"{missing}: {METHODS[name]}")
+    raise AttributeError(missing, name=name, obj=owner)
+
+
+@cache
+def named(module: str, name: str) -> object:
+    """Return what a script for vLLM gets for a name of a module. Raises: AttributeError."""
+    import nanoinfer
+
+    if name not in MODULES.get(module.removeprefix("nanoinfer").removeprefix("."), "").split():
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    if name in PLACEHOLDERS:
+        refusal = f"{name} is vLLM's: {PLACEHOLDERS[name]}"
+        return _Placeholder(name, (), {"__doc__": refusal, "__module__": module, "_refusal": refusal})
+    return getattr(import_module(HOMES[name]) if name in HOMES else nanoinfer, name)
+
+
+class _Placeholder(type):
+    """The type of a name that can be imported and used in annotations. Any other use raises UnsupportedError."""
+
+    _refusal: str
+
+    def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
+        raise UnsupportedError(cls._refusal)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        cls()
+
+
+# ---- modules
+
+
+def find_spec(name: str) -> ModuleSpec | None:
+    """Find one of MODULES, or a package that holds one."""
+    if any(f"nanoinfer.{module}.".startswith(f"{name}.") for module in MODULES if module):
+        return ModuleSpec(name, _VLLMLoader(), is_package=True)
+    return None
+
+
+class _VLLMModule(ModuleType):
+    def __getattr__(self, name: str) -> object:
+        return named(self.__name__, name)
+
+
+class _VLLMLoader(Loader):
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _VLLMModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass  # the names are looked up one by one
+
+
+# ---- command lines of scripts
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """An ArgumentParser that reads --max_num_seqs as --max-num-seqs, as vLLM's does."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        given = sys.argv[1:] if args is None else args
+        dashed = [re.sub(r"^--[^=]+", lambda option: option[0].replace("_", "-"), one) for one in given]
+        return super().parse_known_args(dashed, namespace)
+
+
+def add_cli_arguments(parser: argparse.ArgumentParser, arguments: type) -> None:
+    """Add an option for each field of a dataclass of arguments that a command line can give, and for vLLM's further arguments.
+
+    vLLM's further ones are in the parsed arguments only if they were given.
+    """
+    for field in fields(arguments):
+        kind = re.search(r"bool|int|float|str|Mapping", str(field.type))
+        if kind is not None:
+            default = None if field.default is MISSING else field.default
+            _add_option(parser, field.name, kind[0], default)
+    for name, (neutral, *_) in NEUTRAL_VALUES["LLM()"].items():
+        _add_option(parser, name, "bool" if isinstance(neutral, bool) else "JSON", argparse.SUPPRESS)
+
+
+def _add_option(parser: argparse.ArgumentParser, name: str, kind: str, default: object) -> None:
+    option = "--" + name.replace("_", "-")
+    if kind == "bool":
+        parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default)
+    else:
+        converters: dict[str, Callable[[str], object]] = {"int": int, "float": float, "str": str, "Mapping": json.loads}
+        parser.add_argument(option, type=converters.get(kind, _json_or_text), default=default)
+
+
+def _json_or_text(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
