@@ -412,6 +412,8 @@ class AsyncEngineArgs(EngineArgs):
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:  # vLLM's further names
+        if not name[0].isupper():
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from nanoinfer.vllm_names import named
 
         return named(__name__, name)

@@ -107,47 +107,13 @@ NEUTRAL_VALUES: dict[str, dict[str, tuple[object, ...]]] = {
     },
     "BeamSearchParams": {"temperature": (0.0,), "include_stop_str_in_output": (False,)},
     "a prompt": {
+        "prompt_embeds": (None,),
         "multi_modal_data": (None,),
         "multi_modal_uuids": (None,),
         "mm_processor_kwargs": (None,),
         "token_type_ids": (None,),
         "cache_salt": (None,),
     },
-}
-
-_POOLING = "nanoinfer generates text and computes no embeddings, scores or classes"
-_LORA = "adapters are merged when the model is loaded, for all requests; use LLM(model, lora=path)"
-_RANKS = "use tensor_parallel_size=N to split the model, or nanoinfer batch --replicas N for several copies"
-_WORKERS = "nanoinfer has no workers of vLLM's kind; LLM(stages=...) and register_model() take your own code"
-# What to do instead of the other values. The default is to leave the argument out.
-WAYS_OUT = {
-    "runner": _POOLING,
-    "task": _POOLING,
-    "convert": _POOLING,
-    "lora_request": _LORA,
-    "enable_lora": _LORA,
-    "pipeline_parallel_size": _RANKS,
-    "data_parallel_size": _RANKS,
-    "distributed_executor_backend": "use tensor_parallel_size=N, under torchrun or not; docs/scaling.md says how to use Ray",
-    "enable_expert_parallel": "use tensor_parallel_size=N, which splits every expert",
-    "worker_cls": _WORKERS,
-    "worker_extension_cls": _WORKERS,
-    "load_format": "the format of a checkpoint is read from its files; for random weights, use nanoinfer bench --random-model",
-    "config_format": "a checkpoint needs Hugging Face's config.json",
-    "tokenizer_mode": "a checkpoint needs Hugging Face's tokenizer.json",
-    "hf_overrides": "copy the checkpoint, and change its config.json",
-    "override_generation_config": "use SamplingParams for each call",
-    "enable_prompt_embeds": "prompts are text or token ids; use {'prompt_token_ids': ids}",
-    "prompt_embeds": "prompts are text or token ids; use {'prompt_token_ids': ids}",
-    "enable_sleep_mode": "an LLM does not give its memory back for a while; use llm.close(), and later a new LLM",
-    "kv_transfer_config": "the KV cache stays in one process; leave it out",
-    "profiler_config": "use torch.profiler around generate(), or LLM(tracer=Recorder()) for the engine's steps",
-    "compilation_config": "use enforce_eager=True to run the model's file, or leave it out",
-    "num_gpu_blocks_override": "use kv_cache_memory=bytes",
-    "structured_outputs_config": "llguidance is the one backend; leave it out",
-    "backend": "llguidance is the one backend of structured outputs; leave it out",
-    "multi_modal_data": "no model of nanoinfer reads images, sound or video; use text",
-    "truncate_prompt_tokens": "pass the last tokens yourself, prompt_token_ids[-n:]",
 }
 
 
@@ -217,6 +183,8 @@ def check_argument_names(owner: str) -> Callable[[Callable[P, R]], Callable[P, R
 def check_neutral(name: str, value: object, neutral: Sequence[object]) -> None:
     """Refuse a value of another library's argument, unless it is one of those that change nothing here."""
     if not is_one_of(value, neutral):
+        from nanoinfer.vllm_names import WAYS_OUT
+
         way_out = WAYS_OUT.get(name, f"leave it out (it acts as {neutral[0]!r})")
         raise UnsupportedError(f"{name}={shown(value)} is not supported; {way_out}")
 

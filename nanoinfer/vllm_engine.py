@@ -38,13 +38,14 @@ class VLLMEngine:
         return cls(LLM.from_engine_args(engine_args))
 
     @check_argument_names("add_request()")
-    def add_request(self, request_id: str, prompt: PromptType, params: SamplingParams) -> None:
+    def add_request(self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0) -> None:
         """Queue a prompt. A prompt that is too long gets an output with finish_reason "error" in the next step.
 
         Args:
             request_id: For abort_request(), and in the outputs. Different from the ids of all unfinished requests.
             prompt: As for LLM.generate, one prompt.
             params: params.output_kind says what the outputs of step() hold.
+            priority: With scheduling_policy="priority": lower runs first.
 
         Raises:
             InvalidPromptError, InvalidTypeError, InvalidValueError: As LLM.generate does.
@@ -52,7 +53,7 @@ class VLLMEngine:
         if not isinstance(request_id, str) or request_id in self._streams:
             raise InvalidValueError(f"request_id must be a string that no unfinished request has, got {shown(request_id)}")
         engine = self.llm.engine
-        prepared = engine.inputs.prepare(prompt, params)
+        prepared = engine.inputs.prepare(prompt, params, priority)
         stream = RequestStream(request_id, prepared.params.n, asyncio.Event(), engine.abort)
         stream.prepared = prepared
         stream.request = engine.submit(prepared, request_id=request_id, streaming=True)

@@ -92,6 +92,41 @@ METHODS = {
     "preprocess_chat": "use llm.render_chat(messages)",
 }
 
+_RANKS = "use tensor_parallel_size=N to split the model, or nanoinfer batch --replicas N for several copies"
+_WORKERS = "nanoinfer has no workers of vLLM's kind; LLM(stages=...) and register_model() take your own code"
+_IDS = "prompts are text or token ids; use {'prompt_token_ids': ids}"
+
+# Arguments of NEUTRAL_VALUES with any other value. Without a sentence here, the way out is to leave the argument out.
+WAYS_OUT = {
+    "runner": _POOLING,
+    "task": _POOLING,
+    "convert": _POOLING,
+    "lora_request": PLACEHOLDERS["LoRARequest"],
+    "enable_lora": PLACEHOLDERS["LoRARequest"],
+    "pipeline_parallel_size": _RANKS,
+    "data_parallel_size": _RANKS,
+    "distributed_executor_backend": "use tensor_parallel_size=N, under torchrun or not; docs/scaling.md says how to use Ray",
+    "enable_expert_parallel": "use tensor_parallel_size=N, which splits every expert",
+    "worker_cls": _WORKERS,
+    "worker_extension_cls": _WORKERS,
+    "load_format": "the format of a checkpoint is read from its files; for random weights, use nanoinfer bench --random-model",
+    "config_format": "a checkpoint needs Hugging Face's config.json",
+    "tokenizer_mode": "a checkpoint needs Hugging Face's tokenizer.json",
+    "hf_overrides": "copy the checkpoint, and change its config.json",
+    "override_generation_config": "use SamplingParams for each call",
+    "enable_prompt_embeds": _IDS,
+    "prompt_embeds": _IDS,
+    "enable_sleep_mode": _SLEEP,
+    "kv_transfer_config": PLACEHOLDERS["KVTransferConfig"],
+    "profiler_config": _PROFILE,
+    "compilation_config": "use enforce_eager=True to run the model's file, or leave it out",
+    "num_gpu_blocks_override": "use kv_cache_memory=bytes",
+    "structured_outputs_config": PLACEHOLDERS["StructuredOutputsConfig"],
+    "backend": "llguidance is the one backend of structured outputs; leave it out",
+    "multi_modal_data": "no model of nanoinfer reads images, sound or video; use text",
+    "truncate_prompt_tokens": "pass the last tokens yourself, prompt_token_ids[-n:]",
+}
+
 
 class UnsupportedAttributeError(UnsupportedError, AttributeError):
     """A method or an attribute of vLLM's that nanoinfer does not have. hasattr() is False."""

@@ -14,8 +14,8 @@ import nanoinfer
 from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams
 from nanoinfer.config import CompilationConfig
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.vllm_compat import NEUTRAL_VALUES, OTHER_NAMES, WAYS_OUT
-from nanoinfer.vllm_names import HOMES, METHODS, MODULES, PLACEHOLDERS, find_spec
+from nanoinfer.vllm_compat import NEUTRAL_VALUES, OTHER_NAMES
+from nanoinfer.vllm_names import HOMES, METHODS, MODULES, PLACEHOLDERS, WAYS_OUT, find_spec
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "vllm.md"
@@ -43,6 +43,7 @@ SAYS = {
     "logprobs": [r"\* rank 1 ' a' 0\.\d+", "Sum: True", "Prompt: None True"],
     "metrics": [r"vllm:generation_tokens \(counter\) = 30", r"vllm:num_requests_running \(gauge\) = 0"],
     "prefix_caching": ["Same texts: True", r"Cached tokens: \[\d\d, \d\d, \d\d, \d\d\]", "Cached tokens after the reset: 0$"],
+    "priority": [r"^Order of the prompts: \[2, 1, 0\]$"],
     "reproducibility": ["^Same texts: True 4$"],
     "reset_kv": ["^Reset: True$", "^Tokens: 16$"],
     "spec_decode": ["^Output tokens: 40$", "^Consistent: True$"],
