@@ -19,7 +19,7 @@ from nanoinfer.tracing.recent import RecentRecorder
 
 MAX_REPLAYS = 100  # answers whose replays can be requested
 _TEMPLATE = Path(__file__).with_name("page.html")
-_SHOWN_DEFAULTS = ("temperature", "top_p", "top_k")
+_SHOWN_DEFAULTS = "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty".split()
 
 
 class Replays:

@@ -109,12 +109,14 @@ def test_messages_and_parameters_reach_the_engine(traced, visit, llm):
     set_parameters(
         page, temperature=0.9, top_p=0.95, top_k=40, max_tokens=30, seed=3, stop="zebra\nqueen", system="Tell stories."
     )
+    more = {"min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.2}
+    set_parameters(page, **more)
     page.fill("#input", "Once")
     page.press("#input", "Shift+Enter")
     page.keyboard.type("more")
     page.press("#input", "Enter")
     messages = [{"role": "system", "content": "Tell stories."}, {"role": "user", "content": "Once\nmore"}]
-    params = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, max_tokens=30, seed=3, stop=["zebra", "queen"])
+    params = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, max_tokens=30, seed=3, stop=["zebra", "queen"], **more)
     for question in (None, "And then?"):
         if question is not None:
             send(page, question)
@@ -159,6 +161,13 @@ def test_a_stream_grows_and_stop_frees_its_blocks(traced, visit):
         assert page.input_value("#input") == "Another"
         send(page, "Again")
         page.locator(".assistant >> nth=1").wait_for()
+        assert page.locator(".edit:enabled").count() == 0
+        page.keyboard.press("Escape")
+        traced.wait_until_idle()
+        finished(page)
+        assert page.locator(".assistant .note").last.inner_text().endswith("stopped")
+        send(page, "Once more")
+        page.locator(".assistant >> nth=2").wait_for()
         page.click("#new")
         traced.wait_until_idle()
         page.locator("#send:not([hidden])").wait_for()
@@ -180,6 +189,7 @@ def test_errors_are_shown_as_sentences(traced, visit):
     finished(page)
     expected = traced.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "top_p": 7})
     assert page.locator(".error:visible").inner_text() == expected.json()["error"]["message"]
+    assert page.locator(".copy:visible").count() == 1  # the message's. The answer has no text
     set_parameters(page, top_p="")
     page.click(".assistant .retry")
     assert finished(page) != ""
@@ -275,6 +285,86 @@ def test_markup_stays_text_and_reasoning_is_folded(traced, visit):
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.click(".assistant .copy")
     assert page.evaluate("navigator.clipboard.readText()") == NASTY
+
+
+MARKDOWN = """\
+# A *title*
+Plain **bold** and _slanted_, `a * b * c` and snake_case_names, 2 * 3 * 4, ~~gone~~ \\*kept\\*.
+
+1. one
+   - inner [link](https://example.org/a_b)
+   ```python
+   x = "# no heading"
+   ```
+
+2. two
+> quoted
+> more
+
+| a | b |
+|---|---|
+| 1 | `x` |
+
+---
+[bad](javascript:alert(1)) ![picture](https://example.org/p.png) <b>no</b>
+~~~
+unclosed"""
+
+
+def test_markdown_becomes_elements_that_load_nothing(traced, visit):
+    page = visit(traced)
+    answer_with(page, *(chunk(content=MARKDOWN[i : i + 7]) for i in range(0, len(MARKDOWN), 7)), chunk("stop", content=""))
+    send(page, "Hello")
+    finished(page)
+    shown = page.locator(".assistant .content")
+    expected = [
+        "<h3>A <em>title</em></h3>Plain <strong>bold</strong> and <em>slanted</em>, <code>a * b * c</code> and ",
+        "snake_case_names, 2 * 3 * 4, <del>gone</del> *kept*.\n",
+        '<ol start="1"><li>one\n<ul><li>inner ',
+        '<a href="https://example.org/a_b" target="_blank" rel="noopener noreferrer">link</a></li></ul>',
+        '<pre tabindex="0">x = "# no heading"\n</pre></li><li>two</li></ol><blockquote>quoted\nmore</blockquote>',
+        '<div tabindex="0" class="table"><table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td><code>x</code></td></tr>',
+        "</table></div><hr>[bad](javascript:alert(1)) ![picture](https://example.org/p.png) &lt;b&gt;no&lt;/b&gt;\n",
+        '<pre tabindex="0">unclosed</pre>',
+    ]
+    assert shown.inner_html().replace(' class=""', "") == "".join(expected)
+    page.unroute_all()
+    for hostile in (
+        "> " * 5000 + "deep",
+        "- " * 5000 + "deep",
+        "*" * 5000 + "a",
+        "**a " * 5000,
+        "x" + "`" * 5000,
+        "[" * 5000 + "](https://x)",
+    ):
+        answer_with(page, chunk("stop", content=hostile))
+        send(page, "Hello")
+        assert len(finished(page)) > 0
+        assert page.locator(".assistant .note").last.inner_text().endswith("finish reason: stop")
+        page.unroute_all()
+
+
+def test_a_sent_message_is_edited(traced, visit):
+    page = visit(traced)
+    answer_with(page, chunk("stop", content="fine"))
+    for text in ("First", "Second"):
+        send(page, text)
+        finished(page)
+    page.fill("#input", "a draft")
+    page.locator(".edit").first.click()
+    assert page.input_value("#input") == "First"
+    page.keyboard.press("Escape")
+    assert page.input_value("#input") == "a draft"
+    assert page.locator(".turn").count() == 4
+    page.locator(".edit").last.click()
+    page.locator(".edit").first.click()
+    page.fill("#input", "First, changed")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.press("#input", "Enter")
+    assert asked.value.post_data_json["messages"] == [{"role": "user", "content": "First, changed"}]
+    assert finished(page) == "fine"
+    assert page.locator(".turn .content").all_text_contents() == ["First, changed", "fine"]
+    assert page.locator(".editing").count() == 0
 
 
 def test_a_base_model_continues_the_text(visit):
