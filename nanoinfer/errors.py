@@ -48,6 +48,10 @@ class QueueFullError(NanoinferError):
     """Too many requests wait already, or too many new grammars, in AsyncLLM or the server."""
 
 
+class HelperProcessError(NanoinferError):
+    """A helper process, which renders chats or tries new grammars, does not start, or is killed again and again."""
+
+
 class EngineDeadError(NanoinferError):
     """The engine accepts no requests: its steps have failed, one of its ranks has ended, or it was shut down."""
 

@@ -15,10 +15,12 @@ from nanoinfer.errors import InvalidPromptError, first_line
 from nanoinfer.system.helper_process import HelperProcess, serve
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
-MAX_SECONDS = 1.0
+MAX_SECONDS = 1.0  # of the processor
+MAX_STOPPED_SECONDS = 3.0  # after which a renderer that neither replies nor ends is killed
 MAX_WAIT_SECONDS = 5.0  # for the chats of others
 MAX_BYTES = 2**28  # beyond what the renderer takes before its first template
 MAX_CHARACTERS = 2**23
+LARGE_REQUEST = 2**17  # characters from which on a chat has a renderer of its own, so that others do not wait for it
 
 
 def apply_chat_template(
@@ -44,7 +46,7 @@ def apply_chat_template(
         request = json.dumps([tokenizer.hf.chat_template, arguments])
     except Exception as error:  # also of the user's own classes
         raise InvalidPromptError(f"messages and chat_template_kwargs must be JSON ({first_line(error)})") from error
-    reply = _renderer.ask(request)
+    reply = (_renderer if len(request) <= LARGE_REQUEST else _large_renderer).ask(request)
     if reply is None:
         raise InvalidPromptError(f"the chat template was stopped: it took more than {MAX_SECONDS} s, or crashed")
     if "error" in reply:
@@ -52,7 +54,10 @@ def apply_chat_template(
     return str(reply["text"])
 
 
-_renderer = HelperProcess(__name__, "chat templates", max_wait=MAX_WAIT_SECONDS)
+_renderer, _large_renderer = (
+    HelperProcess(__name__, subject, max_wait=MAX_WAIT_SECONDS, max_seconds=MAX_STOPPED_SECONDS)
+    for subject in ("chat templates", "long chats")
+)
 
 
 # ---- in the other process

@@ -15,7 +15,7 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from nanoinfer.errors import EngineDeadError, InvalidPromptError, NanoinferError, QueueFullError
+from nanoinfer.errors import EngineDeadError, HelperProcessError, InvalidPromptError, NanoinferError, QueueFullError
 from nanoinfer.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -146,6 +146,8 @@ def add_error_handlers(app: FastAPI) -> None:
             return error_response(429, message, code="queue_full")
         if isinstance(error, EngineDeadError):
             return error_response(503, message, code="engine_unavailable")
+        if isinstance(error, HelperProcessError):
+            return error_response(500, message)
         param = _prompt_of(request) if isinstance(error, InvalidPromptError) else subject(message)
         return error_response(400, message, param=param)
 

@@ -33,7 +33,8 @@ MAX_STRING = 2**13  # characters of a single string in a schema
 MAX_NESTING = 64  # of a schema
 MAX_KEPT = 128  # grammars that need no second trial
 MAX_WAIT_SECONDS = 2.0  # for the trials of other grammars
-TRIAL_SECONDS, TRIAL_BYTES = 1.5, 2**30
+TRIAL_SECONDS, TRIAL_BYTES = 1.5, 2**30  # seconds of the processor
+MAX_STOPPED_SECONDS = 4.0  # after which a trial process that neither replies nor ends is killed
 TRIAL_TOKENS, TRIAL_TOKEN_SECONDS = 64, 0.05
 
 # What llguidance may spend: on the lexer of a grammar, and on one mask. In its own units, of which it does 14 to 50 in a us.
@@ -247,7 +248,7 @@ def _prepare() -> Callable[[bytes], str]:
     return reply
 
 
-_trial_process = HelperProcess(__name__, "new grammars", max_wait=MAX_WAIT_SECONDS)
+_trial_process = HelperProcess(__name__, "new grammars", max_wait=MAX_WAIT_SECONDS, max_seconds=MAX_STOPPED_SECONDS)
 
 if __name__ == "__main__":
     serve(_prepare, max_seconds=TRIAL_SECONDS, max_bytes=TRIAL_BYTES)

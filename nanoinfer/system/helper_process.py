@@ -1,20 +1,27 @@
 """A second Python process for work that may crash or never end, because a process can be stopped and a thread cannot.
 
-In: a request. Out: the reply, or None if the process took too long or crashed. Requests and replies are lines of JSON. The
-process is started at the first request, and again after it has ended.
+In: a request. Out: the reply, or None if the request takes too long or crashes. Requests and replies are lines of JSON. The
+process is started at the first request, and again after it has ended. A request during which it ended is tried once more.
 """
 
 import atexit
-import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from threading import Lock
+from threading import Lock, Timer
 from typing import Any
 
-from nanoinfer.errors import NanoinferError, QueueFullError
+from nanoinfer.errors import HelperProcessError, QueueFullError
+
+MAX_ATTEMPTS = 2
+MAX_START_SECONDS = 30.0
+
+# The signals that end a request for a reason of its own: its limit of time, or an error in a library. Windows lacks most.
+_LIMIT = getattr(signal, "SIGPROF", None)
+_CRASHES = {getattr(signal, name, None) for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV")}
 
 
 class HelperProcess:
@@ -23,29 +30,47 @@ class HelperProcess:
     Args:
         subject: What the process works on, for messages.
         max_wait: Seconds that a request may wait for others.
+        max_seconds: Seconds after which a process that neither replies nor ends, because it is stopped, is killed.
     """
 
-    def __init__(self, module: str, subject: str, *, max_wait: float) -> None:
-        self._module, self._subject, self._max_wait = module, subject, max_wait
+    def __init__(self, module: str, subject: str, *, max_wait: float, max_seconds: float) -> None:
+        self._module, self._subject = module, subject
+        self._max_wait, self._max_seconds = max_wait, max_seconds
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0  # the process that started it, because a fork starts its own
         atexit.register(self.close)
 
     def ask(self, request: str) -> Any:
-        """Return the reply to a request in JSON, or None if there is none. It waits for others for at most max_wait."""
+        """Return the reply to a request in JSON, or None if the request takes too long, or crashes as often as it is tried.
+
+        Raises:
+            QueueFullError: The requests of others took longer than max_wait.
+            HelperProcessError: The process did not start, or was killed, as often as the request was tried.
+        """
         if not self._lock.acquire(timeout=self._max_wait):
             raise QueueFullError(f"too many {self._subject} wait already; try again later")
+        ended_by: int | None = None
         try:
-            reply = self._exchange(request.encode() + b"\n")
-            if reply is None:
+            for _ in range(MAX_ATTEMPTS):
+                if (process := self._running() or self._start()) is None:
+                    continue
+                if line := _read_line(process, self._max_seconds, request.encode() + b"\n"):
+                    return json.loads(line)
                 self.close()
-            return reply
+                if (ended_by := -process.returncode) == _LIMIT:
+                    return None
         except BaseException:  # such as Ctrl-C, after which the next reply would be to this request
             self.close()
             raise
         finally:
             self._lock.release()
+        if ended_by in _CRASHES:
+            return None
+        raise HelperProcessError(
+            f"the process for {self._subject} did not start, or was killed, {MAX_ATTEMPTS} times; try again later, and if it "
+            f"never starts, `{sys.executable} -m {self._module}` shows why"
+        )
 
     def close(self) -> None:
         """Stop the process."""
@@ -54,41 +79,46 @@ class HelperProcess:
             self._process.communicate()  # closes the pipes
         self._process = None
 
-    def _exchange(self, request: bytes) -> Any:
-        if self._process is None or self._owner != os.getpid():
-            self._process, self._owner = self._start(), os.getpid()
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(request)
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            return None
-        return json.loads(line) if line else None
+    def _running(self) -> "subprocess.Popen[bytes] | None":
+        """Return the process if it can be asked. It may have been killed since the last request."""
+        if self._process is not None and (self._owner != os.getpid() or self._process.poll() is not None):
+            self.close()
+        return self._process
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        """Start the process with the modules that this one finds, and wait until it is ready."""
+    def _start(self) -> "subprocess.Popen[bytes] | None":
+        """Start the process with the modules that this one finds. Returns None if it does not become ready."""
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        failed = NanoinferError(
-            f"the process for {self._subject} did not start; `{sys.executable} -m {self._module}` shows why"
-        )
         try:
-            process = subprocess.Popen(
+            self._process, self._owner = subprocess.Popen(
                 [sys.executable, "-P", "-W", "ignore", "-m", self._module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": path},
                 start_new_session=True,  # Ctrl-C is for this process only
-            )
-        except OSError as error:
-            raise failed from error
-        assert process.stdout is not None
-        if process.stdout.readline() != b"ready\n":
-            process.communicate()
-            raise failed
-        return process
+            ), os.getpid()
+        except OSError:
+            return None
+        if _read_line(self._process, MAX_START_SECONDS) != b"ready\n":
+            self.close()
+        return self._process
+
+
+def _read_line(process: "subprocess.Popen[bytes]", max_seconds: float, request: bytes = b"") -> bytes:
+    """Write a request, and read a line. Returns b"" if the process ends, and kills it if it takes too long."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    timer = Timer(max_seconds, process.kill)
+    timer.start()
+    try:
+        process.stdin.write(request)
+        process.stdin.flush()
+        line = process.stdout.readline()
+    except BrokenPipeError:
+        return b""
+    finally:
+        timer.cancel()
+    return line if line.endswith(b"\n") else b""
 
 
 def serve(prepare: Callable[[], Callable[[bytes], object]], *, max_seconds: float, max_bytes: int) -> None:
@@ -96,7 +126,8 @@ def serve(prepare: Callable[[], Callable[[bytes], object]], *, max_seconds: floa
 
     Args:
         prepare: Imports what is needed, and returns the function that turns a request, in JSON, into the reply.
-        max_seconds: The limit of a request. One that takes longer ends the process.
+        max_seconds: The limit of a request, in seconds of the processor, so that a busy machine ends none. One that takes
+            longer ends the process.
         max_bytes: The limit, on Linux only, of memory beyond what the process takes before its first request.
     """
     replies, sys.stdout = sys.stdout.buffer, sys.stderr  # so that what a library prints is not taken for a reply
@@ -105,18 +136,26 @@ def serve(prepare: Callable[[], Callable[[bytes], object]], *, max_seconds: floa
     replies.write(b"ready\n")
     replies.flush()
     for line in sys.stdin.buffer:
-        # This ends the process from a thread that does not need the interpreter, so a library's function cannot prevent it.
-        faulthandler.dump_traceback_later(max_seconds, exit=True)
+        _limit_time(max_seconds)
         reply = answer(line)
-        faulthandler.cancel_dump_traceback_later()
+        _limit_time(0)
         replies.write(json.dumps(reply).encode() + b"\n")
         replies.flush()
 
 
+def _limit_time(max_seconds: float) -> None:
+    """End the process after these seconds. The signal has no handler, so no library can prevent it. 0 is without limit."""
+    if _LIMIT is not None:
+        signal.setitimer(signal.ITIMER_PROF, max_seconds)
+
+
 def _limit_memory(max_bytes: int) -> None:
+    """Lower the limit of address space, and keep a lower one that there is (`ulimit -v`, a cluster's)."""
     if sys.platform == "linux":
         import resource
 
         with open("/proc/self/statm", encoding="ascii") as statm:
             taken = int(statm.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + max_bytes, resource.RLIM_INFINITY))
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        lowest = min(limit for limit in (taken + max_bytes, soft, hard) if limit != resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_AS, (lowest, hard))

@@ -93,12 +93,16 @@ def test_a_template_that_is_stopped_ends_alone_and_the_next_chat_is_answered(tok
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows")
-def test_a_process_that_was_killed_is_started_again(tokenizer):
+def test_a_renderer_that_was_killed_costs_no_chat(tokenizer):
     expected = apply_chat_template(tokenizer, MESSAGES)
     os.kill(chat_template._renderer._process.pid, signal.SIGKILL)
-    with pytest.raises(InvalidPromptError, match="was stopped"):
-        apply_chat_template(tokenizer, MESSAGES)
     assert apply_chat_template(tokenizer, MESSAGES) == expected
+
+
+def test_a_long_chat_does_not_use_the_renderer_of_the_others(tokenizer):
+    long = [{"role": "user", "content": "word " * 2**15}]
+    with chat_template._renderer._lock:  # it is busy
+        assert long[0]["content"].strip() in apply_chat_template(tokenizer, long)
 
 
 def test_threads_get_the_text_of_their_own_messages(tokenizer):
