@@ -29,7 +29,7 @@ What every token needs. docs/reading.md walks through it:
     sampling/             logits -> token ids, stage by stage
     tokenization/         text -> token ids, token ids -> text. No torch
     loading/              checkpoints -> weights: folders, hub names, GGUF, GPTQ, AWQ, FP8, LoRA
-    system/               copies to a device, effects on the whole process, a helper process with limits
+    system/               copies to a device, effects on the whole process, a helper process with limits, threads
 
 What is imported when it is used:
 

@@ -7,8 +7,8 @@ In: prompts and SamplingParams. Out: RequestOutputs, or merged Deltas, as they g
                                        step, step, step ...
     RequestStreams  <-- one call --    the new Deltas of all requests
 
-Prompts are prepared in further threads, so that a long prompt delays no other request, and grammars are compiled in threads of
-their own, so that a request without a grammar never waits for them.
+Prompts are prepared in further threads (system/work_threads.py), so that a long one delays no other request, and grammars are
+compiled in threads of their own, so that a request without a grammar never waits for them.
 """
 
 import asyncio
@@ -30,6 +30,7 @@ from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError,
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput, sum_of_logprobs
 from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
+from nanoinfer.system.work_threads import LARGE, WorkThreads
 from nanoinfer.vllm_compat import arguments_of, check_argument_names
 
 NUM_GRAMMAR_THREADS = 8  # most of them wait for the one process that tries new grammars, and give up after MAX_WAIT_SECONDS
@@ -59,6 +60,7 @@ class AsyncLLM:
         self._unused_ids = map(str, count())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grammar_threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, "nanoinfer grammar")
+        self.threads = WorkThreads()
         self._is_closing = False
         self._freeing = threading.Lock()
         self._streaming = args.streaming
@@ -116,7 +118,9 @@ class AsyncLLM:
         params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
         num_answers = params.n if isinstance(params, SamplingParams) else 1  # prepare_prompt refuses anything else
         prepare = partial(self.engine.inputs.prepare_prompt, prompt, params, priority)
-        stream = await self.submit(prepare, num_answers=num_answers, request_id=request_id)
+        text_or_ids = prompt.get("prompt") or prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+        is_large = isinstance(text_or_ids, str | list) and len(text_or_ids) > LARGE
+        stream = await self.submit(prepare, num_answers=num_answers, request_id=request_id, is_large=is_large)
         try:
             async for deltas in stream:
                 if (output := stream.output_with(deltas)) is not None:
@@ -131,6 +135,7 @@ class AsyncLLM:
         *,
         num_answers: int,
         request_id: str | None = None,
+        is_large: bool = False,
     ) -> "RequestStream":
         """Queue a request, and return its stream, which the caller closes whatever happens. Raises: as generate does.
 
@@ -140,6 +145,7 @@ class AsyncLLM:
             has_news: Set when the stream has deltas. Several streams may share one, to be read together with take().
             num_answers: The n of the request. Each answer is a sequence, which counts towards the limit.
             request_id: As for generate.
+            is_large: Whether the request is longer than work_threads.LARGE, so that small ones must not wait for it.
         """
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
@@ -152,7 +158,7 @@ class AsyncLLM:
         stream = RequestStream(self._checked_id(request_id), num_answers, has_news or asyncio.Event(), self._thread.abort)
         self._streams[stream.request_id] = stream
         try:
-            stream.prepared = await asyncio.to_thread(prepare)
+            stream.prepared = await self.threads.run(prepare, is_large=is_large)
             if stream.prepared.params.structured_outputs is not None:
                 compile_grammar = self.engine.inputs.compile_grammar
                 stream.prepared = await loop.run_in_executor(self._grammar_threads, compile_grammar, stream.prepared)
@@ -234,6 +240,7 @@ class AsyncLLM:
             self._thread.close()
             self._thread.join()
             self._grammar_threads.shutdown(wait=False)
+            self.threads.close()
             self.llm.close()
 
     if not TYPE_CHECKING:

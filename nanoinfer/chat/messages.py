@@ -30,8 +30,9 @@ def render_chat(
     continue_final_message: bool = False,
     chat_template_kwargs: Mapping[str, object] | None = None,
     tools: Sequence[Tool] | None = None,
+    max_tokens: int | None = None,
 ) -> "TokensPrompt":
-    """Render one conversation as a prompt. The arguments are those of LLM.chat."""
+    """Render one conversation as a prompt. The arguments are those of LLM.chat, and max_tokens of Tokenizer.encode."""
     conversation = [with_tool_arguments(message) for message in with_text_content(messages)]
     if tokenizer is None:
         raise InvalidPromptError("this checkpoint has no tokenizer, so there is no chat template; use token ids")
@@ -59,7 +60,7 @@ def render_chat(
         **(chat_template_kwargs or {}),
     )
     # The template has written every special token: adding BOS here would duplicate it.
-    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)}
 
 
 def with_text_content(messages: Any) -> list[dict[str, Any]]:

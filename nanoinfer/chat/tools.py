@@ -20,6 +20,8 @@ ToolChoice = str | Mapping[str, object]  # "auto", "none", "required" or {"type"
 
 # Qwen3 was trained on json.dumps(call). {"type": "object"} is any object.
 _SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+MAX_ARGUMENTS = 2**18  # characters of a call's arguments in a message that are parsed, so that none take long
+
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -77,8 +79,9 @@ def check_tool_choice(tool_choice: ToolChoice, tools: Sequence[Mapping[str, Any]
 def with_tool_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message in OpenAI's form as templates read it.
 
-    The arguments of calls are objects instead of JSON text. Text that is no JSON object stays, so that a conversation goes on
-    after a malformed call. A null is left out, but the content of a call is "". "reasoning" becomes "reasoning_content" too.
+    The arguments of calls are objects instead of JSON text. Text that is no JSON object, or very long, stays, so that a
+    conversation goes on after a malformed call. A null is left out, but the content of a call is "". "reasoning" becomes
+    "reasoning_content" too.
     """
     message = {name: value for name, value in message.items() if value is not None}
     if message.get("role") == "assistant":
@@ -93,6 +96,8 @@ def with_tool_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 def _with_object(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    if len(function["arguments"]) > MAX_ARGUMENTS:
         return call
     try:
         arguments = json.loads(function["arguments"])

@@ -131,7 +131,7 @@ class InputProcessor:
         """Render one conversation as a prompt. The keyword arguments are those of chat.messages.render_chat."""
         from nanoinfer.chat.messages import render_chat
 
-        return render_chat(self._tokenizer, messages, **rendering)
+        return render_chat(self._tokenizer, messages, **{"max_tokens": self._info.max_model_len} | rendering)
 
     def render_chats(
         self,
@@ -175,7 +175,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise InvalidPromptError("this checkpoint has no tokenizer; give token ids, or load it with a tokenizer")
-            return prompt, self._tokenizer.encode(prompt)
+            return prompt, self._tokenizer.encode(prompt, max_tokens=self._info.max_model_len)
         return None, _token_ids(prompt)
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -222,7 +222,8 @@ class InputProcessor:
     def _too_long(self, num_prompt_tokens: int) -> str:
         # Client libraries recognise the first words, which are OpenAI's, and then shorten the conversation.
         error = f"This model's maximum context length is {self._info.max_model_len} tokens. However, the prompt has "
-        error += f"{num_prompt_tokens} tokens, and the answer needs at least one; shorten the prompt"
+        at_least = "at least " if num_prompt_tokens > 2 * self._info.max_model_len else ""  # see Tokenizer.encode
+        error += f"{at_least}{num_prompt_tokens} tokens, and the answer needs at least one; shorten the prompt"
         if self._info.max_model_len < self._info.max_position_embeddings:
             error += (
                 f", or load the model with max_model_len up to {self._info.max_position_embeddings} and more kv_cache_memory"

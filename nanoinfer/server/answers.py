@@ -38,12 +38,12 @@ class Answers:
         self._num_tokens = 0  # of all answers until now
         self._has_news = asyncio.Event()
 
-    async def submit(self, async_llm: AsyncLLM, prepares: list[Callable[[], PreparedRequest]]) -> None:
+    async def submit(self, async_llm: AsyncLLM, prepares: list[Callable[[], PreparedRequest]], *, is_large: bool) -> None:
         """Queue every prompt, or no prompt if one is refused."""
         async_llm.check_capacity(len(prepares) * self._n)
         try:
             for prepare in prepares:
-                stream = await async_llm.submit(prepare, self._has_news, num_answers=self._n)
+                stream = await async_llm.submit(prepare, self._has_news, num_answers=self._n, is_large=is_large)
                 self.streams.append(stream)
                 if stream.prepared.error is not None:
                     raise RequestError(400, stream.prepared.error, code="context_length_exceeded")

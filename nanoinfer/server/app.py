@@ -3,7 +3,6 @@
 In: HTTP requests. Out: responses. protocol.py defines what a request means, and choices.py the JSON of its answers.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,10 +20,11 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.answers import Answers, Choices, respond
 from nanoinfer.server.choices import ChatChoices, ChatFormat, CompletionChoices, messages_of
 from nanoinfer.server.errors import ERRORS, RequestError, add_error_handlers, describe_errors, json_response
-from nanoinfer.server.limits import RequestLimits, StrictRoute
+from nanoinfer.server.limits import RequestLimits, StrictRequest, StrictRoute
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.server.page import Replays, add_page
 from nanoinfer.server.protocol import (
+    MAX_TOKENIZED,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -53,6 +53,7 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """Make the application of an AsyncLLM, which the caller shuts down."""
     app = FastAPI(title="nanoinfer", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
     app.router.route_class = StrictRoute
+    app.state.threads = async_llm.threads
     add_error_handlers(app)
     app.add_middleware(RequestLimits, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
     if settings.cors_origins:
@@ -73,16 +74,16 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
     chat_format = ChatFormat.choose(template, settings.reasoning_parser, settings.tool_call_parser)
 
     async def generate(
-        http: Request,
+        http: StrictRequest,
         body: CompletionRequest | ChatCompletionRequest,
         prepares: Sequence[Callable[[SamplingParams], PreparedRequest]],
         choices: Choices,
     ) -> Response:
         """Answer one prompt for each of prepares, which run in threads, as the checks of params do."""
         model = check_body(body, settings)
-        params = await asyncio.to_thread(to_sampling_params, body, default)
+        params = await async_llm.threads.run(partial(to_sampling_params, body, default), is_large=http.is_large)
         answers = Answers(params.n, is_prompt_only=body.max_tokens == 0)
-        await answers.submit(async_llm, [partial(prepare, params) for prepare in prepares])
+        await answers.submit(async_llm, [partial(prepare, params) for prepare in prepares], is_large=http.is_large)
         if replays is not None:
             replays.add(answers)
         return await respond(
@@ -92,12 +93,12 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
     streams: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # or JSON
 
     @app.post("/v1/completions", responses=streams)
-    async def completions(http: Request, body: CompletionRequest) -> Response:
+    async def completions(http: StrictRequest, body: CompletionRequest) -> Response:
         prepares = [partial(inputs.prepare_prompt, prompt, priority=body.priority) for prompt in body.prompts]
         return await generate(http, body, prepares, CompletionChoices(body, tokenizer))
 
     @app.post("/v1/chat/completions", responses=streams)
-    async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:
+    async def chat_completions(http: StrictRequest, body: ChatCompletionRequest) -> Response:
         prepare = partial(chat_format.prepare, body, inputs)
         return await generate(http, body, [prepare], ChatChoices(body, chat_format, tokenizer))
 
@@ -118,23 +119,33 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) 
         return engine.tokenizer
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(http: StrictRequest, body: TokenizeRequest) -> Response:
         check_body(body, settings)
+        return await async_llm.threads.run(partial(tokenized, body), is_large=http.is_large)
 
-        def encode() -> list[int]:
-            if body.messages is None:
-                return list(tokenizer().encode(body.prompt, add_special_tokens=body.add_special_tokens is not False))
-            return engine.inputs.render_chat(messages_of(body.messages), tools=body.tools, **body.rendering)["prompt_token_ids"]
-
-        tokens = await asyncio.to_thread(encode)
+    def tokenized(body: TokenizeRequest) -> Response:
+        most = max(MAX_TOKENIZED, engine.max_model_len)
+        if body.messages is None:
+            add_special_tokens = body.add_special_tokens is not False
+            tokens = list(tokenizer().encode(body.prompt, add_special_tokens=add_special_tokens, max_tokens=most))
+        else:
+            rendered = engine.inputs.render_chat(
+                messages_of(body.messages), tools=body.tools, max_tokens=most, **body.rendering
+            )
+            tokens = rendered["prompt_token_ids"]
+        if len(tokens) > most:
+            raise RequestError(400, f"the text has more than {most} tokens; send it in parts")
         texts = [tokenizer().backend.id_to_token(token_id) for token_id in tokens] if body.return_token_strs else None
         max_model_len = engine.max_model_len
         return json_response({"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": texts})
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(http: StrictRequest, body: DetokenizeRequest) -> Response:
         check_body(body, settings)
-        return json_response({"prompt": await asyncio.to_thread(tokenizer().decode, body.tokens, skip_special_tokens=False)})
+        return await async_llm.threads.run(partial(detokenized, body), is_large=http.is_large)
+
+    def detokenized(body: DetokenizeRequest) -> Response:
+        return json_response({"prompt": tokenizer().decode(body.tokens, skip_special_tokens=False)})
 
 
 def _add_information(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) -> None:

@@ -21,6 +21,7 @@ from nanoinfer.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 MAX_ERRORS, MAX_CHARACTERS = 10, 200  # in the message for a body that does not validate
+MAX_MESSAGE = 2000  # characters of any other message
 RETRY_AFTER = {429: "1", 503: "10"}  # seconds, which OpenAI's client follows up to 120
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _PARAMETERS = SamplingParams.__dataclass_fields__.keys() | {
@@ -93,12 +94,12 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 
 
 def without_paths(message: str) -> str:
-    """Remove paths of this machine from the message of an error.
+    """Remove paths of this machine from the message of an error, of which the end is cut if it is long.
 
     >>> without_paths("OSError: cannot read /home/me/model/config.json; see docs/models.md, 1/2")
     'OSError: cannot read <path>; see docs/models.md, 1/2'
     """
-    return _PATH.sub("<path>", message)
+    return _PATH.sub("<path>", message[:MAX_MESSAGE])
 
 
 def subject(message: str) -> str | None:

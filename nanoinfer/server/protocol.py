@@ -17,12 +17,21 @@ from nanoinfer.server.fields import NEUTRAL_VALUES, WITHOUT_EFFECT, check_fields
 MAX_ANSWERS, MAX_PROMPTS, MAX_LOGPROBS, MAX_STOPS = 128, 2048, 20, 16
 MAX_LISTED = 1024  # ids or words in a list that is examined at every token
 MAX_ALLOWED = 2**18  # the size of the largest vocabulary, all of which allowed_token_ids may contain
+MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 2**13, 2**10, 2**10
+MAX_IDS = 2**20  # of a prompt
+MAX_TOKENIZED = 2**16  # tokens of a text in /tokenize, or the model's length if it is more
 INT64, UINT64 = 2**63, 2**64
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
 StopString = Annotated[str, Field(max_length=128)]
 BadWord = Annotated[str, Field(max_length=128)]
+
+
+def _few_items(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MAX_LISTED:  # pydantic would check all values first
+        raise ValueError(f"{len(value)} items; at most {MAX_LISTED} items are read")
+    return value
 
 
 def _list_of_stops(stop: object) -> object:
@@ -49,8 +58,8 @@ def _form_of_prompt(prompt: object) -> str | None:
 Prompt = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[TokenIds, Tag("<ids>")]
-    | Annotated[list[str], Field(fail_fast=True), Tag("<texts>")]
-    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("<lists>")],
+    | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<texts>")]
+    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<lists>")],
     Discriminator(
         _form_of_prompt,
         custom_error_type="prompt_type",
@@ -64,7 +73,8 @@ def _form_of_content(content: object) -> str | None:
 
 
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[dict[str, Any]], Tag("<parts>")],
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
     Discriminator(
         _form_of_content,
         custom_error_type="content_type",
@@ -122,7 +132,7 @@ class GenerationRequest(_Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LISTED)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LISTED), BeforeValidator(_few_items)] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(max_length=MAX_ALLOWED)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
     response_format: dict[str, Any] | None = None
@@ -173,13 +183,17 @@ class ChatMessage(BaseModel):
     content: Content | None = None
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
 class _Rendered(BaseModel):
     """How messages become a prompt."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
 
     @model_validator(mode="after")
     def check_final_message(self) -> Self:
@@ -201,7 +215,7 @@ class _Rendered(BaseModel):
 class ChatCompletionRequest(_Rendered, GenerationRequest):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    messages: Messages
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -233,7 +247,7 @@ class TokenizeRequest(_Rendered, _Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -250,7 +264,7 @@ class DetokenizeRequest(_Body):
     """The body of /detokenize, as in vLLM."""
 
     model: str | None = None
-    tokens: TokenIds
+    tokens: Annotated[TokenIds, Field(max_length=MAX_ALLOWED)]
 
 
 def to_sampling_params(request: CompletionRequest | ChatCompletionRequest, default: SamplingParams) -> SamplingParams:
@@ -279,8 +293,6 @@ def _check_completion(request: CompletionRequest) -> None:
     """Refuse known features that are not supported."""
     if request.max_tokens == 0 and not request.echo:
         raise RequestError(400, "max_tokens must be >= 1, or 0 with echo", param="max_tokens")
-    if len(request.prompts) > MAX_PROMPTS:
-        raise RequestError(400, f"prompt holds {len(request.prompts)} prompts; at most {MAX_PROMPTS}", param="prompt")
     if request.best_of not in (None, request.n or 1):
         raise RequestError(400, "best_of is not supported; leave it out", param="best_of", code="unsupported")
 

@@ -89,14 +89,17 @@ class HelperProcess:
         """Start the process with the modules that this one finds. Returns None if it does not become ready."""
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         try:
-            self._process, self._owner = subprocess.Popen(
-                [sys.executable, "-P", "-W", "ignore", "-m", self._module],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C is for this process only
-            ), os.getpid()
+            self._process, self._owner = (
+                subprocess.Popen(
+                    [sys.executable, "-P", "-W", "ignore", "-m", self._module],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env=os.environ | {"PYTHONPATH": path},
+                    start_new_session=True,  # Ctrl-C is for this process only
+                ),
+                os.getpid(),
+            )
         except OSError:
             return None
         if _read_line(self._process, MAX_START_SECONDS) != b"ready\n":

@@ -3,7 +3,7 @@
 Importing the package changes nothing. An engine applies these effects, and logs the first three on the logger `nanoinfer`:
 
     allocator thresholds   glibc keeps freed memory. `keep_freed_memory`, below, when attention/cpu.py makes a CPUBackend. It
-                           lasts as long as the process.
+                           lasts as long as the process. A server returns what large requests freed (`return_freed_memory`).
     number of threads      torch's are lowered to a container's quota of CPUs (`keep_cpu_quota`, below) when the first engine is
                            made, and divided among the ranks of tensor_parallel_size (distributed/launch.py). If
                            OMP_NUM_THREADS is set, they stay as they are.
@@ -57,6 +57,14 @@ def keep_freed_memory() -> None:
         return
     if mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES) + mallopt(_M_TRIM_THRESHOLD, 2 * KEPT_BYTES):  # each is 1 if it was accepted
         log_once(f"malloc keeps freed blocks of up to {KEPT_BYTES // 2**20} MiB (mallopt)")
+
+
+def return_freed_memory() -> None:
+    """Make glibc return the memory that large requests have freed to the system, which later steps fault in again."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError, TypeError):
+        return
 
 
 def cpu_quota() -> float | None:

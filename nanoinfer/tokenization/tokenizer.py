@@ -123,11 +123,21 @@ class Tokenizer:
             )
         return cls(hf)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """The ids of a text, with the special tokens that the tokenizer adds, such as BOS, unless add_special_tokens is False.
+
+        max_tokens: The length beyond which the ids cannot be used. Of a text with more than twice as many, they may be those of
+        the beginning only, since a token takes 400 bytes while a text is encoded. They are still more than twice as many.
 
         Raises: InvalidPromptError if the text has a lone surrogate, which is not valid Unicode.
         """
+        if max_tokens is not None:
+            ids: list[int] = []
+            size = max(LONG_TEXT, 2 * max_tokens)
+            for start in range(0, len(text), size) if len(text) > 4 * size else ():  # a cut adds few tokens, if any
+                ids += self.encode(text[start : start + size], add_special_tokens=False)
+                if len(ids) > 2 * max_tokens:
+                    return ids
         try:
             with panics_raised():
                 if len(text) > LONG_TEXT:
@@ -168,6 +178,8 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """The text of some ids. Ids beyond the vocabulary decode to "", an incomplete character to U+FFFD."""
+        if len(token_ids) > LONG_TEXT:  # without Python's lock, as in encode
+            return self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:

@@ -39,9 +39,9 @@ ALLOWED = {
         "engine",
     },
     "llm": {"words", "tracing", "sampling", "chat", "engine"},
-    "async_llm": {"words", "engine", "llm"},
+    "async_llm": {"words", "system", "engine", "llm"},
     "vllm_engine": {"words", "engine", "llm", "async_llm"},
-    "server": {"words", "tracing", "tokenization", "chat", "engine", "async_llm"},
+    "server": {"words", "system", "tracing", "tokenization", "chat", "engine", "async_llm"},
     "bundled": set(),
     "bench": {"words", "tracing", "loading", "attention", "fast", "llm", "server"},
     "learn": {

@@ -2,12 +2,15 @@
 
 import json
 import socket
+import threading
 
 import http_server
 import httpx2
 import pytest
 
+from nanoinfer.server import limits
 from nanoinfer.server.errors import validation_message, without_paths
+from nanoinfer.system.work_threads import LARGE
 
 LIMIT = 20_000
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -63,7 +66,7 @@ def assert_refused(response, status, message, param=None, code=None):
         (COMPLETIONS, {"prompt": "x", "best_of": 3}, 400, "best_of is not supported", "best_of", "unsupported"),
         (COMPLETIONS, {"prompt": []}, 400, "the prompt has no tokens", "prompt", None),
         (COMPLETIONS, {"prompt": ""}, 400, "the prompt has no tokens", "prompt", None),
-        (COMPLETIONS, {"prompt": ["x"] * 2049}, 400, "2049 prompts; at most 2048", "prompt", None),
+        (COMPLETIONS, {"prompt": ["x"] * 2049}, 400, "at most 2048 items", "prompt", None),
         (COMPLETIONS, {"prompt": [-1]}, 400, "prompt.0: Input should be greater", "prompt", None),
         (COMPLETIONS, {"prompt": [99999]}, 400, "the prompt has the token id 99999", "prompt", None),
         (COMPLETIONS, {"prompt": [5] * 600}, 400,
@@ -89,6 +92,17 @@ def assert_refused(response, status, message, param=None, code=None):
         (CHAT, {"messages": HELLO, "top_logprobs": 2}, 400, "top_logprobs needs logprobs=true", "top_logprobs", None),
         (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": 1}}, 400, "chat_template_kwargs must not",
          "chat_template_kwargs", None),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {str(i): "a" for i in range(2000)}}, 400, "2000 items; at most 1024",
+         "logit_bias", None),
+        (COMPLETIONS, {"prompt": "a " * 100_000}, 400, "the prompt has at least", None, "context_length_exceeded"),
+        (COMPLETIONS, {"prompt": [[1]] * 70_000}, 400, "70003 lists, objects and keys; at most 65536", None, None),
+        (COMPLETIONS, {"prompt": [1] * 1_100_000}, 400, "1099999 values; at most 1048576", None, None),
+        (CHAT, {"messages": HELLO * 9000}, 400, "at most 8192 items", "messages", None),
+        (CHAT, {"messages": [{"role": "user", "content": [{}] * 1025}]}, 400, "at most 1024 items", "messages", None),
+        (CHAT, {"messages": [{"role": "user", "content": [1, 2]}]}, 400, "messages.0.content", "messages", None),
+        (CHAT, {"messages": HELLO, "tools": [{}] * 1025}, 400, "at most 1024 items", "tools", None),
+        ("/tokenize", {"prompt": "a " * 300_000}, 400, "more than 65536 tokens; send it in parts", None, None),
+        ("/detokenize", {"tokens": [5] * (2**18 + 1)}, 400, "at most 262144 items", "tokens", None),
         ("/tokenize", {}, 400, "give either prompt or messages", None, None),
         ("/detokenize", {"tokens": ["a"]}, 400, "tokens.0: Input should be a valid integer", "tokens", None),
         ("/tokenize", {"prompt": "x", "add_special_token": True}, 400, "did you mean add_special_tokens?", "add_special_token",
@@ -174,6 +188,7 @@ def test_a_long_list_of_errors_is_cut():
 def test_paths_are_left_out_of_messages():
     assert without_paths("OSError: /home/me/model.bin, see C:\\models\\a.txt") == "OSError: <path>, see <path>"
     assert without_paths("top_p is 1/2 and a/b") == "top_p is 1/2 and a/b"
+    assert len(without_paths("x" * 10_000)) == 2000
 
 
 def test_plain_endpoints(server):
@@ -188,6 +203,28 @@ def test_plain_endpoints(server):
     assert chat["count"] == used
     assert server.get("/v1/models/").json() == server.get("/v1/models").json()
     assert server.get("/openapi.json").json()["paths"].keys() >= {CHAT, COMPLETIONS, "/tokenize"}
+
+
+def test_a_small_request_does_not_wait_for_a_large_one(server, monkeypatch):
+    may_go_on = threading.Event()
+    monkeypatch.setattr(limits, "json_size", lambda body: (int(not may_go_on.wait()), 0))  # of large bodies only
+    statuses = []
+    body = {"prompt": "a " * LARGE, "max_tokens": 1}
+    large = [threading.Thread(target=lambda: statuses.append(server.post(COMPLETIONS, body).status_code)) for _ in range(8)]
+    for thread in large:
+        thread.start()
+    assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).status_code == 200
+    assert server.post("/tokenize", {"prompt": "x"}).status_code == 200
+    assert statuses == []
+    may_go_on.set()
+    for thread in large:
+        thread.join()
+    assert statuses == [400] * 8
+
+
+def test_what_is_in_strings_does_not_count_against_the_limits_of_a_body(server):
+    body = {"prompt": '[{"a\\": 1}],' * 200_000}
+    assert_refused(server.post(COMPLETIONS, body), 400, "the prompt has at least", code="context_length_exceeded")
 
 
 def test_a_prompt_is_never_logged(server, caplog, capfd):

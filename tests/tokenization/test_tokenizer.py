@@ -56,6 +56,22 @@ def test_any_text_comes_back_from_its_ids(tokenizer):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_a_text_that_is_far_too_long_is_encoded_in_part(tokenizer):
+    text = "Lily was here. " * 20_000
+    ids, few = tokenizer.encode(text), tokenizer.encode(text, max_tokens=100)
+    assert 2 * 100 < len(few) < len(ids) / 4
+    assert few[:-1] == ids[: len(few) - 1]  # the last one is beside the cut
+
+
+@pytest.mark.parametrize("max_tokens", [7_000, 50_000])
+def test_any_other_text_is_encoded_as_a_whole(tokenizer, max_tokens):
+    """Also one that is looked at in parts first, because it has more than 65,536 characters."""
+    text = " breakfast" * 10_000
+    ids = tokenizer.encode(text)
+    assert len(ids) < 2 * 7_000
+    assert tokenizer.encode(text, max_tokens=max_tokens) == ids
+
+
 def test_ids_are_those_of_transformers(tokenizer):
     text = "<|im_start|>user\nHello, Lily!<|im_end|>"
     assert tokenizer.encode(text) == tokenizer.hf(text).input_ids
