@@ -11,10 +11,12 @@ from collections.abc import Collection, Mapping
 from nanoinfer.errors import is_one_of, shown
 from nanoinfer.server.errors import MAX_ERRORS, RequestError
 
-# Fields that change no answer, whatever their value is: OpenAI's, then ollama's and llama.cpp's.
+# Fields that change no answer, whatever their value is: OpenAI's, then ollama's and llama.cpp's. The last ones are settings of
+# samplers that NEUTRAL_VALUES turns off.
 WITHOUT_EFFECT = frozenset(
     "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options "
-    "prediction keep_alive timings_per_token id_slot".split()
+    "prediction keep_alive timings_per_token id_slot repeat_last_n xtc_threshold dynatemp_exponent mirostat_tau mirostat_eta "
+    "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers".split()
 )
 # The other fields: the values besides null that change nothing here, and the way out if it is not to leave the field out.
 NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
@@ -32,6 +34,7 @@ NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "length_penalty": ((1.0,), "beams are searched by LLM.beam_search in Python"),
     "early_stopping": ((False,), "beams are searched by LLM.beam_search in Python"),
     "truncate_prompt_tokens": ((), "send the last ids that /tokenize returns as the prompt"),
+    "add_special_tokens": ((), "send the ids that /tokenize returns as the prompt"),
     "prompt_embeds": ((), ""),
     "documents": (([],), "put them into a message, or into chat_template_kwargs"),
     "chat_template": ((), "the server uses the checkpoint's"),
@@ -52,11 +55,10 @@ NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "think": ((), "use reasoning_effort"),
     "format": (("",), "use response_format"),
     "cache_prompt": ((True,), "serve with --no-enable-prefix-caching"),
-    "n_predict": ((-1,), "use max_tokens"),
+    "n_predict": ((), "use max_tokens"),
     "n_keep": ((0,), ""),
     "n_probs": ((0,), "use logprobs"),
     "repeat_penalty": ((1.0,), "use repetition_penalty"),
-    "repeat_last_n": ((), "repetition_penalty counts all tokens"),
     "typical_p": ((1.0,), "use top_p or min_p"),
     "tfs_z": ((1.0,), "use top_p or min_p"),
     "top_n_sigma": ((-1.0,), "use top_p or min_p"),
