@@ -7,6 +7,7 @@ docs/vllm.md lists all of them. Nothing here is imported before a script asks fo
 
 import argparse
 import json
+import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -24,14 +25,19 @@ from nanoinfer.vllm_compat import NEUTRAL_VALUES
 # vLLM's modules that nanoinfer does not have -> the names that scripts import from them. "" is the package itself, and config
 # one of nanoinfer's own modules.
 MODULES = {
-    "": "LLMEngine AsyncLLMEngine PoolingParams PoolingRequestOutput EmbeddingRequestOutput ModelRegistry",
+    "": "LLMEngine AsyncLLMEngine ModelRegistry PoolingParams PoolingRequestOutput EmbeddingRequestOutput "
+    "ClassificationRequestOutput ScoringRequestOutput",
     "config": "VllmConfig CompilationConfig KVTransferConfig StructuredOutputsConfig AttentionConfig ProfilerConfig",
     "benchmarks.datasets": "add_dataset_parser get_samples",
+    "distributed.device_communicators.pynccl": "PyNcclCommunicator",
     "distributed.parallel_state": "cleanup_dist_env_and_memory",
+    "distributed.utils": "StatelessProcessGroup",
     "engine.arg_utils": "EngineArgs AsyncEngineArgs",
     "engine.async_llm_engine": "AsyncLLMEngine",
     "entrypoints.llm": "LLM",
     "inputs": "PromptType TextPrompt TokensPrompt",
+    "inputs.data": "PromptType TextPrompt TokensPrompt",
+    "logger": "init_logger",
     "lora.request": "LoRARequest",
     "multimodal.utils": "fetch_image",
     "pooling_params": "PoolingParams",
@@ -49,6 +55,7 @@ HOMES = {
     "AsyncLLMEngine": "nanoinfer.async_llm",
     "LLMEngine": "nanoinfer.vllm_engine",
     "FlexibleArgumentParser": "nanoinfer.vllm_names",
+    "init_logger": "nanoinfer.vllm_names",
     "cleanup_dist_env_and_memory": "nanoinfer.distributed",
 } | dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "nanoinfer.engine.metrics")
 
@@ -60,14 +67,14 @@ _PROFILE = "nanoinfer has no profiler of its own; use torch.profiler around gene
 
 # The other names, which do nothing but say what to do instead.
 PLACEHOLDERS = {
+    **dict.fromkeys(("PoolingParams", "PoolingRequestOutput", "EmbeddingRequestOutput"), _POOLING),
+    **dict.fromkeys(("ClassificationRequestOutput", "ScoringRequestOutput"), _POOLING),
+    **dict.fromkeys(("PyNcclCommunicator", "StatelessProcessGroup"), _WEIGHTS),
     "AttentionConfig": "use LLM(attention_backend=...)",
     "CompilationConfig": "nanoinfer compiles by itself; leave it out, or use LLM(enforce_eager=True) to run the model's file",
-    "EmbeddingRequestOutput": _POOLING,
     "KVTransferConfig": "the KV cache stays in one process; leave it out",
     "LoRARequest": "adapters are merged when the model is loaded, for all requests; use LLM(model, lora=path)",
     "ModelRegistry": "use nanoinfer.register_model(name, Model), as notebook 12a does",
-    "PoolingParams": _POOLING,
-    "PoolingRequestOutput": _POOLING,
     "ProfilerConfig": _PROFILE,
     "StructuredOutputsConfig": "llguidance is the one backend; leave it out",
     "VllmConfig": "nanoinfer's settings are LLM's arguments, nanoinfer.EngineArgs",
@@ -190,7 +197,10 @@ class _VLLMLoader(Loader):
         pass  # the names are looked up one by one
 
 
-# ---- command lines of scripts
+# ---- what scripts call
+
+
+init_logger = logging.getLogger
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
