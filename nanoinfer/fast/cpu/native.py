@@ -11,6 +11,7 @@ place, so that no process loads half a file.
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -24,6 +25,8 @@ from pathlib import Path
 import torch
 
 from nanoinfer.errors import UnsupportedError, first_line
+
+logger = logging.getLogger(__name__)
 
 # The library is not linked with OpenMP's. Its symbols are found in the one that torch has loaded, so that both share one team
 # of threads.
@@ -65,7 +68,7 @@ def load(source: Path, *definitions: str, structures: tuple[type[ctypes.Structur
 
 
 def _load(source: Path, *definitions: str) -> ctypes.CDLL:
-    command = [*_compiler(), *COMPILE, *(f"-D{definition}" for definition in definitions)]
+    command = [*find_compiler(), *COMPILE, *(f"-D{definition}" for definition in definitions)]
     texts = [path.read_text(encoding="utf-8") for path in (source, *sorted({*source.parent.glob("*.h"), *HEADERS.glob("*.h")}))]
     everything = "\0".join([*command, *texts, processor()])
     name = f"{source.stem}-{hashlib.sha256(everything.encode()).hexdigest()[:16]}.so"
@@ -74,10 +77,12 @@ def _load(source: Path, *definitions: str) -> ctypes.CDLL:
         return ctypes.CDLL(str(folder / name))
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder if folder.is_dir() and os.access(folder, os.W_OK) else None) as temporary:
+    is_writable = folder.is_dir() and os.access(folder, os.W_OK)
+    _announce(str(folder), is_writable)
+    with tempfile.TemporaryDirectory(dir=folder if is_writable else None) as temporary:
         compiled, library = Path(temporary, "kernel.o"), Path(temporary, name)
         _run([*command, str(source), "-o", str(compiled)])
-        _run([*_compiler(), "-shared", str(compiled), "-o", str(library)])
+        _run([*find_compiler(), "-shared", str(compiled), "-o", str(library)])
         try:
             loaded = ctypes.CDLL(str(library))
         except OSError as error:
@@ -85,6 +90,16 @@ def _load(source: Path, *definitions: str) -> ctypes.CDLL:
         with suppress(OSError):
             os.replace(library, folder / name)
     return loaded
+
+
+@cache
+def _announce(folder: str, is_writable: bool) -> None:
+    """Say once that something takes seconds."""
+    if is_writable:
+        logger.info("compiling kernels for this processor, once (some seconds)")
+        return
+    way_out = "set NANOINFER_CACHE to a folder that can be written"
+    logger.warning("compiling kernels, as every process will, because %s cannot be written; %s", folder, way_out)
 
 
 def cache_folder() -> Path:
@@ -114,7 +129,8 @@ def _streamed() -> int:
     return 0 if "AuthenticAMD" in processor() else 3
 
 
-def _compiler() -> list[str]:
+def find_compiler() -> list[str]:
+    """The command of the C++ compiler: $CXX, which may have options, or g++. Raises: UnsupportedError, if there is none."""
     command = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     if shutil.which(command[0]) is None:
         raise UnsupportedError(f"there is no C++ compiler {command[0]!r}; install g++, or name one in CXX")
@@ -124,5 +140,7 @@ def _compiler() -> list[str]:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
-        lines = done.stderr.splitlines() or [f"exit status {done.returncode}"]
+        lines = done.stderr.splitlines() or [
+            f"the C++ compiler {command[0]} fails (exit status {done.returncode}, no message); name another in CXX"
+        ]
         raise UnsupportedError(next((line for line in lines if "error" in line or "cannot find" in line), lines[0]))

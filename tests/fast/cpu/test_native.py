@@ -14,6 +14,7 @@ def source(tmp_path, monkeypatch):
     """A kernel in a folder of its own, and an empty cache."""
     monkeypatch.setenv("NANOINFER_CACHE", str(tmp_path / "my cache"))
     native.load.cache_clear()
+    native._announce.cache_clear()
     path = tmp_path / "my files" / "add.cpp"
     path.parent.mkdir()
     path.write_text('extern "C" int add(int x) { return x + NUMBER; }')
@@ -48,9 +49,23 @@ def test_a_damaged_library_is_compiled_again(source, tmp_path):
     assert len(path.read_bytes()) > 1000
 
 
-def test_without_a_writable_cache_a_kernel_is_compiled_for_this_process(source, tmp_path):
+def test_without_a_writable_cache_a_kernel_is_compiled_for_this_process_and_one_warning_says_so(source, tmp_path, caplog):
     (tmp_path / "my cache").write_text("a file")
     assert native.load(source, "NUMBER=2").add(1) == 3
+    assert native.load(source, "NUMBER=3").add(1) == 4
+    [warning] = caplog.messages
+    assert "my cache cannot be written; set NANOINFER_CACHE to a folder that can be written" in warning
+
+
+def test_it_says_once_that_kernels_are_compiled_and_nothing_when_they_are_kept(source, caplog):
+    caplog.set_level("INFO", native.logger.name)
+    native.load(source, "NUMBER=2")
+    native.load(source, "NUMBER=3")
+    assert caplog.messages == ["compiling kernels for this processor, once (some seconds)"]
+    native._announce.cache_clear()
+    native.load.cache_clear()
+    native.load(source, "NUMBER=2")
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.slow
@@ -67,6 +82,9 @@ def test_a_failure_has_the_compilers_message_and_leaves_no_file(source, tmp_path
         native.load(source)
     source.write_text('extern "C" int missing(); extern "C" int add() { return missing(); }')
     with pytest.raises(UnsupportedError, match=r"add\.cpp was compiled and cannot be loaded: .*undefined symbol: missing"):
+        native.load(source)
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(UnsupportedError, match=r"compiler false fails \(exit status 1, no message\); name another in CXX"):
         native.load(source)
     monkeypatch.setenv("CXX", "nothing-like-this")
     with pytest.raises(UnsupportedError, match="no C\\+\\+ compiler 'nothing-like-this'; install g\\+\\+, or name one in CXX"):
