@@ -1,4 +1,4 @@
-"""`nanoinfer doctor`: report what this machine has, what the engine will use, and whether each attention backend is right.
+"""`nanoinfer doctor`: report what a bug report needs, what the engine will use, and whether each attention backend is right.
 
 A backend is right if its output for a small step with random numbers is that of the reference backend in fp32.
 """
@@ -6,17 +6,21 @@ A backend is right if its output for a small step with random numbers is that of
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
-from rich.console import Console
+from huggingface_hub.constants import HF_HUB_CACHE
 
+import nanoinfer
 from nanoinfer.attention.base import BACKENDS, AttentionBackend, find_backend, select_backend
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.reference import ReferenceBackend
-from nanoinfer.cli.options import new_table
+from nanoinfer.cli.options import new_table, print_table
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.factory import make_parts
 from nanoinfer.errors import UnsupportedError, first_line
@@ -25,6 +29,7 @@ from nanoinfer.execution.memory import memory_for_cache
 from nanoinfer.fast.accelerate import CompileReport
 from nanoinfer.fast.batch_independence import scratch_sequences
 from nanoinfer.fast.cpu.attention import KernelBackend
+from nanoinfer.fast.cpu.native import cache_folder, find_compiler, processor
 from nanoinfer.loading.loader import cpu_has_fast_bf16, load
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.system.process import cpu_quota, keep_cpu_quota
@@ -47,41 +52,48 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The findings, in (name, value) pairs to print."""
+    """The findings, as names and values to print."""
 
-    machine: list[tuple[str, str]]
-    engine: list[tuple[str, str]]
+    machine: dict[str, str]
+    engine: dict[str, str]
     checks: list[Check]
+    model: dict[str, str] | None = None  # what was compiled of the model
 
 
-def examine() -> Report:
-    """Examine the machine, and run every backend that can run on it."""
+def examine(model: str | None = None, *, with_model: bool = False) -> Report:
+    """Examine the machine, and run every backend that can run on it. With a model, compile it.
+
+    Raises: the errors of loading.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" or cpu_has_fast_bf16() else torch.float32
     checks = [_check(name, device) for name in BACKENDS]
     if device.type == "cpu":
         checks.append(_check("cpu, C++ kernels", device))
-    return Report(_machine(device), _engine(device, dtype), checks)
+    return Report(_machine(device), _engine(device, dtype), checks, examine_model(model) if with_model else None)
 
 
-def print_report(report: Report, model: list[tuple[str, str]] | None = None) -> None:
-    """Print a table for each field of the report, and one for the result of examine_model."""
+def print_report(report: Report, *, with_kernels: bool = False) -> None:
+    """Print a table for each field of the report. Without kernels, only the backends that failed are listed."""
+    listed = report.checks if with_kernels else [check for check in report.checks if check.failed]
+    num_right = sum(check.difference is not None and not check.failed for check in report.checks)
+    summary = {} if with_kernels else {"attention backends": f"{num_right} give the reference's result; --kernels lists all"}
     tables = {
         "this machine": report.machine,
-        "what the engine will use": report.engine,
-        "attention backends, compared with the reference": [(check.backend, check.result) for check in report.checks],
+        "what the engine will use": report.engine | summary,
+        "attention backends, compared with the reference": {check.backend: check.result for check in listed},
+        "what was compiled of the model": report.model,
     }
-    if model is not None:
-        tables["what was compiled of the model"] = model
-    console = Console()
     for title, pairs in tables.items():
-        table = new_table("", "", title=title, title_justify="left", show_header=False)
-        for pair in pairs:
-            table.add_row(*pair)
-        console.print(table, "")
+        if pairs:
+            table = new_table("", "", title=title, title_justify="left", show_header=False)
+            for pair in pairs.items():
+                table.add_row(*pair)
+            print_table(table)
+            print()
 
 
-def _machine(device: torch.device) -> list[tuple[str, str]]:
+def _machine(device: torch.device) -> dict[str, str]:
     gpu = "none that torch sees"
     if device.type == "cuda":
         free, total = (num_bytes / 2**30 for num_bytes in torch.cuda.mem_get_info())
@@ -89,42 +101,89 @@ def _machine(device: torch.device) -> list[tuple[str, str]]:
         gpu = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, {free:.1f} of {total:.1f} GiB free"
     keep_cpu_quota()
     quota = "" if cpu_quota() is None else f", the container may use {cpu_quota():g}"
-    found = [
-        ("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"),
-        ("CPU threads torch uses", f"{torch.get_num_threads()} of {os.cpu_count()}{quota}"),
-        ("CPU with fast bfloat16", "yes" if cpu_has_fast_bf16() else "no"),
-        ("C++ compiler", next((path for name in ("g++", "clang++", "cl") if (path := shutil.which(name))), "none")),
-        ("GPU", gpu),
-        ("torch", torch.__version__),  # with the build, such as 2.13.0+cpu, which its metadata lacks
-    ]
-    for package in ("transformers", "triton", "flash-attn"):
+    found = {
+        "nanoinfer": f"{nanoinfer.__version__} in {Path(nanoinfer.__file__).parent}",
+        "system": f"{_release()}, {platform.system()} {platform.release()} {platform.machine()}",
+        "Python": f"{platform.python_version()}, {platform.python_implementation()}",
+        "CPU": f"{_cpu()}, {'with' if cpu_has_fast_bf16() else 'without'} fast bfloat16",
+        "CPU threads torch uses": f"{torch.get_num_threads()} of {os.cpu_count()}{quota}",
+        "memory": _memory(),
+        "C++ compiler": _compiler(),
+        "kernels are kept in": _folder(cache_folder()),
+        "models are kept in": _folder(Path(HF_HUB_CACHE)),
+        "GPU": gpu,
+        "torch": torch.__version__,  # with the build, such as 2.13.0+cpu, which its metadata lacks
+    }
+    for package in ("transformers", "tokenizers", "safetensors", "numpy", "triton", "flash-attn", "fastapi", "llguidance"):
         try:
-            found.append((package, importlib.metadata.version(package)))
+            found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found.append((package, "not installed"))
-    return found
+            found[package] = "not installed"
+    names = [name for name in os.environ if name.startswith(("NANOINFER_", "OMP_", "MKL_", "KMP_", "HF_")) or name == "CXX"]
+    secret = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+    settings = [name if any(word in name for word in secret) else f"{name}={os.environ[name]}" for name in sorted(names)]
+    return found | {"environment": " ".join(settings) or "none of NANOINFER_*, OMP_*, MKL_*, KMP_*, HF_*, CXX"}
 
 
-def _engine(device: torch.device, dtype: torch.dtype) -> list[tuple[str, str]]:
+def _release() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):  # not Linux
+        return platform.platform(terse=True)
+
+
+def _cpu() -> str:
+    """The name of the processor, as the system reports it."""
+    named = re.search(r"^(?:model name|Model)\s*: (.+)$", processor(), re.MULTILINE)
+    return named[1] if named else platform.processor() or platform.machine()
+
+
+def _memory() -> str:
+    try:
+        sizes = dict(re.findall(r"^(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
+        return f"{int(sizes['MemTotal']) / 2**20:.1f} GiB, of which {int(sizes['MemAvailable']) / 2**20:.1f} GiB are available"
+    except (OSError, KeyError):  # not Linux
+        return "unknown"
+
+
+def _folder(path: Path) -> str:
+    """Describe a folder, and the space on its disk."""
+    existing = next(one for one in (path, *path.absolute().parents) if one.exists())
+    access = "" if os.access(existing, os.W_OK) else ", which CANNOT be written"
+    return f"{path}, {shutil.disk_usage(existing).free / 2**30:.1f} GiB free{access}"
+
+
+def _compiler() -> str:
+    """The compiler of the kernels and the first line of its --version, or why there is none."""
+    try:
+        command = find_compiler()
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", timeout=60)
+    except (UnsupportedError, OSError, subprocess.TimeoutExpired) as error:
+        return f"none: {first_line(error)}"
+    version = done.stdout.strip().partition("\n")[0] or f"no --version, exit status {done.returncode}"
+    return f"{shutil.which(command[0])}: {version}"
+
+
+def _engine(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """List what LLM(...) would choose by default for a checkpoint in bfloat16 with heads of HEAD_DIM."""
     name, backend = select_backend("auto", device, dtype, HEAD_DIM)
     remark = ", less weights and a step" if device.type == "cuda" else ""
-    chosen = [
-        ("device", str(device)),
-        ("dtype of a bfloat16 checkpoint", str(dtype).removeprefix("torch.")),
-        ("attention", f"{name}, blocks of {backend.default_block_size} tokens"),
-        ("memory for the KV cache", f"{memory_for_cache(device, None, 0.9) / 2**30:.1f} GiB{remark}"),
-    ]
+    chosen = {
+        "device": str(device),
+        "dtype of a bfloat16 checkpoint": str(dtype).removeprefix("torch."),
+        "attention": f"{name}, blocks of {backend.default_block_size} tokens",
+        "memory for the KV cache": f"{memory_for_cache(device, None, 0.9) / 2**30:.1f} GiB{remark}",
+    }
     if device.type == "cpu":
         try:
             _kernel_backend(dtype)
             kernels = "C++ kernels, compiled for this processor"
         except UnsupportedError as error:
             kernels = f"torch, slowly: {error}"
-        chosen.append(("layers and attention computed by", kernels))
+        chosen["layers and attention computed by"] = kernels
         policy = os.environ.get("OMP_WAIT_POLICY")
         advice = "spin, then sleep; set OMP_WAIT_POLICY=passive where other programs use the cores"
-        chosen.append(("threads that wait", f"OMP_WAIT_POLICY={policy}" if policy else advice))
+        chosen["threads that wait"] = f"OMP_WAIT_POLICY={policy}" if policy else advice
     return chosen
 
 
@@ -132,18 +191,18 @@ def _kernel_backend(dtype: torch.dtype) -> KernelBackend:
     return KernelBackend(dtype, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM)
 
 
-def examine_model(model: str | None) -> list[tuple[str, str]]:
-    """Load a model and compile it. Returns what was compiled of it, what was not, and why, in (module, text) pairs.
+def examine_model(model: str | None) -> dict[str, str]:
+    """Load a model and compile it. Returns what was compiled of it, what was not, and why: module -> text.
 
     Raises: the errors of loading.
     """
     config = EngineConfig(model=model)
     parts = make_parts(load(config).model, config)
     report = cast(CompileReport, parts.report)
-    compiled = [(path or "the model", f"compiled, {num} kernel calls") for path, num in report.compiled.items()]
-    left = [(path or "the model", f"runs as it is: {why}") for path, why in report.left.items()]
+    compiled = {path or "the model": f"compiled, {num} kernel calls" for path, num in report.compiled.items()}
+    left = {path or "the model": f"runs as it is: {why}" for path, why in report.left.items()}
     bits = "the same in any batch" if parts.is_batch_independent else "may depend on the batch"
-    return [*compiled, *left, ("a row's bits", bits)]
+    return compiled | left | {"a row's bits": bits}
 
 
 def _check(name: str, device: torch.device) -> Check:

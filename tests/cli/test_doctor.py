@@ -1,10 +1,14 @@
 """`nanoinfer doctor` reports the machine and the engine's choices, and detects a backend that computes wrongly."""
 
+import json
+from dataclasses import asdict, replace
+
 import pytest
 import tiny_models
 import torch
 from typer.testing import CliRunner
 
+import nanoinfer
 from nanoinfer.attention.base import BACKENDS
 from nanoinfer.attention.cpu import CPUBackend
 from nanoinfer.cli import doctor
@@ -19,8 +23,11 @@ def report():
 
 
 def test_it_reports_what_the_machine_has_and_what_will_be_used(report):
-    machine, engine = dict(report.machine), dict(report.engine)
+    machine, engine = report.machine, report.engine
     assert machine["torch"] == torch.__version__
+    assert machine["nanoinfer"].startswith(nanoinfer.__version__)
+    for name in ("system", "Python", "CPU", "CPU threads torch uses", "memory", "C++ compiler", "kernels are kept in"):
+        assert machine[name]
     assert engine["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
     assert engine["attention"]
     if not torch.cuda.is_available():
@@ -57,9 +64,39 @@ def test_a_backend_that_computes_wrongly_or_raises_is_reported_and_the_exit_code
         assert words in result.output
 
 
+def test_json_has_what_the_tables_have_and_the_tables_are_short(report, monkeypatch):
+    monkeypatch.setattr(doctor, "examine", lambda *given, **more: report)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout) == asdict(report)
+    lines = CliRunner().invoke(app, ["doctor"]).stdout.splitlines()
+    assert [line for line in lines if line != line.rstrip()] == []
+    assert not any("off by" in line for line in lines)  # --kernels has the comparisons
+    assert any("--kernels" in line for line in lines)
+
+
+def test_the_compiler_is_the_one_that_would_be_used(monkeypatch, tmp_path):
+    script = tmp_path / "my-compiler"
+    script.write_text("#!/bin/sh\necho version 7 $1\necho more\n")
+    script.chmod(0o755)
+    for command, shown in (
+        ("/nonexistent", "none: there is no C++ compiler '/nonexistent'; install g++, or name one in CXX"),
+        (f"{script} -m64", f"{script}: version 7 -m64"),
+    ):
+        monkeypatch.setenv("CXX", command)
+        assert doctor._machine(torch.device("cpu"))["C++ compiler"] == shown
+
+
+def test_the_environment_is_shown_without_secrets(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hidden")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    shown = doctor._machine(torch.device("cpu"))["environment"]
+    assert "hidden" not in shown
+    assert {"HF_TOKEN", "OMP_NUM_THREADS=2"} <= set(shown.split())
+
+
 def test_a_healthy_machine_is_exit_code_0(report, monkeypatch):
-    monkeypatch.setattr(doctor, "examine", lambda: report)
-    result = CliRunner().invoke(app, ["doctor"])
+    monkeypatch.setattr(doctor, "examine", lambda *given, **more: report)
+    result = CliRunner().invoke(app, ["doctor", "--kernels"])
     assert result.exit_code == 0
     for words in (
         "this machine",
@@ -71,13 +108,13 @@ def test_a_healthy_machine_is_exit_code_0(report, monkeypatch):
 
 
 def test_a_model_is_reported_with_what_was_compiled_and_what_was_not_and_why(report, tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "examine", lambda: report)
     path = tiny_models.save("qwen2_moe", tmp_path)
+    found = doctor.examine_model(str(path))
+    monkeypatch.setattr(doctor, "examine", lambda *given, **more: replace(report, model=found))
     result = CliRunner().invoke(app, ["doctor", "--model", str(path)])
     assert result.exit_code == 0
     assert "what was compiled of the model" in result.output
     assert "runs as it is: it cannot be traced" in result.output
-    found = dict(doctor.examine_model(str(path)))
     assert found["the model"].startswith("compiled, ")
     assert found["layers.1.mlp"].startswith("runs as it is: it cannot be traced")
     assert found["layers.1.mlp.experts.0"] == "compiled, 3 kernel calls"
