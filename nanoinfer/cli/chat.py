@@ -5,22 +5,21 @@ chat_model.py is the model. GNU readline edits the line, keeps the history and t
 input (bracketed paste). Where Python has no readline module, the terminal's own editing remains.
 """
 
-import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from nanoinfer import __version__
 from nanoinfer.cli import options
 from nanoinfer.cli.chat_model import ChatModel, LocalModel, RemoteModel
-from nanoinfer.cli.chat_session import ChatSession, Conversation, note
+from nanoinfer.cli.chat_session import ChatSession, Conversation, complete, note
+from nanoinfer.cli.commands import print_error
 from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.client import Client
@@ -30,8 +29,6 @@ try:
 except ImportError:  # Windows, and Pythons that were built without it
     readline = None  # type: ignore[assignment]
 
-logger = logging.getLogger(__name__)
-
 DEFAULT_MAX_TOKENS = 1024  # of a model in this process
 MAX_HISTORY_LINES = 1000
 QUOTES = '"""'
@@ -40,7 +37,9 @@ QUOTES = '"""'
 @options.expand_options
 def chat(
     *,
-    question: Annotated[str | None, typer.Argument(help="Answer this and exit. Text from a pipe is put before it.")] = None,
+    question: Annotated[
+        str | None, typer.Argument(metavar="QUESTION", help="Answer this and exit. Text from a pipe is put before it.")
+    ] = None,
     url: Annotated[
         str | None, typer.Option(help="An OpenAI-compatible server that has the model, such as http://127.0.0.1:8000.")
     ] = None,
@@ -49,7 +48,10 @@ def chat(
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     sampling: options.SamplingOptions,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", "-n", help="Maximum number of tokens. Default: 1024, or the server's.")
+        int | None,
+        typer.Option(
+            "--max-tokens", "-n", help="Maximum number of tokens. Default: 1024, or the server's.", rich_help_panel="Sampling"
+        ),
     ] = None,
     template: options.ChatTemplateOptions,
     stats: Annotated[bool, typer.Option("--stats", help="Show the speed of each answer.")] = False,
@@ -63,13 +65,10 @@ def chat(
     if url is None:
         if api_key is not None:
             raise InvalidValueError("--api-key is for a server; give its --url, too")
-        from nanoinfer.loading.checkpoint import DEFAULT_MODEL, locate  # takes a second to import, as LLM does
+        from nanoinfer.loading.checkpoint import DEFAULT_MODEL
 
-        name = DEFAULT_MODEL if engine.model is None else engine.model
-        locate(name, engine.revision)  # before the spinner, because a download shows progress bars of its own
-        with Console(stderr=True).status(Text(f"Loading {name}")):  # only on a terminal
-            llm = options.load_llm(engine)
-        model = LocalModel(llm, name, options.resolve_chat_template_kwargs(llm, template))
+        llm = options.load_llm(engine)
+        model = LocalModel(llm, engine.model or DEFAULT_MODEL, options.resolve_chat_template_kwargs(llm, template))
         limit = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
         params = options.resolve_sampling_params(llm, sampling, max_tokens=limit)
     else:
@@ -81,8 +80,6 @@ def chat(
         template_kwargs = options.resolve_chat_template_kwargs(None, template)
         model = RemoteModel(client, engine.model or client.first_model(), set(given), template_kwargs)
     session = ChatSession(Conversation(model, system), params, shows_stats=stats)
-    if url is None or sampling.seed is not None:
-        logger.info("seed of the first answer: %d", session.params.seed)
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if question is None and is_terminal:
         _converse(session)
@@ -110,14 +107,14 @@ def _converse(session: ChatSession) -> None:
     session.conversation.render("Hello")  # refuses a model without a chat template before anything is typed
     note(f"nanoinfer {__version__}, {session.model.describe()}")
     note("/help lists the commands. Ctrl-C stops an answer. Ctrl-D ends the chat.")
-    reader = MessageReader()
+    reader = MessageReader(complete)
     while (message := reader.read()) is not None:
         try:
             session.handle(message)
         except EOFError:  # /exit
             break
         except NanoinferError as error:
-            options.print_error(error)
+            print_error(error)
         except KeyboardInterrupt:  # outside an answer
             note("")
         note("")
@@ -126,12 +123,17 @@ def _converse(session: ChatSession) -> None:
 class MessageReader:
     """Reads messages from the terminal, and keeps them in a history file for the next chat."""
 
-    def __init__(self) -> None:
+    def __init__(self, complete: Callable[[str], list[str]] | None = None) -> None:
+        """complete: returns what the last word of a line may become, for the Tab key."""
         folder = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
         self._history = Path(folder).expanduser() / "nanoinfer" / "chat_history"
         if readline is not None:
             readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
             readline.set_history_length(MAX_HISTORY_LINES)
+            if complete is not None:
+                readline.set_completer_delims(" ")
+                readline.set_completer(lambda _, index: [*complete(_line_before_cursor()), None][index])
+                readline.parse_and_bind("bind ^I rl_complete" if "libedit" in str(readline.__doc__) else "tab: complete")
             with suppress(OSError):  # there is no history yet
                 readline.read_history_file(self._history)
 
@@ -152,7 +154,7 @@ class MessageReader:
                 was_interrupted = True
                 print("(Ctrl-C again, Ctrl-D or /exit ends the chat)", file=sys.stderr)
             except UnicodeError as error:
-                options.print_error(InvalidPromptError(f"the line is not valid text ({error})"))
+                print_error(f"the line is not valid text ({error})")
             else:
                 if readline is not None:  # after every message, because a chat often ends with its window
                     with suppress(OSError):  # in a folder that cannot be written, the history ends with the process
@@ -170,6 +172,10 @@ class MessageReader:
         while not text.endswith(QUOTES):
             text += "\n" + _input("... ").rstrip()
         return text.removesuffix(QUOTES).strip("\n")
+
+
+def _line_before_cursor() -> str:
+    return str(readline.get_line_buffer()[: readline.get_endidx()])
 
 
 def _input(prompt: str) -> str:

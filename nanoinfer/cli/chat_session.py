@@ -4,6 +4,7 @@ In: one message at a time. Out: answers on standard output, everything else on s
 messages, gives the model those that leave room for an answer in its context, and reads and writes files.
 """
 
+import glob
 import json
 import os
 import secrets
@@ -12,6 +13,7 @@ from ast import literal_eval
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from nanoinfer.cli.chat_model import ChatModel
@@ -26,6 +28,7 @@ PARAMETERS = (
     "max_tokens min_tokens stop stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens "
     "logit_bias allowed_token_ids bad_words"
 ).split()
+NEUTRAL = SamplingParams(max_tokens=None)
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"  # codes that terminals understand
 
 
@@ -41,7 +44,8 @@ class ChatSession:
     def __init__(self, conversation: "Conversation", params: SamplingParams, *, shows_stats: bool = False) -> None:
         self.conversation = conversation
         self.model = conversation.model
-        self.params = _with_seed(params)
+        self.params = self._first_params = _with_seed(params)
+        self._first_given = set(self.model.given or ())
         self.output: RequestOutput | None = None
         self._shows_stats = shows_stats
         self._has_colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -119,30 +123,39 @@ class ChatSession:
         note("(a new conversation)")
 
     def set_parameter(self, assignment: str) -> None:
-        """Change a sampling parameter, or show all.
+        """Change a sampling parameter, or show it, or all.
 
-        The value is a Python literal, or a text that stands for itself.
+        The value is a Python literal, true, false, none, a text that stands for itself, or default: as the chat began.
         """
         if not assignment:
-            for name in PARAMETERS:
-                is_known = self.model.given is None or name in self.model.given
-                note(f"  {name:28}{getattr(self.params, name) if is_known else '(as the server has it)'}")
+            given = self.model.given
+            usual = {name for name in PARAMETERS if getattr(self.params, name) == getattr(NEUTRAL, name)}
+            listed = [name for name in PARAMETERS if (name not in usual if given is None else name in given)]
+            for name in listed:
+                note(f"  {name:28}{getattr(self.params, name)}")
+            rest = ", ".join(name for name in PARAMETERS if name not in listed)
+            state = "Not in use" if given is None else "As the server has them"
+            note(fill(f"{state}: {rest}.", width=79, initial_indent="  ", subsequent_indent="  "))
+            note("  /set NAME VALUE changes one, /set NAME default takes it back.")
             return
         name, _, text = assignment.partition(" ")
         if name not in PARAMETERS:
             raise InvalidValueError(f"a chat has no parameter {name!r}; {suggest(name, PARAMETERS)}")
         if not text:
-            raise InvalidValueError(f"write /set {name} VALUE; /set alone shows the values")
-        try:
-            value = literal_eval(text.strip())
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            value = text.strip()
+            note(f"({name} is {self._value_of(name)})")
+            return
+        is_default = text.strip() == "default"
+        value = getattr(self._first_params, name) if is_default else _read_value(text.strip())
         params = _with_seed(replace(self.params, **{name: value}))
         self.model.check(params)
         self.params = params
         if self.model.given is not None:
-            self.model.given.add(name)
-        note(f"({name} is {getattr(params, name)})")
+            (self.model.given.discard if is_default and name not in self._first_given else self.model.given.add)(name)
+        note(f"({name} is {self._value_of(name)})")
+
+    def _value_of(self, name: str) -> Any:
+        is_known = self.model.given is None or name in self.model.given
+        return getattr(self.params, name) if is_known else "as the server has it"
 
     def set_system(self, text: str) -> None:
         """Set the system message, or remove it."""
@@ -192,7 +205,7 @@ COMMANDS: dict[str, tuple[str, Callable[[ChatSession, str], None]]] = {
     "help": ("", ChatSession.print_help),
     "clear": ("", ChatSession.clear),
     "retry": ("", ChatSession.retry),
-    "set": ("[NAME VALUE]", ChatSession.set_parameter),
+    "set": ("[NAME [VALUE]]", ChatSession.set_parameter),
     "system": ("[TEXT]", ChatSession.set_system),
     "stats": ("", ChatSession.print_stats),
     "save": ("FILE", ChatSession.save),
@@ -200,6 +213,31 @@ COMMANDS: dict[str, tuple[str, Callable[[ChatSession, str], None]]] = {
     "exit": ("", ChatSession.exit),
 }
 ALIASES = {"?": "help", "reset": "clear", "bye": "exit", "quit": "exit"}
+
+
+def complete(line: str) -> list[str]:
+    """Return what the last word of a line may become: a command, a parameter or a file."""
+    if not line.startswith("/"):
+        return []
+    name, *arguments = line.removeprefix("/").split(" ")
+    if not arguments:
+        return [f"/{command} " for command in (*COMMANDS, *ALIASES) if command.startswith(name)]
+    if name == "set" and len(arguments) == 1:
+        return [f"{parameter} " for parameter in PARAMETERS if parameter.startswith(arguments[0])]
+    return sorted(glob.glob(f"{glob.escape(arguments[-1])}*")) if COMMANDS.get(name, ("",))[0] == "FILE" else []
+
+
+WORDS = {"true": True, "false": False, "none": None}
+
+
+def _read_value(text: str) -> Any:
+    """Read the value of a parameter. A text that looks like a literal is written in quotes."""
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    try:
+        return literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
 
 
 def _with_seed(params: SamplingParams) -> SamplingParams:

@@ -1,5 +1,6 @@
 """`nanoinfer chat` in this process: the commands of a session, and one question. test_terminal.py has a terminal."""
 
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typer.testing import CliRunner
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli.chat_model import LocalModel
-from nanoinfer.cli.chat_session import ALIASES, COMMANDS, PARAMETERS, ChatSession, Conversation
+from nanoinfer.cli.chat_session import ALIASES, COMMANDS, PARAMETERS, ChatSession, Conversation, complete
 from nanoinfer.cli.main import app
 from nanoinfer.errors import NanoinferError
 from nanoinfer.execution.model_runner import ModelRunner
@@ -185,6 +186,9 @@ def test_a_seed_is_drawn_where_none_is_given(llm):
         ('/set stop ["a", "b"]', "stop", ("a", "b")),
         ("/set logit_bias {5: 1.5}", "logit_bias", {5: 1.5}),
         ("/set ignore_eos True", "ignore_eos", True),
+        ("/set ignore_eos true", "ignore_eos", True),
+        ("/set stop none", "stop", ()),
+        ("/set stop 'none'", "stop", ("none",)),
     ],
 )
 def test_set_changes_one_parameter(session, command, name, value):
@@ -201,7 +205,6 @@ def test_set_changes_one_parameter(session, command, name, value):
         ("/usr/bin is what?", "put a space before a question that begins with /"),
         ("/set temperatur 1", "no parameter 'temperatur'; did you mean temperature?"),
         ("/set n 2", "no parameter 'n'; known are temperature"),
-        ("/set temperature", "write /set temperature VALUE"),
         ("/set temperature -1", "temperature must be finite and >= 0, got -1"),
         ("/set temperature high", "temperature must be a number, got 'high'"),
         ("/set temperature " + "9" * 5000, "temperature must be"),
@@ -233,8 +236,39 @@ def test_help_lists_every_command(session, capsys):
     assert [name for name in (*COMMANDS, *ALIASES) if f"/{name}" not in shown.err] == []
     assert max(map(len, shown.err.splitlines())) <= 80
     assert shown.out == ""
-    session.handle("/set")
-    assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == PARAMETERS
+
+
+def test_set_lists_what_is_in_use_and_names_the_others_and_default_takes_one_back(session, capsys):
+    for line in ("/set top_k 3", "/set temperature 0.5", "/set temperature default", "/set"):
+        session.handle(line)
+    shown = capsys.readouterr().err
+    assert session.params.temperature == GREEDY.temperature == 0
+    in_use, _, others = shown.partition("Not in use: ")
+    assert re.findall(r"^  (\w+) +(.+)$", in_use, re.MULTILINE)[:2] == [("temperature", "0.0"), ("top_k", "3")]
+    named = {*re.findall(r"^  (\w+) ", in_use, re.MULTILINE), *re.findall(r"\w+", others.partition(".")[0])}
+    assert named == {*PARAMETERS}
+    assert max(map(len, shown.splitlines())) <= 80
+    session.handle("/set top_k")
+    assert capsys.readouterr().err == "(top_k is 3)\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("/he", ["/help "]),
+        ("/set temp", ["/set temperature "]),
+        ("/set stop", ["/set stop ", "/set stop_token_ids "]),
+        ("/set stop END", []),
+        ("What is /he", []),
+        ("/load {folder}/ta", ["/load {folder}/talk.json"]),
+        ("/clear ta", []),
+    ],
+)
+def test_tab_completes_commands_parameters_and_files(line, completed, tmp_path):
+    (tmp_path / "talk.json").touch()
+    line, completed = line.format(folder=tmp_path), [one.format(folder=tmp_path) for one in completed]
+    before, _, _ = line.rpartition(" ")
+    assert [f"{before} {word}".strip(" ") for word in complete(line)] == [one.strip(" ") for one in completed]
 
 
 def test_only_a_line_that_begins_with_a_slash_is_a_command(session):
@@ -361,7 +395,7 @@ def test_a_variable_that_has_no_effect_is_one_sentence(options, words):
 def test_a_model_without_a_template_is_one_sentence(gpt2_path):
     result = run("Hello", "--model", str(gpt2_path))
     assert result.exit_code == 1
-    assert "no tokenizer, so there is no chat template" in result.stderr
+    assert "has no tokenizer files, such as tokenizer.json; name a tokenizer with --tokenizer" in result.stderr
 
 
 def test_ctrl_c_ends_a_single_answer_as_a_shell_expects(monkeypatch):
