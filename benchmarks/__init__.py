@@ -1,12 +1,14 @@
 """Benchmarks for the people who work on nanoinfer, run from a clone and not part of the package. README.md lists them."""
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import typer
 
-from nanoinfer.cli.options import cli_errors, expand_options
+from nanoinfer.cli.commands import CONTEXT_SETTINGS, Command
+from nanoinfer.cli.options import expand_options
 
 
 def program(main: Callable[..., None]) -> typer.Typer:
@@ -14,9 +16,10 @@ def program(main: Callable[..., None]) -> typer.Typer:
 
     @wraps(main)
     def run(**options: Any) -> None:
-        with cli_errors():
-            main(**options)
+        if sys.stderr.isatty():
+            print("measuring, which takes a while", file=sys.stderr)
+        main(**options)
 
     app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None, add_completion=False)
-    app.command()(expand_options(run))
+    app.command(cls=Command, context_settings=CONTEXT_SETTINGS)(expand_options(run))
     return app

@@ -36,12 +36,15 @@ MAX_ROWS_WITH_DRAFTS = 256  # of a step, unless max_num_seqs is larger
 
 DTYPES = {
     "auto": "auto",
-    "half": "float16",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "float": "float32",
     "float32": "float32",
-}  # vLLM's spellings -> torch's
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+    "float": "float32",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+}  # vLLM's spellings, and the short ones -> torch's
 LOGPROBS_MODES = {"raw": "raw", "raw_logprobs": "raw", "processed": "processed", "processed_logprobs": "processed"}
 
 

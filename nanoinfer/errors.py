@@ -66,7 +66,7 @@ def is_one_of(value: object, allowed: Sequence[object]) -> bool:
 
 def suggest(name: str, known: Sequence[str]) -> str:
     """Return the way out for an unknown name: the known one that was probably meant, or all of them."""
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, known, n=1) or [one for one in known if name[2:] and one.startswith(name)]
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
 
 

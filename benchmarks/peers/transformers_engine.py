@@ -13,6 +13,7 @@ class Engine:
     def __init__(self, setup: "Setup") -> None:
         self.name = f"transformers {transformers.__version__}"
         torch.set_num_threads(setup.num_threads)
+        transformers.utils.logging.disable_progress_bar()
         loaded = transformers.AutoModelForCausalLM.from_pretrained(
             setup.model, dtype=getattr(torch, setup.dtype), attn_implementation="sdpa"
         )

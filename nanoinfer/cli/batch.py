@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from tqdm import tqdm
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 class JobOptions:
     """The options of a job, apart from the engine's."""
 
+    heading: ClassVar[str] = "Job"
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum number of running sequences.")] = 256
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Require that an answer does not depend on the other requests.")
@@ -60,7 +61,11 @@ def batch(
 
     Results are appended to OUTPUT.partial as they end. The same command continues after an interruption, a crash or a power
     failure. A request's seed comes from the job's seed and its custom_id, so the answers do not depend on the order.
+
+    The exit code is 0 when every request has a result, also where that is an error, as in OpenAI's batches.
     """
+    if not output.absolute().parent.is_dir():
+        raise InvalidValueError(f"cannot write {output}: there is no such folder; give another path")
     options.check_packages("server", *SERVER_PACKAGES)
     if job.ray is not None:
         options.check_packages("ray", "ray", "pyarrow", "pandas")

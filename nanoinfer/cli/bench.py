@@ -9,11 +9,11 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
-from rich.console import Console
 
+from nanoinfer.cli.commands import Command, Commands, complete_from
 from nanoinfer.cli.options import (
     BlockManagerCls,
     Device,
@@ -23,10 +23,12 @@ from nanoinfer.cli.options import (
     Quantization,
     SchedulerCls,
     SchedulingPolicy,
+    busy,
     expand_options,
     find_modules_here,
     new_table,
     parse_size,
+    print_table,
 )
 from nanoinfer.errors import InvalidValueError
 
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
     from nanoinfer.bench.serve import ServeFigures
     from nanoinfer.bench.workloads import Workload
 
-app = typer.Typer(no_args_is_help=True, help="Measure a model on this machine, or a server.")
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="Measure a model on this machine, or a server."
+)
 
 DEFINITIONS = """\
 TTFT, time to first token: from a request's arrival to its first token.
@@ -70,9 +74,14 @@ Repeats = Annotated[int, typer.Option(min=1, help="Measured runs, after one to w
 class ModelOptions:
     """The model, its dtype and its device."""
 
+    heading: ClassVar[str] = "Model"
     model: Model = None
     random_model: Annotated[
-        str | None, typer.Option(help="Random weights instead of a model: gpt2, gpt2-medium, qwen2.5-0.5b or qwen3-0.6b.")
+        str | None,
+        typer.Option(
+            help="Random weights instead of a model: gpt2, gpt2-medium, qwen2.5-0.5b or qwen3-0.6b.",
+            autocompletion=complete_from("gpt2", "gpt2-medium", "qwen2.5-0.5b", "qwen3-0.6b"),
+        ),
     ] = None
     dtype: Dtype = "auto"
     device: Device = "auto"
@@ -82,6 +91,7 @@ class ModelOptions:
 class WorkloadOptions:
     """Workloads by name, or one of the user's own."""
 
+    heading: ClassVar[str] = "Workload"
     workload: Named = None
     num_prompts: Annotated[
         int | None, typer.Option(min=1, help="Requests of a workload of your own, which the next options describe.")
@@ -99,6 +109,7 @@ class WorkloadOptions:
 class RunOptions:
     """How the workloads are run."""
 
+    heading: ClassVar[str] = "Run"
     quantization: Quantization = None
     kv_cache_memory: Annotated[
         int | None,
@@ -118,19 +129,19 @@ def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
     if picked.num_prompts is None:
         if picked != WorkloadOptions(workload=picked.workload):
             raise InvalidValueError(
-                "input_len, output_len, request_rate, temperature, top_k, top_p and seed describe a workload of your own; "
-                "give num_prompts, too"
+                "--input-len, --output-len, --request-rate, --temperature, --top-k, --top-p and --seed describe a workload of "
+                "your own; give --num-prompts, too"
             )
         return workloads.named(picked.workload or DEFAULT_WORKLOADS)
     if picked.workload is not None:
-        raise InvalidValueError("give workload, or num_prompts for one of your own, not both")
+        raise InvalidValueError("give --workload, or --num-prompts for one of your own, not both")
     description = asdict(picked)
     del description["workload"]
     sampling = {name: description.pop(name) for name in ("temperature", "top_k", "top_p")}
     return [workloads.described(sampling=sampling, **description)]
 
 
-@app.command()
+@app.command(cls=Command)
 @expand_options
 def roofline(
     *,
@@ -143,7 +154,7 @@ def roofline(
     from nanoinfer.bench import roofline as measurement
     from nanoinfer.bench.random_models import checkpoint_of
 
-    with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint:
+    with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint, busy("Measuring"):
         machine, dtype, phases = measurement.run(
             checkpoint, dtype=measured.dtype, device=measured.device, enforce_eager=enforce_eager
         )
@@ -175,8 +186,7 @@ def roofline(
 
 def _show_roofline(report: dict[str, Any]) -> None:
     rates = ", ".join(f"{rate:.0f} GFLOP/s in {name}" for name, rate in report["gemm_GFLOP_per_s"].items())
-    console = Console()
-    console.print(f"memory {report['bandwidth_GB_per_s']:.1f} GB/s; matrix products {rates}; the model in {report['dtype']}")
+    print(f"memory {report['bandwidth_GB_per_s']:.1f} GB/s; matrix products {rates}; the model in {report['dtype']}")
     table = new_table("phase", "part", "MB", "GFLOP", "at least ms", "measured ms", "share of the limit")
     for phase in report["phases"]:
         for part in phase["parts"]:
@@ -184,16 +194,18 @@ def _show_roofline(report: dict[str, Any]) -> None:
             table.add_row("", part["name"], *(f"{number:.2f}" for number in numbers))
         measured, share = f"{phase['measured_ms']:.2f}", f"{phase['share_of_limit']:.0%}"
         table.add_row(phase["name"], "all", "", "", f"{phase['least_ms']:.2f}", measured, share, end_section=True)
-    console.print(table)
+    print_table(table)
 
 
-@app.command(help=f"Measure tokens per second.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
+@app.command(cls=Command, help=f"Measure tokens per second.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
 @expand_options
 def throughput(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: AsJson = False) -> None:
     _measure(measured, picked, run, as_json, _show_throughput)
 
 
-@app.command(help=f"Measure TTFT, TPOT and ITL: their 50th, 95th and 99th percentiles.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
+@app.command(
+    cls=Command, help=f"Measure TTFT, TPOT and ITL: their 50th, 95th and 99th percentiles.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}"
+)
 @expand_options
 def latency(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: AsJson = False) -> None:
     _measure(measured, picked, run, as_json, _show_latency)
@@ -207,7 +219,7 @@ def _measure(
 
     workloads = pick_workloads(picked)
     find_modules_here(run.scheduler_cls, run.block_manager_cls)
-    with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint:
+    with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint, busy("Measuring"):
         results = offline.measure(checkpoint, workloads, dtype=measured.dtype, device=measured.device, **asdict(run))
     if as_json:
         print(json.dumps([asdict(result) for result in results], indent=1))
@@ -225,7 +237,7 @@ def _show_throughput(results: list["Measurement"]) -> None:
         ttft = f"{figures.ttft_ms.p50:.0f}" if figures.ttft_ms else ""
         speeds = (f"{figures.output_tokens_per_s:.1f}", f"{figures.total_tokens_per_s:.0f}", ttft)
         table.add_row(result.workload, str(figures.num_requests), *speeds, f"{result.share_of_limit:.0%}")
-    Console().print(table)
+    print_table(table)
 
 
 def _show_latency(results: list["Measurement"]) -> None:
@@ -235,10 +247,10 @@ def _show_latency(results: list["Measurement"]) -> None:
             if (percentiles := getattr(result.figures, f"{name}_ms")) is not None:
                 numbers = (f"{value:.2f}" for value in (percentiles.p50, percentiles.p95, percentiles.p99))
                 table.add_row(result.workload, name.upper(), *numbers)
-    Console().print(table)
+    print_table(table)
 
 
-@app.command(help=f"Measure an OpenAI-compatible server from outside.\n\n{WORKLOADS_HELP}\n\n{SERVE_DEFINITIONS}")
+@app.command(cls=Command, help=f"Measure an OpenAI-compatible server from outside.\n\n{WORKLOADS_HELP}\n\n{SERVE_DEFINITIONS}")
 @expand_options
 def serve(
     *,
@@ -266,7 +278,8 @@ def serve(
     target = measurement.Target(
         client=client, model=model or client.first_model(), is_chat=chat, ignore_eos=ignore_eos, max_concurrency=max_concurrency
     )
-    results = [measurement.run(target, workload, limits) for workload in workloads]
+    with busy("Measuring"):
+        results = [measurement.run(target, workload, limits) for workload in workloads]
     if as_json:
         print(json.dumps([asdict(result) for result in results], indent=1))
     else:
@@ -281,7 +294,7 @@ def _show_serve(result: "ServeFigures") -> None:
     for name in ("ttft", "tpot", "itl", "e2el"):
         if (percentiles := getattr(result, f"{name}_ms")) is not None:
             table.add_row(name.upper(), *(f"{value:.2f}" for value in asdict(percentiles).values()))
-    Console().print(table)
+    print_table(table)
     print(f"{result.num_requests} requests in {result.duration_s:.2f} s, {result.num_failed} failed")
     print(f"{result.requests_per_s:.2f} requests/s", end="")
     if result.goodput_requests_per_s is not None:

@@ -4,17 +4,20 @@ A line has the model's probability of the token, the stages of sampling, the dra
 draws the same in more detail. With --demo the run is one of demos.py, and the moments to look at are printed, too.
 """
 
-from collections.abc import Callable
+import json
+import sys
+from collections.abc import Callable, Iterator
 from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from nanoinfer.cli import options
+from nanoinfer.cli.commands import complete_from, print_error
 from nanoinfer.cli.demos import DEMOS, Demo
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.tracing import Recorder, StageApplied, TokenAppended, TokenDrawn
@@ -32,10 +35,15 @@ def explain(
     sampling: options.SamplingOptions,
     max_tokens: options.MaxTokens = 32,
     demo: Annotated[
-        str | None, typer.Option(help=f"A prepared run: {', '.join(DEMOS)}. Takes --html and --jsonl, and no other option.")
+        str | None,
+        typer.Option(
+            help=f"A prepared run: {', '.join(DEMOS)}. Takes --html, --jsonl and --json, and no other option.",
+            autocompletion=complete_from(*DEMOS),
+        ),
     ] = None,
     html: Annotated[Path, typer.Option(help="Path of the HTML replay.")] = Path("trace.html"),
     jsonl: Annotated[Path | None, typer.Option(help="Path for the events, too, one line of JSON each.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """Explain each token: print a table, and write an HTML page that replays the generation."""
     if html == jsonl:
@@ -58,18 +66,27 @@ def explain(
     outputs = llm.generate(texts, params, use_tqdm=False)
     errors = {index: output.outputs[0].error for index, output in enumerate(outputs) if output.outputs[0].error}
     for index, error in errors.items():
-        options.print_error(NanoinferError(f"prompt {index}: {error}"))
-    if recorder.of(TokenAppended):
-        Console().print(token_table(recorder))
-        _write(recorder.to_html, html, "replays it in a browser, from the disk")
+        print_error(f"prompt {index}: {error}")
+    tokens = token_rows(recorder)
+    if as_json:
+        print(json.dumps(tokens, indent=1))
+    elif tokens:
+        options.print_table(token_table(tokens))
+        print(LEGEND)
+    remarks = sys.stderr if as_json else sys.stdout
+    if tokens:
+        print(_write(recorder.to_html, html, "replays it in a browser, from the disk"), file=remarks)
     if jsonl:
-        _write(recorder.to_jsonl, jsonl, "has the events; Recorder.from_jsonl reads them")
+        print(_write(recorder.to_jsonl, jsonl, "has the events; Recorder.from_jsonl reads them"), file=remarks)
     if prepared:
-        print("What to look at:")
-        for step, sequence_id, description in prepared.find(recorder):
-            print(f"- Step {step}: {description}\n  {html.absolute().as_uri()}#step={step}&token={sequence_id}")
+        print("What to look at:", *_moments(prepared, recorder, html), sep="\n", file=remarks)
     if errors:
         raise typer.Exit(1)
+
+
+def _moments(prepared: Demo, recorder: Recorder, html: Path) -> Iterator[str]:
+    for step, sequence_id, description in prepared.find(recorder):
+        yield f"- Step {step}: {description}\n  {html.absolute().as_uri()}#step={step}&token={sequence_id}"
 
 
 def find_demo(name: str, context: typer.Context) -> Demo:
@@ -79,25 +96,30 @@ def find_demo(name: str, context: typer.Context) -> Demo:
     given = {one.name: one.opts[0] for one in context.command.params if one.name is not None}
     sources = {option: context.get_parameter_source(one) for one, option in given.items()}
     others = [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    if refused := [option for option in others if option not in ("--demo", "--html", "--jsonl")]:
-        raise InvalidValueError(f"--demo is a prepared run and takes --html and --jsonl only; leave out {', '.join(refused)}")
+    if refused := [option for option in others if option not in ("--demo", "--html", "--jsonl", "--json")]:
+        raise InvalidValueError(
+            f"--demo is a prepared run and takes --html, --jsonl and --json only; leave out {', '.join(refused)}"
+        )
     return DEMOS[name]
 
 
-def _write(write: Callable[[Path], None], path: Path, what: str) -> None:
+def _write(write: Callable[[Path], None], path: Path, what: str) -> str:
+    """Write a file. Returns: a sentence about it."""
     try:
         write(path)
     except OSError as error:
         raise NanoinferError(f"cannot write {path} ({error.strerror}); give another path") from error
-    print(f"{path} {what}")
+    return f"{path} {what}"
 
 
-def token_table(recorder: Recorder) -> Table:
-    """Make a table of the tokens of every sequence, in order.
+LEGEND = """\
+p: the model's probability of the token. left: the ids to draw from, then those after each stage of sampling. u: the random
+number. interval: the token's share of what is left; the token whose interval holds u is drawn.
+"""
 
-    The column `left` has the number of ids to draw from, then the number after each stage that dropped some. The recorder must
-    have recorded stages.
-    """
+
+def token_rows(recorder: Recorder) -> list[dict[str, Any]]:
+    """Return a dict for each token of every sequence, in order. The recorder must have recorded stages."""
     stages: dict[tuple[str, int], list[StageApplied]] = {}
     for stage_event in recorder.of(StageApplied):
         applied = stages.setdefault((stage_event.sequence_id, stage_event.position), [])
@@ -105,24 +127,38 @@ def token_table(recorder: Recorder) -> Table:
             applied.clear()  # at the first stage, because a token may be drawn twice, and the last draw counts
         applied.append(stage_event)
     draws: dict[tuple[str, int], TokenDrawn] = {(one.sequence_id, one.position): one for one in recorder.of(TokenDrawn)}
-    table = options.new_table("at", "token", "p", "left", "u", "interval", "text")
     appended = sorted(recorder.of(TokenAppended), key=lambda event: [int(part) for part in event.sequence_id.split(".")])
-    for sequence_id, events in groupby(appended, key=lambda event: event.sequence_id):
+    rows = []
+    for event in appended:
+        draw, applied = draws[event.sequence_id, event.position], stages[event.sequence_id, event.position]
+        changed = [after for before, after in pairwise(applied) if before.num_left != after.num_left]
+        rows.append(
+            {
+                "sequence": event.sequence_id,
+                "at": event.position,
+                "token_id": event.token_id,
+                "token": event.token,
+                "p": next(one.after for one in applied[0].candidates if one.token_id == event.token_id),
+                "left": {one.stage.removeprefix("keep_"): one.num_left for one in (applied[0], *changed)},
+                "u": draw.u,
+                "interval": [draw.low, draw.high],
+                "text": _shown_text(event),
+            }
+        )
+    return rows
+
+
+def token_table(tokens: list[dict[str, Any]]) -> Table:
+    """Make a table of token_rows."""
+    table = options.new_table("at", "token", "p", "left", "u", "interval", "text")
+    for sequence_id, rows in groupby(tokens, key=itemgetter("sequence")):
         table.add_row("", Text(f"sequence {sequence_id}", style="bold"))
-        for event in events:
-            draw, applied = draws[sequence_id, event.position], stages[sequence_id, event.position]
-            p = next(one.after for one in applied[0].candidates if one.token_id == event.token_id)
-            left = [str(applied[0].num_left)]
-            left += [f"{b.stage.removeprefix('keep_')} {b.num_left}" for a, b in pairwise(applied) if a.num_left != b.num_left]
-            table.add_row(
-                str(event.position),
-                Text(repr(event.token)),
-                f"{p:.3f}",
-                " > ".join(left),
-                "greedy" if draw.u is None else f"{draw.u:.3f}",
-                f"{draw.low:.3f} - {draw.high:.3f}",
-                Text(_shown_text(event)),
-            )
+        for row in rows:
+            first, *after = row["left"].items()
+            left = " > ".join([str(first[1]), *(f"{stage} {num}" for stage, num in after)])
+            u = "greedy" if row["u"] is None else f"{row['u']:.3f}"
+            interval = " - ".join(f"{bound:.3f}" for bound in row["interval"])
+            table.add_row(str(row["at"]), Text(repr(row["token"])), f"{row['p']:.3f}", left, u, interval, Text(row["text"]))
         table.add_section()
     return table
 

@@ -1,15 +1,18 @@
 """`nanoinfer generate`: continue a prompt, and stream the text or print several answers or JSON at the end."""
 
 import json
+import os
+import re
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
-from rich.console import Console
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +25,20 @@ if TYPE_CHECKING:
     from nanoinfer.cli.chat_model import ChatModel
     from nanoinfer.llm import LLM
 
+PIECES = re.compile(r"\x1b\[[0-9;]*m|.", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthOptions:
+    """When an answer ends, and the number of answers."""
+
+    heading: ClassVar[str] = "Sampling"
+    max_tokens: options.MaxTokens = 256
+    min_tokens: Annotated[int, typer.Option(help="Tokens before the text may end.")] = 0
+    stop_token_ids: Annotated[list[int] | None, typer.Option(help="End at this token id; may be given several times.")] = None
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not end at the end-of-text token.")] = False
+    n: Annotated[int, typer.Option("--n", help="Number of answers.")] = 1
+
 
 @options.expand_options
 def generate(
@@ -33,11 +50,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a message, through the chat template.")] = False,
     engine: options.EngineOptions,
     sampling: options.SamplingOptions,
-    max_tokens: options.MaxTokens = 256,
-    min_tokens: Annotated[int, typer.Option(help="Tokens before the text may end.")] = 0,
-    stop_token_ids: Annotated[list[int] | None, typer.Option(help="End at this token id; may be given several times.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not end at the end-of-text token.")] = False,
-    n: Annotated[int, typer.Option("--n", help="Number of answers.")] = 1,
+    length: LengthOptions,
     logprobs: Annotated[
         int | None, typer.Option(help="Print the log-probabilities of each token and of this many most likely ones.")
     ] = None,
@@ -57,19 +70,16 @@ def generate(
     params = options.resolve_sampling_params(
         llm,
         sampling,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        stop_token_ids=stop_token_ids,
-        ignore_eos=ignore_eos,
-        n=n,
+        **asdict(length),
         logprobs=logprobs,
         structured_outputs=None if json_schema is None else StructuredOutputsParams(json=options.read_file(json_schema)),
     )
     request: Any = llm.render_chat([{"role": "user", "content": text}]) if chat else text
+    printer = Printer()
     if echo and not as_json:
-        print(text, end="", flush=True)
-    if n == 1 and not as_json:
-        _, output = print_stream(llm, request, params)
+        printer.print(text)
+    if length.n == 1 and not as_json:
+        _, output = print_stream(llm, request, params, printer=printer)
         if output is None:
             raise typer.Exit(130)  # the code that a shell gives
     else:
@@ -77,7 +87,7 @@ def generate(
         _print_output(output, as_json=as_json)
     if logprobs is not None and not as_json:
         for answer in output.outputs:
-            Console().print(logprobs_table(answer))
+            options.print_table(logprobs_table(answer))
     if stats:
         print(describe_speed(output.metrics, len(output.prompt_token_ids)), file=sys.stderr)
 
@@ -107,24 +117,68 @@ def _print_output(output: RequestOutput, *, as_json: bool) -> None:
 
 
 def print_stream(
-    llm: "LLM | ChatModel", prompt: Any, params: SamplingParams, decorate: Callable[[str], str] = str, end: str = ""
+    llm: "LLM | ChatModel",
+    prompt: Any,
+    params: SamplingParams,
+    decorate: Callable[[str], str] = str,
+    end: str = "",
+    printer: "Printer | None" = None,
 ) -> tuple[str, RequestOutput | None]:
     """Stream an answer to the terminal. Returns its text, and the output, which is None if Ctrl-C ended it.
 
-    decorate: returns what is printed of a piece of text. end: the text to print before the end of the last line.
+    Args:
+        decorate: returns what is printed of a piece of text.
+        end: the text to print before the end of the last line.
+        printer: what has printed the beginning of the line.
     """
-    text, output = "", None
+    text, output, printer = "", None, printer or Printer()
     stream = llm.stream(prompt, params)
     with suppress(KeyboardInterrupt), closing(stream):  # closing it aborts the request
         for delta in stream:
             text += delta.text
-            print(decorate(delta.text), end="", flush=True)
+            printer.print(decorate(delta.text))
             output = delta.output
     if text or output is None:  # end the line of the answer, or of the ^C that the terminal shows
         print(end, flush=True)
     if output is not None and (error := output.outputs[0].error):
         raise NanoinferError(error)
     return text, output
+
+
+class Printer:
+    """Prints text in pieces, and on a terminal wraps it at spaces, where the terminal itself would break words.
+
+    A word appears as it grows. When it reaches the edge, it is erased and printed on the next line.
+    """
+
+    def __init__(self) -> None:
+        self._wraps = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self._column = 0
+        self._word = ""  # what was printed since the last space
+        self._word_width = 0
+
+    def print(self, text: str) -> None:
+        print("".join(map(self._place, PIECES.findall(text))) if self._wraps else text, end="", flush=True)
+
+    def _place(self, piece: str) -> str:
+        """Return what the terminal gets for a character or an escape sequence."""
+        if piece.startswith("\x1b"):  # a colour, which has no width
+            self._word += piece
+            return piece
+        width = 8 - self._column % 8 if piece == "\t" else cell_len(piece)
+        is_full = self._column + width >= shutil.get_terminal_size().columns  # the last column stays empty
+        if piece == "\n" or (is_full and piece.isspace()):
+            self._column, self._word, self._word_width = 0, "", 0
+            return "\n"
+        before = ""
+        if is_full and self._word_width < self._column:  # the word does not fill the line
+            before = (f"\x1b[{self._word_width}D" if self._word_width else "") + f"\x1b[K\n{self._word}"
+            self._column = self._word_width
+        elif is_full:
+            before, self._column, self._word, self._word_width = "\n", 0, "", 0
+        self._column += width
+        self._word, self._word_width = ("", 0) if piece.isspace() else (self._word + piece, self._word_width + width)
+        return before + piece
 
 
 def describe_speed(metrics: RequestMetrics, num_prompt_tokens: int) -> str:

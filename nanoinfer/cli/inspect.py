@@ -12,10 +12,9 @@ from typing import Any
 
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
-from rich.console import Console
 
 from nanoinfer.attention.kv_cache import bytes_per_block_of
-from nanoinfer.cli.options import new_table
+from nanoinfer.cli.options import new_table, print_table
 from nanoinfer.errors import CheckpointError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import BUNDLED, DEFAULT_MODEL, Checkpoint, bundled_models, locate, read_json
@@ -157,7 +156,7 @@ def print_inspection(found: Inspection) -> None:
     for name, value in rows:
         if value:
             table.add_row(name, value)
-    Console().print(table)
+    print_table(table)
     if found.unsupported_reason is not None:
         print(f"not supported: {found.unsupported_reason}")
 
@@ -189,7 +188,7 @@ def print_models(models: list[InstalledModel]) -> None:
         parameters = f"{model.num_parameters / 1e6:,.1f} M" if model.num_parameters else ""
         is_supported = "no" if model.unsupported_reason else "yes"
         table.add_row(model.name, model.architecture, parameters, f"{model.num_bytes / 1e6:,.1f}", is_supported)
-    Console().print(table)
+    print_table(table)
     for model in models:
         if model.unsupported_reason:
             print(f"{model.name}: {model.unsupported_reason}")

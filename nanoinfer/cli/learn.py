@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanoinfer.cli.commands import Command, Commands
 from nanoinfer.cli.options import MaxTokens
 from nanoinfer.errors import InvalidValueError
 
@@ -17,7 +18,12 @@ if TYPE_CHECKING:
     from nanoinfer.learn.check import Failure, Task
     from nanoinfer.learn.workbook import Workbook
 
-app = typer.Typer(invoke_without_command=True, help="Write the engine's functions yourself, in a workbook that checks them.")
+app = typer.Typer(
+    cls=Commands,
+    rich_markup_mode=None,
+    invoke_without_command=True,
+    help="Write the engine's functions yourself, in a workbook that checks them.",
+)
 
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help="A task's name, as `nanoinfer learn` lists them.")]
 STATES = {"empty": "", "written": "written, not checked", "passed": "passed", "missing": "its file is missing"}
@@ -38,7 +44,7 @@ def learn(context: typer.Context) -> None:
     print(f"\n{num_passed} of {len(TRACK)} passed. Next: nanoinfer learn check TASK, or nanoinfer learn hint TASK.")
 
 
-@app.command()
+@app.command(cls=Command)
 def start(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")]) -> None:
     """Write a workbook into a new folder: one file per task."""
     from nanoinfer.learn.track import NAMES, TRACK
@@ -48,7 +54,7 @@ def start(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new f
     print(f"{len(TRACK)} tasks in {folder}. Go there, open {TRACK[0].name}'s file, and call `nanoinfer learn`.")
 
 
-@app.command()
+@app.command(cls=Command)
 def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A task. Default: all of them.")] = None) -> None:
     """Compare your function with the engine's. Exit code 0 only if all that was asked for passes."""
     from nanoinfer.learn.track import TRACK, find
@@ -65,7 +71,7 @@ def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A t
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=Command)
 def hint(task: TaskName) -> None:
     """Show a hint, and one more each time."""
     from nanoinfer.learn.track import find
@@ -78,7 +84,7 @@ def hint(task: TaskName) -> None:
         print("There are no more.")
 
 
-@app.command()
+@app.command(cls=Command)
 def compare(task: TaskName) -> None:
     """Print the engine's own version, once yours has passed."""
     from nanoinfer.learn.track import find
@@ -89,7 +95,7 @@ def compare(task: TaskName) -> None:
     print(f"# {found.function.module}, {found.function.qualname}\n{found.function.source}", end="")
 
 
-@app.command()
+@app.command(cls=Command)
 def solve(task: TaskName, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False) -> None:
     """Write the engine's own version into the task's file."""
     from nanoinfer.learn.track import find
@@ -101,7 +107,7 @@ def solve(task: TaskName, yes: Annotated[bool, typer.Option("--yes", help="Do no
     print(f"{workbook.file(task).name} has the engine's version.")
 
 
-@app.command()
+@app.command(cls=Command)
 def run(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,

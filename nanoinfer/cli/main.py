@@ -5,32 +5,24 @@ import json
 import logging
 import sys
 from dataclasses import asdict
-from typing import Annotated, Any, TextIO
+from typing import Annotated, TextIO
 
 import typer
-from typer.core import TyperGroup
 
 from nanoinfer import __version__
 from nanoinfer.cli.batch import batch
 from nanoinfer.cli.bench import app as bench_app
 from nanoinfer.cli.chat import chat
+from nanoinfer.cli.commands import CONTEXT_SETTINGS, Command, Commands, complete_models
 from nanoinfer.cli.explain import explain
 from nanoinfer.cli.generate import generate
 from nanoinfer.cli.learn import app as learn_app
-from nanoinfer.cli.options import Dtype, cli_errors
+from nanoinfer.cli.options import Dtype, Model, busy, expand_options
 from nanoinfer.cli.serve import serve
-
-
-class Commands(TyperGroup):
-    """The commands, whose errors are printed as one line."""
-
-    def invoke(self, ctx: Any) -> Any:
-        with cli_errors():
-            return super().invoke(ctx)
-
 
 app = typer.Typer(
     cls=Commands,
+    context_settings=CONTEXT_SETTINGS,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="A small LLM inference engine.",
@@ -58,36 +50,62 @@ def main(
         sys.stdout.reconfigure(errors="replace")  # "?" for a character that the terminal cannot show
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_StderrHandler()])
     logging.getLogger("nanoinfer").setLevel(logging.INFO if verbose else logging.WARNING)
+    if sys.stderr is not None and sys.stderr.isatty():
+        logging.getLogger("nanoinfer.fast.cpu.native").setLevel(logging.INFO)  # says when kernels are compiled
 
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@expand_options
 def doctor(
-    model: Annotated[
-        str | None, typer.Option(help="also report what is compiled of this folder, hub name or bundled model")
-    ] = None,
+    *,
+    model: Model = None,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="List each attention backend, and what is compiled of the model.")
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Print what this machine has, and check each attention backend."""
-    from nanoinfer.cli.doctor import examine, examine_model, print_report  # imports torch, which takes a second
+    """Print what a bug report needs: this machine, and what the engine will use on it. Check each attention backend."""
+    with busy("Examining this machine"):
+        from nanoinfer.cli.doctor import examine, print_report  # imports torch, which takes a second
 
-    report = examine()
-    print_report(report, None if model is None else examine_model(model))
+        report = examine(model, with_model=kernels or model is not None)
+    if as_json:
+        print(json.dumps(asdict(report), indent=2))
+    else:
+        print_report(report, with_kernels=kernels)
     if any(check.failed for check in report.checks):
         raise typer.Exit(1)
 
 
-def models() -> None:
+@expand_options
+def models(*, as_json: AsJson = False) -> None:
     """List the bundled models and those in the Hugging Face cache."""
-    from nanoinfer.cli.inspect import installed_models, print_models  # imports torch
+    with busy("Reading the models' headers"):
+        from nanoinfer.cli.inspect import installed_models, print_models  # imports torch
 
-    print_models(installed_models())
+        found = installed_models()
+    if as_json:
+        print(json.dumps([asdict(one) for one in found], indent=2))
+    else:
+        print_models(found)
 
 
+@expand_options
 def inspect(
-    model: Annotated[str | None, typer.Argument(help="A folder, a .gguf file, a hub name or a bundled model.")] = None,
+    *,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="A folder, a .gguf file, a hub name or a bundled model.", autocompletion=complete_models
+        ),
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
     dtype: Dtype = "auto",
     users: Annotated[int, typer.Option(min=1, help="Sequences at a time, for the memory they take.")] = 1,
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each. Default: the model's maximum.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print what a checkpoint is, whether it can be loaded, and its memory."""
     from nanoinfer.cli.inspect import examine, print_inspection  # imports torch
@@ -101,7 +119,24 @@ def inspect(
         raise typer.Exit(1)
 
 
-for command in (generate, chat, explain, serve, batch, models, inspect, doctor):
-    app.command()(command)
+EXAMPLES = {
+    generate: """\
+nanoinfer generate "Once upon a time" --temperature 0.7 --seed 1
+nanoinfer generate --chat -m Qwen/Qwen3-0.6B "What is a KV cache?" --stats""",
+    chat: """\
+nanoinfer chat -m Qwen/Qwen3-0.6B
+git diff | nanoinfer chat "Write a commit message" --url http://127.0.0.1:8000""",
+    explain: """\
+nanoinfer explain "Once upon a time" --top-k 5 --seed 1
+nanoinfer explain --demo preemption""",
+    serve: "nanoinfer serve Qwen/Qwen3-0.6B --port 8000",
+    batch: "nanoinfer batch requests.jsonl -o results.jsonl",
+    models: "nanoinfer models",
+    inspect: "nanoinfer inspect Qwen/Qwen3-0.6B --users 8 --tokens 4096",
+    doctor: "nanoinfer doctor --json > report.json",
+}
+
+for command, examples in EXAMPLES.items():
+    app.command(cls=Command, epilog=examples)(command)
 app.add_typer(bench_app, name="bench")
 app.add_typer(learn_app, name="learn")

@@ -1,33 +1,41 @@
-"""Shared by all commands: options, the LLM and SamplingParams made from them, text from files, tables, and error messages.
+"""Shared by all commands: options, the LLM and SamplingParams made from them, text from files, and tables.
 
 A command declares a group of options as one keyword, `engine: EngineOptions`, and expand_options turns the group into options.
 """
 
 import json
+import logging
 import os
 import re
+import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import wraps
 from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+from typer.models import OptionInfo
 
-from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError, UnsupportedError
+from nanoinfer.cli.commands import complete_from, complete_models
+from nanoinfer.errors import CheckpointNotFoundError, InvalidPromptError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.system.installation import install_command
 
 if TYPE_CHECKING:
     from nanoinfer.async_llm import AsyncLLM
     from nanoinfer.llm import LLM
+
+logger = logging.getLogger(__name__)
 
 L = TypeVar("L", "LLM", "AsyncLLM")
 
@@ -57,22 +65,40 @@ def parse_adapter(text: str) -> tuple[str, float]:
 
 Model = Annotated[
     str | None,
-    typer.Option("--model", "-m", help="A folder, a .gguf file, a hub name, tiny-qwen3 or tiny-gpt2. Default: tiny-qwen3."),
+    typer.Option(
+        "--model",
+        "-m",
+        help="A folder, a .gguf file, a hub name, tiny-qwen3 or tiny-gpt2. Default: tiny-qwen3.",
+        autocompletion=complete_models,
+    ),
 ]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens to generate.")]
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", autocompletion=complete_from(*DTYPES))]
+DEVICES = ("auto", "cpu", "cuda", "cuda:0")
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", autocompletion=complete_from(*DEVICES))]
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens to generate.", rich_help_panel="Sampling")
+]
 ServedModelName = Annotated[
     list[str] | None, typer.Option(help="Name that requests give as model; may be given several times. Default: the model's.")
 ]
-Quantization = Annotated[str | None, typer.Option(help="int8 or int4: linear layers in 8 or 4 bits, on a CPU.")]
+Quantization = Annotated[
+    str | None,
+    typer.Option(help="int8 or int4: linear layers in 8 or 4 bits, on a CPU.", autocompletion=complete_from("int8", "int4")),
+]
 Lora = Annotated[
     list[str] | None,
     typer.Option(
         help="A LoRA adapter's folder, merged into the weights. May be given several times, with strengths: PATH=0.5."
     ),
 ]
-SchedulingPolicy = Annotated[str, typer.Option(help="fcfs, priority or deadline: which waiting request starts next.")]
+POLICIES = ("fcfs", "priority", "deadline")
+SchedulingPolicy = Annotated[
+    str,
+    typer.Option(
+        help="fcfs, priority or deadline: which waiting request starts next.", autocompletion=complete_from(*POLICIES)
+    ),
+]
 SchedulerCls = Annotated[
     str | None, typer.Option(help="A policy of your own: module.Class, a subclass of Scheduler.", metavar="CLASS")
 ]
@@ -86,8 +112,10 @@ EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Run the mod
 class EngineOptions:
     """The arguments of LLM that every command takes, under the same names, and the number of torch's threads."""
 
+    heading: ClassVar[str] = "Model and engine"
     model: Model = None
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None
+    tokenizer: Annotated[str | None, typer.Option(help="Folder or hub name of a tokenizer. Default: the model's.")] = None
     dtype: Dtype = "auto"
     quantization: Quantization = None
     lora: Lora = None
@@ -98,14 +126,25 @@ class EngineOptions:
     ] = None
     enforce_eager: EnforceEager = False
     max_model_len: Annotated[int | None, typer.Option(help="Maximum number of tokens of prompt and answer together.")] = None
-    attention_backend: Annotated[str, typer.Option(help="auto, flash, triton, cpu or reference.")] = "auto"
+    attention_backend: Annotated[
+        str,
+        typer.Option(
+            help="auto, flash, triton, cpu or reference.",
+            autocompletion=complete_from("auto", "flash", "triton", "cpu", "reference"),
+        ),
+    ] = "auto"
     kv_cache_memory: Annotated[
         int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Memory for the KV cache: 1G, 512M or bytes.")
     ] = None
     scheduling_policy: SchedulingPolicy = "fcfs"
     scheduler_cls: SchedulerCls = None
     block_manager_cls: BlockManagerCls = None
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or int8 for keys and values in 8 bits, on a CPU.")] = "auto"
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="auto, or int8 for keys and values in 8 bits, on a CPU.", autocompletion=complete_from("auto", "int8")
+        ),
+    ] = "auto"
     speculative_config: Annotated[
         str | None, typer.Option(help='Speculative decoding, as JSON: {"method": "ngram"}.', metavar="JSON")
     ] = None
@@ -115,6 +154,7 @@ class EngineOptions:
 class SamplingOptions:
     """The fields of SamplingParams that every command takes, under the same names, where None is the checkpoint's default."""
 
+    heading: ClassVar[str] = "Sampling"
     temperature: Annotated[
         float | None, typer.Option("--temperature", "-t", help="0 is greedy. Default: the checkpoint's, or 1.")
     ] = None
@@ -138,6 +178,7 @@ class SamplingOptions:
 class ChatTemplateOptions:
     """Variables of the chat template."""
 
+    heading: ClassVar[str] = "Chat template"
     no_thinking: Annotated[
         bool, typer.Option("--no-thinking", help="Answer without thinking first: enable_thinking is false.")
     ] = False
@@ -150,13 +191,15 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each parameter whose type is a dataclass by the fields of the dataclass.
 
     Typer makes one option of each parameter in `__signature__`, and the command gets the dataclass that is built from them. The
-    parameters of the command are keyword-only, and no two options have the same name.
+    parameters of the command are keyword-only, and no two options have the same name. A group's `heading` is the one above its
+    options in the command's help.
     """
     declared = signature(command).parameters.values()
     groups: dict[str, Any] = {one.name: one.annotation for one in declared if is_dataclass(one.annotation)}
     options: list[Parameter] = []
     for one in declared:
-        options += signature(groups[one.name]).parameters.values() if one.name in groups else [one]
+        members = signature(groups[one.name]).parameters.values() if one.name in groups else [one]
+        options += [_described(member, getattr(groups.get(one.name), "heading", None)) for member in members]
 
     @wraps(command)
     def with_groups(**given: Any) -> None:
@@ -168,19 +211,60 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     return with_groups
 
 
+def print_table(table: Table) -> None:
+    """Print a table, on a pipe without spaces at the ends of lines."""
+    console = Console()
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as captured:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+METAVARS = {int: "N", float: "NUMBER", str: "TEXT", Path: "FILE"}
+
+
+def _described(option: Parameter, heading: str | None) -> Parameter:
+    """Return an option with a short word for its value and a heading in the help, unless it has its own."""
+    kind, *more = get_args(option.annotation) if hasattr(option.annotation, "__metadata__") else (None,)
+    if not more or not isinstance(more[0], OptionInfo):
+        return option
+    while kind not in METAVARS and get_args(kind):  # int | None, list[str] | None
+        kind = get_args(kind)[0]
+    info = copy(more[0])
+    info.metavar = info.metavar or METAVARS.get(kind)
+    info.rich_help_panel = info.rich_help_panel or heading
+    return option.replace(annotation=Annotated[option.annotation.__origin__, info])
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Show on a terminal that something takes a while."""
+    with Console(stderr=True).status(Text(what)):
+        yield
+
+
 def load_llm(engine: EngineOptions, **more: Any) -> "LLM":
     """Make the LLM with `more` arguments, which replace the engine's, and warn if its context is shorter than the model's.
 
     Process-wide: sets the number of torch's threads.
     """
-    from nanoinfer.llm import LLM
+    with busy("Starting"):
+        from nanoinfer.llm import LLM  # imports torch
 
-    return _load(LLM, engine, more)
+    llm = _load(LLM, engine, {"seed": 0} | more)  # where it matters, resolve_sampling_params draws one
+    if llm.engine.tokenizer is None:
+        raise CheckpointNotFoundError(
+            f"{engine.model} has no tokenizer files, such as tokenizer.json; name a tokenizer with --tokenizer"
+        )
+    return llm
 
 
 def load_async_llm(engine: EngineOptions, **more: Any) -> "AsyncLLM":
     """Make an AsyncLLM, as load_llm makes an LLM."""
-    from nanoinfer.async_llm import AsyncLLM
+    with busy("Starting"):
+        from nanoinfer.async_llm import AsyncLLM
 
     return _load(AsyncLLM, engine, more)
 
@@ -188,6 +272,7 @@ def load_async_llm(engine: EngineOptions, **more: Any) -> "AsyncLLM":
 def _load(kind: Callable[..., L], engine: EngineOptions, more: dict[str, Any]) -> L:
     import torch  # takes a second, for which --help and --version should not wait
 
+    from nanoinfer.loading.checkpoint import DEFAULT_MODEL, locate
     from nanoinfer.system.process import keep_cpu_quota
 
     arguments = asdict(engine) | more
@@ -199,7 +284,10 @@ def _load(kind: Callable[..., L], engine: EngineOptions, more: dict[str, Any]) -
     if engine.speculative_config is not None:
         arguments["speculative_config"] = read_json("--speculative-config", engine.speculative_config)
     find_modules_here(engine.scheduler_cls, engine.block_manager_cls)
-    llm = kind(**arguments)
+    name = DEFAULT_MODEL if engine.model is None else engine.model
+    locate(name, engine.revision)  # a download shows progress bars of its own
+    with busy(f"Loading {name}"):
+        llm = kind(**arguments)
     info = llm.engine.executor.info
     if arguments["max_model_len"] is None and info.max_model_len < info.max_position_embeddings:  # otherwise LLM logs it
         lowered = f"max_model_len is {info.max_model_len}, not the model's {info.max_position_embeddings}"
@@ -234,9 +322,17 @@ def ray_resources(engine: EngineOptions) -> dict[str, float]:
 
 
 def resolve_sampling_params(llm: "LLM", sampling: SamplingOptions, **more: Any) -> SamplingParams:
-    """Return the checkpoint's defaults, replaced by the options, and `more` fields of SamplingParams, that are not None."""
+    """Return the checkpoint's defaults, replaced by the options, and `more` fields of SamplingParams, that are not None.
+
+    A seed is drawn where none is given, of 32 bits, which are short enough to type.
+    """
     given = {name: value for name, value in (asdict(sampling) | more).items() if value is not None}
-    return replace(llm.get_default_sampling_params(), **given)
+    params = replace(llm.get_default_sampling_params(), **given)
+    if params.seed is not None:
+        return params
+    params = replace(params, seed=secrets.randbits(32))
+    logger.info("seed %d was drawn: --seed %d and the same command give the same text", params.seed, params.seed)
+    return params
 
 
 def resolve_chat_template_kwargs(llm: "LLM | None", options: ChatTemplateOptions) -> dict[str, Any]:
@@ -287,38 +383,3 @@ def new_table(*headings: str, **style: Any) -> Table:
     for heading in headings:
         table.add_column(heading, overflow="fold", min_width=max(map(len, heading.split()), default=None))
     return table
-
-
-_stderr = Console(stderr=True)
-
-
-def print_error(error: NanoinferError) -> None:
-    """Print one line to standard error, without a traceback."""
-    _stderr.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def cli_errors() -> Iterator[None]:
-    """Exit without a traceback, with code 130 after Ctrl-C, as a shell does, and with 1 after any other error.
-
-    Other errors are those of nanoinfer and of the system, such as a full disk. A closed pipe (`nanoinfer ... | head -1`) prints
-    nothing. Typer's own errors have the code 2.
-    """
-    try:
-        yield
-        if sys.stdout is not None:
-            sys.stdout.flush()  # so that an error of the buffered rest is an error of the command
-    except NanoinferError as error:
-        print_error(error)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    except OSError as error:
-        if not isinstance(error, BrokenPipeError):
-            name = error.filename or "the output cannot be written"
-            print_error(NanoinferError(f"{name}: {error.strerror or error}"))
-        try:  # Python would write the buffered output when it ends, with a second error
-            sys.stdout.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None

@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -32,6 +32,7 @@ ENGINE_ARGUMENTS = (
 class ServerOptions:
     """The options of a server apart from the engine's, which Ray Serve takes, too (cli/ray_serve.py)."""
 
+    heading: ClassVar[str] = "Server"
     max_num_seqs: Annotated[int, typer.Option(help="Maximum number of running sequences.")] = 256
     max_num_batched_tokens: Annotated[int, typer.Option(help="Maximum number of prompt tokens in a step.")] = 4096
     enable_prefix_caching: Annotated[bool, typer.Option(help="Compute common prefixes of prompts once.")] = True

@@ -194,18 +194,18 @@ def test_the_roofline_reports_shares_of_the_limit_and_plots(small_roofline, tmp_
     ("arguments", "sentence"),
     [
         (("--workload", "A,Z"), "workload must be some of A, B16, B64, C, D, E, F, with commas between them, got 'Z'"),
-        (("--workload", "A", "--num-prompts", "1"), "give workload, or num_prompts for one of your own, not both"),
-        (("--random-model", "gpt5"), "random_model must be one of gpt2,"),
+        (("--workload", "A", "--num-prompts", "1"), "give --workload, or --num-prompts for one of your own, not both"),
+        (("--random-model", "gpt5"), "--random-model must be one of gpt2,"),
         (
             ("--random-model", "gpt2", "--model", "tiny-gpt2"),
-            "give a model or a random_model, not both, got 'tiny-gpt2' and 'gpt2'",
+            "give a model or a --random-model, not both, got 'tiny-gpt2' and 'gpt2'",
         ),
         (
             ("--model", "tiny-gpt2", "--workload", "C"),
             "workload C needs 1024 tokens at a time, but max_model_len is 512; pick a",
         ),
-        (("--input-len", "4"), "describe a workload of your own; give num_prompts, too"),
-        (("--random-model", "gpt2", "--dtype", "int3"), "dtype must be one of auto, half"),
+        (("--input-len", "4"), "describe a workload of your own; give --num-prompts, too"),
+        (("--random-model", "gpt2", "--dtype", "int3"), "dtype must be one of auto, float32"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, sentence):

@@ -101,14 +101,16 @@ def test_another_model_can_be_named():
     ("options", "sentence"),
     [
         (["--model", "/nope"], "there is no folder '/nope'"),
-        (["--lora", "/nope=0.5"], "lora: there is no folder '/nope'"),
+        (["--lora", "/nope=0.5"], "--lora: there is no folder '/nope'; give an adapter's folder, as peft saves it"),
+        (["--quantization", "int2"], "--quantization must be 'int8' or 'int4', got 'int2'"),
+        (["--kv-cache-memory", "8"], "--kv-cache-memory"),
         (["--model", "not a name"], "neither a folder nor a possible hub name"),
-        (["--temperature", "-1"], "temperature must be finite and >= 0, got -1.0"),
-        (["--max-tokens", "0"], "max_tokens must be >= 1"),
-        (["--top-p", "1.5"], "top_p must be in (0, 1], got 1.5; use 1.0 to turn it off"),
-        (["--dtype", "int8"], "dtype must be one of auto"),
-        (["--device", "tpu"], "device must be auto, cpu, cuda or cuda:N"),
-        (["--max-model-len", "100000"], "max_model_len must be <="),
+        (["--temperature", "-1"], "error: --temperature must be finite and >= 0, got -1.0"),
+        (["--max-tokens", "0"], "error: --max-tokens must be >= 1, got 0\n"),
+        (["--top-p", "1.5"], "error: --top-p must be in (0, 1], got 1.5; use 1.0 to turn it off"),
+        (["--dtype", "int8"], "error: --dtype must be one of auto"),
+        (["--device", "tpu"], "error: --device must be auto, cpu, cuda or cuda:N"),
+        (["--max-model-len", "100000"], "error: --max-model-len must be <="),
     ],
 )
 def test_a_mistake_is_one_sentence_on_stderr_and_exit_code_1(command, options, sentence):

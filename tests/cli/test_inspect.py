@@ -95,5 +95,5 @@ def test_a_model_of_the_hub_is_inspected_before_its_weights_are_downloaded(tmp_p
 def test_more_tokens_than_the_model_knows_and_an_unknown_dtype_are_refused(gpt2_path):
     with pytest.raises(InvalidValueError, match="--tokens must be <= 512, the positions this model knows, got 513"):
         examine(str(gpt2_path), num_tokens=513)
-    with pytest.raises(InvalidValueError, match=r"dtype must be one of .*, got 'bf16'"):
-        examine(str(gpt2_path), dtype="bf16")
+    with pytest.raises(InvalidValueError, match=r"dtype must be one of .*, got 'bf17'"):
+        examine(str(gpt2_path), dtype="bf17")

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli import bench
-from nanoinfer.cli.options import EngineOptions, SamplingOptions, cli_errors, expand_options, new_table, parse_size
+from nanoinfer.cli.commands import cli_errors
+from nanoinfer.cli.options import EngineOptions, SamplingOptions, expand_options, new_table, parse_size
 
 
 @dataclass(frozen=True, kw_only=True)

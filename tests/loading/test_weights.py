@@ -436,8 +436,8 @@ def test_yarn_stretches_the_length_of_a_checkpoint_that_left_its_old_one_in_plac
 
 def test_a_dtype_that_is_none_is_refused_and_a_float64_checkpoint_becomes_float32(tmp_path):
     path = tiny_models.save("gpt2", tmp_path)
-    with pytest.raises(InvalidValueError, match=r"dtype must be one of .*, got 'bf16'"):
-        loader.load_model(Checkpoint.open(str(path)), "bf16")
+    with pytest.raises(InvalidValueError, match=r"dtype must be one of .*, got 'bf17'"):
+        loader.load_model(Checkpoint.open(str(path)), "bf17")
     config = json.loads((path / "config.json").read_text()) | {"dtype": "float64"}
     (path / "config.json").write_text(json.dumps(config))
     assert next(loader.load_model(Checkpoint.open(str(path))).parameters()).dtype == torch.float32

@@ -262,6 +262,13 @@ def test_the_command_draws_a_seed_once_and_goes_on_with_it(tmp_path):
     assert "belongs to a job with another seed" in text.replace("\n", " ")
 
 
+def test_a_folder_that_does_not_exist_is_refused_before_anything_is_loaded(tmp_path):
+    path = write_requests(tmp_path / "in.jsonl", some_requests(1))
+    done = CliRunner().invoke(commands, ["batch", str(path), "-o", str(tmp_path / "nowhere" / "out.jsonl")])
+    assert done.exit_code == 1
+    assert "there is no such folder; give another path" in done.output
+
+
 def test_the_manifest_has_the_files_of_a_folder_or_a_gguf_file(tmp_path):
     for name in ("config.json", "model.safetensors", "model.gguf", "notes.md"):
         (tmp_path / name).write_text("same")

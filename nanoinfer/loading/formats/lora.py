@@ -98,7 +98,8 @@ def _read_adapter(name: str) -> dict[str, _Update]:
     try:
         folder = locate(name)
     except CheckpointError as error:
-        raise CheckpointNotFoundError(f"lora: {error}") from error
+        reason = str(error).partition(";")[0]
+        raise CheckpointNotFoundError(f"lora: {reason}; give an adapter's folder, as peft saves it, or its hub name") from error
     config_path, weights_path = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     if not config_path.exists():
         raise CheckpointNotFoundError(f"{folder} has no adapter_config.json; a LoRA adapter is a folder as peft saves it")

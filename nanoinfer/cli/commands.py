@@ -1,0 +1,142 @@
+"""What every command has in common: help in sections, one line for an error, and values that a shell completes.
+
+The errors of the engine name arguments of Python. `in_words_of` rewrites them for someone who typed options.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand, TyperGroup
+
+from nanoinfer.errors import NanoinferError, suggest
+
+CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+UsageError: Any = typer.BadParameter.__base__  # click's, or that of the click inside typer
+
+_stderr = Console(stderr=True)
+
+
+class Command(TyperCommand):
+    """A command whose help has a section for each group of options, and whose errors name options."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with cli_errors({one.name: max(one.opts, key=len) for one in self.params if one.param_type_name == "option"}):
+            return super().invoke(ctx)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for one in self.get_params(ctx):
+            is_argument = one.param_type_name == "argument"
+            heading = "Arguments" if is_argument else getattr(one, "rich_help_panel", None) or "Options"
+            if record := one.get_help_record(ctx):
+                names = (one.metavar or str(one.name).upper()) if is_argument else record[0]
+                sections.setdefault(heading, []).append((names, record[1]))
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records, col_max=36)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        if self.epilog:
+            with formatter.section("Examples"):
+                for line in self.epilog.splitlines():
+                    formatter.write(f"{'':{formatter.current_indent}}{line}\n")
+
+
+class Commands(TyperGroup):
+    """Commands, whose errors are printed as one line."""
+
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        with cli_errors():
+            return super().make_context(*args, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        with cli_errors():
+            return super().invoke(ctx)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
+            ctx.fail(f"there is no command {args[0]!r}; {suggest(args[0], self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+
+def complete_from(*values: str) -> Callable[[str], list[str]]:
+    """Return what completes an option whose usual values are known."""
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
+
+def complete_models(incomplete: str) -> list[str]:
+    """Complete a model's name: bundled, or in the hub's cache. The shell completes paths."""
+    from nanoinfer.loading.checkpoint import bundled_models
+
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
+    cached = sorted(path.name.removeprefix("models--").replace("--", "/") for path in cache.glob("models--*"))
+    return complete_from(*bundled_models(), *cached)(incomplete)
+
+
+def in_words_of(message: str, options: Mapping[str, str]) -> str:
+    """Return an error of Python in the words of a command line.
+
+    Args:
+        options: name of an argument -> the option that sets it.
+
+    >>> in_words_of("max_tokens must be >= 1, or None for the model's length, got 0", {"max_tokens": "--max-tokens"})
+    '--max-tokens must be >= 1, got 0'
+    """
+    for name, option in options.items():
+        message = re.sub(rf"\b{name}='([^']*)'", rf"{option}=\1", message)
+        message = re.sub(rf"(\A|; leave ){name}(?= (?:must|out)\b|: )", rf"\1{option}", message)
+        if "_" in name:
+            message = re.sub(rf"(?<![\w./'-]){name}(?![\w.('=])", option, message)
+    message = re.sub(r",? or None(?: for [^,;]*| to [^,;]*)?(?=[,;]|$)", "", message)
+    return message.replace(" must be None, ", " must be ")
+
+
+def print_error(error: NanoinferError | str) -> None:
+    """Print one line to standard error, without a traceback."""
+    _stderr.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def cli_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Exit without a traceback: with code 2 if the command line cannot be read, 130 after Ctrl-C, and 1 after any other error.
+
+    Other errors are those of nanoinfer and of the system, such as a full disk. A closed pipe (`nanoinfer ... | head -1`) prints
+    nothing.
+
+    Args:
+        options: of the command, for in_words_of.
+    """
+    try:
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()  # so that an error of the buffered rest is an error of the command
+    except NanoinferError as error:
+        print_error(in_words_of(str(error), options or {}))
+        raise typer.Exit(1) from None
+    except UsageError as error:
+        message = error.format_message().rstrip(".")
+        is_helpful = error.ctx is None or message.endswith("?")
+        print_error(message if is_helpful else f"{message}; {error.ctx.command_path} --help lists what there is")
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            name = error.filename or "the output cannot be written"
+            print_error(f"{name}: {error.strerror or error}")
+        try:  # Python would write the buffered output when it ends, with a second error
+            sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None

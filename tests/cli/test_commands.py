@@ -1,0 +1,104 @@
+"""What every command has: help in sections, errors in the words of the command line, values that a shell completes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from nanoinfer.cli import commands
+from nanoinfer.cli.main import app
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.mark.parametrize("command", [(), ("generate",), ("chat",), ("serve",), ("batch",), ("bench",), ("bench", "serve")])
+def test_a_short_h_is_help(command):
+    assert run(*command, "-h").stdout == run(*command, "--help").stdout != ""
+
+
+def test_help_has_sections_short_words_for_values_and_examples_and_uses_the_width():
+    command = [sys.executable, "-m", "nanoinfer", "generate", "-h"]
+    text = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "160"}).stdout
+    headings = [line.rstrip(":") for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["Arguments", "Options", "Model and engine", "Sampling", "Examples"]
+    sampling = text.partition("Sampling:")[2]
+    assert "--top-k N" in sampling
+    assert "--max-tokens N" in sampling
+    assert "--model TEXT" not in sampling
+    assert "<" not in text
+    assert 100 < max(map(len, text.splitlines())) <= 120
+    assert "  nanoinfer generate " in text.partition("Examples:")[2]
+    usages = [run(command, "-h").stdout.splitlines()[0] for command in ("batch", "chat", "serve", "inspect")]
+    assert [usage.split()[-1] for usage in usages] == ["INPUT", "[QUESTION]", "[MODEL]", "[MODEL]"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("gen", "x"), "error: there is no command 'gen'; did you mean generate?\n"),
+        (("bench", "throughputs"), "error: there is no command 'throughputs'; did you mean throughput?\n"),
+        (("--nonsense",), "No such option: --nonsense; "),
+        (("generate", "x", "--max-tokens", "ten"), "--max-tokens"),
+        (("generate", "x", "--kv-cache-memory", "much"), "'much' is not a size"),
+        (("batch",), "Missing argument 'INPUT'; "),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence_and_exit_code_2(arguments, sentence):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+OPTIONS = ("--max-tokens", "--dtype", "--quantization", "--stop")
+NAMES = {option.strip("-").replace("-", "_"): option for option in OPTIONS}
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("max_tokens must be >= 1, or None for the model's length, got 0", "--max-tokens must be >= 1, got 0"),
+        ("quantization must be None, 'int8' or 'int4', got 3", "--quantization must be 'int8' or 'int4', got 3"),
+        (
+            "quantization='int8' computes in bfloat16, got dtype='float32'; leave dtype out",
+            "--quantization=int8 computes in bfloat16, got --dtype=float32; leave --dtype out",
+        ),
+        ("there is no folder 'max_tokens/stop'; stop the dtype", "there is no folder 'max_tokens/stop'; stop the dtype"),
+    ],
+)
+def test_an_error_of_python_names_options(message, words):
+    assert commands.in_words_of(message, NAMES) == words
+
+
+def completions(*words):
+    code = "import sys; sys.argv[0] = 'nanoinfer'; from nanoinfer.cli.main import app; app(prog_name='nanoinfer')"
+    given = {"_NANOINFER_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | given)
+    return done.stdout.split()
+
+
+def test_a_shell_completes_values():
+    assert completions("nanoinfer", "generate", "--dtype", "b") == ["bfloat16"]
+    assert completions("nanoinfer", "explain", "--demo", "s") == ["sharing", "stop-string"]
+
+
+def test_models_are_completed_from_the_package_and_the_hubs_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--owner--tiny").mkdir()
+    (tmp_path / "datasets--owner--data").mkdir()
+    assert commands.complete_models("ti") == ["tiny-gpt2", "tiny-qwen3"]
+    assert commands.complete_models("") == ["tiny-gpt2", "tiny-qwen3", "owner/tiny"]
+    assert commands.complete_models("/tmp") == []  # paths are the shell's
+
+
+def test_a_usage_error_without_a_context_is_one_sentence_too(capsys):
+    with pytest.raises(typer.Exit) as raised, commands.cli_errors():
+        raise commands.UsageError("no such thing.")
+    assert raised.value.exit_code == 2
+    assert capsys.readouterr().err == "error: no such thing\n"
