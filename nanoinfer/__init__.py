@@ -51,11 +51,11 @@ batch (rows that get a token), hidden, vocab, num_heads (query heads), num_kv_he
 
 import sys
 from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
     from nanoinfer.async_llm import AsyncLLM as AsyncLLM
     from nanoinfer.attention.base import register_backend as register_backend
     from nanoinfer.chat.parsing import ChatParser as ChatParser
@@ -121,10 +121,10 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-class _VLLMModules(MetaPathFinder):
+class _VLLMModules:
     """Finds the modules that only vLLM has, after those of the package, so that a script for vLLM can import them."""
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
         if not name.startswith("nanoinfer."):
             return None
         from nanoinfer import vllm_names
