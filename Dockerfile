@@ -1,7 +1,8 @@
 # nanoinfer serve on a CPU.
 #
 #   docker build -t nanoinfer .
-#   docker run -p 8000:8000 -v nanoinfer-cache:/home/nanoinfer/.cache nanoinfer Qwen/Qwen3-0.6B
+#   docker run -p 127.0.0.1:8000:8000 -v nanoinfer-cache:/home/nanoinfer/.cache nanoinfer Qwen/Qwen3-0.6B
+#   docker run -p 8000:8000 -e NANOINFER_API_KEY=... ...     # for other machines. Without a key the server warns
 #   docker stop --time 40 ...      # longer than --shutdown-timeout, which is 30 s
 FROM python:3.13-slim
 

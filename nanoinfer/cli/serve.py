@@ -91,6 +91,7 @@ def serve(
         raise InvalidValueError(f"the model is given twice, {model_argument!r} and --model {engine.model!r}; leave one out")
     engine = replace(engine, model=model_argument or engine.model)
     check_api_keys(options.api_key)
+    warn_without_key(host, options.api_key)
     check_packages("server", *SERVER_PACKAGES)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while the model loads. Later uvicorn replaces the handler
     from nanoinfer.server.run import Server, share_the_process
@@ -137,6 +138,16 @@ def make_settings(engine: EngineOptions, options: ServerOptions, recorder: "Rece
 def served_names(given: list[str] | None, model: str) -> tuple[str, ...]:
     """Return the names that requests may give as model."""
     return tuple(given or [Path(model).name if os.path.exists(model) else model])
+
+
+def warn_without_key(host: str, api_keys: list[str] | None) -> None:
+    """Say on stderr that a server which other machines may reach has no key."""
+    if not api_keys and host not in ("localhost", "::1") and not host.startswith("127."):
+        print(
+            f"warning: everyone who can reach {host} can use this server, because it has no key; set --api-key or "
+            f"{API_KEY_VARIABLE}, or listen on 127.0.0.1",
+            file=sys.stderr,
+        )
 
 
 def check_api_keys(api_keys: list[str] | None) -> None:

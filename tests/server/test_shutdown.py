@@ -111,6 +111,29 @@ def test_a_key_that_no_client_can_send_is_refused(monkeypatch, arguments, variab
     assert "cret" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "is_warned"),
+    [
+        ([], False),
+        (["--host", "localhost"], False),
+        (["--host", "0.0.0.0"], True),
+        (["--host", "192.0.2.1"], True),
+        (["--host", "0.0.0.0", "--api-key", "k"], False),
+    ],
+)
+def test_a_server_for_other_machines_without_a_key_warns(monkeypatch, arguments, is_warned):
+    from typer.testing import CliRunner
+
+    from nanoinfer.cli import options
+    from nanoinfer.cli.main import app
+
+    monkeypatch.delenv("NANOINFER_API_KEY", raising=False)
+    monkeypatch.setattr(options, "find_spec", lambda name: None)  # ends it before a model is loaded
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exit_code == 1
+    assert ("warning: everyone who can reach" in result.output) == is_warned
+
+
 def test_a_second_model_or_a_missing_package_is_one_sentence(monkeypatch):
     from typer.testing import CliRunner
 
