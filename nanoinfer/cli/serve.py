@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from nanoinfer.cli.options import EngineOptions, ServedModelName, check_packages, expand_options, load_async_llm
+from nanoinfer.cli.options import EngineOptions, ServedModelName, busy, check_packages, expand_options, load_async_llm
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -94,8 +94,9 @@ def serve(
     warn_without_key(host, options.api_key)
     check_packages("server", *SERVER_PACKAGES)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while the model loads. Later uvicorn replaces the handler
-    from nanoinfer.server.run import Server, share_the_process
-    from nanoinfer.tracing.recent import RecentRecorder
+    with busy("Starting"):
+        from nanoinfer.server.run import Server, share_the_process
+        from nanoinfer.tracing.recent import RecentRecorder
 
     recorder = RecentRecorder() if trace else None
     async_llm = load_server_llm(engine, options, recorder)
@@ -112,7 +113,7 @@ def load_server_llm(engine: EngineOptions, options: ServerOptions, recorder: "Re
     if options.seed is None:
         seed = async_llm.engine.seed
         print(f"seed {seed} was drawn; --seed {seed} gives the same answers", file=sys.stderr)
-    with suppress(NanoinferError):  # without llguidance, or a tokenizer that it can use
+    with busy("Preparing structured output"), suppress(NanoinferError):  # no llguidance, or no tokenizer that it can use
         # Converting the tokenizer takes seconds, for which every stream would wait during the first structured request.
         first = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]), detokenize=False)
         async_llm.engine.inputs.prepare([0], first)

@@ -1,6 +1,8 @@
 """`nanoinfer`, run in this process: it prints what LLM returns, and an error is one sentence."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import nanoinfer
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.cli.main import app
 from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.tracing import TokenAppended
 
 pytestmark = pytest.mark.slow
@@ -191,6 +194,38 @@ def test_explain_shows_every_token_and_writes_a_page_and_the_events(llm, tmp_pat
     appended = Recorder.from_jsonl(lines).of(TokenAppended)
     assert [event.token_id for event in appended if event.sequence_id == "1"] == second.outputs[0].token_ids
     assert '"event":"TokenDrawn"' in page.read_text(encoding="utf-8")
+
+
+def test_explain_in_json_has_the_tokens_alone_on_standard_output(llm, tmp_path):
+    result = run("explain", PROMPT, "--seed", "3", "-n", "4", "--top-k", "5", "--json", "--html", str(tmp_path / "page.html"))
+    rows = json.loads(result.stdout)
+    params = replace(llm.get_default_sampling_params(), top_k=5, seed=3, max_tokens=4)
+    [output] = llm.generate(PROMPT, params, use_tqdm=False)
+    assert [row["token_id"] for row in rows] == output.outputs[0].token_ids
+    for row in rows:
+        assert row["interval"][0] <= row["u"] < row["interval"][1]
+        assert list(row["left"].values())[-1] <= 5
+    assert "replays it in a browser" in result.stderr
+
+
+def test_a_drawn_seed_is_logged_as_the_option_that_repeats_it_and_a_given_one_is_not(caplog):
+    drawn = [run("-v", "generate", PROMPT, "-n", "5")]
+    [message] = [message for message in caplog.messages if "was drawn" in message]
+    seed = message.split("--seed ")[1].split()[0]
+    caplog.clear()
+    drawn.append(run("-v", "generate", PROMPT, "-n", "5", "--seed", seed))
+    assert [message for message in caplog.messages if "was drawn" in message] == []
+    assert drawn[0].stdout == drawn[1].stdout
+
+
+def test_a_folder_without_a_tokenizer_names_it_and_the_way_out(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(BUNDLED / "tiny-gpt2" / name, tmp_path)
+    result = run("generate", PROMPT, "-m", str(tmp_path))
+    assert result.exit_code == 1
+    assert f"{tmp_path} has no tokenizer files, such as tokenizer.json; name a tokenizer with --tokenizer" in result.stderr
+    options = ("--seed", "1", "-n", "5")
+    assert shown("generate", PROMPT, "-m", str(tmp_path), "--tokenizer", "tiny-gpt2", *options).strip()
 
 
 def differing(params):

@@ -1,6 +1,7 @@
 """`nanoinfer models` lists the bundled models and those in the Hugging Face cache, and says which cannot be loaded."""
 
 import json
+from dataclasses import asdict
 from functools import partial
 
 import huggingface_hub
@@ -55,6 +56,13 @@ def test_models_of_the_cache_are_listed_with_the_reason_why_one_cannot_be_loaded
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert [name for name in found if name not in result.stdout] == []
     assert "someone/falcon: architectures ['FalconForCausalLM'] are not supported" in result.stdout
+
+
+def test_json_has_what_the_table_has(cache):
+    listed = json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)
+    assert listed == [asdict(model) for model in inspect.installed_models()]
+    table = CliRunner().invoke(app, ["models"]).stdout.splitlines()
+    assert [line for line in table if line != line.rstrip()] == []
 
 
 def test_without_a_cache_the_bundled_models_are_listed(monkeypatch, tmp_path):

@@ -222,6 +222,13 @@ def test_a_chat_from_the_banner_to_the_exit(start, tmp_path):
     assert "Traceback" not in screen
 
 
+def test_every_command_that_loads_says_so(start):
+    terminal = start("from nanoinfer.cli.main import app; app(['generate', 'Once', '-n', '3', '-t', '0'])")
+    terminal.wait_for("Starting")
+    terminal.wait_for("Loading tiny-qwen3")
+    assert terminal.wait()[0] == 0
+
+
 def test_a_closed_pipe_ends_an_answer_without_a_traceback():
     command = [sys.executable, "-m", "nanoinfer", "chat", "Tell me a story about Lily"]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
