@@ -1,0 +1,46 @@
+"""What `make` would run. Nothing is installed."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(shutil.which("make") is None or os.name == "nt", reason="needs make and a POSIX shell")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkout with an installed environment, whose Python calls itself 3.0."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "constraints-lowest.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\necho 3.0.0\n")
+    python.chmod(0o755)
+    (tmp_path / ".venv" / "installed").touch()
+    return tmp_path
+
+
+def commands(folder, *arguments):
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "TORCH", "MAKEFLAGS")}
+    done = subprocess.run(["make", "-n", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.replace("\\\n", "").splitlines()
+
+
+def test_only_torch_is_taken_from_pytorchs_index_and_only_with_torch_cpu(folder):
+    (folder / ".venv" / "installed").unlink()
+    [line] = [line for line in commands(folder, "demo", "TORCH=cpu") if "pip install" in line and "--index-url" in line]
+    assert line.partition("||")[0].split()[-1] == "torch"
+    assert "--no-deps" in line
+    assert not [line for line in commands(folder, "demo") if "--index-url" in line]
+
+
+def test_another_version_of_python_makes_the_environment_anew_and_the_same_one_does_not(folder):
+    assert not [line for line in commands(folder, "demo") if "venv" in line and "-m venv" in line]
+    assert f"{sys.executable} -m venv --clear .venv" in commands(folder, "demo", f"PYTHON={sys.executable}")
+    same = folder / ".venv" / "bin" / "python"
+    assert not [line for line in commands(folder, "demo", f"PYTHON={same}") if "-m venv" in line]
