@@ -21,7 +21,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs"), str(ROOT / "notebooks")]
 from gallery import write  # noqa: E402
-from header import REPOSITORY  # noqa: E402
+from header import NOTEBOOKS, REPOSITORY  # noqa: E402
 
 import nanoinfer  # noqa: E402
 
@@ -45,7 +45,7 @@ FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", re.DOTALL)
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """The navigation, and the link to the repository. (Material's own, repo_url, would call GitHub's API from every page.)"""
-    notebooks = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("notebooks/*.ipynb"))]
+    notebooks = [f"notebooks/{stem}.ipynb" for stem in NOTEBOOKS]
     more = sorted({path.stem for path in ROOT.glob("docs/*.md")} - set(GUIDE))
     guide = [f"docs/{name}.md" for name in GUIDE + more]
     project: list[dict[str, str]] = [{"Benchmarks": "BENCHMARKS.md"}, {"Changelog": "CHANGELOG.md"}, {"GitHub": REPOSITORY}]

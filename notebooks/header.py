@@ -1,7 +1,8 @@
 """Write the header of every notebook's first cell: what it answers, prerequisites, minutes, links, the Colab badge.
 
 The author writes the title and the introduction. Everything below the line `<!-- header -->` is written here, from the table
-`NOTEBOOKS`. Sorted file names are the reading order. `python notebooks/header.py` rewrites the cells, and a test compares them.
+`NOTEBOOKS`. Its order is the reading order: the course, then the deep dives. `python notebooks/header.py` rewrites the cells,
+and a test compares them.
 """
 
 from dataclasses import dataclass
@@ -74,6 +75,12 @@ NOTEBOOKS = {
         ("scheduling/scheduler.py", "scheduling/sequence.py"),
         ("03", "04"),
     ),
+    "15_serving": Header(
+        "what happens to a request in a server, what TTFT and TPOT tell, and why a server refuses requests.",
+        30,
+        ("async_llm.py", "server/app.py", "server/answers.py", "engine/engine_thread.py"),
+        ("05",),
+    ),
     "06_the_sampler_stage_by_stage": Header(
         "what a logit is, what each sampling parameter does, why the order of the stages matters, and why three ways of "
         "drawing sample the same distribution.",
@@ -81,17 +88,36 @@ NOTEBOOKS = {
         ("sampling/stages.py", "sampling/draw.py"),
         ("01",),
     ),
-    "07_beam_search": Header(
-        "why the likeliest text is not found token by token, how beams share blocks, and when not to use beam search.",
-        30,
-        ("engine/beam_search.py",),
-        ("03", "06"),
-    ),
     "08_stopping_and_streaming": Header(
         "which rules end a text, and the two reasons for which a stream holds characters back.",
         25,
         ("engine/stopping.py", "tokenization/detokenizer.py"),
         ("01",),
+    ),
+    "16_structured_output": Header(
+        "how a grammar becomes a mask, why EOS is masked, what a mask costs, and what it does to the probabilities.",
+        35,
+        ("structured/parameters.py", "structured/grammar.py", "structured/mask.py"),
+        ("06", "08"),
+    ),
+    "13_speculative_decoding": Header(
+        "what speculation costs and saves, why the tokens stay the same, and when it loses.",
+        35,
+        ("speculative/speculator.py", "speculative/ngram.py", "speculative/draft_model.py"),
+        ("02", "04", "06"),
+    ),
+    "14_many_devices": Header(
+        "which matrices are cut along which side, where tensor parallelism communicates, and when replicas are better.",
+        30,
+        ("distributed/sharding.py", "distributed/runner.py", "distributed/communicator.py"),
+        ("00a", "02", "04"),
+    ),
+    # deep dives, for those who want more of one part
+    "07_beam_search": Header(
+        "why the likeliest text is not found token by token, how beams share blocks, and when not to use beam search.",
+        30,
+        ("engine/beam_search.py",),
+        ("03", "06"),
     ),
     "09_why_the_same_prompt_can_give_other_bits": Header(
         "why temperature 0 can give different texts in different batches, and what it costs to prevent that.",
@@ -123,30 +149,6 @@ NOTEBOOKS = {
         ("sampling/sampler.py", "sampling/stages.py"),
         ("06",),
     ),
-    "13_speculative_decoding": Header(
-        "what speculation costs and saves, why the tokens stay the same, and when it loses.",
-        35,
-        ("speculative/speculator.py", "speculative/ngram.py", "speculative/draft_model.py"),
-        ("02", "04", "06"),
-    ),
-    "14_many_devices": Header(
-        "which matrices are cut along which side, where tensor parallelism communicates, and when replicas are better.",
-        30,
-        ("distributed/sharding.py", "distributed/runner.py", "distributed/communicator.py"),
-        ("00a", "02", "04"),
-    ),
-    "15_serving": Header(
-        "what happens to a request in a server, what TTFT and TPOT tell, and why a server refuses requests.",
-        30,
-        ("async_llm.py", "server/app.py", "server/answers.py", "engine/engine_thread.py"),
-        ("05", "08"),
-    ),
-    "16_structured_output": Header(
-        "how a grammar becomes a mask, why EOS is masked, what a mask costs, and what it does to the probabilities.",
-        35,
-        ("structured/parameters.py", "structured/grammar.py", "structured/mask.py"),
-        ("06", "08"),
-    ),
 }
 
 
@@ -167,7 +169,7 @@ def link_to(stem: str) -> str:
 
 def header_of(stem: str) -> str:
     """The Markdown below the mark in the first cell of a notebook."""
-    header, order = NOTEBOOKS[stem], sorted(NOTEBOOKS)
+    header, order = NOTEBOOKS[stem], list(NOTEBOOKS)
     at = order.index(stem)
     before = [link_to(one) for one in order if number_of(one) in header.needs]
     sources = [f"[`{path}`]({REPOSITORY}/blob/main/nanoinfer/{path})" for path in header.sources]
@@ -181,7 +183,7 @@ def header_of(stem: str) -> str:
         f"**Read first:** {', '.join(before) or 'nothing'}. **Time:** {header.minutes} minutes.",
         f"**Sources:** {', '.join(sources)}. **Solutions of the exercises:** "
         f"[`{stem}.py`]({REPOSITORY}/blob/main/notebooks/solutions/{stem}.py).",
-        f"**Neighbours:** {', '.join(neighbours)}.",
+        f"**Neighbours:** {', '.join(neighbours)}. **Terms:** [glossary]({REPOSITORY}/blob/main/docs/glossary.md).",
         f"[{badge}]({in_colab}/blob/main/notebooks/{stem}.ipynb) In Colab, run this first: "
         f'`!git clone -q {REPOSITORY} && pip install -q "./{folder}[notebooks]"`, then `%cd {folder}/notebooks`.',
     ]
