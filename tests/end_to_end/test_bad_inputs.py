@@ -190,7 +190,7 @@ CALLS = [
     *each("'messages'", "missing", [ONE_TOKEN], lambda llm, p: llm.chat(sampling_params=p)),
     *each("'params'", "missing", ["a"], lambda llm, prompt: llm.beam_search(prompt)),
     *each("'beam_width'", "missing", [2], lambda llm, num: BeamSearchParams(max_tokens=num)),
-    *each("takes keyword arguments only after use_tqdm", "surplus", [None], lambda llm, value: llm.generate("a", ONE_TOKEN, False, value)),
+    *each("write priority=None", "surplus", [None], lambda llm, value: llm.generate("a", ONE_TOKEN, False, value)),
     *each("write chat_template=None", "surplus", [None], lambda llm, value: llm.chat([HELLO], ONE_TOKEN, False, value)),
 ]
 
