@@ -125,6 +125,8 @@ def cli_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
         print_error(in_words_of(str(error), options or {}))
         raise typer.Exit(1) from None
     except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # `nanoinfer` alone, for which click prints the help
+            raise
         message = error.format_message().rstrip(".")
         is_helpful = error.ctx is None or message.endswith("?")
         print_error(message if is_helpful else f"{message}; {error.ctx.command_path} --help lists what there is")

@@ -21,6 +21,13 @@ def test_a_short_h_is_help(command):
     assert run(*command, "-h").stdout == run(*command, "--help").stdout != ""
 
 
+@pytest.mark.parametrize("command", [(), ("bench",)])
+def test_a_group_without_a_command_is_its_help(command):
+    result = run(*command)
+    assert result.output.startswith("Usage: ")
+    assert "error" not in result.output
+
+
 def test_help_has_sections_short_words_for_values_and_examples_and_uses_the_width():
     command = [sys.executable, "-m", "nanoinfer", "generate", "-h"]
     text = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "160"}).stdout
