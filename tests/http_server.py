@@ -10,6 +10,7 @@ import tiny_models
 
 from nanoinfer import AsyncLLM
 from nanoinfer.server.app import ServerSettings
+from nanoinfer.server.listen import bind
 from nanoinfer.server.run import Server
 
 
@@ -52,15 +53,16 @@ def serving(load=lambda: AsyncLLM("tiny-qwen3", seed=0), *, shutdown_timeout=0.0
     """Serve what load() returns. Afterwards every block is free and no task is left."""
     async_llm = load()
     settings = ServerSettings(served_model_names=("tiny-qwen3", "alias"), **settings)
-    server = Server(async_llm, settings, host="127.0.0.1", port=0, shutdown_timeout=shutdown_timeout)
+    server = Server(async_llm, settings, shutdown_timeout=shutdown_timeout)
+    [bound] = bind("127.0.0.1", 0)
     server.config.log_level = "warning"
     server.config.configure_logging()
-    thread = threading.Thread(target=server.run)
+    thread = threading.Thread(target=server.run, args=([bound],))
     thread.start()
     while not server.started:
         time.sleep(0.01)
     try:
-        yield HttpServer(async_llm, server.servers[0].sockets[0].getsockname()[1])
+        yield HttpServer(async_llm, bound.getsockname()[1])
     finally:
         server.should_exit = True
         thread.join(timeout=60)

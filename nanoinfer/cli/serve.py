@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -43,7 +43,8 @@ class ServerOptions:
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            envvar=API_KEY_VARIABLE, help="Clients need one of these keys for /v1 and /trace; may be given several times."
+            envvar=API_KEY_VARIABLE,
+            help="Clients need one of these keys for every POST, /v1 and /trace; may be given several times.",
         ),
     ] = None
     served_model_name: ServedModelName = None
@@ -73,6 +74,13 @@ def serve(
     options: ServerOptions,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Further name of this server that requests may address, or *. Without: localhost, this machine's name, --host "
+            "and addresses. May be given several times."
+        ),
+    ] = None,
     shutdown_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests have after SIGTERM.")] = 30,
     trace: Annotated[
         bool,
@@ -94,16 +102,24 @@ def serve(
     warn_without_key(host, options.api_key)
     check_packages("server", *SERVER_PACKAGES)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while the model loads. Later uvicorn replaces the handler
-    with busy("Starting"):
-        from nanoinfer.server.run import Server, share_the_process
-        from nanoinfer.tracing.recent import RecentRecorder
+    from nanoinfer.server.listen import bind, cannot_listen, host_names
 
-    recorder = RecentRecorder() if trace else None
-    async_llm = load_server_llm(engine, options, recorder)
-    settings = make_settings(engine, options, recorder)
-    server = Server(async_llm, settings, host=host, port=port, shutdown_timeout=shutdown_timeout)
-    share_the_process()
-    server.run()
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(one) for one in bind(host, port)]
+        with busy("Starting"):
+            from nanoinfer.server.run import Server, share_the_process
+            from nanoinfer.tracing.recent import RecentRecorder
+
+        recorder = RecentRecorder() if trace else None
+        async_llm = load_server_llm(engine, options, recorder)
+        settings = make_settings(engine, options, recorder)
+        settings = replace(settings, allowed_hosts=host_names(host, allowed_hosts or []))
+        server = Server(async_llm, settings, shutdown_timeout=shutdown_timeout)
+        share_the_process()
+        try:
+            server.run(sockets)
+        except OSError as error:  # another server began to listen meanwhile
+            raise cannot_listen(host, port, error) from error
 
 
 def load_server_llm(engine: EngineOptions, options: ServerOptions, recorder: "RecentRecorder | None" = None) -> "AsyncLLM":

@@ -40,7 +40,8 @@ class ServerSettings:
     """How the server behaves towards its clients."""
 
     served_model_names: tuple[str, ...]  # names that a request's "model" may have, of which answers contain the first
-    api_keys: tuple[str, ...] = ()  # the keys of which requests to /v1 need one, if there are any
+    api_keys: tuple[str, ...] = ()  # the keys of which POST requests, and those to /v1 and /trace, need one, if there are any
+    allowed_hosts: tuple[str, ...] | None = None  # names that the Host header may have besides addresses. None means any name
     max_body_bytes: int = 2**22  # of a request
     ignore_unknown_fields: bool = False  # accept every field of a body, instead of those alone that are known
     cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the server, or "*"
@@ -55,7 +56,12 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app.router.route_class = StrictRoute
     app.state.threads = async_llm.threads
     add_error_handlers(app)
-    app.add_middleware(RequestLimits, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(
+        RequestLimits,
+        api_keys=settings.api_keys,
+        max_body_bytes=settings.max_body_bytes,
+        allowed_hosts=settings.allowed_hosts,
+    )
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
     replays = None if settings.recorder is None else Replays(settings.recorder)

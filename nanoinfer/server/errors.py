@@ -54,6 +54,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     for status, description in {
         400: "the request cannot be served",
         401: "no valid API key",
+        403: "not a name of this server",
         404: "no such path, or no such model",
         413: "the body is too large",
         415: "the body is not JSON",

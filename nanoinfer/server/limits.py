@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanoinfer.server.errors import RequestError, error_response
+from nanoinfer.server.listen import is_allowed
 from nanoinfer.system.work_threads import LARGE
 
 MAX_HEADER_BYTES = 2**15
@@ -26,10 +27,16 @@ MAX_VALUES, MAX_NESTED = 2**20, 2**16
 
 
 class RequestLimits:
-    """Refuses requests to /v1 and /trace without a key, and any request with large headers or a large body."""
+    """Refuses requests without a key (every POST, /v1, /trace), with large headers, a large body, or another server's name.
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int) -> None:
+    allowed_hosts: as listen.is_allowed has them, or None for all.
+    """
+
+    def __init__(
+        self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int, allowed_hosts: tuple[str, ...] | None
+    ) -> None:
         self._app = app
+        self._allowed_hosts = allowed_hosts
         self._digests = [_digest(key.encode()) for key in api_keys]
         self._max_body_bytes = max_body_bytes
 
@@ -57,7 +64,11 @@ class RequestLimits:
     def _check(self, path: str, method: str, headers: Headers) -> None:
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
             raise RequestError(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
-        if self._digests and path.startswith(("/v1", "/trace")) and method != "OPTIONS":
+        host = headers.get("host", "")  # HTTP/1.0 may have none. Browsers, whose pages are dangerous, always send it
+        if host and self._allowed_hosts is not None and not is_allowed(host, self._allowed_hosts):
+            name = host[:100]
+            raise RequestError(403, f"{name!r} is not a name of this server; serve with --allowed-hosts {name.split(':')[0]}")
+        if self._digests and (method == "POST" or (path.startswith(("/v1", "/trace")) and method != "OPTIONS")):
             scheme, _, key = headers.get("authorization", "").partition(" ")
             given = _digest(key.strip().encode())
             is_known = [hmac.compare_digest(given, digest) for digest in self._digests]  # all of them, for a constant time

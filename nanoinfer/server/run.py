@@ -44,14 +44,12 @@ class LimitedProtocol(HttpToolsProtocol):
 class Server(uvicorn.Server):
     """uvicorn's server, which would wait for its connections, and they for the engine, without a time limit.
 
-    Its run() serves until a signal and then shuts the AsyncLLM down.
+    Its run(sockets) serves on bound sockets until a signal, and then shuts the AsyncLLM down.
     """
 
-    def __init__(self, async_llm: AsyncLLM, settings: ServerSettings, *, host: str, port: int, shutdown_timeout: float) -> None:
+    def __init__(self, async_llm: AsyncLLM, settings: ServerSettings, *, shutdown_timeout: float) -> None:
         config = uvicorn.Config(
             create_app(async_llm, settings),
-            host=host,
-            port=port,
             http=LimitedProtocol,
             lifespan="off",
             server_header=False,
@@ -60,7 +58,13 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._async_llm = async_llm
+        self._settings = settings
         self._shutdown_timeout = shutdown_timeout
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        assert sockets, "they are bound before the model is loaded"
+        print(banner(self._async_llm, self._settings, *sockets[0].getsockname()[:2]), file=sys.stderr, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         closing = self._async_llm.shutdown(self._shutdown_timeout)
@@ -70,6 +74,19 @@ class Server(uvicorn.Server):
             await self._async_llm.shutdown(0)
         else:
             await closing
+
+
+def banner(async_llm: AsyncLLM, settings: ServerSettings, host: str, port: int) -> str:
+    """Return what a server prints when it listens."""
+    info, name = async_llm.llm.info, settings.served_model_names[0]
+    num_cached, num_bytes = info.num_blocks * info.block_size, info.num_cache_bytes
+    num_seqs = async_llm.engine.scheduler.config.max_num_seqs
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return (
+        f"{name}: {info.dtype} on {info.device}, context {info.max_model_len:,} tokens, "
+        f"KV cache {num_cached:,} tokens ({num_bytes / 2**20:,.0f} MiB), {num_seqs} sequences at a time\n"
+        f"running on http://{host}:{port} (OpenAI's API at /v1, a web page at /); Ctrl-C ends it"
+    )
 
 
 def share_the_process() -> None:

@@ -134,13 +134,16 @@ def test_a_body_of_another_type_is_refused(server):
         assert_refused(response, 415, "Content-Type: application/json")
 
 
-def test_a_key_is_needed_on_v1_only(guarded):
+def test_a_key_is_needed_for_every_post_and_v1(guarded):
     body = {"prompt": "x", "max_tokens": 1}
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first key"}, {"Authorization": "Bearer"}):
         assert_refused(guarded.post(COMPLETIONS, body, headers=headers), 401, "API key", code="invalid_api_key")
         assert_refused(guarded.get("/v1/nothing", headers=headers), 401, "API key", code="invalid_api_key")
     for key in ("first key", "second"):
         assert guarded.post(COMPLETIONS, body, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        assert guarded.post("/tokenize", {"prompt": "x"}, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    for path in ("/tokenize", "/detokenize", "/", "/nothing"):
+        assert_refused(guarded.post(path, {"prompt": "x"}), 401, "API key", code="invalid_api_key")
     for path in ("/health", "/version", "/metrics"):
         assert guarded.get(path).status_code == 200
 

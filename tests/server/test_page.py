@@ -255,7 +255,7 @@ def test_an_answer_opens_its_replay_at_its_first_step(traced, visit):
 
 
 def test_replays_that_are_not_kept_are_404(traced, server, visit):
-    for running, words in ((traced, "not recorded, or not any more"), (server, "Not Found")):
+    for running, words in ((traced, "not recorded, or not any more"), (server, "there is no /trace")):
         response = running.get("/trace/chatcmpl-unknown")
         assert response.status_code == 404
         assert words in response.json()["error"]["message"]

@@ -1,0 +1,85 @@
+"""The sockets of a server, and the names under which clients may address it.
+
+In: --host and --port. Out: bound sockets, before a model is loaded, or one sentence about why there are none.
+"""
+
+import errno
+import ipaddress
+import socket
+
+from nanoinfer.errors import InvalidValueError, NanoinferError
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Bind a socket to each address of a host. They do not listen yet, so that clients are refused until the model is loaded.
+
+    Raises:
+        InvalidValueError: The host is not an address of this machine.
+        NanoinferError: The port is in use, or not allowed.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise InvalidValueError(f"--host {host!r} is not known ({error}); give an address of this machine") from error
+    sockets: list[socket.socket] = []
+    reason: OSError | None = None
+    for family, kind, protocol, _, address in dict.fromkeys(found):
+        try:
+            one = socket.socket(family, kind, protocol)
+        except OSError as error:  # the family is not enabled
+            reason = error
+            continue
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also while connections of a former server linger
+        if family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # 0.0.0.0 has a socket of its own
+        try:
+            one.bind(address)
+            sockets.append(one)
+        except OSError as error:
+            one.close()
+            reason = error
+            if error.errno != errno.EADDRNOTAVAIL:
+                sockets = _closed(sockets)
+                break
+    if not sockets:
+        assert reason is not None, "a host has an address"
+        raise cannot_listen(host, port, reason)
+    return sockets
+
+
+def _closed(sockets: list[socket.socket]) -> list[socket.socket]:
+    for one in sockets:
+        one.close()
+    return []
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> NanoinferError:
+    """Return the error for a host and a port on which a server cannot listen."""
+    if error.errno == errno.EADDRINUSE:
+        return NanoinferError(f"port {port} is in use; stop the other server, or choose another --port (0 is any free one)")
+    if error.errno == errno.EACCES:
+        return NanoinferError(f"port {port} is not allowed for this user; choose a --port of 1024 or more")
+    if error.errno == errno.EADDRNOTAVAIL:
+        return InvalidValueError(f"--host {host!r} is not an address of this machine; 0.0.0.0 is every interface")
+    return NanoinferError(f"the server cannot listen on {host}, port {port}: {error.strerror or error}")
+
+
+def host_names(host: str, further: list[str]) -> tuple[str, ...]:
+    """Return the names that requests may address: this machine's, the one that the server was given, and further ones."""
+    return tuple(name.lower() for name in ("localhost", socket.gethostname(), host, *further))
+
+
+def is_allowed(host_header: str, names: tuple[str, ...]) -> bool:
+    """Whether a Host header has one of these names, or an address, which no DNS server can turn into another.
+
+    A page whose name is turned into 127.0.0.1 (DNS rebinding) could otherwise read the answers of a server without a key.
+
+    >>> is_allowed("[::1]:8000", ()), is_allowed("LocalHost:8000", ("localhost",)), is_allowed("evil.example", ("localhost",))
+    (True, True, False)
+    """
+    name = host_header.partition("]")[0].removeprefix("[") if host_header.startswith("[") else host_header.partition(":")[0]
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return "*" in names or name.lower().removesuffix(".") in names
+    return True
