@@ -28,6 +28,7 @@ import nanoinfer  # noqa: E402
 GUIDE = [
     "usage",
     "vllm",
+    "coming_from",
     "supported",
     "serving",
     "scaling",
