@@ -906,7 +906,7 @@ def test_an_argument_of_a_wrong_type_is_refused_by_name(name, value, sentence):
     + [("gpu_memory_utilization", value, r"must be in \(0, 1\], got") for value in (0, -0.5, 1.01, math.nan, math.inf)]
     + [("seed", value, r"must be in 0 \.\. 2\*\*64 - 1, got") for value in (-1, 2**64)]
     + [
-        ("dtype", "fp16", "must be one of auto, half, float16, bfloat16, float, float32, got 'fp16'"),
+        ("dtype", "fp8", "must be one of auto, float32, bfloat16, float16, half, float, fp32, bf16, fp16, got 'fp8'"),
         ("device", "tpu", "must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         ("device", "meta", "must be auto, cpu, cuda or cuda:N, got 'meta'"),
         ("device", "cuda:99", "is 'cuda:99', but torch sees"),
