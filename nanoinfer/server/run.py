@@ -4,6 +4,7 @@ In: an AsyncLLM and the settings. After SIGTERM or Ctrl-C the server accepts no 
 a time limit and end with an error after it, so that no client waits for ever. A second Ctrl-C ends the server at once.
 """
 
+import atexit
 import gc
 import socket
 import sys
@@ -93,4 +94,5 @@ def share_the_process() -> None:
     """Reduce the time that the engine's thread and the event loop's thread wait for each other."""
     gc.collect()
     gc.freeze()  # otherwise the collector examines all of torch now and then, for which every stream waits about 0.2 s
+    atexit.register(gc.unfreeze)  # so that at the end modules are collected. Triton's reports on stderr if it is not
     sys.setswitchinterval(SWITCH_INTERVAL)

@@ -86,6 +86,14 @@ def test_during_shutdown_new_requests_on_open_connections_get_503():
         assert server.get("/health").status_code == 503
 
 
+@pytest.mark.slow
+def test_the_end_of_a_process_that_was_exempt_from_collection_reports_no_leaks():
+    pytest.importorskip("triton")
+    code = "import triton; from nanoinfer.server.run import share_the_process as share; share()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "variable", "message"),
     [
