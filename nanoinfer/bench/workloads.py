@@ -1,15 +1,20 @@
-"""Workloads: the standard ones by name, and those that a user describes.
+"""Workloads: the standard ones by name, those that a user describes, and recorded ones.
 
-In: a name, or lengths and a rate. Out: a Workload, which makes prompts of token ids and SamplingParams.
+In: a name, or lengths and a rate, or a file. Out: a Workload, which makes prompts of token ids and SamplingParams.
 """
 
+import json
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from nanoinfer.errors import InvalidValueError
+from nanoinfer.errors import InvalidValueError, shown
 from nanoinfer.sampling_params import SamplingParams
+
+HASHED_TOKENS = 512  # of a block that a hash id of a recording names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +26,7 @@ class Workload:
     output_lens: tuple[int, ...]
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})  # arguments of SamplingParams
     arrivals: tuple[float, ...] = ()  # seconds after the start, ascending. () means that all requests arrive at the start
+    hash_ids: tuple[tuple[int, ...], ...] = ()  # of each request's blocks of HASHED_TOKENS tokens: equal ids are equal blocks
 
     @property
     def num_tokens(self) -> list[int]:
@@ -28,9 +34,15 @@ class Workload:
         return [i + o for i, o in zip(self.input_lens, self.output_lens, strict=True)]
 
     def prompts(self, vocab_size: int, run: int) -> list[list[int]]:
-        """Random ids, different in every run of every workload, so that no prefix is in the cache."""
+        """Random ids, different in every run of every workload, so that no prefix of an earlier run is in the cache."""
         rng = random.Random(f"{self.name} {run}")
-        return [[rng.randrange(vocab_size) for _ in range(length)] for length in self.input_lens]
+        prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in self.input_lens]
+        for prompt, hash_ids in zip(prompts, self.hash_ids, strict=False):
+            for index, hash_id in enumerate(hash_ids):
+                block = slice(index * HASHED_TOKENS, min((index + 1) * HASHED_TOKENS, len(prompt)))
+                of_block = random.Random(f"{self.name} {run} {hash_id}")
+                prompt[block] = [of_block.randrange(vocab_size) for _ in range(block.start, block.stop)]
+        return prompts
 
     def params(self) -> list[SamplingParams]:
         return [
@@ -100,6 +112,59 @@ def described(
         sampling=sampling,
         arrivals=() if math.isinf(request_rate) else tuple(arrivals),
     )
+
+
+def recorded(path: Path, *, num_prompts: int | None = None, sampling: dict[str, Any]) -> Workload:
+    """Read a recording in the format of Mooncake's traces (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces).
+
+    Each line is a JSON object: timestamp (arrival in milliseconds), input_length and output_length (tokens), and perhaps
+    hash_ids, one for each 512 tokens of the prompt. Prompts share the blocks of equal ids. Other fields are left out.
+
+    Args:
+        path: the file.
+        num_prompts: how many requests are read, from the first arrival on. None is all.
+        sampling: arguments of SamplingParams.
+
+    Raises:
+        InvalidValueError: the file cannot be read, or a line is no such object.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValueError(f"the recording {path} cannot be read ({error})") from error
+    requests = sorted(_requests(path, lines), key=lambda request: request[0])[:num_prompts]
+    if not requests:
+        raise InvalidValueError(f"the recording {path} has no requests; each line is one, as JSON")
+    timestamps, inputs, outputs, hash_ids = zip(*requests, strict=True)
+    return Workload(
+        name=path.stem,
+        input_lens=inputs,
+        output_lens=outputs,
+        sampling=sampling,
+        arrivals=tuple((timestamp - timestamps[0]) / 1e3 for timestamp in timestamps),
+        hash_ids=hash_ids,
+    )
+
+
+def _requests(path: Path, lines: list[str]) -> Iterator[tuple[float, int, int, tuple[int, ...]]]:
+    """The timestamp, lengths and hash ids of each line."""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            timestamp, *lengths = (row[name] for name in ("timestamp", "input_length", "output_length"))
+            hash_ids = tuple(row.get("hash_ids") or ())
+            is_right = 0 <= float(timestamp) < math.inf and all(type(length) is int and length >= 1 for length in lengths)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            is_right = False
+        if not is_right or len(hash_ids) > -(-lengths[0] // HASHED_TOKENS):
+            raise InvalidValueError(
+                f"{path}, line {number}, must be such as "
+                '{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]}, with milliseconds, '
+                f"numbers of tokens >= 1 and at most one id for each {HASHED_TOKENS} tokens of input, got {shown(line)}"
+            )
+        yield float(timestamp), lengths[0], lengths[1], hash_ids
 
 
 def _range(name: str, text: str) -> tuple[int, int]:

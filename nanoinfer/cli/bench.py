@@ -93,6 +93,14 @@ class WorkloadOptions:
 
     heading: ClassVar[str] = "Workload"
     workload: Named = None
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Recorded requests: JSON lines with timestamp (ms), input_length, output_length and perhaps hash_ids, as in "
+            "Mooncake's traces. --num-prompts takes the first ones.",
+        ),
+    ] = None
     num_prompts: Annotated[
         int | None, typer.Option(min=1, help="Requests of a workload of your own, which the next options describe.")
     ] = None
@@ -126,6 +134,14 @@ def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
     """The workloads by their names, or the one that is described. Raises: InvalidValueError."""
     from nanoinfer.bench import workloads
 
+    sampling = {name: getattr(picked, name) for name in ("temperature", "top_k", "top_p")}
+    if picked.trace is not None:
+        if picked != WorkloadOptions(trace=picked.trace, num_prompts=picked.num_prompts, **sampling):
+            raise InvalidValueError(
+                "--trace gives the lengths and the arrivals; leave --workload, --input-len, --output-len, --request-rate and "
+                "--seed out"
+            )
+        return [workloads.recorded(picked.trace, num_prompts=picked.num_prompts, sampling=sampling)]
     if picked.num_prompts is None:
         if picked != WorkloadOptions(workload=picked.workload):
             raise InvalidValueError(
@@ -135,10 +151,8 @@ def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
         return workloads.named(picked.workload or DEFAULT_WORKLOADS)
     if picked.workload is not None:
         raise InvalidValueError("give --workload, or --num-prompts for one of your own, not both")
-    description = asdict(picked)
-    del description["workload"]
-    sampling = {name: description.pop(name) for name in ("temperature", "top_k", "top_p")}
-    return [workloads.described(sampling=sampling, **description)]
+    lengths = {name: getattr(picked, name) for name in ("num_prompts", "input_len", "output_len", "request_rate", "seed")}
+    return [workloads.described(sampling=sampling, **lengths)]
 
 
 @app.command(cls=Command)

@@ -220,3 +220,72 @@ def test_tokens_that_arrive_together_have_the_same_time():
     [timing] = run_workload(llm, workload, 0)
     assert len(timing.token_times) == 30
     assert len(set(timing.token_times)) < 10
+
+
+RECORDING = """
+{"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [7, 9]}
+{"timestamp": 1000, "input_length": 1030, "output_length": 3, "hash_ids": [7, 8, 11], "session": "a field of another tool"}
+
+{"timestamp": 1500.5, "input_length": 4, "output_length": 1}
+"""
+
+
+@pytest.fixture
+def recording(tmp_path):
+    (tmp_path / "calls.jsonl").write_text(RECORDING)
+    return tmp_path / "calls.jsonl"
+
+
+def test_a_recording_gives_arrivals_lengths_and_shared_prefixes(recording):
+    workload = workloads.recorded(recording, sampling={"temperature": 0.5})
+    assert (workload.name, workload.arrivals) == ("calls", (0.0, 0.5005, 2.0))
+    assert (workload.input_lens, workload.output_lens) == ((1030, 4, 600), (3, 1, 5))
+    first, second, third = workload.prompts(vocab_size=256, run=1)
+    assert [len(prompt) for prompt in (first, second, third)] == [1030, 4, 600]
+    assert first[:512] == third[:512]
+    assert first[512:600] != third[512:]
+    assert workload.prompts(vocab_size=256, run=2)[0][:512] != first[:512]
+    assert workloads.recorded(recording, num_prompts=2, sampling={}).arrivals == (0.0, 0.5005)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "5",
+        "{",
+        '{"timestamp": 1, "input_length": 4}',
+        '{"timestamp": -1, "input_length": 4, "output_length": 1}',
+        '{"timestamp": "soon", "input_length": 4, "output_length": 1}',
+        '{"timestamp": 1, "input_length": 0, "output_length": 1}',
+        '{"timestamp": 1, "input_length": 4, "output_length": 1.5}',
+        '{"timestamp": 1, "input_length": 512, "output_length": 1, "hash_ids": [1, 2]}',
+        '{"timestamp": 1, "input_length": 512, "output_length": 1, "hash_ids": 3}',
+    ],
+)
+def test_a_line_of_a_recording_that_is_no_request_is_named(recording, line):
+    recording.write_text('{"timestamp": 1, "input_length": 4, "output_length": 1}\n' + line)
+    with pytest.raises(InvalidValueError, match=r"calls.jsonl, line 2, must be such as .* got"):
+        workloads.recorded(recording, sampling={})
+
+
+def test_a_recording_that_is_not_there_or_empty_is_refused(tmp_path):
+    with pytest.raises(InvalidValueError, match="cannot be read"):
+        workloads.recorded(tmp_path / "missing.jsonl", sampling={})
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(InvalidValueError, match="has no requests"):
+        workloads.recorded(tmp_path / "empty.jsonl", sampling={})
+
+
+def test_a_recording_is_run_under_a_policy_of_the_users(recording):
+    recording.write_text("\n".join(f'{{"timestamp": {i}, "input_length": {8 + i}, "output_length": 2}}' for i in range(4)))
+    policy = ("--scheduler-cls", "examples.shortest_job_first.ShortestJobFirst", "--repeats", "1")
+    result = run("latency", "--model", "tiny-gpt2", "--trace", str(recording), "--num-prompts", "3", *policy, "--json")
+    assert result.exit_code == 0, result.stderr
+    [measured] = json.loads(result.stdout)
+    assert (measured["workload"], measured["figures"]["num_requests"]) == ("calls", 3)
+
+
+def test_a_recording_and_lengths_of_the_users_are_refused(recording):
+    result = run("latency", "--trace", str(recording), "--input-len", "5")
+    assert result.exit_code == 1
+    assert "--trace gives the lengths and the arrivals" in result.stderr
