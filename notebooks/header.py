@@ -149,6 +149,12 @@ NOTEBOOKS = {
         ("sampling/sampler.py", "sampling/stages.py"),
         ("06",),
     ),
+    "12c_write_your_own_scheduler": Header(
+        "which four decisions a scheduler and a cache make, how to replace each, and why no policy can change a text.",
+        25,
+        ("scheduling/scheduler.py", "scheduling/block_manager.py", "scheduling/policies.py"),
+        ("05",),
+    ),
 }
 
 
