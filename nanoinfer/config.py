@@ -27,6 +27,7 @@ from nanoinfer.vllm_compat import NEUTRAL_VALUES, named_arguments
 if TYPE_CHECKING:
     import torch
 
+    from nanoinfer.sampling.logits_processors import LogitsProcessor
     from nanoinfer.sampling.sampler import Stage
     from nanoinfer.scheduling.block_manager import BlockManager
     from nanoinfer.scheduling.scheduler import Scheduler
@@ -169,6 +170,18 @@ def class_named(name: str, given: object) -> type | None:
     return given
 
 
+def processor_classes(given: object) -> tuple[type, ...]:
+    """Check LLM's logits_processors, a list of classes or their names, or None. Returns the classes."""
+    given, methods = [] if given is None else given, ("apply", "is_argmax_invariant", "update_state")
+    classes = [class_named("each of logits_processors", one) for one in given] if isinstance(given, list | tuple) else [None]
+    if not all(hasattr(one, name) for one in classes for name in methods):
+        raise InvalidTypeError(
+            f"logits_processors must be a list of classes with {', '.join(methods)}, or their names, got {shown(given)}; "
+            "a function is for one request: SamplingParams(logits_processors=[...])"
+        )
+    return tuple(one for one in classes if one is not None)
+
+
 def lora_adapters(given: object) -> tuple[tuple[str, float], ...]:
     """Check LLM's lora: a folder, a list of folders, a dict of folder -> strength, or None. Returns folders and strengths."""
     if given is None:
@@ -205,6 +218,7 @@ class EngineConfig:
     seed: int | None = None
     tracer: "Tracer | None" = None
     stages: "tuple[Stage, ...] | None" = None
+    logits_processors: "tuple[type[LogitsProcessor], ...]" = ()
     logprobs_mode: str = "raw"  # a key of LOGPROBS_MODES
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -242,8 +256,9 @@ class EngineConfig:
             raise InvalidTypeError(f"tracer must have a method emit(event), got {shown(self.tracer)}; see nanoinfer.Recorder")
         if self.speculative is not None and self.async_scheduling:
             raise UnsupportedError("speculative_config needs every token before the next step; leave async_scheduling out")
-        if self.speculative is not None and self.stages is not None:
-            raise UnsupportedError("speculative_config with stages of your own is not supported; leave one of the two out")
+        if self.speculative is not None and (self.stages is not None or self.logits_processors):
+            of_user = "stages" if self.stages is not None else "logits_processors"
+            raise UnsupportedError(f"speculative_config with {of_user} of your own is not supported; leave one of the two out")
 
     @property
     def max_num_rows(self) -> int:
@@ -310,6 +325,8 @@ class EngineArgs:
         seed: For requests without their own seed, 0 .. 2**64 - 1. The same seed and the same calls give the same answers. None
             draws a seed from the operating system and logs it at level INFO.
         stages: The sampler's stages in their order. `[*STAGES, mine]`, from nanoinfer.sampling.sampler, adds your own.
+        logits_processors: Classes of vLLM's V1 form, or their names "module:Class": subclasses of LogitsProcessor from
+            nanoinfer.v1.sample.logits_processor, which change the logits of all rows of a step.
         logprobs_mode: "raw" (or "raw_logprobs") returns the model's own log-probabilities, "processed" (or
             "processed_logprobs") those after all stages.
         tracer: Receives the engine's events, see nanoinfer.Recorder.
@@ -347,6 +364,7 @@ class EngineArgs:
     speculative_config: Mapping[str, object] | None = None
     seed: int | None = None
     stages: "Sequence[Stage] | None" = None
+    logits_processors: "Sequence[str | type[LogitsProcessor]] | None" = None
     logprobs_mode: str = "raw"
     tracer: "Tracer | None" = None
 
@@ -372,6 +390,7 @@ class EngineArgs:
             given["stages"] = tuple(self.stages)
         for name in ("scheduler_cls", "block_manager_cls"):
             given[name] = class_named(name, given[name])
+        given["logits_processors"] = processor_classes(self.logits_processors)
         given["lora"] = lora_adapters(self.lora)
         given["speculative"] = SpeculativeConfig.of(given.pop("speculative_config"))
         for name, owner in (("cache", CacheConfig), ("scheduler", SchedulerConfig)):

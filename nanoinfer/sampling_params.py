@@ -115,6 +115,7 @@ class SamplingParams(_CheckedParams):
             that require two arguments are called with (output_ids, logits [vocab]).
         timeout: Seconds after which the request ends with finish_reason "timeout", whether it waits or runs. Its text so far
             stays. Counted from its arrival in the engine. > 0. None is no limit.
+        extra_args: A dict for LLM(logits_processors=...) and stages of your own, which decide what it means.
         structured_outputs: The form that the answer must have. EOS and stop_token_ids cannot be drawn before the answer has it.
             When no token can follow, EOS comes next, also before min_tokens, or the answer ends there if there is no EOS. It
             may still be cut by max_tokens and stop.
@@ -157,6 +158,7 @@ class SamplingParams(_CheckedParams):
     prompt_logprobs: int | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None  # kept as a tuple
     timeout: float | None = None
+    extra_args: Mapping[str, object] | None = None
     structured_outputs: StructuredOutputsParams | None = None
     output_kind: RequestOutputKind | Literal["cumulative", "delta", "final_only"] = RequestOutputKind.CUMULATIVE
 
@@ -190,8 +192,6 @@ class SamplingParams(_CheckedParams):
                     f"min_tokens must not pass max_tokens, got min_tokens={self.min_tokens} and "
                     f"max_tokens={self.max_tokens}; raise max_tokens or lower min_tokens"
                 )
-        if self.timeout is not None:
-            check_number("timeout", self.timeout, math.ulp(0.0), math.inf, "> 0 seconds; leave it out for no limit")
         if self.seed is not None:
             check_integer("seed", self.seed, -1, 2**64 - 1, "in 0 .. 2**64 - 1, or None or -1 to draw one")
         # Normalise once: plain numbers instead of numpy's, None and 0 for their different spellings, tuples. (An assignment
@@ -220,6 +220,14 @@ class SamplingParams(_CheckedParams):
         object.__setattr__(self, "output_kind", RequestOutputKind(self.output_kind))
         if self.structured_outputs is not None:
             self._check_structured_outputs()
+        self._check_timeout_and_extra_args()
+
+    def _check_timeout_and_extra_args(self) -> None:
+        if self.timeout is not None:
+            check_number("timeout", self.timeout, math.ulp(0.0), math.inf, "> 0 seconds; leave it out for no limit")
+        if not isinstance(self.extra_args, Mapping | None):
+            raise InvalidTypeError(f"extra_args must be a dict, got {shown(self.extra_args)}")
+        object.__setattr__(self, "extra_args", self.extra_args or None)
 
     def _check_structured_outputs(self) -> None:
         if not isinstance(self.structured_outputs, StructuredOutputsParams):

@@ -65,7 +65,6 @@ _LLM: dict[str, tuple[object, ...]] = {
     "profiler_config": (None,),
     "limit_mm_per_prompt": (None, {}),
     "mm_processor_kwargs": (None,),
-    "logits_processors": (None, []),
     "max_logprobs": (-1,),  # no limit
     "structured_outputs_config": (None,),
     "compilation_config": (None,),
@@ -93,7 +92,6 @@ NEUTRAL_VALUES: dict[str, dict[str, tuple[object, ...]]] = {
     "beam_search()": {"lora_request": (None,), "use_tqdm": (False,), "concurrency_limit": (None,)},
     "SamplingParams": {
         "spaces_between_special_tokens": (True,),
-        "extra_args": (None, {}),
         "flat_logprobs": (False,),
         "truncate_prompt_tokens": (None,),
         "skip_reading_prefix_cache": (None, False),

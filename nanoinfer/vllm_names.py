@@ -47,6 +47,8 @@ MODULES = {
     "v1.engine.async_llm": "AsyncLLM",
     "v1.engine.llm_engine": "LLMEngine",
     "v1.metrics.reader": "Counter Gauge Histogram Metric Vector",
+    "v1.sample.logits_processor": "AdapterLogitsProcessor BatchUpdate LogitsProcessor MoveDirectionality",
+    "v1.sample.logits_processor.builtin": "process_dict_updates",
     "v1.worker.gpu_worker": "Worker",
 }
 
@@ -58,6 +60,9 @@ HOMES = {
     "init_logger": "nanoinfer.vllm_names",
     "cleanup_dist_env_and_memory": "nanoinfer.distributed",
 } | dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "nanoinfer.engine.metrics")
+_PROCESSORS = ("v1.sample.logits_processor", "v1.sample.logits_processor.builtin")
+HOMES["VllmConfig"] = "nanoinfer.sampling.logits_processors"
+HOMES |= dict.fromkeys(" ".join(MODULES[module] for module in _PROCESSORS).split(), HOMES["VllmConfig"])
 
 _POOLING = "nanoinfer generates text and computes no embeddings, scores or classes; use transformers or sentence-transformers"
 _WEIGHTS = "the weights stay as they were loaded; save the new ones as a checkpoint, and load it with a new LLM"
@@ -77,7 +82,6 @@ PLACEHOLDERS = {
     "ModelRegistry": "use nanoinfer.register_model(name, Model), as notebook 12a does",
     "ProfilerConfig": _PROFILE,
     "StructuredOutputsConfig": "llguidance is the one backend; leave it out",
-    "VllmConfig": "nanoinfer's settings are LLM's arguments, nanoinfer.EngineArgs",
     "Worker": _INSIDE,
     "add_dataset_parser": "nanoinfer has no datasets; use prompts of your own, or the command nanoinfer bench",
     "fetch_image": "no model of nanoinfer reads images; use text prompts",

@@ -157,6 +157,9 @@ def _settings(config: EngineConfig, device: str, store_port: int = 0) -> Setting
         device=device,
         tracer=None,
         stages=None,
+        logits_processors=(),
+        scheduler=replace(config.scheduler, scheduler_cls=None),
+        cache=replace(config.cache, block_manager_cls=None),
     )
     return Settings(of_workers, store_port, torch.get_num_threads(), torch.get_float32_matmul_precision())
 

@@ -143,7 +143,7 @@ def make_executor(
         )
     return LocalExecutor(
         make_runner(parts, info),
-        make_sampler(parts, config),
+        make_sampler(parts, info, config),
         info,
         is_batch_independent=parts.is_batch_independent,
         batch_invariant=config.scheduler.batch_invariant,

@@ -12,6 +12,7 @@ from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
+from nanoinfer.config import EngineConfig
 from nanoinfer.errors import (
     InvalidPromptError,
     InvalidTypeError,
@@ -68,9 +69,12 @@ class PreparedRequest:
 class InputProcessor:
     """Prepares the requests of one engine."""
 
-    def __init__(self, info: ExecutorInfo, tokenizer: Tokenizer | None, *, accepts_priority: bool = False) -> None:
+    def __init__(
+        self, info: ExecutorInfo, tokenizer: Tokenizer | None, config: EngineConfig, *, accepts_priority: bool = False
+    ) -> None:
         self._info = info
         self._tokenizer = tokenizer
+        self._config = config
         self._accepts_priority = accepts_priority
 
     def prepare(self, prompt: Any, params: SamplingParams, priority: int | None = None) -> PreparedRequest:
@@ -200,6 +204,16 @@ class InputProcessor:
                 raise InvalidValueError(
                     f"{name} must be at most the vocabulary's {vocab_size}, got {getattr(params, name)}; use -1 for all"
                 )
+        if params.extra_args and not self._config.logits_processors and self._config.stages is None:
+            raise InvalidValueError(
+                f"nothing reads extra_args={shown(params.extra_args)}; leave it out, or load the model with logits_processors "
+                "or stages"
+            )
+        for processor in self._config.logits_processors:
+            try:
+                getattr(processor, "validate_params", lambda params: None)(params)
+            except ValueError as error:
+                raise InvalidValueError(f"{processor.__name__} refuses the parameters: {error}") from error
         bad_words = self._bad_word_ids(params)
         if params.detokenize and self._tokenizer is None:
             raise InvalidValueError(

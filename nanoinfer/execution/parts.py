@@ -94,9 +94,15 @@ def make_runner(parts: Parts, info: ExecutorInfo) -> ModelRunner:
     return parts.runner_class(parts.model, cache, parts.backend, graphs)
 
 
-def make_sampler(parts: Parts, config: EngineConfig) -> Sampler:
+def make_sampler(parts: Parts, info: ExecutorInfo, config: EngineConfig) -> Sampler:
+    stages = STAGES if config.stages is None else config.stages
+    if config.logits_processors:
+        from nanoinfer.sampling.logits_processors import with_processors
+
+        sizes = {"vocab_size": info.vocab_size, "max_model_len": info.max_model_len}
+        stages = with_processors(stages, config, parts.device, **sizes)
     return Sampler(
-        STAGES if config.stages is None else config.stages,
+        stages,
         routes=parts.routes,
         processed_logprobs=LOGPROBS_MODES[config.logprobs_mode] == "processed",
     )

@@ -91,6 +91,7 @@ class StageEntries:
 class SamplingBatch:
     """What the sampler knows about the rows of one step. columns and groups depend on params alone."""
 
+    sequences: tuple[Sequence, ...] = ()  # of each row
     params: tuple[SamplingParams, ...] = ()  # of each row
     columns: ParameterColumns
     groups: RowGroups = RowGroups()
@@ -124,6 +125,7 @@ class SamplingBatch:
         else:
             u = uniform([seq.seed for seq in sequences], positions)
         return cls(
+            sequences=tuple(sequences),
             params=params,
             columns=columns,
             groups=groups,

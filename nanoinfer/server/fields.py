@@ -44,7 +44,6 @@ NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "thinking_token_budget": ((), "limit max_tokens"),
     "cache_salt": ((), "serve with --no-enable-prefix-caching"),
     "kv_transfer_params": ((), ""),
-    "vllm_xargs": (({},), ""),
     "logits_processors": (([],), ""),
     "guided_json": ((), "use structured_outputs={'json': ...}"),
     "guided_regex": ((), "use structured_outputs={'regex': ...}"),

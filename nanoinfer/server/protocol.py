@@ -141,6 +141,7 @@ class GenerationRequest(_Body):
     timeout: float | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    vllm_xargs: dict[str, str | int | float | bool | list[Any]] | None = None  # extra_args
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
@@ -285,6 +286,7 @@ def to_sampling_params(request: CompletionRequest | ChatCompletionRequest, defau
         if request.echo and request.prompt_logprobs is None:
             given["prompt_logprobs"] = logprobs
     given["structured_outputs"] = _structured_outputs(request)
+    given["extra_args"] = request.vllm_xargs
     given = {name: value for name, value in given.items() if value is not None}
     return replace(default, **given, max_tokens=max_tokens, logprobs=logprobs)
 

@@ -1,0 +1,212 @@
+"""vLLM's V1 logits processors: classes that see all rows of a step. LLM(logits_processors=[...]) makes stages of them.
+
+In: the classes. Out: the sampler's stages with a BatchProcessor for each. A processor keeps state by row. Before each step it
+learns what has changed since the last one: which rows are gone, which are new, and which have moved.
+"""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
+from nanoinfer.sampling import stages
+from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.sampler import Stage
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling import sequence
+
+T = TypeVar("T")
+
+
+class MoveDirectionality(Enum):
+    """UNIDIRECTIONAL: row a becomes row b. SWAP: the two change places."""
+
+    UNIDIRECTIONAL = auto()
+    SWAP = auto()
+
+
+RemovedRequest = int
+AddedRequest = tuple[int, SamplingParams, list[int] | None, list[int]]
+MovedRequest = tuple[int, int, MoveDirectionality]
+RequestLogitsProcessor = Callable[[list[int], Tensor], Tensor] | Callable[[list[int], list[int], Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class BatchUpdate:
+    """How the rows differ from those of the last step. To be applied in the order removed, added, moved.
+
+    Attributes:
+        batch_size: The number of rows.
+        removed: Rows whose answer has ended, or waits.
+        added: (row, params, prompt ids, output ids) of new rows. The list of output ids grows with the answer.
+        moved: (from, to, direction) of rows that have a different place now.
+    """
+
+    batch_size: int
+    removed: Sequence[RemovedRequest]
+    added: Sequence[AddedRequest]
+    moved: Sequence[MovedRequest]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The sizes of the model, under vLLM's names."""
+
+    vocab_size: int
+    max_model_len: int
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    """What a processor is given of the LLM's settings, under vLLM's names."""
+
+    model_config: ModelConfig
+    scheduler_config: SchedulerConfig
+    cache_config: CacheConfig
+    speculative_config: None = None  # there are no drafts where logits processors run
+
+
+class LogitsProcessor(ABC):
+    """What a class of your own implements. One instance serves all requests of an LLM."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Raise ValueError if the processor cannot serve these parameters, for example because of their extra_args."""
+        return None  # need not be overridden
+
+    @abstractmethod
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None: ...
+
+    @abstractmethod
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return changed logits. logits [batch, vocab]: fp32, and may be written to."""
+
+    @abstractmethod
+    def is_argmax_invariant(self) -> bool:
+        """Whether it never changes which logit is the largest. If so, it is applied after the temperature and min_p."""
+
+    @abstractmethod
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Take note of changed rows before each apply. None: the rows are the same as in the last step."""
+
+
+class AdapterLogitsProcessor(LogitsProcessor):
+    """Base class of processors that have a function for each request that wants one."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self.req_info: dict[int, partial[Tensor]] = {}
+
+    @abstractmethod
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+        """Return (output_ids, logits [vocab]) -> logits, or (prompt_ids, output_ids, logits) -> logits, or None."""
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(self.req_info, batch_update, self._new_state)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        for row, processor in self.req_info.items():
+            logits[row] = processor(logits[row])
+        return logits
+
+    def _new_state(
+        self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
+    ) -> "partial[Tensor] | None":
+        processor: Any = self.new_req_logits_processor(params)
+        if processor is None:
+            return None
+        has_prompt = len(inspect.signature(processor).parameters) == 3
+        return partial(processor, prompt_ids, output_ids) if has_prompt else partial(processor, output_ids)
+
+
+def process_dict_updates(
+    req_entries: dict[int, T],
+    batch_update: BatchUpdate | None,
+    new_state: Callable[[SamplingParams, list[int] | None, list[int]], T | None],
+) -> bool:
+    """Apply an update to a dict of row -> state, and return whether it changed. new_state: of a new row, None for no state."""
+    if batch_update is None:
+        return False
+    before = dict(req_entries)
+    for row in batch_update.removed:
+        req_entries.pop(row, None)
+    for row, params, prompt_ids, output_ids in batch_update.added:
+        req_entries.pop(row, None)
+        if (state := new_state(params, prompt_ids, output_ids)) is not None:
+            req_entries[row] = state
+    for source, target, direction in batch_update.moved:
+        moved, replaced = req_entries.pop(source, None), req_entries.pop(target, None)
+        if moved is not None:
+            req_entries[target] = moved
+        if replaced is not None and direction is MoveDirectionality.SWAP:
+            req_entries[source] = replaced
+    return before != req_entries
+
+
+class BatchProcessor:
+    """A stage of the sampler that calls a LogitsProcessor."""
+
+    def __init__(self, processor: LogitsProcessor) -> None:
+        self.processor = processor
+        self.__name__ = type(processor).__name__  # in messages and traces
+        self._rows: list[sequence.Sequence] = []  # of the last step
+        self._output_ids: dict[sequence.Sequence, list[int]] = {}
+
+    def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        rows = list(batch.sequences)
+        output_ids = {seq: self._output_ids.get(seq, []) for seq in rows}
+        for seq, ids in output_ids.items():
+            ids += seq.token_ids[len(seq.prompt_token_ids) + len(ids) :]
+        self.processor.update_state(difference(self._rows, rows, output_ids))
+        self._rows, self._output_ids = rows, output_ids
+        return self.processor.apply(logits)
+
+
+def difference(
+    old: list[sequence.Sequence], new: list[sequence.Sequence], output_ids: dict[sequence.Sequence, list[int]]
+) -> BatchUpdate | None:
+    """Describe how the rows `new` come from the rows `old`. Returns None if they are the same."""
+    if old == new:
+        return None
+    added: list[AddedRequest] = []
+    moved: list[MovedRequest] = []
+    rows = [seq if seq in output_ids else None for seq in old]
+    known = set(old)
+    for seq in new:
+        if seq not in known:
+            if None not in rows:
+                rows.append(None)
+            row = rows.index(None)
+            rows[row] = seq
+            added.append((row, seq.params, seq.prompt_token_ids, output_ids[seq]))
+    removed = [row for row in range(len(old)) if rows[row] is None]  # an added one replaces the row that was there
+    for target, wanted in enumerate(new):
+        if rows[target] is not wanted:
+            source, direction = rows.index(wanted), MoveDirectionality.SWAP
+            if rows[target] is None:
+                direction = MoveDirectionality.UNIDIRECTIONAL
+            rows[source], rows[target] = rows[target], wanted
+            moved.append((source, target, direction))
+    return BatchUpdate(len(new), removed, added, moved)
+
+
+def with_processors(
+    plain: tuple[Stage, ...], config: EngineConfig, device: torch.device, *, vocab_size: int, max_model_len: int
+) -> tuple[Stage, ...]:
+    """Add a stage for each class of config.logits_processors: before the temperature, or after min_p if argmax-invariant."""
+    vllm_config = VllmConfig(ModelConfig(vocab_size, max_model_len), config.scheduler, config.cache)
+    before, after = list[Stage](), list[Stage]()
+    for cls in config.logits_processors:
+        processor: Any = cls(vllm_config, device, False)
+        (after if processor.is_argmax_invariant() else before).append(BatchProcessor(processor))
+    at, then = plain.index(stages.apply_temperature), plain.index(stages.keep_min_p) + 1
+    return (*plain[:at], *before, *plain[at:then], *after, *plain[then:])
