@@ -280,7 +280,7 @@ def test_vllms_parameters_are_accepted_with_the_values_that_change_nothing(given
     [
         ("flat_logprobs", True, False),
         ("spaces_between_special_tokens", False, True),
-        ("truncate_prompt_tokens", numpy.array([1, 2]), None),
+        ("skip_reading_prefix_cache", numpy.array([1, 2]), None),
     ],
 )
 def test_any_other_value_of_these_is_refused_by_name(name, value, acts_as):

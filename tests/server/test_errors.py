@@ -41,6 +41,10 @@ def assert_refused(response, status, message, param=None, code=None):
     [
         (COMPLETIONS, {}, 400, "prompt: Field required", "prompt", None),
         (COMPLETIONS, [], 400, "should be", None, None),
+        (COMPLETIONS, {"prompt": "x", "priority": 5}, 400, "priority=5 has no effect with this scheduler", "priority", None),
+        (COMPLETIONS, {"prompt": "x", "vllm_xargs": {"a": 5}}, 400, "nothing reads extra_args={'a': 5}", None, None),
+        (COMPLETIONS, {"prompt": "x", "timeout": 1e-9}, 504, "the request took longer than its timeout of 1e-09 s", None, None),
+        (COMPLETIONS, {"prompt": "x", "timeout": 0}, 400, "timeout must be > 0 seconds, got 0", "timeout", None),
         (COMPLETIONS, {"prompt": "x", "best_off": 2}, 400, "best_off is an unknown field (did you mean best_of?)",
          "best_off", "unknown_parameter"),
         (COMPLETIONS, {"prompt": "x", "temperature": "0"}, 400, "temperature: Input should be a valid", "temperature", None),
