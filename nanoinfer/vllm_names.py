@@ -47,7 +47,8 @@ MODULES = {
     "v1.engine.async_llm": "AsyncLLM",
     "v1.engine.llm_engine": "LLMEngine",
     "v1.metrics.reader": "Counter Gauge Histogram Metric Vector",
-    "v1.sample.logits_processor": "AdapterLogitsProcessor BatchUpdate LogitsProcessor MoveDirectionality",
+    "v1.sample.logits_processor": "AdapterLogitsProcessor BatchUpdate LogitsProcessor MoveDirectionality "
+    "RequestLogitsProcessor",
     "v1.sample.logits_processor.builtin": "process_dict_updates",
     "v1.worker.gpu_worker": "Worker",
 }
@@ -59,10 +60,11 @@ HOMES = {
     "FlexibleArgumentParser": "nanoinfer.vllm_names",
     "init_logger": "nanoinfer.vllm_names",
     "cleanup_dist_env_and_memory": "nanoinfer.distributed",
-} | dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "nanoinfer.engine.metrics")
-_PROCESSORS = ("v1.sample.logits_processor", "v1.sample.logits_processor.builtin")
-HOMES["VllmConfig"] = "nanoinfer.sampling.logits_processors"
-HOMES |= dict.fromkeys(" ".join(MODULES[module] for module in _PROCESSORS).split(), HOMES["VllmConfig"])
+    "VllmConfig": "nanoinfer.sampling.logits_processors",
+    "process_dict_updates": "nanoinfer.sampling.logits_processors",
+    **dict.fromkeys(MODULES["v1.sample.logits_processor"].split(), "nanoinfer.sampling.logits_processors"),
+    **dict.fromkeys(MODULES["v1.metrics.reader"].split(), "nanoinfer.engine.metrics"),
+}
 
 _POOLING = "nanoinfer generates text and computes no embeddings, scores or classes; use transformers or sentence-transformers"
 _WEIGHTS = "the weights stay as they were loaded; save the new ones as a checkpoint, and load it with a new LLM"

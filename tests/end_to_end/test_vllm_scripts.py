@@ -36,6 +36,7 @@ SAYS = {
     "chat_cli": [r"^Prompt: '<\|im_start\|>system\\nYou tell stories.*\nGenerated text: '", "^Answers: 10$"],
     "chat_with_tools": ["^The template has seen the tool: True", "^It has seen the answer: True (length|stop)"],
     "custom_logits_processor": [r"Once upon a time: \[128\]", r"Lily was: \[\d+, \d+", r"Tom had: \[67\]"],
+    "custom_req": ["^Prompt: 'Once upon a time', only one token: True$", "^Prompt: 'Lily was', only one token: False$"],
     "generate": [r"Prompt: 'Lily was', Generated text: '.{20}", r"Answers: \['.+', '.+', '.+'\]"],
     "generate_cli": ["^Prompt: 'Lily was', Tokens: 9, Text: '"],
     "guided_decoding": ["^Choice: (Positive|Negative)$", "^Same ids: True$"],
