@@ -191,7 +191,7 @@ Tools = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=Tr
 class _Rendered(BaseModel):
     """How messages become a prompt."""
 
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_few_items)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Tools | None = None

@@ -104,6 +104,8 @@ def assert_refused(response, status, message, param=None, code=None):
         (CHAT, {"messages": HELLO * 9000}, 400, "at most 8192 items", "messages", None),
         (CHAT, {"messages": [{"role": "user", "content": [{}] * 1025}]}, 400, "at most 1024 items", "messages", None),
         (CHAT, {"messages": [{"role": "user", "content": [1, 2]}]}, 400, "messages.0.content", "messages", None),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {f"k{i}": 1 for i in range(2000)}}, 400, "2000 items; at most 1024",
+         "chat_template_kwargs", None),
         (CHAT, {"messages": HELLO, "tools": [{}] * 1025}, 400, "at most 1024 items", "tools", None),
         ("/tokenize", {"prompt": "a " * 300_000}, 400, "more than 65536 tokens; send it in parts", None, None),
         ("/detokenize", {"tokens": [5] * (2**18 + 1)}, 400, "at most 262144 items", "tokens", None),
