@@ -6,6 +6,7 @@ a time limit and end with an error after it, so that no client waits for ever. A
 
 import atexit
 import gc
+import logging
 import socket
 import sys
 
@@ -16,6 +17,7 @@ from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.server.app import ServerSettings, create_app
 from nanoinfer.server.limits import MAX_HEADER_BYTES
 
+logger = logging.getLogger("uvicorn.error")  # uvicorn's own, which also has what is not an error
 KEEP_ALIVE_SECONDS = 5
 SWITCH_INTERVAL = 0.0005  # seconds that a thread may keep the interpreter while another waits (Python's default is 0.005)
 FLUSH_SECONDS = 5  # for the last bytes of aborted requests, after which clients that do not read them are disconnected
@@ -65,7 +67,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         assert sockets, "they are bound before the model is loaded"
-        print(banner(self._async_llm, self._settings, *sockets[0].getsockname()[:2]), file=sys.stderr, flush=True)
+        for line in banner(self._async_llm, self._settings, *sockets[0].getsockname()[:2]).splitlines():
+            logger.info("%s", line)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         closing = self._async_llm.shutdown(self._shutdown_timeout)

@@ -13,6 +13,7 @@ from definitions import definitions
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.server.app import ServerSettings
+from nanoinfer.server.listen import bind
 from nanoinfer.server.run import Server
 from nanoinfer.tracing import StepScheduled
 
@@ -33,14 +34,15 @@ def serving(max_num_seqs, max_queued):
         seed=0,
     )
     settings = ServerSettings(served_model_names=("tiny-qwen3",))
-    server = Server(async_llm, settings, host="127.0.0.1", port=0, shutdown_timeout=5)
+    server = Server(async_llm, settings, shutdown_timeout=5)
+    sockets = bind("127.0.0.1", 0)
     for name in ("uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    thread = threading.Thread(target=server.run)
+    thread = threading.Thread(target=server.run, args=(sockets,))
     thread.start()
     while not server.started:
         time.sleep(0.01)
-    notebook.PORT = server.servers[0].sockets[0].getsockname()[1]
+    notebook.PORT = sockets[0].getsockname()[1]
     try:
         yield
     finally:
