@@ -93,13 +93,14 @@ def in_words_of(message: str, options: Mapping[str, str]) -> str:
     >>> in_words_of("max_tokens must be >= 1, or None for the model's length, got 0", {"max_tokens": "--max-tokens"})
     '--max-tokens must be >= 1, got 0'
     """
+    message, *quoted = re.split(r"(?<= answered )(?=\d{3}: )", message, maxsplit=1)  # a server's own words stay as they are
     for name, option in options.items():
         message = re.sub(rf"\b{name}='([^']*)'", rf"{option}=\1", message)
         message = re.sub(rf"(\A|; leave ){name}(?= (?:must|out)\b|: )", rf"\1{option}", message)
         if "_" in name:
             message = re.sub(rf"(?<![\w./'-]){name}(?![\w.('=])", option, message)
     message = re.sub(r",? or None(?: for [^,;]*| to [^,;]*)?(?=[,;]|$)", "", message)
-    return message.replace(" must be None, ", " must be ")
+    return "".join((message.replace(" must be None, ", " must be "), *quoted))
 
 
 def print_error(error: NanoinferError | str) -> None:

@@ -3,7 +3,9 @@
 `nanoinfer learn start FOLDER` writes it. All other commands are for inside the folder.
 """
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -140,17 +142,37 @@ def _workbook() -> "Workbook":
 
 
 def _check(workbook: "Workbook", task: "Task") -> "Failure | None":
-    from nanoinfer.learn.check import Failure, describe_error
+    from nanoinfer.learn.check import SECONDS, Failure, describe_error
     from nanoinfer.learn.check import check as compare_cases
 
     file, name = workbook.file(task.name), task.function.name
     version: Callable[..., Any] | None = None
     try:
-        version = workbook.load(task.name, name)
-        return compare_cases(task, version)
+        with _limited(SECONDS):
+            version = workbook.load(task.name, name)
+            return compare_cases(task, version)
     except Exception as error:
         got = describe_error(error, version) if file.exists() else f"no file {file.name}"
         return Failure("the file, before any case", f"a function {name}", got)
+
+
+@contextmanager
+def _limited(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in the running code, where the system has such a timer."""
+    if not hasattr(signal, "SIGALRM"):
+        yield
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _indented(failure: "Failure") -> str:

@@ -3,10 +3,8 @@
 In: a Task and a function. Out: a Failure in plain words, or None.
 """
 
-import signal
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from nanoinfer.learn.workbook import Function
 
-SECONDS = 20  # for all cases of one task
+SECONDS = 20  # for all cases of one task, after which a TimeoutError is raised in them
 TOLERANCE = 1e-5
 
 
@@ -71,19 +69,18 @@ def calling(*arguments: Any) -> Callable[[Callable[..., Any]], Any]:
 
 def check(task: Task, version: Callable[..., Any]) -> Failure | None:
     """Return the first case in which the version differs from the engine's."""
-    with _limited(SECONDS):
-        for case in task.cases():
-            expected = case.observe(task.function.original)
-            try:
-                got = case.observe(version)
-            except Exception as error:
-                return Failure(case.given, shown(expected), describe_error(error, version))
-            if not same(expected, got, exact=case.exact):
-                if isinstance(expected, dict) and isinstance(got, dict):  # the first part that differs says enough
-                    name = next((n for n in expected if not same(expected[n], got.get(n), exact=case.exact)), None)
-                    if name is not None:
-                        expected, got = {name: expected[name]}, {name: got.get(name)}
-                return Failure(case.given, shown(expected), shown(got))
+    for case in task.cases():
+        expected = case.observe(task.function.original)
+        try:
+            got = case.observe(version)
+        except Exception as error:
+            return Failure(case.given, shown(expected), describe_error(error, version))
+        if not same(expected, got, exact=case.exact):
+            if isinstance(expected, dict) and isinstance(got, dict):  # the first part that differs says enough
+                name = next((n for n in expected if not same(expected[n], got.get(n), exact=case.exact)), None)
+                if name is not None:
+                    expected, got = {name: expected[name]}, {name: got.get(name)}
+            return Failure(case.given, shown(expected), shown(got))
     return None
 
 
@@ -99,25 +96,6 @@ def describe_error(error: BaseException, version: Callable[..., Any] | None = No
     if isinstance(error, TimeoutError):
         return f"no answer within {SECONDS} seconds: the function does not end{where and ' (it was' + where + ')'}"
     return f"{type(error).__name__}{where}: {error}"
-
-
-@contextmanager
-def _limited(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in the running code, where the system has such a timer."""
-    if not hasattr(signal, "SIGALRM"):
-        yield
-        return
-
-    def stop(number: int, frame: Any) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def same(expected: Any, got: Any, *, exact: bool = True) -> bool:

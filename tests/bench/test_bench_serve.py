@@ -135,7 +135,7 @@ def test_a_server_that_refuses_the_first_request_is_one_sentence():
         ([], "give the --url of a server; `nanoinfer serve` starts one"),
         (["--url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1/v1"),
         (["--url", "http://127.0.0.1:1", "--goodput", "ttft"], "goodput must be such as ttft:200"),
-        (["--url", "http://127.0.0.1:1", "--input-len", "9"], "give num_prompts, too"),
+        (["--url", "http://127.0.0.1:1", "--input-len", "9"], "give --num-prompts, too"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments, words):
