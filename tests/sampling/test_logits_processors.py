@@ -108,6 +108,13 @@ def test_each_request_has_its_own_state_in_any_batch(settings):
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
 
 
+def test_greedy_requests_that_share_their_params_have_states_of_their_own():
+    llm = LLM(device="cpu", kv_cache_memory=2**24, max_num_seqs=1, logits_processors=[Target])
+    params = SamplingParams(temperature=0, max_tokens=4, extra_args={"target": 50}, ignore_eos=True)
+    outputs = llm.generate(["Once", "Lily was", "Tom"], params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [[50, 51, 52, 53]] * 3
+
+
 def test_the_list_of_output_ids_grows_with_the_answer(monkeypatch):
     lists = []
     monkeypatch.setattr(Target, "lists", lists)

@@ -40,7 +40,7 @@ def plain(server):
     "fields",
     [
         *({name: value} for name, (values, _) in NEUTRAL_VALUES.items() for value in (None, *values)),
-        {name: {"any": ["value"]} for name in WITHOUT_EFFECT},
+        {name: {"any": ["value"]} for name in sorted(WITHOUT_EFFECT)},
         {"prediction": {"type": "content", "content": "Once"}, "prompt_cache_retention": "24h", "user": "me", "store": False},
         {
             "stream_options": None,
