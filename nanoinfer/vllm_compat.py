@@ -161,8 +161,11 @@ def check_argument_names(owner: str) -> Callable[[Callable[P, R]], Callable[P, R
             for name in [name for name in kwargs if name not in known]:
                 value = kwargs.pop(name)
                 if (ours := OTHER_NAMES.get(name)) in known:
-                    if value is not None and kwargs.setdefault(ours, value) is not value:
+                    if value is None:
+                        continue
+                    if ours in kwargs or ours in positional[: len(args) - 1]:
                         raise InvalidTypeError(f"{owner} got {ours} twice: {name} is another name for it; leave one out")
+                    kwargs[ours] = value
                     continue
                 if name not in neutral:
                     raise InvalidTypeError(f"{owner} has no argument {name!r}; {suggest(name, known)}")

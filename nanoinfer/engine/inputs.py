@@ -97,7 +97,7 @@ class InputProcessor:
             )
         params = params.clone()  # the caller may change theirs while the request runs
         bad_words = self._check(token_ids, params)
-        error = self._too_long(len(token_ids)) if len(token_ids) >= self._info.max_model_len else None
+        error = self._too_long(len(token_ids), text) if len(token_ids) >= self._info.max_model_len else None
         return PreparedRequest(text, token_ids, params, bad_words, error, int(priority or 0))
 
     def compile_grammar(self, prepared: PreparedRequest) -> PreparedRequest:
@@ -233,10 +233,11 @@ class InputProcessor:
                 words.append(tuple(word))
         return tuple(ids for ids in words if max(ids) < self._info.vocab_size)
 
-    def _too_long(self, num_prompt_tokens: int) -> str:
+    def _too_long(self, num_prompt_tokens: int, text: str | None) -> str:
         # Client libraries recognise the first words, which are OpenAI's, and then shorten the conversation.
         error = f"This model's maximum context length is {self._info.max_model_len} tokens. However, the prompt has "
-        at_least = "at least " if num_prompt_tokens > 2 * self._info.max_model_len else ""  # see Tokenizer.encode
+        # Of a long text, Tokenizer.encode may have encoded the beginning only.
+        at_least = "at least " if text is not None and num_prompt_tokens > 2 * self._info.max_model_len else ""
         error += f"{at_least}{num_prompt_tokens} tokens, and the answer needs at least one; shorten the prompt"
         if self._info.max_model_len < self._info.max_position_embeddings:
             error += (
