@@ -155,6 +155,12 @@ NOTEBOOKS = {
         ("scheduling/scheduler.py", "scheduling/block_manager.py", "scheduling/policies.py"),
         ("05",),
     ),
+    "17_a_compiler_for_transformer_layers": Header(
+        "how a model file is recorded, fused and run as one list of kernel calls, and which bits stay the same.",
+        35,
+        ("fast/trace.py", "fast/fuse.py", "fast/cpu/compile.py", "fast/cpu/operations.py", "fast/cpu/program.cpp"),
+        ("04", "09"),
+    ),
 }
 
 
