@@ -1,33 +1,95 @@
-"""Diagrams of the notebooks in one style: boxes, rows of tokens, arrows, block tables, stacked bars.
+"""The style of all figures: SVG, one palette for light and dark pages, a caption, and a text for those who cannot see.
 
-A figure is readable on a light and on a dark page: its background is transparent, lines and free text have a grey with contrast
-to both, and text in a box is dark on a fill. `plt.rcParams.update(STYLE)` gives plots the same look.
+Importing this file gives matplotlib's plots the style. A cell that draws ends with `show(caption, alt)`, which stores the
+figure as SVG. Diagrams are made on a `canvas` from `box`, `row`, `label` and `arrow`, or whole by `block_tables` and
+`stacked_bars`.
+
+A figure brings its own background, which is dark where the reader's settings ask for it, and so do text and axes in `INK`.
+The colours `BLUE` to `GREY` are the same on both: a line has a contrast of 3 to both backgrounds. A box is tinted with its
+colour, so that its text in `INK` has a contrast of 4.5 or more. Nothing is told by colour alone: lines also differ in their
+dashes. `PAPER` is the background, for markers that hide a line, and an image (`imshow`) fades from it to blue.
 """
 
+import io
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
+from typing import Any
 
+import matplotlib as mpl
 import matplotlib.pyplot as plt
 from cycler import cycler
+from IPython.display import display
 from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 Colour = str | tuple[str, float]  # a name, or a name and an opacity
 
-INK = "#808080"  # contrast 3.9 to white, 4.8 to #111
-TEXT = "#111111"  # in a box
-BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#6cb4e6", "#eba63a", "#5dbb94", "#e8785a", "#c48ac4", "#b4b4b4"
+INK, PAPER = "#24292f", "#ffffff"  # text and background on a light page
+TEXT = INK
+DARK_INK, DARK_PAPER = "#e6e9ee", "#171b21"  # the same on a dark one
+BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#2f86d6", "#d07818", "#1f9a63", "#dc5a48", "#a869c9", "#868d97"
+TINT = 0.3  # the opacity of a box's fill
 
 STYLE = {
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "savefig.facecolor": "none",
-    "legend.framealpha": 0,
-    "axes.prop_cycle": cycler(color=[BLUE, ORANGE, GREEN, RED, PURPLE, GREY]),
-    **dict.fromkeys(
-        ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color", "hatch.color"), INK
+    "axes.prop_cycle": cycler(
+        color=[BLUE, ORANGE, GREEN, RED, PURPLE, GREY], linestyle=["-", "--", "-.", ":", (0, (5, 1)), "-"]
     ),
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "hatch.linewidth": 0.6,
+    "image.aspect": "auto",
+    "image.cmap": "fade",
+    "image.interpolation": "none",  # squares with sharp edges
+    "legend.frameon": False,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 4,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "nanoinfer",  # the same figure has the same ids in every run
+    **dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), PAPER),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "hatch.color"), GREY),
 }
+mpl.colormaps.register(LinearSegmentedColormap.from_list("fade", [(BLUE, 0.0), (BLUE, 1.0)]), force=True)
+plt.rcParams.update(STYLE)
+
+COLOURS = (
+    f".drawing{{color:{INK}}}.drawing .paper{{fill:{PAPER}}}"
+    f"@media(prefers-color-scheme:dark){{.drawing{{color:{DARK_INK}}}.drawing .paper{{fill:{DARK_PAPER}}}}}"
+)
+
+
+def svg(figure: Figure, caption: str, alt: str) -> str:
+    """A figure as SVG whose text, axes and background follow the reader's colour scheme, with a caption below."""
+    edges = figure.get_tightbbox()  # in inches
+    lines = textwrap.fill(caption, int(edges.width * 15))
+    figure.text(edges.x0 / figure.get_figwidth(), (edges.y0 - 0.12) / figure.get_figheight(), lines, va="top")
+    file = io.StringIO()
+    figure.savefig(file, format="svg", bbox_inches="tight", pad_inches=0.12)
+    picture = re.sub(r".*?(?=<svg)|<metadata>.*?</metadata>\s*", "", file.getvalue(), flags=re.DOTALL)
+    picture = re.sub(rf'style="([^"]*)fill: {PAPER};? ?', r'class="paper" style="\1', picture).replace(INK, "currentColor")
+    picture = re.sub(r"(\.\d{3})\d+", r"\1", picture)  # digits that nobody sees
+    root = f'<svg class="drawing" role="img" aria-label="{escape(alt)}" style="max-width:100%;height:auto"'
+    return picture.replace("<svg", root, 1).replace("<defs>", f"<style>{COLOURS}</style>\n <defs>", 1)
+
+
+def show(caption: str, alt: str) -> None:
+    """End a cell's figure: show it as SVG, and close it.
+
+    Args:
+        caption: what to see in it, in a sentence or two. It stands below the figure.
+        alt: what is drawn, for a reader who does not see it.
+    """
+    picture: dict[str, Any] = {"image/svg+xml": svg(plt.gcf(), caption, alt), "text/plain": alt}
+    plt.close()
+    display(picture, raw=True)
 
 
 @dataclass(frozen=True)
@@ -58,7 +120,7 @@ class Box:
 
 def canvas(width: float, height: float, scale: float = 0.5) -> Axes:
     """An empty drawing area of width x height units, one unit being `scale` inches."""
-    figure = plt.figure(figsize=(width * scale, height * scale), facecolor="none")
+    figure = plt.figure(figsize=(width * scale, height * scale))
     ax = figure.add_axes((0, 0, 1, 1))
     ax.set(xlim=(0, width), ylim=(0, height))
     ax.axis("off")
@@ -66,11 +128,12 @@ def canvas(width: float, height: float, scale: float = 0.5) -> Axes:
 
 
 def box(ax: Axes, x: float, y: float, text: str = "", *, width: float = 1, height: float = 1, fill: Colour = "none") -> Box:
-    """A box with text in its middle. Without a fill its line is dashed and its text grey: an empty place."""
+    """A box with text in its middle, tinted with its fill. Without a fill its line is dashed: an empty place."""
+    colour, opacity = (fill, TINT) if isinstance(fill, str) else fill
     is_empty = fill == "none"
-    line = {"edgecolor": INK, "linestyle": "--" if is_empty else "-", "linewidth": 1}
-    ax.add_patch(Rectangle((x, y), width, height, facecolor=fill, **line))
-    ax.text(x + width / 2, y + height / 2, text, color=INK if is_empty else TEXT, ha="center", va="center", fontsize=9)
+    line = {"edgecolor": GREY if is_empty else colour, "linestyle": "--" if is_empty else "-", "linewidth": 1}
+    ax.add_patch(Rectangle((x, y), width, height, facecolor="none" if is_empty else (colour, opacity), **line))
+    label(ax, x + width / 2, y + height / 2, text)
     return Box(x, y, width, height)
 
 
@@ -94,11 +157,11 @@ def row(
 
 def label(ax: Axes, x: float, y: float, text: str, *, ha: str = "center", va: str = "center", size: float = 9) -> None:
     """Free text."""
-    ax.text(x, y, text, color=INK, ha=ha, va=va, fontsize=size)
+    ax.text(x, y, text, ha=ha, va=va, fontsize=size)
 
 
 def arrow(
-    ax: Axes, start: tuple[float, float], end: tuple[float, float], *, colour: str = INK, bend: float = 0, width: float = 1.2
+    ax: Axes, start: tuple[float, float], end: tuple[float, float], *, colour: str = GREY, bend: float = 0, width: float = 1.2
 ) -> None:
     """An arrow. bend: 0 is straight, 0.3 a clear curve, to the other side if negative."""
     shape = {"arrowstyle": "-|>", "mutation_scale": 10, "connectionstyle": f"arc3,rad={bend}", "shrinkA": 1, "shrinkB": 1}
@@ -122,7 +185,7 @@ def block_tables(tables: Mapping[str, Sequence[int]], pool: Sequence[Sequence[st
     for block, texts in enumerate(pool):
         y = height - 2 - block
         held = fills[owner[block]] if block in owner else "none"
-        blocks.append(row(ax, 6, y, texts, fill=[held if text or held == "none" else (held, 0.3) for text in texts])[0])
+        blocks.append(row(ax, 6, y, texts, fill=[held if text or held == "none" else (held, 0.08) for text in texts])[0])
         label(ax, 6.2 + block_size, y + 0.5, str(block), ha="left")
     y = height - 2.0
     for name, table in tables.items():
@@ -141,7 +204,7 @@ def stacked_bars(ax: Axes, names: Sequence[str], parts: Mapping[str, Sequence[fl
     """One horizontal bar per name, cut into parts. parts: the lengths by label, one per bar."""
     left = [0.0] * len(names)
     for part, lengths in parts.items():
-        ax.barh(range(len(names)), lengths, left=left, label=part, edgecolor=INK)
+        ax.barh(range(len(names)), lengths, left=left, label=part, edgecolor=PAPER)
         left = [start + length for start, length in zip(left, lengths, strict=True)]
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
