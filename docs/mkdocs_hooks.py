@@ -8,6 +8,7 @@ script. At the end every link inside the site is checked.
 import html
 import re
 import sys
+from base64 import b64decode
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -41,6 +42,7 @@ GUIDE = [
 ]
 LINK = re.compile(r"(\]\(|(?:src|srcset)=\")(?!https?:|#)([^)#\"]+)(#[^)\"]*)?(?=[)\"])")  # Markdown's, and those of pictures
 MARKDOWN_CELL = re.compile(r'<div class="[^"]*jp-RenderedMarkdown.*?</div>', re.DOTALL)
+FIGURE = re.compile(r'<img src="data:image/svg\+xml;base64,([^"]+)"')
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", re.DOTALL)
 
 
@@ -76,6 +78,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "docs/pictures/*.*",
         "docs/site.css",
         "notebooks/*.ipynb",
+        "notebooks/pictures/*.svg",
     ]
     of_the_theme = [one for one in files if one.src_dir != config.docs_dir]
     found = Files(of_the_theme + [file(path, ROOT) for pattern in patterns for path in sorted(ROOT.glob(pattern))])
@@ -109,12 +112,18 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     def formula(match: re.Match[str]) -> str:
         return convert(html.unescape(match[1] or match[2]), display="block" if match[1] else "inline")
 
+    def named(match: re.Match[str]) -> str:  # nbconvert gives a figure no alternative text
+        found = re.search(r'aria-label="([^"]*)"', b64decode(match[1]).decode())
+        return f'<img alt="{found[1] if found else ""}" {match[0].removeprefix("<img ")}'
+
     for entry in page.toc.items[0].children:  # the anchor of a heading with code has the code, too, but not in the contents
         if found := re.search(rf'<h2 id="({re.escape(entry.id)}[^"]*)"', content):
             entry.id = found[1]
     content = re.sub("<img[^>]*colab-badge[^>]*>", "Open in Colab", content)  # Google's picture
     content = content.replace("Open in Colab</a> In Colab", "Open in Colab</a>. In Colab")
     content = re.sub(r'href="(\w+)\.ipynb(#[^"]*)?"', r'href="../\1/\2"', content)
+    content = content.replace('src="pictures/', 'src="../pictures/')
+    content = FIGURE.sub(named, content)
     return MARKDOWN_CELL.sub(lambda cell: FORMULA.sub(formula, cell[0]), content)
 
 

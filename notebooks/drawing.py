@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-import matplotlib as mpl
 import matplotlib.pyplot as plt
 from cycler import cycler
 from IPython.display import display
@@ -46,7 +45,7 @@ STYLE = {
     "axes.titlesize": 10,
     "hatch.linewidth": 0.6,
     "image.aspect": "auto",
-    "image.cmap": "fade",
+    "image.cmap": LinearSegmentedColormap.from_list("fade", [(BLUE, 0.0), (BLUE, 1.0)]),
     "image.interpolation": "none",  # squares with sharp edges
     "legend.frameon": False,
     "lines.linewidth": 1.5,
@@ -57,7 +56,6 @@ STYLE = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
     **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "hatch.color"), GREY),
 }
-mpl.colormaps.register(LinearSegmentedColormap.from_list("fade", [(BLUE, 0.0), (BLUE, 1.0)]), force=True)
 plt.rcParams.update(STYLE)
 
 COLOURS = (
@@ -75,7 +73,8 @@ def svg(figure: Figure, caption: str, alt: str) -> str:
     figure.savefig(file, format="svg", bbox_inches="tight", pad_inches=0.12)
     picture = re.sub(r".*?(?=<svg)|<metadata>.*?</metadata>\s*", "", file.getvalue(), flags=re.DOTALL)
     picture = re.sub(rf'style="([^"]*)fill: {PAPER};? ?', r'class="paper" style="\1', picture).replace(INK, "currentColor")
-    picture = re.sub(r"(\.\d{3})\d+", r"\1", picture)  # digits that nobody sees
+    picture = re.sub(r"(\.\d{3})\d+|\s*<!--.*?-->", r"\1", picture)  # digits that nobody sees, comments
+    picture = re.sub(r"\s*\n\s*", " ", picture)
     root = f'<svg class="drawing" role="img" aria-label="{escape(alt)}" style="max-width:100%;height:auto"'
     return picture.replace("<svg", root, 1).replace("<defs>", f"<style>{COLOURS}</style>\n <defs>", 1)
 

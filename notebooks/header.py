@@ -1,4 +1,4 @@
-"""Write the header of every notebook's first cell: what it answers, prerequisites, minutes, links, the Colab badge.
+"""Write the header of every notebook's first cell: picture, what it answers, prerequisites, minutes, links, the Colab badge.
 
 The author writes the title and the introduction. Everything below the line `<!-- header -->` is written here, from the table
 `NOTEBOOKS`. Its order is the reading order: the course, then the deep dives. `python notebooks/header.py` rewrites the cells,
@@ -23,12 +23,14 @@ class Header:
         answers: the questions that a reader can answer afterwards, as a sentence that follows "You will be able to say".
         minutes: reading time, running included.
         sources: the files of the package that it explains, from the package's folder on.
+        parts: what it shows of the engine, by the names in notebooks/growing.py. Those are lit in the picture at its head.
         needs: the numbers of the notebooks to read first.
     """
 
     answers: str
     minutes: int
     sources: tuple[str, ...]
+    parts: tuple[str, ...]
     needs: tuple[str, ...] = ()
 
 
@@ -37,35 +39,41 @@ NOTEBOOKS = {
         "what a head, a query, a key and a value are, what softmax, residual, normalisation and MLP do, and what a logit is.",
         30,
         ("models/gpt2.py", "attention/dense.py"),
+        ("model", "LM head"),
     ),
     "00b_an_engine_in_60_lines": Header(
         "what a KV cache, a packed batch, continuous batching and a sampler are for, and write each of them in a few lines.",
         40,
         ("engine/llm_engine.py", "scheduling/scheduler.py", "execution/forward_batch.py", "sampling/draw.py"),
+        ("scheduler", "batch", "KV cache", "sampler"),
         ("00a",),
     ),
     "01_a_tokens_journey": Header(
         "which parts turn a prompt into the next token, why only the last row meets the head, and what a seed decides.",
         40,
         ("tokenization/tokenizer.py", "models/gpt2.py", "sampling/sampler.py"),
+        ("tokenizer", "model", "LM head", "sampler", "text"),
         ("00a",),
     ),
     "02_attention_with_and_without_a_kv_cache": Header(
         "why keys and values are kept and queries are not, how many bytes a token of the cache takes, and why GQA helps.",
         35,
         ("attention/kv_cache.py", "attention/reference.py"),
+        ("model", "KV cache"),
         ("01",),
     ),
     "03_pages": Header(
         "what internal and external fragmentation are, how a slot mapping is computed, and how blocks are shared and evicted.",
         35,
         ("scheduling/block_manager.py", "attention/kv_cache.py"),
+        ("block tables", "KV cache"),
         ("02",),
     ),
     "04_prefill_and_decode": Header(
         "why a decode step of 4 sequences costs little more than one of 1, where that ends, and what a smaller dtype gains.",
         35,
         ("bench/roofline.py",),
+        ("model", "weights"),
         ("02",),
     ),
     "05_scheduling": Header(
@@ -73,12 +81,14 @@ NOTEBOOKS = {
         "loop for ever.",
         40,
         ("scheduling/scheduler.py", "scheduling/sequence.py"),
+        ("scheduler", "batch"),
         ("03", "04"),
     ),
     "15_serving": Header(
         "what happens to a request in a server, what TTFT and TPOT tell, and why a server refuses requests.",
         30,
         ("async_llm.py", "server/app.py", "server/answers.py", "engine/engine_thread.py"),
+        ("server",),
         ("05",),
     ),
     "06_the_sampler_stage_by_stage": Header(
@@ -86,30 +96,35 @@ NOTEBOOKS = {
         "drawing sample the same distribution.",
         45,
         ("sampling/stages.py", "sampling/draw.py"),
+        ("sampler",),
         ("01",),
     ),
     "08_stopping_and_streaming": Header(
         "which rules end a text, and the two reasons for which a stream holds characters back.",
         25,
         ("engine/stopping.py", "tokenization/detokenizer.py"),
+        ("text", "stop rules"),
         ("01",),
     ),
     "16_structured_output": Header(
         "how a grammar becomes a mask, why EOS is masked, what a mask costs, and what it does to the probabilities.",
         35,
         ("structured/parameters.py", "structured/grammar.py", "structured/mask.py"),
+        ("grammar", "sampler"),
         ("06", "08"),
     ),
     "13_speculative_decoding": Header(
         "what speculation costs and saves, why the tokens stay the same, and when it loses.",
         35,
         ("speculative/speculator.py", "speculative/ngram.py", "speculative/draft_model.py"),
+        ("drafts", "scheduler"),
         ("02", "04", "06"),
     ),
     "14_many_devices": Header(
         "which matrices are cut along which side, where tensor parallelism communicates, and when replicas are better.",
         30,
         ("distributed/sharding.py", "distributed/runner.py", "distributed/communicator.py"),
+        ("devices", "weights"),
         ("00a", "02", "04"),
     ),
     # deep dives, for those who want more of one part
@@ -117,48 +132,56 @@ NOTEBOOKS = {
         "why the likeliest text is not found token by token, how beams share blocks, and when not to use beam search.",
         30,
         ("engine/beam_search.py",),
+        ("beams", "block tables"),
         ("03", "06"),
     ),
     "09_why_the_same_prompt_can_give_other_bits": Header(
         "why temperature 0 can give different texts in different batches, and what it costs to prevent that.",
         35,
         ("fast/cpu/linear.py", "fast/cpu/dense_linear.cpp", "fast/batch_independence.py"),
+        ("kernels",),
         ("05", "06"),
     ),
     "10_tied_and_untied_heads": Header(
         "what tying the head saves, and what a loader that ignores it breaks.",
         30,
         ("loading/weights.py", "models/gpt2.py"),
+        ("LM head", "weights"),
         ("06",),
     ),
     "11_fast_top_k_and_top_p": Header(
         "how a token is drawn from a large vocabulary without sorting it, and why the result equals the definition's exactly.",
         30,
         ("fast/sampling/few_logits.py", "sampling/stages.py"),
+        ("sampler",),
         ("06", "09"),
     ),
     "12a_write_your_own_model": Header(
         "what a model and an attention backend must provide, and how to test them.",
         30,
         ("models/registry.py", "attention/base.py"),
+        ("model", "kernels"),
         ("02", "03"),
     ),
     "12b_write_your_own_stage": Header(
         "when to write a sampling stage and when a logits processor, and what each of them receives.",
         15,
         ("sampling/sampler.py", "sampling/stages.py"),
+        ("sampler",),
         ("06",),
     ),
     "12c_write_your_own_scheduler": Header(
         "which four decisions a scheduler and a cache make, how to replace each, and why no policy can change a text.",
         25,
         ("scheduling/scheduler.py", "scheduling/block_manager.py", "scheduling/policies.py"),
+        ("scheduler", "block tables"),
         ("05",),
     ),
     "17_a_compiler_for_transformer_layers": Header(
         "how a model file is recorded, fused and run as one list of kernel calls, and which bits stay the same.",
         35,
         ("fast/trace.py", "fast/fuse.py", "fast/cpu/compile.py", "fast/cpu/operations.py", "fast/cpu/program.cpp"),
+        ("kernels",),
         ("04", "09"),
     ),
 }
@@ -179,6 +202,19 @@ def link_to(stem: str) -> str:
     return f"[{title_of(stem)}]({stem}.ipynb)"
 
 
+def known_parts(stem: str) -> list[str]:
+    """The parts of the engine that this notebook and those before it show, in the order of the course."""
+    stems = list(NOTEBOOKS)
+    return list(dict.fromkeys(part for one in stems[: stems.index(stem) + 1] for part in NOTEBOOKS[one].parts))
+
+
+def alt_of(stem: str) -> str:
+    """The picture at the head of a notebook in words."""
+    lit = NOTEBOOKS[stem].parts
+    others = [part for part in known_parts(stem) if part not in lit]
+    return f"The engine so far. In this notebook: {', '.join(lit)}. From earlier ones: {', '.join(others) or 'nothing yet'}."
+
+
 def header_of(stem: str) -> str:
     """The Markdown below the mark in the first cell of a notebook."""
     header, order = NOTEBOOKS[stem], list(NOTEBOOKS)
@@ -191,6 +227,7 @@ def header_of(stem: str) -> str:
     folder = REPOSITORY.rsplit("/", 1)[1]
     badge = "![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)"
     lines = [
+        f"![{alt_of(stem)}](pictures/{number_of(stem)}.svg)",
         f"**You will be able to say** {header.answers}",
         f"**Read first:** {', '.join(before) or 'nothing'}. **Time:** {header.minutes} minutes.",
         f"**Sources:** {', '.join(sources)}. **Solutions of the exercises:** "
@@ -208,7 +245,10 @@ def with_header(stem: str, source: str) -> str:
 
 
 def main() -> None:
+    from growing import picture_of  # needs matplotlib, which the documentation site does not
+
     for stem in NOTEBOOKS:
+        (FOLDER / "pictures" / f"{number_of(stem)}.svg").write_text(picture_of(stem), encoding="utf-8")
         path = FOLDER / f"{stem}.ipynb"
         notebook = nbformat.read(path, as_version=4)
         notebook.cells[0].source = with_header(stem, notebook.cells[0].source)

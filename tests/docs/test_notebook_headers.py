@@ -1,7 +1,9 @@
-"""The header of every notebook is what notebooks/header.py writes, and what it links to exists."""
+"""The header and the picture of every notebook are what notebooks/header.py writes, and what it links to exists."""
 
 import importlib.util
 import re
+import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import nbformat
@@ -33,6 +35,31 @@ def test_what_a_header_links_to_exists(stem):
     files = [ROOT / "notebooks" / target for target in targets if "//" not in target] + [ROOT / target for target in here]
     assert len(files) >= 3
     assert [file for file in files if not file.exists()] == []
+
+
+@pytest.fixture
+def growing(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "notebooks")
+    before = set(sys.modules)
+    yield importlib.import_module("growing")
+    for name in {"growing", "drawing", "header"} - before:
+        del sys.modules[name]
+
+
+def test_the_pictures_are_those_that_are_written(growing):
+    written = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "notebooks" / "pictures").glob("*.svg")}
+    assert written == {header.number_of(stem): growing.picture_of(stem) for stem in STEMS}, "run: python notebooks/header.py"
+
+
+def test_every_part_of_the_picture_is_shown_by_a_notebook(growing):
+    last = list(header.NOTEBOOKS)[-1]
+    assert set(header.known_parts(last)) == set(growing.PLACES)
+    root = ET.fromstring(growing.picture_of(last))
+    kinds = [rect.get("class") for rect in root.iter("{http://www.w3.org/2000/svg}rect")]
+    num_lit = len(header.NOTEBOOKS[last].parts)
+    assert [kinds.count(kind) for kind in ("lit", "known", "later")] == [num_lit, len(growing.PLACES) - num_lit, 0]
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert sorted(texts) == sorted([*growing.PLACES, "the next step"])
 
 
 def test_a_notebook_needs_only_earlier_ones():
