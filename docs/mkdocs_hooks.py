@@ -42,7 +42,7 @@ GUIDE = [
 ]
 LINK = re.compile(r"(\]\(|(?:src|srcset)=\")(?!https?:|#)([^)#\"]+)(#[^)\"]*)?(?=[)\"])")  # Markdown's, and those of pictures
 MARKDOWN_CELL = re.compile(r'<div class="[^"]*jp-RenderedMarkdown.*?</div>', re.DOTALL)
-FIGURE = re.compile(r'<img src="data:image/svg\+xml;base64,([^"]+)"')
+FIGURE = re.compile(r'<img [^>]*src="data:image/svg\+xml;base64,([^"]+)"')
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", re.DOTALL)
 
 
@@ -112,9 +112,9 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     def formula(match: re.Match[str]) -> str:
         return convert(html.unescape(match[1] or match[2]), display="block" if match[1] else "inline")
 
-    def named(match: re.Match[str]) -> str:  # nbconvert gives a figure no alternative text
+    def named(match: re.Match[str]) -> str:  # nbconvert says only that there is no description
         found = re.search(r'aria-label="([^"]*)"', b64decode(match[1]).decode())
-        return f'<img alt="{found[1] if found else ""}" {match[0].removeprefix("<img ")}'
+        return f'<img alt="{found[1] if found else ""}" src="data:image/svg+xml;base64,{match[1]}"'
 
     for entry in page.toc.items[0].children:  # the anchor of a heading with code has the code, too, but not in the contents
         if found := re.search(rf'<h2 id="({re.escape(entry.id)}[^"]*)"', content):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+import matplotlib as mpl
 import matplotlib.pyplot as plt
 from cycler import cycler
 from IPython.display import display
@@ -45,7 +46,7 @@ STYLE = {
     "axes.titlesize": 10,
     "hatch.linewidth": 0.6,
     "image.aspect": "auto",
-    "image.cmap": LinearSegmentedColormap.from_list("fade", [(BLUE, 0.0), (BLUE, 1.0)]),
+    "image.cmap": "fade",
     "image.interpolation": "none",  # squares with sharp edges
     "legend.frameon": False,
     "lines.linewidth": 1.5,
@@ -56,6 +57,8 @@ STYLE = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
     **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "hatch.color"), GREY),
 }
+if "fade" not in mpl.colormaps:
+    mpl.colormaps.register(LinearSegmentedColormap.from_list("fade", [(BLUE, 0.0), (BLUE, 1.0)]))
 plt.rcParams.update(STYLE)
 
 COLOURS = (
