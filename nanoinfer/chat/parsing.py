@@ -87,7 +87,7 @@ class ChatParser:
         self._held: list[str] = []  # text after it that was not looked at yet, and its length
         self._num_held = 0
         self._is_last = False
-        self._delta = ChatDelta()
+        self._parts: list[ChatDelta] = []
         self._whitespace = ""  # after the latest content or reasoning. It may belong to a tag
         self._is_after_tag = reasoning and opens_thinking(prompt)
         self._written: set[str] = set()  # "content", "reasoning"
@@ -98,19 +98,28 @@ class ChatParser:
 
     def push(self, text: str, *, is_last: bool = False) -> ChatDelta:
         """Parse the next piece of text. Text whose meaning is not certain is held back until it is, or until the last piece."""
+        merged = ChatDelta()
+        for part in self.push_parts(text, is_last=is_last):
+            merged.content += part.content
+            merged.reasoning += part.reasoning
+            merged.tool_calls += part.tool_calls
+        return merged
+
+    def push_parts(self, text: str, *, is_last: bool = False) -> list[ChatDelta]:
+        """Parse as push does, and return the parts in the order of the text. Each has reasoning, content or tool calls."""
         self._held.append(text)
         self._num_held += len(text)
         self._is_last = is_last
-        self._delta = ChatDelta()
+        self._parts = []
         if self._waits_for_more():
-            return self._delta
+            return self._parts
         self._buffer += "".join(self._held)
         self._held, self._num_held = [], 0
         while self._parse_next():
             pass
-        if is_last and self._parse_next == self._parse_content and not self._is_after_tag:
-            self._delta.content += self._whitespace
-        return self._delta
+        if is_last and self._parse_next == self._parse_content and not self._is_after_tag and self._whitespace:
+            self._part("content").content += self._whitespace
+        return self._parts
 
     def _waits_for_more(self) -> bool:
         """Whether a long beginning of a call, which is searched from its first character, has grown by less than an eighth."""
@@ -229,7 +238,13 @@ class ChatParser:
         text = self._buffer[position : position + len(tag)]
         return text == tag or (tag.startswith(text) and not self._is_last)
 
-    # ---- the delta
+    # ---- the parts
+
+    def _part(self, name: str) -> ChatDelta:
+        """The latest part if it has this field, or a new one."""
+        if not self._parts or not getattr(self._parts[-1], name):
+            self._parts.append(ChatDelta())
+        return self._parts[-1]
 
     def _write(self, name: Literal["content", "reasoning"], text: str) -> None:
         """Add text, and hold back the whitespace at its end."""
@@ -242,7 +257,8 @@ class ChatParser:
             visible = visible.lstrip()
         self._written.add(name)
         self._is_after_tag = False
-        setattr(self._delta, name, getattr(self._delta, name) + visible)
+        part = self._part(name)
+        setattr(part, name, getattr(part, name) + visible)
 
     @property
     def _is_dropped(self) -> bool:
@@ -254,14 +270,14 @@ class ChatParser:
         if not self._is_dropped:
             function = {"name": name, "arguments": ""}
             call_id = f"call_{uuid.uuid4().hex}"
-            self._delta.tool_calls.append(
+            self._part("tool_calls").tool_calls.append(
                 {"index": self._num_calls - 1, "id": call_id, "type": "function", "function": function}
             )
 
     def _add_arguments(self, text: str) -> None:
         if self._is_dropped or not text:
             return
-        calls, index = self._delta.tool_calls, self._num_calls - 1
+        calls, index = self._part("tool_calls").tool_calls, self._num_calls - 1
         if not calls or calls[-1]["index"] != index:
             calls.append({"index": index, "function": {"arguments": ""}})
         calls[-1]["function"]["arguments"] += text

@@ -8,7 +8,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -85,10 +85,10 @@ class Answers:
         return [stream.output for stream in self.streams if stream.output is not None]
 
     def usage(self) -> dict[str, Any]:
-        """Return OpenAI's usage until now. The number of cached tokens is that of the answers that have ended."""
+        """Return OpenAI's usage until now."""
         prompt = sum(len(stream.prepared.prompt_token_ids) for stream in self.streams)
         completion = 0 if self._is_prompt_only else self._num_tokens
-        cached = sum(output.metrics.num_cached_tokens for output in self.outputs)
+        cached = sum(one.request.sequences[0].num_cached_tokens for one in self.streams if one.request is not None)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -111,55 +111,70 @@ def failure_of(answer: CompletionOutput | Delta) -> tuple[int, str] | None:
     return (500, without_paths(answer.error or "the engine failed")) if answer.finish_reason == "error" else None
 
 
-async def respond(
-    request: Request, answers: Answers, choices: Choices, model: str, *, is_stream: bool, options: StreamOptions
-) -> Response:
+async def respond(request: Request, answers: Answers, reply: "Reply", *, is_stream: bool) -> Response:
     """Answer an HTTP request whose prompts are submitted."""
-    head = {
-        "id": f"{choices.id_prefix}-{answers.id}",
-        "object": choices.chunk_name if is_stream else choices.object_name,
-        "created": int(time.time()),
-        "model": model,
-    }
     if is_stream:
-        return EventStream(answers, _events(answers, choices, head, options))
+        return EventStream(answers, reply.events(answers))
     try:
         outputs = await until_disconnect(request, answers.finished())
     finally:
         answers.close()
-    if outputs is None:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    whole = [
-        choices.whole(answers.choice_index(number, answer.index), output, answer)
-        for number, output in enumerate(outputs)
-        for answer in output.outputs
-    ]
-    fields = choices.response_fields(outputs[0].prompt_token_ids, outputs[0].prompt_logprobs)
-    return json_response(head | {"choices": whole, "usage": answers.usage()} | fields)
+    return Response(status_code=CLIENT_CLOSED_REQUEST) if outputs is None else json_response(reply.whole(answers))
 
 
-async def _events(answers: Answers, choices: Choices, head: dict[str, Any], options: StreamOptions) -> AsyncIterator[bytes]:
-    """Yield the server-sent events of a stream. The fields that all of them share are rendered once."""
-    prefix = b"data: " + to_json(head)[:-1] + b',"choices":['
-    usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
-    suffix = _end_of_event(usage)
-    first = choices.response_fields(answers.streams[0].prepared.prompt_token_ids, None)
-    async for updates in answers:
-        events: list[bytes] = []
-        if options.include_usage and options.continuous_usage_stats:
-            suffix = _end_of_event(usage := {"usage": answers.usage()})
-        for index, stream, delta in updates:
-            if failure := failure_of(delta):
-                yield b"".join(events) + b"data: " + to_json(error_body(*failure)) + b"\n\n" + DONE
-                return
-            for choice in choices.chunks(index, stream, delta):
-                events += (prefix, to_json(choice), _end_of_event(usage | first) if first else suffix)
-                first = {}
-        if events:
-            yield b"".join(events)
-    if options.include_usage:
-        yield prefix + _end_of_event({"usage": answers.usage()})
-    yield DONE
+class Reply(Protocol):
+    """What an endpoint makes of the answers to a request."""
+
+    def whole(self, answers: Answers) -> dict[str, Any]:
+        """Return the JSON object for answers that have ended."""
+
+    def events(self, answers: Answers) -> AsyncIterator[bytes]:
+        """Yield the server-sent events of a stream."""
+
+
+class ChoicesReply:
+    """The reply of /v1/chat/completions and /v1/completions."""
+
+    def __init__(self, choices: Choices, model: str, options: StreamOptions) -> None:
+        self._choices, self._model, self._options = choices, model, options
+
+    def _head(self, answers: Answers, object_name: str) -> dict[str, Any]:
+        name = f"{self._choices.id_prefix}-{answers.id}"
+        return {"id": name, "object": object_name, "created": int(time.time()), "model": self._model}
+
+    def whole(self, answers: Answers) -> dict[str, Any]:
+        choices, outputs = self._choices, answers.outputs
+        whole = [
+            choices.whole(answers.choice_index(number, answer.index), output, answer)
+            for number, output in enumerate(outputs)
+            for answer in output.outputs
+        ]
+        fields = choices.response_fields(outputs[0].prompt_token_ids, outputs[0].prompt_logprobs)
+        return self._head(answers, choices.object_name) | {"choices": whole, "usage": answers.usage()} | fields
+
+    async def events(self, answers: Answers) -> AsyncIterator[bytes]:
+        """Yield the events. The fields that all of them share are rendered once."""
+        choices, options = self._choices, self._options
+        prefix = b"data: " + to_json(self._head(answers, choices.chunk_name))[:-1] + b',"choices":['
+        usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
+        suffix = _end_of_event(usage)
+        first = choices.response_fields(answers.streams[0].prepared.prompt_token_ids, None)
+        async for updates in answers:
+            events: list[bytes] = []
+            if options.include_usage and options.continuous_usage_stats:
+                suffix = _end_of_event(usage := {"usage": answers.usage()})
+            for index, stream, delta in updates:
+                if failure := failure_of(delta):
+                    yield b"".join(events) + b"data: " + to_json(error_body(*failure)) + b"\n\n" + DONE
+                    return
+                for choice in choices.chunks(index, stream, delta):
+                    events += (prefix, to_json(choice), _end_of_event(usage | first) if first else suffix)
+                    first = {}
+            if events:
+                yield b"".join(events)
+        if options.include_usage:
+            yield prefix + _end_of_event({"usage": answers.usage()})
+        yield DONE
 
 
 def _end_of_event(fields: dict[str, Any]) -> bytes:

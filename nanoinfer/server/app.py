@@ -17,10 +17,12 @@ from nanoinfer import __version__
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.server.answers import Answers, Choices, respond
+from nanoinfer.server.answers import Answers, Choices, ChoicesReply, Reply, respond
 from nanoinfer.server.choices import ChatChoices, ChatFormat, CompletionChoices, messages_of
-from nanoinfer.server.errors import ERRORS, RequestError, add_error_handlers, describe_errors, json_response
+from nanoinfer.server.errors import ERRORS, MESSAGES_ERRORS, RequestError, add_error_handlers, describe_errors, json_response
 from nanoinfer.server.limits import RequestLimits, StrictRequest, StrictRoute
+from nanoinfer.server.messages import CountTokensRequest, MessagesReply, MessagesRequest
+from nanoinfer.server.messages import to_chat as messages_to_chat
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.server.page import Replays, add_page
 from nanoinfer.server.protocol import (
@@ -28,6 +30,7 @@ from nanoinfer.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    SamplingRequest,
     StreamOptions,
     TokenizeRequest,
     to_sampling_params,
@@ -83,30 +86,49 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
         http: StrictRequest,
         body: CompletionRequest | ChatCompletionRequest,
         prepares: Sequence[Callable[[SamplingParams], PreparedRequest]],
-        choices: Choices,
+        reply: Reply,
     ) -> Response:
         """Answer one prompt for each of prepares, which run in threads, as the checks of params do."""
-        model = check_body(body, settings)
         params = await async_llm.threads.run(partial(to_sampling_params, body, default), is_large=http.is_large)
         answers = Answers(params.n, is_prompt_only=body.max_tokens == 0)
         await answers.submit(async_llm, [partial(prepare, params) for prepare in prepares], is_large=http.is_large)
         if replays is not None:
             replays.add(answers)
-        return await respond(
-            http, answers, choices, model, is_stream=bool(body.stream), options=body.stream_options or StreamOptions()
-        )
+        return await respond(http, answers, reply, is_stream=bool(body.stream))
+
+    def choices_reply(body: CompletionRequest | ChatCompletionRequest, choices: Choices) -> Reply:
+        return ChoicesReply(choices, check_body(body, settings), body.stream_options or StreamOptions())
 
     streams: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # or JSON
 
     @app.post("/v1/completions", responses=streams)
     async def completions(http: StrictRequest, body: CompletionRequest) -> Response:
         prepares = [partial(inputs.prepare_prompt, prompt, priority=body.priority) for prompt in body.prompts]
-        return await generate(http, body, prepares, CompletionChoices(body, tokenizer))
+        return await generate(http, body, prepares, choices_reply(body, CompletionChoices(body, tokenizer)))
 
     @app.post("/v1/chat/completions", responses=streams)
     async def chat_completions(http: StrictRequest, body: ChatCompletionRequest) -> Response:
         prepare = partial(chat_format.prepare, body, inputs)
-        return await generate(http, body, [prepare], ChatChoices(body, chat_format, tokenizer))
+        return await generate(http, body, [prepare], choices_reply(body, ChatChoices(body, chat_format, tokenizer)))
+
+    @app.post("/v1/messages", responses=MESSAGES_ERRORS | streams)
+    async def messages(http: StrictRequest, body: MessagesRequest) -> Response:
+        model = check_body(body, settings)
+        chat = await async_llm.threads.run(partial(messages_to_chat, body), is_large=http.is_large)
+        return await generate(
+            http, chat, [partial(chat_format.prepare, chat, inputs)], MessagesReply(body, chat, chat_format, model)
+        )
+
+    @app.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS)
+    async def count_tokens(http: StrictRequest, body: CountTokensRequest) -> Response:
+        check_body(body, settings)
+        return await async_llm.threads.run(partial(counted, body), is_large=http.is_large)
+
+    def counted(body: CountTokensRequest) -> Response:
+        prompt = chat_format.render(
+            messages_to_chat(body), inputs, max_tokens=max(MAX_TOKENIZED, async_llm.engine.max_model_len)
+        )
+        return json_response({"input_tokens": len(prompt["prompt_token_ids"])})
 
     @app.post("/v1/embeddings", include_in_schema=False)
     @app.post("/v1/responses", include_in_schema=False)
@@ -139,8 +161,7 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) 
                 messages_of(body.messages), tools=body.tools, max_tokens=most, **body.rendering
             )
             tokens = rendered["prompt_token_ids"]
-        if len(tokens) > most:
-            raise RequestError(400, f"the text has more than {most} tokens; send it in parts")
+        check_length(tokens, most)
         texts = [tokenizer().backend.id_to_token(token_id) for token_id in tokens] if body.return_token_strs else None
         max_model_len = engine.max_model_len
         return json_response({"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": texts})
@@ -184,8 +205,15 @@ def _add_information(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings
         return json_response({"version": __version__})
 
 
+def check_length(tokens: list[int], most: int) -> list[int]:
+    """Return the tokens of a text, of which the beginning alone may have been encoded if it has more than this maximum."""
+    if len(tokens) > most:
+        raise RequestError(400, f"the text has more than {most} tokens; send it in parts")
+    return tokens
+
+
 def check_body(
-    body: CompletionRequest | ChatCompletionRequest | TokenizeRequest | DetokenizeRequest, settings: ServerSettings
+    body: SamplingRequest | CountTokensRequest | TokenizeRequest | DetokenizeRequest, settings: ServerSettings
 ) -> str:
     """Refuse unknown fields of a body, and a model that is not served. Returns the model name that an answer contains."""
     if not settings.ignore_unknown_fields:

@@ -15,7 +15,7 @@ from nanoinfer.async_llm import RequestStream
 from nanoinfer.chat.messages import constrain_calls, with_text_content
 from nanoinfer.chat.parsing import END_THINK, ChatParser, calls_as_hermes
 from nanoinfer.chat.tools import after_thinking
-from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
+from nanoinfer.engine.inputs import InputProcessor, PreparedRequest, TokensPrompt
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
@@ -57,8 +57,8 @@ class ChatFormat:
             parallel_tool_calls=request.parallel_tool_calls is not False,
         )
 
-    def prepare(self, request: ChatCompletionRequest, inputs: InputProcessor, params: SamplingParams) -> PreparedRequest:
-        """Render and check the conversation, and constrain the answer by a grammar where calls are required or strict."""
+    def render(self, request: ChatCompletionRequest, inputs: InputProcessor, **limit: int) -> TokensPrompt:
+        """Render the conversation, and refuse tools that the model does not know. limit: max_tokens, as in Tokenizer.encode."""
         tools = _offered_tools(request)
         if tools and not self.tool_calls:
             raise RequestError(
@@ -67,13 +67,17 @@ class ChatFormat:
                 param="tools",
                 code="unsupported",
             )
-        prompt = inputs.render_chat(messages_of(request.messages), tools=tools, **request.rendering)
+        return inputs.render_chat(messages_of(request.messages), tools=tools, **request.rendering, **limit)
+
+    def prepare(self, request: ChatCompletionRequest, inputs: InputProcessor, params: SamplingParams) -> PreparedRequest:
+        """Render and check the conversation, and constrain the answer by a grammar where calls are required or strict."""
+        prompt = self.render(request, inputs)
         if self.reasoning and params.structured_outputs is not None:
             params = replace(params, structured_outputs=after_thinking(params.structured_outputs, prompt["prompt"] or ""))
         params = constrain_calls(
             params,
             prompt["prompt"] or "",
-            tools,
+            _offered_tools(request),
             "auto" if request.tool_choice is None else request.tool_choice,
             parallel_tool_calls=request.parallel_tool_calls is not False,
         )

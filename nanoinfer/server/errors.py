@@ -1,4 +1,5 @@
 """Every error as OpenAI's {"error": {"message", "type", "param", "code"}}, without paths or tracebacks of this machine.
+Those of /v1/messages have Anthropic's types of errors and its "type": "error" in addition.
 
 In: exceptions of nanoinfer, of FastAPI and of its checks. Out: a status and a short message.
 """
@@ -6,7 +7,7 @@ In: exceptions of nanoinfer, of FastAPI and of its checks. Out: a status and a s
 import logging
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -24,6 +25,8 @@ MAX_ERRORS, MAX_CHARACTERS = 10, 200  # in the message for a body that does not 
 MAX_MESSAGE = 2000  # characters of any other message
 RETRY_AFTER = {429: "1", 503: "10"}  # seconds, which OpenAI's client follows up to 120
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_MESSAGES = "/v1/messages"
+_MESSAGES_TYPES = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 _PARAMETERS = SamplingParams.__dataclass_fields__.keys() | {
     "stream_options", "top_logprobs", "messages", "tools", "tool_choice", "chat_template_kwargs", "continue_final_message",
     "priority",
@@ -47,6 +50,12 @@ class ErrorBody(BaseModel):
     error: ErrorFields
 
 
+class MessagesErrorBody(ErrorBody):
+    """The body of an error of /v1/messages."""
+
+    type: Literal["error"]
+
+
 _OF_BODIES = (400, 413, 415, 429, 504)
 # For /openapi.json
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -65,6 +74,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         504: "the request took longer than its timeout",
     }.items()
 }
+MESSAGES_ERRORS = {status: error | {"model": MessagesErrorBody} for status, error in ERRORS.items()}
 
 
 class RequestError(HTTPException):
@@ -88,10 +98,16 @@ def describe_errors(schema: dict[str, Any]) -> None:
         schema["components"]["schemas"].pop(name, None)
 
 
-def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return the body of an error."""
-    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+def error_body(
+    status: int, message: str, *, param: str | None = None, code: str | None = None, path: str = ""
+) -> dict[str, Any]:
+    """Return the body of an error of the endpoint at this path."""
+    is_message = path.startswith(_MESSAGES)
+    types = _TYPES | _MESSAGES_TYPES if is_message else _TYPES
+    server_error = "api_error" if is_message else "server_error"
+    kind = types.get(status, server_error if status >= 500 else "invalid_request_error")
+    error = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"type": "error"} | error if is_message else error
 
 
 def without_paths(message: str) -> str:
@@ -113,9 +129,9 @@ def subject(message: str) -> str | None:
     return found[1] if found and found[1] in _PARAMETERS else None
 
 
-def error_response(status: int, message: str, *, param: str | None = None, code: str | None = None) -> Response:
+def error_response(status: int, message: str, *, param: str | None = None, code: str | None = None, path: str = "") -> Response:
     headers = {"Retry-After": RETRY_AFTER[status]} if status in RETRY_AFTER else {}
-    return json_response(error_body(status, message, param=param, code=code), status, headers)
+    return json_response(error_body(status, message, param=param, code=code, path=path), status, headers)
 
 
 def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -132,35 +148,39 @@ def add_error_handlers(app: FastAPI) -> None:
         param = _prompt_of(request) if code == "context_length_exceeded" else param
         if (error.status_code, message) == (404, "Not Found"):  # Starlette's
             message = f"there is no {request.url.path[:100]}; /openapi.json describes the paths, and / is a web page"
-        response = error_response(error.status_code, message, param=param, code=code)
+        response = error_response(error.status_code, message, param=param, code=code, path=request.url.path)
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         message, param = validation_message(error.errors())
-        return error_response(400, message, param=param)
+        return error_response(400, message, param=param, path=request.url.path)
 
     @app.exception_handler(NanoinferError)
     async def unusable(request: Request, error: NanoinferError) -> Response:
-        message = without_paths(str(error))
+        message, path = without_paths(str(error)), request.url.path
         if isinstance(error, QueueFullError):
-            return error_response(429, message, code="queue_full")
+            return error_response(429, message, code="queue_full", path=path)
         if isinstance(error, EngineDeadError):
-            return error_response(503, message, code="engine_unavailable")
+            return error_response(503, message, code="engine_unavailable", path=path)
         if isinstance(error, HelperProcessError):
-            return error_response(500, message)
+            return error_response(500, message, path=path)
         param = _prompt_of(request) if isinstance(error, InvalidPromptError) else subject(message)
-        return error_response(400, message, param=param)
+        return error_response(400, message, param=param, path=path)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return error_response(500, "internal error")  # Starlette raises it again, and uvicorn logs the traceback
+        # Starlette raises it again, and uvicorn logs the traceback.
+        return error_response(500, "internal error", path=request.url.path)
 
 
 def _prompt_of(request: Request) -> str:
     """Return the field that holds the prompt."""
-    return "messages" if "/chat/" in request.url.path else "prompt"
+    path = request.url.path
+    if path.startswith("/v1/responses"):
+        return "input"
+    return "messages" if "/chat/" in path or path.startswith(_MESSAGES) else "prompt"
 
 
 def validation_message(errors: Sequence[Any]) -> tuple[str, str | None]:

@@ -11,12 +11,14 @@ from collections.abc import Collection, Mapping
 from nanoinfer.errors import is_one_of, shown
 from nanoinfer.server.errors import MAX_ERRORS, RequestError
 
-# Fields that change no answer, whatever their value is: OpenAI's, then ollama's and llama.cpp's. The last ones are settings of
-# samplers that NEUTRAL_VALUES turns off.
+# Fields that change no answer, whatever their value is: OpenAI's, then ollama's and llama.cpp's, then settings of samplers
+# that NEUTRAL_VALUES turns off.
 WITHOUT_EFFECT = frozenset(
     "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options "
     "prediction keep_alive timings_per_token id_slot repeat_last_n xtc_threshold dynatemp_exponent mirostat_tau mirostat_eta "
-    "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers".split()
+    "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers "
+    # Anthropic's, and what its and OpenAI's agents send: caching is automatic, and the rest is for their services
+    "cache_control eager_input_streaming inference_geo user_profile_id workspace_id client_metadata max_tool_calls".split()
 )
 # The other fields: the values besides null that change nothing here, and the way out if it is not to leave the field out.
 NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
@@ -49,6 +51,19 @@ NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "guided_regex": ((), "use structured_outputs={'regex': ...}"),
     "guided_choice": ((), "use structured_outputs={'choice': ...}"),
     "guided_grammar": ((), "use structured_outputs={'grammar': ...}"),
+    # those of Anthropic's Messages and OpenAI's Responses
+    "container": ((), ""),
+    "context_management": (({"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, {"edits": []}), ""),
+    "diagnostics": ((), ""),
+    "speed": (("standard",), ""),
+    "mcp_servers": (([],), "call them from the client, and offer their tools"),
+    "citations": (({"enabled": False},), ""),
+    "defer_loading": ((False,), ""),
+    "input_examples": (([],), "put them into the description"),
+    "allowed_callers": ((["direct"],), ""),
+    "background": ((False,), ""),
+    "conversation": ((), "use previous_response_id, or send the conversation as input"),
+    "truncation": (("disabled",), "shorten the input"),
     # ollama's and llama.cpp's
     "options": (({},), "give its fields without options"),
     "think": ((), "use reasoning_effort"),

@@ -57,7 +57,7 @@ class RequestLimits:
         try:
             self._check(scope["path"], scope["method"], Headers(scope=scope))
         except RequestError as error:
-            await error_response(error.status_code, error.detail, code=error.code)(scope, receive, send)
+            await error_response(error.status_code, error.detail, code=error.code, path=scope["path"])(scope, receive, send)
         else:
             await self._app(scope, receive_limited, send)
 
@@ -70,9 +70,11 @@ class RequestLimits:
             raise RequestError(403, f"{name!r} is not a name of this server; serve with --allowed-hosts {name.split(':')[0]}")
         if self._digests and (method == "POST" or (path.startswith(("/v1", "/trace")) and method != "OPTIONS")):
             scheme, _, key = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer":
+                key = headers.get("x-api-key", "")  # as Anthropic's clients send it
             given = _digest(key.strip().encode())
             is_known = [hmac.compare_digest(given, digest) for digest in self._digests]  # all of them, for a constant time
-            if scheme.lower() != "bearer" or not any(is_known):
+            if not any(is_known):
                 raise RequestError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
 
 

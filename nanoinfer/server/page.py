@@ -37,7 +37,7 @@ class Replays:
 
     async def page(self, response_id: str) -> str:
         """Return the replay of the answer with this id, such as "chatcmpl-...", if it is kept."""
-        answers = self._answers.get(response_id.partition("-")[2])
+        answers = self._answers.get(response_id.replace("_", "-").partition("-")[2])
         page = None
         if answers is not None:
             request_ids = [stream.request_id for stream in answers.streams]

@@ -28,7 +28,7 @@ StopString = Annotated[str, Field(max_length=128)]
 BadWord = Annotated[str, Field(max_length=128)]
 
 
-def _few_items(value: object) -> object:
+def few_items(value: object) -> object:
     if isinstance(value, dict) and len(value) > MAX_LISTED:  # pydantic would check all values first
         raise ValueError(f"{len(value)} items; at most {MAX_LISTED} items are read")
     return value
@@ -68,7 +68,7 @@ Prompt = Annotated[
 ]
 
 
-def _form_of_content(content: object) -> str | None:
+def form_of_content(content: object) -> str | None:
     return "<text>" if isinstance(content, str) else "<parts>" if isinstance(content, list) else None
 
 
@@ -76,53 +76,67 @@ Content = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
     Discriminator(
-        _form_of_content,
+        form_of_content,
         custom_error_type="content_type",
         custom_error_message="Input should be a string or a list of parts such as {'type': 'text', 'text': '...'}",
     ),
 ]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     """A body. Fields that it does not have are kept, until check_unknown_fields examines them with the server's settings."""
 
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra={"additionalProperties": False})
 
     def check_unknown_fields(self) -> None:
-        """Refuse unknown fields, and those of other servers with a value that is not supported.
+        """Refuse unknown fields, and those of other servers with a value that is not supported, also of bodies in this one.
 
         Raises:
             RequestError: 400.
         """
         check_fields(self.model_extra or {}, type(self).model_fields)
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for inner in value if isinstance(value, list) else [value]:
+                if not isinstance(inner, Body):
+                    break
+                inner.check_unknown_fields()
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # as in vLLM: with include_usage, each chunk has the usage so far
     include_obfuscation: bool | None = None  # accepted without effect, because only OpenAI pads its events
 
 
-def _add_accepted_fields(schema: dict[str, Any]) -> None:
+class OtherTool(Body):
+    """A tool that is not a function. check_unknown_fields refuses it, and --ignore-unknown-fields leaves it out."""
+
+    type: str
+
+    def check_unknown_fields(self) -> None:
+        message = f"a tool of type {self.type[:50]!r} is not supported; offer functions, or serve with --ignore-unknown-fields"
+        raise RequestError(400, message, param="tools", code="unsupported")
+
+
+def add_accepted_fields(schema: dict[str, Any]) -> None:
     """Add what fields.py accepts to the schema of a body."""
     accepted = {name: {"enum": [None, *values]} for name, (values, _) in NEUTRAL_VALUES.items()}
-    schema["properties"] |= {name: {} for name in sorted(WITHOUT_EFFECT)} | accepted
+    schema["properties"] = {name: {} for name in sorted(WITHOUT_EFFECT)} | accepted | schema["properties"]
     schema["additionalProperties"] = False
 
 
-class GenerationRequest(_Body):
-    """The fields of both endpoints, where None means the checkpoint's default."""
+class SamplingRequest(Body):
+    """The fields of every endpoint that generates, where None means the checkpoint's default."""
 
-    model_config = ConfigDict(json_schema_extra=_add_accepted_fields)
+    model_config = ConfigDict(json_schema_extra=add_accepted_fields)
 
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=UINT64)] | None = None
-    stop: Stops | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_LISTED)] | None = None
     include_stop_str_in_output: bool | None = None
     min_tokens: int | None = None
@@ -132,19 +146,26 @@ class GenerationRequest(_Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LISTED), BeforeValidator(_few_items)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LISTED), BeforeValidator(few_items)] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(max_length=MAX_ALLOWED)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
-    response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     timeout: float | None = None
+    vllm_xargs: dict[str, str | int | float | bool | list[Any]] | None = None  # extra_args
+    stream: bool | None = None
+
+
+class GenerationRequest(SamplingRequest):
+    """The fields of /v1/completions and /v1/chat/completions."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    stop: Stops | None = None
+    response_format: dict[str, Any] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    vllm_xargs: dict[str, str | int | float | bool | list[Any]] | None = None  # extra_args
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
@@ -154,11 +175,6 @@ class GenerationRequest(_Body):
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs needs stream=false")
         return self
-
-    def check_unknown_fields(self) -> None:
-        super().check_unknown_fields()
-        if self.stream_options is not None:
-            self.stream_options.check_unknown_fields()
 
 
 class CompletionRequest(GenerationRequest):
@@ -191,7 +207,7 @@ Tools = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=Tr
 class _Rendered(BaseModel):
     """How messages become a prompt."""
 
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_few_items)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(few_items)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Tools | None = None
@@ -239,7 +255,7 @@ class ChatCompletionRequest(_Rendered, GenerationRequest):
         return super().rendering | {"chat_template_kwargs": variables | (self.chat_template_kwargs or {})}
 
 
-class TokenizeRequest(_Rendered, _Body):
+class TokenizeRequest(_Rendered, Body):
     """The body of /tokenize, as in vLLM: a prompt, or messages."""
 
     model_config = ConfigDict(
@@ -261,7 +277,7 @@ class TokenizeRequest(_Rendered, _Body):
         return self
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     """The body of /detokenize, as in vLLM."""
 
     model: str | None = None

@@ -6,6 +6,7 @@ In: a function, and whether its request is large. Out: its result, in the event 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 from nanoinfer.system.process import return_freed_memory
@@ -38,7 +39,8 @@ class WorkThreads:
 
     def _return_memory(self) -> None:
         self._is_return_planned = False
-        self._large.submit(return_freed_memory)
+        with suppress(RuntimeError):  # close() was called meanwhile
+            self._large.submit(return_freed_memory)
 
     def close(self) -> None:
         """Refuse further work. What is running ends."""

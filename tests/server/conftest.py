@@ -7,13 +7,27 @@ for name in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx2"):
 
 import http_server  # noqa: E402
 
-from nanoinfer import LLM  # noqa: E402
+from nanoinfer import LLM, AsyncLLM  # noqa: E402
 
 
 @pytest.fixture(scope="session")
 def server():
     with http_server.serving() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def tool_server(tools_path):
+    """A model whose tokenizer and chat template know tools and thinking."""
+    with http_server.serving(lambda: AsyncLLM(tools_path, kv_cache_memory=2**24)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def soon(tool_server):
+    """A bias with which random weights end their answers where they may."""
+    ids = tool_server.async_llm.llm.get_tokenizer().convert_tokens_to_ids
+    return {str(ids(token)): 100 for token in ("<think>", "</think>", "<|im_end|>")}
 
 
 @pytest.fixture(scope="session")

@@ -9,25 +9,11 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from tool_cases import NAMED, QUESTION, TOOLS, check_call
 
-from nanoinfer import AsyncLLM
 from nanoinfer.server.choices import ChatFormat
 
 pytestmark = pytest.mark.slow
 
 OFF = {"chat_template_kwargs": {"enable_thinking": False}}
-
-
-@pytest.fixture(scope="module")
-def tool_server(tools_path):
-    with http_server.serving(lambda: AsyncLLM(tools_path, kv_cache_memory=2**24)) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def soon(tool_server):
-    """A bias with which random weights end their answers where they may."""
-    ids = tool_server.async_llm.llm.get_tokenizer().convert_tokens_to_ids
-    return {str(ids(token)): 100 for token in ("<think>", "</think>", "<|im_end|>")}
 
 
 @pytest.fixture(scope="module")

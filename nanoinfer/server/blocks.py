@@ -1,0 +1,184 @@
+"""An answer as a list of blocks, whole and as events with names: what /v1/messages and /v1/responses have in common.
+
+In: the text of an answer, from which a ChatParser makes reasoning, content and tool calls. Out: Blocks, and server-sent events
+for each that begins, grows or ends. messages.py and responses.py have the JSON of the blocks and the events.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, ValidationError
+from pydantic_core import to_json
+
+from nanoinfer.chat.parsing import ChatDelta, ChatParser
+from nanoinfer.outputs import CompletionOutput, Delta
+from nanoinfer.server.answers import Answers, failure_of
+from nanoinfer.server.choices import ChatFormat
+from nanoinfer.server.errors import RequestError, validation_message
+from nanoinfer.server.protocol import Body, ChatCompletionRequest, SamplingRequest
+
+Change = Literal["begins", "grows", "ends"]
+
+
+@dataclass
+class Block:
+    """A part of an answer.
+
+    kind: "reasoning", "content" or "call". call_id, name: of a call. pieces: of its text, or of a call's arguments as JSON.
+    """
+
+    kind: str
+    index: int
+    call_id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class Blocks:
+    """The blocks of one answer until now. Every split of a text into pieces gives the same blocks."""
+
+    def __init__(self, parser: ChatParser, *, keeps_reasoning: bool = True) -> None:
+        self.all: list[Block] = []
+        self.parser = parser
+        self._keeps_reasoning = keeps_reasoning
+
+    def push(self, text: str, *, is_last: bool) -> Iterator[tuple[Change, Block, str]]:
+        """Parse the next piece of text, and yield how the blocks change, and for one that grows the new text."""
+        for part in self.parser.push_parts(text, is_last=is_last):
+            for kind, call, new in _pieces(part):
+                if kind == "reasoning" and not self._keeps_reasoning:
+                    continue
+                if not self.all or kind != self.all[-1].kind or "id" in call:
+                    if self.all:
+                        yield "ends", self.all[-1], ""
+                        new = new.lstrip() if kind == "content" else new  # whitespace between blocks is in none
+                    name = call["function"]["name"] if call else ""
+                    self.all.append(Block(kind, len(self.all), call.get("id", ""), name))
+                    yield "begins", self.all[-1], ""
+                if new:
+                    self.all[-1].pieces.append(new)
+                    yield "grows", self.all[-1], new
+        if is_last and self.all:
+            yield "ends", self.all[-1], ""
+
+
+def _pieces(part: ChatDelta) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the kind of block, the tool call if it is one, and the text."""
+    for call in part.tool_calls:
+        yield "call", call, call["function"]["arguments"]
+    if part.reasoning:
+        yield "reasoning", {}, part.reasoning
+    if part.content:
+        yield "content", {}, part.content
+
+
+class BlockReply(ABC):
+    """The reply of an endpoint whose answers are blocks. There is one answer, because neither API has n."""
+
+    id_prefix: ClassVar[str]
+
+    def __init__(
+        self, chat: ChatCompletionRequest, chat_format: ChatFormat, model: str, *, keeps_reasoning: bool = True
+    ) -> None:
+        self.chat, self.model = chat, model
+        self._format, self._keeps_reasoning = chat_format, keeps_reasoning
+
+    @abstractmethod
+    def message(self, answers: Answers, blocks: Blocks, answer: CompletionOutput | Delta) -> dict[str, Any]:
+        """Return the JSON object of the answer so far, or of the whole answer, which has a finish_reason."""
+
+    @abstractmethod
+    def begin(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[dict[str, Any]]:
+        """Return the events before the blocks."""
+
+    @abstractmethod
+    def change(self, change: Change, block: Block, new: str) -> list[dict[str, Any]]:
+        """Return the events of a block that begins, grows by new text, or ends."""
+
+    @abstractmethod
+    def end(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[dict[str, Any]]:
+        """Return the events after the blocks."""
+
+    @abstractmethod
+    def failure(self, answers: Answers, status: int, message: str) -> dict[str, Any]:
+        """Return the last event of an answer that has failed."""
+
+    def whole(self, answers: Answers) -> dict[str, Any]:
+        [output] = answers.outputs
+        [answer] = output.outputs
+        blocks = self._blocks(output.prompt)
+        for _ in blocks.push(answer.text, is_last=True):
+            pass
+        return self.message(answers, blocks, answer)
+
+    async def events(self, answers: Answers) -> AsyncIterator[bytes]:
+        blocks = None
+        async for updates in answers:
+            events: list[dict[str, Any]] = []
+            for _, stream, delta in updates:
+                if failure := failure_of(delta):
+                    yield b"".join(map(_render, [*events, self.failure(answers, *failure)]))
+                    return
+                if blocks is None:
+                    blocks = self._blocks(stream.prepared.prompt)
+                    events += self.begin(answers, blocks, delta)
+                is_last = delta.finish_reason is not None
+                for change, block, new in blocks.push(delta.text, is_last=is_last):
+                    events += self.change(change, block, new)
+                if is_last:
+                    events += self.end(answers, blocks, delta)
+            if events:
+                yield b"".join(map(_render, events))
+
+    def _blocks(self, prompt: str | None) -> Blocks:
+        return Blocks(self._format.make_parser(self.chat, prompt or ""), keeps_reasoning=self._keeps_reasoning)
+
+
+def _render(event: dict[str, Any]) -> bytes:
+    return b"event: " + event["type"].encode() + b"\ndata: " + to_json(event) + b"\n\n"
+
+
+# ---- requests
+
+
+def chat_request(body: Body, fields: dict[str, Any]) -> ChatCompletionRequest:
+    """Return the chat request with these fields, and the fields of a body that have the same meaning in both.
+
+    Raises:
+        RequestError: 400.
+    """
+    shared = {name: getattr(body, name) for name in SamplingRequest.model_fields.keys() & type(body).model_fields.keys()}
+    try:
+        return ChatCompletionRequest(**shared | fields)
+    except ValidationError as error:
+        message, _ = validation_message([one | {"loc": ("body", *one["loc"])} for one in error.errors()])
+        raise RequestError(400, message) from error
+
+
+def form_of_tool(value: Any) -> str | None:
+    """Return the tag of the form of a tool."""
+    is_function = isinstance(value, dict) and value.get("type") in ("custom", "function", None)
+    return "<function>" if is_function else "<other>"
+
+
+def form_by_type(value: Any) -> str | None:
+    """Return the tag of the form of an object by its "type", such as "<text>", for pydantic's Discriminator."""
+    return f"<{value.get('type', 'message')}>" if isinstance(value, dict) else None  # messages alone may have no type
+
+
+def check_type(kind: str, *names: str) -> BeforeValidator:
+    """Refuse an object whose type is not one of these by its name. kind: what the object is, such as "block"."""
+
+    def check(value: object) -> object:
+        name = value.get("type", "message") if isinstance(value, dict) else names[0]  # pydantic refuses what is no object
+        if name not in names:
+            raise ValueError(f"a {kind} of type {str(name)[:50]!r} is not supported; give {', '.join(names)}")
+        return value
+
+    return BeforeValidator(check)

@@ -1,0 +1,304 @@
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's Messages API.
+
+In: a body of that API, which becomes a chat request. Out: an answer as a message of content blocks, whole or as events.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import from_json
+
+from nanoinfer.outputs import CompletionOutput, Delta
+from nanoinfer.server.answers import Answers
+from nanoinfer.server.blocks import Block, BlockReply, Blocks, Change, chat_request, check_type, form_by_type, form_of_tool
+from nanoinfer.server.choices import ChatFormat
+from nanoinfer.server.errors import RequestError, error_body
+from nanoinfer.server.protocol import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STOPS,
+    MAX_TOOLS,
+    Body,
+    ChatCompletionRequest,
+    OtherTool,
+    SamplingRequest,
+    StopString,
+    add_accepted_fields,
+    few_items,
+    form_of_content,
+)
+
+SIGNATURE = "none"  # of thinking blocks. Anthropic's service checks its own, and clients drop a block without one
+
+
+class _Block(BaseModel):
+    """A content block, whose other fields, such as cache_control, change no answer."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class TextBlock(_Block):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(_Block):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class ToolUseBlock(_Block):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+def _content(item: Any) -> Any:
+    """Return the type of a content: a text, or a list of items."""
+    items = Annotated[list[item], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")]
+    message = "Input should be a string or a list of blocks such as {'type': 'text', 'text': '...'}"
+    form = Discriminator(form_of_content, custom_error_type="content_type", custom_error_message=message)
+    return Annotated[Annotated[str, Tag("<text>")] | items, form]
+
+
+TextContent = _content(Annotated[TextBlock, check_type("block", "text")])
+
+
+class ToolResultBlock(_Block):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: TextContent | None = None
+    is_error: bool | None = None
+
+
+ContentBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    Discriminator(form_by_type),
+    check_type("block", "text", "thinking", "tool_use", "tool_result"),
+]
+
+
+class Message(_Block):
+    role: Literal["user", "assistant", "system"]
+    content: _content(ContentBlock)
+
+
+class Tool(Body):
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None  # a target, which a model's template cannot express
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class _Conversation(Body):
+    """What becomes the prompt."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: TextContent | None = None
+    tools: (
+        Annotated[
+            list[
+                Annotated[
+                    Annotated[Tool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")], Discriminator(form_of_tool)
+                ]
+            ],
+            Field(max_length=MAX_TOOLS, fail_fast=True),
+        ]
+        | None
+    ) = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(few_items)] | None = None
+
+
+class CountTokensRequest(_Conversation):
+    """The body of /v1/messages/count_tokens."""
+
+    model_config = ConfigDict(json_schema_extra=add_accepted_fields)
+    model: str | None = None
+
+
+class MessagesRequest(_Conversation, SamplingRequest):
+    """The body of /v1/messages."""
+
+    model_config = ConfigDict(json_schema_extra=add_accepted_fields)
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: (
+        Annotated[list[Annotated[StopString, Field(min_length=1)]], Field(max_length=MAX_STOPS, fail_fast=True)] | None
+    ) = None
+
+
+def to_chat(body: CountTokensRequest | MessagesRequest) -> ChatCompletionRequest:
+    """Return the chat request with the meaning of a body.
+
+    Raises:
+        RequestError: 400.
+    """
+    messages = [chat for message in body.messages for chat in _chat_messages(message)]
+    if body.system is not None:
+        messages.insert(0, {"role": "system", "content": _text(body.system)})
+    fields: dict[str, Any] = {
+        "messages": messages,
+        "tools": [_function(tool) for tool in body.tools or () if isinstance(tool, Tool)],
+    }
+    if messages[-1]["role"] == "assistant":  # it is continued, as in Anthropic's API
+        if messages[-1].get("tool_calls"):
+            raise RequestError(400, "messages must not end with a tool_use block; add its tool_result", param="messages")
+        fields |= {"add_generation_prompt": False, "continue_final_message": True}
+    if (choice := body.tool_choice) is not None:
+        named = {"type": "function", "function": {"name": choice.name}}
+        fields["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
+        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if body.thinking is not None:
+        thinks = {"enable_thinking": body.thinking.type != "disabled"}
+        fields["chat_template_kwargs"] = thinks | (body.chat_template_kwargs or {})
+    else:
+        fields["chat_template_kwargs"] = body.chat_template_kwargs
+    config = body.output_config or OutputConfig()
+    fields["reasoning_effort"] = config.effort
+    if config.format is not None:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": config.format.schema_}}
+    if isinstance(body, MessagesRequest):
+        fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
+    return chat_request(body, fields)
+
+
+def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
+    """Yield a message as a chat has it, in which each result of a tool is a message of its own."""
+    blocks = [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
+    kinds = {"assistant": (TextBlock, ThinkingBlock, ToolUseBlock), "user": (TextBlock, ToolResultBlock)}
+    if wrong := [block for block in blocks if not isinstance(block, kinds.get(message.role, TextBlock))]:
+        raise RequestError(400, f"a {wrong[0].type} block cannot be in a message of the role {message.role}", param="messages")
+    texts: list[TextBlock] = []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block)
+        if isinstance(block, ToolResultBlock):
+            if texts:
+                yield {"role": message.role, "content": _text(texts)}
+                texts = []
+            text = _text(block.content or "")
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": f"Error: {text}" if block.is_error else text}
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
+    more = ({"reasoning": "\n".join(thoughts)} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
+    if texts or more:
+        yield {"role": message.role, "content": _text(texts)} | more
+
+
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def _call(block: ToolUseBlock) -> dict[str, Any]:
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    given = {"description": tool.description, "strict": tool.strict}
+    function = {"name": tool.name, "parameters": tool.input_schema} | {name: x for name, x in given.items() if x is not None}
+    return {"type": "function", "function": function}
+
+
+class MessagesReply(BlockReply):
+    """The reply of /v1/messages."""
+
+    def __init__(self, body: MessagesRequest, chat: ChatCompletionRequest, chat_format: ChatFormat, model: str) -> None:
+        is_omitted = body.thinking is not None and body.thinking.display == "omitted"
+        super().__init__(chat, chat_format, model, keeps_reasoning=not is_omitted)
+
+    def message(self, answers: Answers, blocks: Blocks, answer: CompletionOutput | Delta) -> dict[str, Any]:
+        head = {"id": f"msg_{answers.id}", "type": "message", "role": "assistant", "model": self.model}
+        content = [_json_of(block) for block in blocks.all]
+        return head | {"content": content} | self._stop(answers, blocks, answer) | {"usage": _usage(answers)}
+
+    def begin(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[dict[str, Any]]:
+        message = self.message(answers, blocks, delta) | {"stop_reason": None, "stop_sequence": None}
+        return [{"type": "message_start", "message": message}]
+
+    def change(self, change: Change, block: Block, new: str) -> list[dict[str, Any]]:
+        if change == "begins":
+            empty = _json_of(block) | ({"signature": ""} if block.kind == "reasoning" else {})
+            return [{"type": "content_block_start", "index": block.index, "content_block": empty}]
+        kind, name = {
+            "reasoning": ("thinking_delta", "thinking"),
+            "content": ("text_delta", "text"),
+            "call": ("input_json_delta", "partial_json"),
+        }[block.kind]
+        if change == "grows":
+            return [{"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: new}}]
+        events: list[dict[str, Any]] = []
+        if block.kind == "reasoning":
+            signature = {"type": "signature_delta", "signature": SIGNATURE}
+            events.append({"type": "content_block_delta", "index": block.index, "delta": signature})
+        return [*events, {"type": "content_block_stop", "index": block.index}]
+
+    def end(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[dict[str, Any]]:
+        stop = self._stop(answers, blocks, delta)
+        return [{"type": "message_delta", "delta": stop, "usage": _usage(answers)}, {"type": "message_stop"}]
+
+    def failure(self, answers: Answers, status: int, message: str) -> dict[str, Any]:
+        return error_body(status, message, path="/v1/messages")
+
+    def _stop(self, answers: Answers, blocks: Blocks, answer: CompletionOutput | Delta) -> dict[str, Any]:
+        reason, sequence = "end_turn", None
+        if answer.finish_reason == "length":
+            is_full = answers.usage()["completion_tokens"] < (self.chat.max_tokens or 0)
+            reason = "model_context_window_exceeded" if is_full else "max_tokens"
+        elif isinstance(answer.stop_reason, str):
+            reason, sequence = "stop_sequence", answer.stop_reason
+        elif blocks.parser.has_tool_calls:
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
+
+
+def _json_of(block: Block) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}
+    if block.kind == "content":
+        return {"type": "text", "text": block.text}
+    try:
+        arguments = from_json(block.text or "{}", allow_partial=True)  # a call may be cut. Anthropic's client reads it so too
+    except ValueError:
+        arguments = {}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
+
+
+def _usage(answers: Answers) -> dict[str, int]:
+    usage = answers.usage()
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+    }

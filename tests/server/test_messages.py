@@ -1,0 +1,297 @@
+"""/v1/messages: Anthropic's shapes over HTTP, and its own client where it is installed (pip install anthropic)."""
+
+import json
+
+import http_server
+import pytest
+from tool_cases import TOOLS, WEATHER, check_call
+
+pytestmark = pytest.mark.slow
+
+PATH = "/v1/messages"
+QUESTION = [{"role": "user", "content": "How warm is Oslo?"}]
+MESSAGES_TOOLS = [{"name": "weather", "input_schema": WEATHER}, {"name": "night", "input_schema": {"type": "object"}}]
+USE = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
+BODY = {"messages": QUESTION, "max_tokens": 8, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def call_body(soon):
+    body = {"model": "tiny-qwen3", "messages": QUESTION, "tools": MESSAGES_TOOLS, "max_tokens": 150}
+    return body | {"seed": 1, "temperature": 1.5, "logit_bias": soon}
+
+
+def post(server, body, path=PATH):
+    response = server.post(path, body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def streamed(server, body):
+    """The message that the events of a stream make, whose order is checked."""
+    response = server.post(PATH, body | {"stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = []
+    for part in response.text.strip().split("\n\n"):
+        name, data = part.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    first, *inner, change, last = events
+    assert (first["type"], change["type"], last) == ("message_start", "message_delta", {"type": "message_stop"})
+    message = first["message"]
+    assert (message["content"], message["stop_reason"]) == ([], None)
+    arguments, is_open = "", False
+    for event in inner:
+        assert event["index"] == len(message["content"]) - (event["type"] != "content_block_start")
+        assert is_open is (event["type"] != "content_block_start")
+        if event["type"] == "content_block_start":
+            message["content"].append(event["content_block"])
+            arguments, is_open = "", True
+        elif event["type"] == "content_block_stop":
+            is_open = False
+            if message["content"][-1]["type"] == "tool_use":
+                message["content"][-1]["input"] = json.loads(arguments)
+        else:
+            delta = dict(event["delta"])
+            assert delta.pop("type") in ("text_delta", "thinking_delta", "input_json_delta", "signature_delta")
+            [(name, new)] = delta.items()
+            if name == "partial_json":
+                arguments += new
+            else:
+                message["content"][-1][name] += new
+    assert not is_open
+    return message | change["delta"] | {"usage": change["usage"]}
+
+
+def without_ids(message):
+    content = [{name: value for name, value in block.items() if name != "id"} for block in message["content"]]
+    return message | {"id": "", "content": content, "usage": message["usage"]["output_tokens"]}
+
+
+@pytest.mark.parametrize("more", [{}, {"temperature": 0}, {"system": "Tell stories."}, {"top_k": 5, "stop_sequences": ["."]}])
+def test_a_message_is_the_answer_of_a_chat(server, more):
+    message = post(server, BODY | more)
+    chat = dict(BODY | more)
+    if system := chat.pop("system", None):
+        chat["messages"] = [{"role": "system", "content": system}, *QUESTION]
+    chat["stop"] = chat.pop("stop_sequences", None)
+    choice = post(server, chat, "/v1/chat/completions")["choices"][0]
+    assert message["content"] == [{"type": "text", "text": choice["message"]["content"]}]
+    assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "tiny-qwen3")
+    if choice["stop_reason"] == ".":
+        assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", ".")
+    else:
+        assert (message["stop_reason"], message["stop_sequence"]) == ("max_tokens", None)
+    assert without_ids(streamed(server, BODY | more)) == without_ids(message)
+
+
+def test_a_message_that_fills_the_context_says_so(server):
+    body = BODY | {"messages": [{"role": "user", "content": "a " * 230}], "max_tokens": 1000, "ignore_eos": True}
+    assert post(server, body)["stop_reason"] == "model_context_window_exceeded"
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+@pytest.mark.parametrize("thinking", [{"type": "adaptive"}, {"type": "disabled"}, {"type": "enabled", "display": "omitted"}])
+def test_a_required_call_is_the_same_streamed_and_whole(tool_server, call_body, choice, thinking):
+    body = call_body | {"tool_choice": choice | {"disable_parallel_tool_use": True}, "thinking": thinking}
+    message = post(tool_server, body)
+    assert message["stop_reason"] == "tool_use"
+    *before, call = message["content"]
+    assert {block["type"] for block in before} <= ({"thinking"} if thinking["type"] == "adaptive" else set())
+    check_call(call["name"], json.dumps(call["input"]))
+    assert choice.get("name", call["name"]) == call["name"]
+    assert without_ids(streamed(tool_server, body)) == without_ids(message)
+
+
+def test_a_cut_call_has_the_arguments_so_far(tool_server, call_body):
+    body = call_body | {"tool_choice": {"type": "tool", "name": "weather"}, "thinking": {"type": "disabled"}}
+    whole = post(tool_server, body)
+    cut = post(tool_server, body | {"max_tokens": whole["usage"]["output_tokens"] - 6})
+    assert cut["stop_reason"] == "max_tokens"
+    [before], [after] = whole["content"], cut["content"]
+    assert before["name"] == after["name"] == "weather"
+    assert before["input"].items() >= after["input"].items()
+
+
+def test_thinking_is_a_block_unless_it_is_omitted(tool_server, call_body):
+    think = tool_server.async_llm.llm.get_tokenizer().convert_tokens_to_ids("<think>")
+    body = call_body | {"tool_choice": {"type": "none"}, "max_tokens": 5, "logit_bias": {str(think): 100}}
+    message = post(tool_server, body)
+    assert message["content"] == [{"type": "thinking", "thinking": "<think>" * 4, "signature": "none"}]
+    assert streamed(tool_server, body)["content"] == message["content"]
+    body["thinking"] = {"type": "adaptive", "display": "omitted"}
+    assert post(tool_server, body)["content"] == streamed(tool_server, body)["content"] == []
+
+
+def test_a_conversation_with_calls_is_rendered_as_in_a_chat(tool_server):
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "31"}]}
+    failed = {"type": "tool_result", "tool_use_id": "call_2", "content": "gone", "is_error": True}
+    use = {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Rome", "days": 2}}
+    thought = {"type": "thinking", "thinking": "Rome?", "signature": "none"}
+    text = {"type": "text", "text": "I look.", "cache_control": {"type": "ephemeral"}}
+    body = {"system": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}], "tools": MESSAGES_TOOLS}
+    body["messages"] = [
+        *QUESTION,
+        {"role": "assistant", "content": [thought, text, use, use | {"id": "call_2", "name": "night", "input": {}}]},
+        {"role": "user", "content": [result, failed, {"type": "text", "text": "And?"}]},
+    ]
+    calls = [
+        {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome", "days": 2}'}},
+        {"id": "call_2", "type": "function", "function": {"name": "night", "arguments": "{}"}},
+    ]
+    chat = [
+        {"role": "system", "content": "Be\nbrief."},
+        *QUESTION,
+        {"role": "assistant", "reasoning": "Rome?", "content": "I look.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_1", "content": "31"},
+        {"role": "tool", "tool_call_id": "call_2", "content": "Error: gone"},
+        {"role": "user", "content": "And?"},
+    ]
+    tools = [TOOLS[0], {"type": "function", "function": {"name": "night", "parameters": {"type": "object"}}}]
+    tokens = post(tool_server, {"messages": chat, "tools": tools}, "/tokenize")["tokens"]
+    assert post(tool_server, body, PATH + "/count_tokens") == {"input_tokens": len(tokens)}
+    usage = post(tool_server, body | {"max_tokens": 1})["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(tokens)
+    again = post(tool_server, body | {"max_tokens": 1})["usage"]
+    assert again["cache_read_input_tokens"] > len(tokens) // 2
+    assert streamed(tool_server, body | {"max_tokens": 1})["usage"] == again
+
+
+def test_the_last_message_is_continued(server):
+    messages = [*QUESTION, {"role": "assistant", "content": "Once upon a"}]
+    chat = {"messages": messages, "max_tokens": 4, "temperature": 0, "continue_final_message": True}
+    text = post(server, chat | {"add_generation_prompt": False}, "/v1/chat/completions")["choices"][0]["message"]["content"]
+    message = post(server, {"messages": messages, "max_tokens": 4, "temperature": 0})
+    assert message["content"] == [{"type": "text", "text": text}]
+
+
+def test_an_answer_follows_a_schema(server):
+    schema = {"type": "object", "properties": {"name": {"enum": ["Lily", "Tom"]}}, "required": ["name"]}
+    schema["additionalProperties"] = False
+    config = {"effort": "low", "format": {"type": "json_schema", "schema": schema}}
+    text = post(server, BODY | {"output_config": config, "max_tokens": 60})["content"][0]["text"]
+    assert json.loads(text)["name"] in ("Lily", "Tom")
+
+
+@pytest.mark.parametrize(
+    ("more", "message", "param"),
+    [
+        ({"max_tokens": None}, "max_tokens: Input should be a valid integer", "max_tokens"),
+        ({"messages": []}, "at least 1 item", "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+         "messages.0.content.0: a block of type 'image' is not supported; give text, thinking, tool_use, tool_result",
+         "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "a block of type 'document'", "messages"),
+        ({"messages": [{"role": "user", "content": [USE]}]},
+         "a tool_use block cannot be in a message of the role user", "messages"),
+        ({"messages": [{"role": "assistant", "content": [USE]}]}, "add its tool_result", "messages"),
+        ({"messages": [{"role": "user", "content": "a " * 100_000}]}, "maximum context length is 512 tokens", "messages"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "a tool of type 'web_search_20250305'", "tools"),
+        ({"tools": [{"name": "a"}]}, "tools.0.input_schema: Field required", "tools"),
+        ({"tools": [{"name": "a", "input_schema": {}, "stict": True}]}, "did you mean strict?", "stict"),
+        ({"tools": MESSAGES_TOOLS}, "no known format of calls", "tools"),
+        ({"tool_choice": {"type": "tool", "name": "a"}}, "tool_choice has 'a', but the tools are none", "tool_choice"),
+        ({"tempreture": 1}, "did you mean temperature?", "tempreture"),
+        ({"thinking": {"type": "enabled", "budget": 5}}, "did you mean budget_tokens?", "budget"),
+        ({"mcp_servers": [{}]}, "call them from the client", "mcp_servers"),
+        ({"temperature": -1}, "temperature must be finite", "temperature"),
+        ({"stop_sequences": [""]}, "at least 1 character", "stop_sequences"),
+        ({"priority": 1}, "priority=1 has no effect with this scheduler", "priority"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_what_cannot_be_honoured_gets_anthropics_error(server, more, message, param):
+    response = server.post(PATH, BODY | more)
+    body = response.json()
+    assert response.status_code == 400
+    assert body.keys() == {"type", "error"}
+    assert (body["type"], body["error"]["type"], body["error"]["param"]) == ("error", "invalid_request_error", param)
+    assert message in body["error"]["message"]
+
+
+def test_errors_of_every_status_have_anthropics_form(server):
+    with http_server.serving(api_keys=("secret",)) as guarded:
+        for headers in ({}, {"X-Api-Key": "wrong"}, {"Authorization": "Bearer wrong", "X-Api-Key": "secret"}):
+            for path in (PATH, PATH + "/count_tokens"):
+                refused = guarded.post(path, BODY, headers=headers)
+                assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+        for headers in ({"X-Api-Key": "secret"}, {"Authorization": "Bearer secret"}):
+            assert guarded.post(PATH, BODY, headers=headers).status_code == 200
+    for more, status, kind in (
+        ({"model": "other"}, 404, "not_found_error"),
+        ({"timeout": 1e-9}, 504, "timeout_error"),
+        ({"metadata": "x" * 2**22}, 413, "request_too_large"),
+    ):
+        response = server.post(PATH, BODY | more)
+        assert (response.status_code, response.json()["type"], response.json()["error"]["type"]) == (status, "error", kind)
+    failed = server.post(PATH, BODY | {"timeout": 1e-9, "stream": True}).text
+    assert failed.startswith('event: error\ndata: {"type":"error","error":{"message":"the request took longer')
+
+
+def test_other_tools_are_left_out_where_unknown_fields_are_ignored():
+    with http_server.serving(ignore_unknown_fields=True) as ignoring:
+        body = BODY | {"tools": [{"type": "web_search_20250305", "name": "web_search"}], "betas": [1]}
+        assert without_ids(post(ignoring, body)) == without_ids(post(ignoring, BODY))
+
+
+# ---- Anthropic's client
+
+
+@pytest.fixture(scope="module")
+def anthropic_client(tool_server):
+    anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed; pip install anthropic")
+    with anthropic.Anthropic(
+        base_url=tool_server.url, api_key="none", max_retries=0, _strict_response_validation=True
+    ) as client:
+        yield client
+
+
+def test_the_client_reads_a_stream_and_a_message_alike(anthropic_client, call_body):
+    extra = {name: call_body[name] for name in ("seed", "temperature", "logit_bias")}
+    options = {name: value for name, value in call_body.items() if name not in extra}
+    for choice in ("auto", "any", "none"):
+        options["tool_choice"] = {"type": choice}
+        message = anthropic_client.messages.create(**options, extra_body=extra)
+        with anthropic_client.messages.stream(**options, extra_body=extra) as stream:
+            kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+        assert kinds[0] == "message_start"
+        assert kinds[-1] == "message_stop"
+        assert without_ids(final.to_dict()) == without_ids(message.to_dict())
+        assert ("tool_use" in [block.type for block in final.content]) is (choice == "any")
+    del options["tool_choice"], options["max_tokens"]
+    counted = anthropic_client.messages.count_tokens(**options)
+    full = anthropic_client.messages.create(**options, max_tokens=1).usage
+    assert counted.input_tokens == full.input_tokens + full.cache_read_input_tokens
+
+
+def test_the_asynchronous_client_reads_64_streams_with_their_seeds(anthropic_client, tool_server):
+    import asyncio
+
+    import anthropic
+
+    async def texts():
+        async with anthropic.AsyncAnthropic(base_url=tool_server.url, api_key="none", max_retries=0) as client:
+
+            async def text(seed):
+                options = {"model": "tiny-qwen3", "messages": QUESTION, "max_tokens": 12, "extra_body": {"seed": seed}}
+                async with client.messages.stream(**options) as stream:
+                    return without_ids((await stream.get_final_message()).to_dict())
+
+            return await asyncio.gather(*map(text, range(64)))
+
+    for seed, message in enumerate(asyncio.run(texts())):
+        if seed % 16 == 0:
+            options = {"model": "tiny-qwen3", "messages": QUESTION, "max_tokens": 12, "extra_body": {"seed": seed}}
+            assert message == without_ids(anthropic_client.messages.create(**options).to_dict())
+
+
+def test_the_client_raises_its_own_errors(anthropic_client):
+    import anthropic
+
+    with pytest.raises(anthropic.NotFoundError, match="is not served"):
+        anthropic_client.messages.create(model="other", messages=QUESTION, max_tokens=1)
+    with pytest.raises(anthropic.BadRequestError, match="a block of type 'image'"):
+        anthropic_client.messages.create(
+            model="tiny-qwen3", messages=[{"role": "user", "content": [{"type": "image"}]}], max_tokens=1
+        )
