@@ -19,8 +19,7 @@ print(f"static {num_steps[0]} steps, continuous {num_steps[1]} steps")
 assert num_steps[0] == num_steps[1] == 60
 
 # Exercise 2: chunks of 16 and 256
-for chunk_size in (16, 256):
-    times, plan = notebook.gaps(chunk_size)
+for chunk_size, (times, plan) in zip((16, 256), notebook.gaps(16, 256), strict=True):
     end = 6 + -(-480 // chunk_size)  # one step per chunk, the last of which draws the long prompt's first token
     assert sum(new[-1] for new in plan[6:end]) == 480
     print(f"chunks of {chunk_size:3}: longest gap {times[6:20].max():5.1f} ms, first token after {times[6:end].sum():5.1f} ms")
