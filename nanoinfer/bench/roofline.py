@@ -81,13 +81,18 @@ class Phase:
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     """Measure the bandwidth and the GEMM rates, each the best of ten.
 
-    The bandwidth is that of a sum over READ_BYTES, the rates those of square matrix products of GEMM_SIZE in torch, or on a CPU
-    in the engine's kernel if it is faster. dtype: measured in addition to fp32 and bf16.
+    The rates are those of square matrix products of GEMM_SIZE in torch, or on a CPU in the engine's kernel if it is faster.
+    dtype: measured in addition to fp32 and bf16.
     """
-    num_bytes, size = READ_BYTES[device.type], GEMM_SIZE[device.type]
-    data = torch.ones(num_bytes // 8, dtype=torch.int64, device=device)
+    size = GEMM_SIZE[device.type]
     rates = {one: _gemm_rate(size, one, device) for one in dict.fromkeys((torch.float32, torch.bfloat16, dtype))}
-    return Machine(torch.get_num_threads(), num_bytes / _best_s(data.sum, device), rates)
+    return Machine(torch.get_num_threads(), measure_bandwidth(device), rates)
+
+
+def measure_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a sum over READ_BYTES reads from memory, the best of ten."""
+    data = torch.ones(READ_BYTES[device.type] // 8, dtype=torch.int64, device=device)
+    return data.nbytes / _best_s(data.sum, device)
 
 
 def _gemm_rate(size: int, dtype: torch.dtype, device: torch.device) -> float:

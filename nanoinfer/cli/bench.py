@@ -3,6 +3,7 @@
 The functions import the modules that measure: torch takes a second to import, and --help does not need it.
 """
 
+import itertools
 import json
 import math
 import os
@@ -65,6 +66,13 @@ chunk. Numbers of tokens are the server's usage. Goodput, requests per second th
 
 DEFAULT_WORKLOADS = "A,B16"
 
+RandomModel = Annotated[
+    str | None,
+    typer.Option(
+        help="Random weights instead of a model: gpt2, gpt2-medium, qwen2.5-0.5b or qwen3-0.6b.",
+        autocompletion=complete_from("gpt2", "gpt2-medium", "qwen2.5-0.5b", "qwen3-0.6b"),
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Named = Annotated[str | None, typer.Option("--workload", help="Some of A,B16,B64,C,D,E,F, with commas. Default: A,B16.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Measured runs, after one to warm up.")]
@@ -76,13 +84,7 @@ class ModelOptions:
 
     heading: ClassVar[str] = "Model"
     model: Model = None
-    random_model: Annotated[
-        str | None,
-        typer.Option(
-            help="Random weights instead of a model: gpt2, gpt2-medium, qwen2.5-0.5b or qwen3-0.6b.",
-            autocompletion=complete_from("gpt2", "gpt2-medium", "qwen2.5-0.5b", "qwen3-0.6b"),
-        ),
-    ] = None
+    random_model: RandomModel = None
     dtype: Dtype = "auto"
     device: Device = "auto"
 
@@ -209,6 +211,62 @@ def _show_roofline(report: dict[str, Any]) -> None:
         measured, share = f"{phase['measured_ms']:.2f}", f"{phase['share_of_limit']:.0%}"
         table.add_row(phase["name"], "all", "", "", f"{phase['least_ms']:.2f}", measured, share, end_section=True)
     print_table(table)
+
+
+LADDER_HELP = """\
+Measure eleven versions of an engine on this CPU, each with one idea more, in a few minutes.
+
+The first four are those of notebook 00b: the whole text again for each token, a KV cache, a batch, continuous batching. The
+others are the engine with one idea more each. 16 sampled requests (128 tokens in, 12 or 36 out) share three quarters of their
+prompts.
+
+Bandwidth: the bytes that a version's steps have to read and write, each weight once per step, by what the memory can deliver in
+that time. Random weights repeat their last token, which is the best case for drafts."""
+
+PUBLISHED = Path(__file__).parents[1] / "bench" / "ladder.json"  # what the command printed with --json on another machine
+
+
+@app.command(cls=Command, help=LADDER_HELP)
+@expand_options
+def ladder(
+    *,
+    model: Model = None,
+    random_model: RandomModel = None,
+    dtype: Dtype = "float32",
+    repeats: Repeats = 3,
+    as_json: AsJson = False,
+) -> None:
+    import torch
+
+    from nanoinfer.bench import ladder as measurement
+    from nanoinfer.bench.random_models import checkpoint_of
+    from nanoinfer.bench.roofline import measure_bandwidth
+
+    if model is None and random_model is None:
+        random_model = "gpt2"
+    bandwidth, workload = measure_bandwidth(torch.device("cpu")), measurement.WORKLOAD
+    with checkpoint_of(model, random_model, dtype) as checkpoint, busy("Measuring"):
+        rungs = [asdict(rung) for rung in measurement.climb(checkpoint, workload, bandwidth, repeats=repeats, dtype=dtype)]
+    machine = f"{random_model or model} in {dtype}, {torch.get_num_threads()} threads, memory {bandwidth / 1e9:.1f} GB/s"
+    if as_json:
+        print(json.dumps({"machine": machine, "rungs": rungs}, indent=1))
+    else:
+        _show_ladder(machine, rungs)
+
+
+def _show_ladder(machine: str, rungs: list[dict[str, Any]]) -> None:
+    published = json.loads(PUBLISHED.read_text(encoding="utf-8")) if PUBLISHED.exists() else {"rungs": []}
+    others = {rung["version"]: rung for rung in published["rungs"]}
+    columns = ("published tok/s", "bandwidth") if others else ()
+    table = new_table("version", "tok/s", "bandwidth", "longest pause ms", *columns)
+    for rung in rungs:
+        pair = [rung, others[rung["version"]]] if others else [rung]
+        (tokens_per_s, share), *theirs = ((f"{one['tokens_per_s']:.1f}", f"{one['bandwidth_share']:.1%}") for one in pair)
+        table.add_row(rung["version"], tokens_per_s, share, f"{rung['longest_pause_ms']:.0f}", *itertools.chain(*theirs))
+    print_table(table)
+    print(machine)
+    if others:
+        print(f"published: {published['machine']}")
 
 
 @app.command(cls=Command, help=f"Measure tokens per second.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")

@@ -1,8 +1,12 @@
 """`nanoinfer bench`: described workloads, hand-checked figures and counts, tables and JSON."""
 
+import itertools
 import json
 import math
 import sys
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +14,11 @@ import transformers
 from typer.testing import CliRunner
 
 from nanoinfer import LLM
-from nanoinfer.bench import random_models, roofline, workloads
+from nanoinfer.bench import ladder, offline, random_models, roofline, workloads
 from nanoinfer.bench.offline import run_workload
 from nanoinfer.bench.timing import RequestTiming, figures
 from nanoinfer.bench.workloads import Workload
+from nanoinfer.cli import bench
 from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.loading import loader
@@ -289,3 +294,84 @@ def test_a_recording_and_lengths_of_the_users_are_refused(recording):
     result = run("latency", "--trace", str(recording), "--input-len", "5")
     assert result.exit_code == 1
     assert "--trace gives the lengths and the arrivals" in result.stderr
+
+
+@pytest.fixture
+def small_ladder(monkeypatch):
+    """Four greedy requests, two at a time, at a clock that each look at it moves by a second."""
+    seconds = itertools.count()
+    monkeypatch.setattr(ladder, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    monkeypatch.setattr(offline, "time", ladder.time)
+    monkeypatch.setattr(ladder, "NUM_SEQS", 2)
+    greedy = replace(ladder.WORKLOAD, input_lens=(24,) * 4, output_lens=(2, 6) * 2, sampling={"temperature": 0.0})
+    monkeypatch.setattr(ladder, "WORKLOAD", greedy)
+    return greedy
+
+
+def test_the_plain_versions_have_the_engines_tokens_and_batches_take_fewer_steps(small_ladder):
+    model = loader.load_model(Checkpoint.open("tiny-gpt2"), "float32")
+    prompts = small_ladder.prompts(model.config.vocab_size, 1)
+    assert len({tuple(prompt[:18]) for prompt in prompts}) == 1
+    assert len({tuple(prompt) for prompt in prompts}) == 4
+    outputs = LLM("tiny-gpt2", kv_cache_memory=2**22, enforce_eager=True).generate(
+        prompts, small_ladder.params(), use_tqdm=False
+    )
+    steps = []
+    with torch.inference_mode():
+        for arguments in ladder.PLAIN.values():
+            if "num_seqs" in arguments:
+                arguments = arguments | {"num_seqs": 2}
+            timings, answers = ladder.run_plainly(model, small_ladder, 1, **arguments)
+            assert answers == [list(output.outputs[0].token_ids) for output in outputs]
+            assert [timing.num_output_tokens for timing in timings] == [2, 6, 2, 6]
+            steps.append(max(timing.token_times[-1] for timing in timings) - timings[0].arrival)
+    assert steps == [16, 16, 12, 10]  # 2 + 6 + 2 + 6, the longest of each pair, and 6 + 2 beside 2 + 6, which is one idle place
+
+
+def test_a_rung_has_the_medians_of_its_runs(gpt2_path):
+    """One request whose tokens come after 1, 2 and 4 seconds, or at half or a quarter of that speed."""
+    model = loader.on_meta(Checkpoint.open(str(gpt2_path)))[0]
+    runs = [[RequestTiming(0.0, [1.0 * n, 2.0 * n, 4.0 * n], num_prompt_tokens=5, num_output_tokens=3)] for n in (4, 1, 2)]
+    steps = ((5, 5), (1, 6), (1, 7))  # new tokens, and those that the last of them sees
+    num_bytes = sum(
+        part.num_bytes
+        for num_new, context in steps
+        for part in roofline.count(model, torch.float32, num_seqs=1, num_new=num_new, context=context)
+    )
+    found = ladder.rung("any", runs, 1000.0, model, torch.float32)
+    assert found == ladder.Rung("any", 3 / 8, pytest.approx(num_bytes / 1000 / 8), 8000.0)
+
+
+def test_the_ladder_is_a_table_of_eleven_versions_with_one_more_idea_each(small_ladder, monkeypatch, tmp_path, capsys):
+    given, load = [], offline.load
+
+    def loaded(checkpoint, workloads, **arguments):
+        given.append({name: arguments.get(name) for name in names})
+        return load(checkpoint, workloads, **arguments)
+
+    names = {name for arguments in ladder.ENGINE.values() for name in arguments}
+    monkeypatch.setattr(ladder, "load", loaded)
+    monkeypatch.setattr(roofline, "measure_bandwidth", lambda device: 1e9)
+    result = CliRunner().invoke(app, ["bench", "ladder", "--model", "tiny-gpt2", "--repeats", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    rungs = {rung["version"]: rung for rung in json.loads(result.stdout)["rungs"]}
+    assert list(rungs) == [*ladder.PLAIN, *ladder.ENGINE]
+    assert len(rungs) == 11
+    assert [sum(before[name] != after[name] for name in names) for before, after in pairwise(given)] == [2, 1, 2, 1, 2, 1]
+    assert all(rung["tokens_per_s"] > 0 and rung["bandwidth_share"] > 0 for rung in rungs.values())
+    for published in ("", result.stdout):
+        monkeypatch.setattr(bench, "PUBLISHED", tmp_path / "ladder.json")
+        if published:
+            bench.PUBLISHED.write_text(published)
+        bench._show_ladder("this machine", list(rungs.values()))
+        table = capsys.readouterr().out
+        assert ("published: tiny-gpt2 in float32, " in table) is ("published tok/s" in table) is bool(published)
+        [row] = [line for line in table.splitlines() if line.startswith("a KV cache")]
+        [tokens_per_s, share, _, *theirs] = row.removeprefix("a KV cache").split()
+        assert theirs == ([tokens_per_s, share] if published else [])
+
+
+def test_the_published_ladder_has_todays_versions():
+    if bench.PUBLISHED.exists():
+        rungs = json.loads(bench.PUBLISHED.read_text(encoding="utf-8"))["rungs"]
+        assert [rung["version"] for rung in rungs] == [*ladder.PLAIN, *ladder.ENGINE]

@@ -43,7 +43,7 @@ ALLOWED = {
     "vllm_engine": {"words", "engine", "llm", "async_llm"},
     "server": {"words", "system", "tracing", "tokenization", "chat", "engine", "async_llm"},
     "bundled": set(),
-    "bench": {"words", "tracing", "loading", "attention", "fast", "llm", "server"},
+    "bench": {"words", "tracing", "loading", "attention", "sampling", "fast", "llm", "server"},
     "learn": {
         *("words", "scheduling", "attention", "sampling", "execution", "speculative", "structured", "engine"),
     },
