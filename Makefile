@@ -36,7 +36,7 @@ lint: .venv/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Run every notebook anew and keep its output. The figures in it are then this machine's.
+# Run every notebook and solution anew and keep their output. The figures in it are then this machine's.
 notebooks: .venv/installed-test
 	$(BIN)/python notebooks/run.py
 
