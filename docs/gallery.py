@@ -40,7 +40,20 @@ COMPARISONS = {
         ({"chunk_size": 16, "max_num_batched_tokens": 16}, {}),
     ),
 }
+STAGES = {"temperature": 0.8, "top_k": 20, "top_p": 0.95, "seed": 5}
+RUNS = DEMOS | {
+    "sampling": Demo(
+        prompts=["Once upon a time, there was a kind fox named"],
+        engine={"block_size": 8},
+        params=SamplingParams(max_tokens=24, ignore_eos=True, **STAGES),
+        find=lambda recorder: [
+            Moment(0, "0", "The prompt is computed, and the first token drawn from names that are all likely.")
+        ],
+    )
+}
 SINGLE = {
+    "sampling": "One story. Below the text are the stages that each token went through, and the random number that drew it.",
+    "sharing": "Two prompts begin alike. The second finds blocks of the first in the prefix cache, and computes the rest.",
     "preemption": "Three sequences need more blocks than there are. The youngest is preempted, waits and is recomputed.",
     "drafts": "Speculative decoding: a smaller model guesses five tokens ahead, and one step checks all of them.",
 }
@@ -79,7 +92,7 @@ def write(folder: Path) -> str:
         "your own, and `Recorder.to_comparison` puts two side by side.",
     ]
     for name, words in SINGLE.items():
-        recorder, moments = record_demo(DEMOS[name])
+        recorder, moments = record_demo(RUNS[name])
         recorder.to_html(folder / f"{name}.html")
         links = [f"- [Step {step}]({name}.html#step={step}&token={sequence}): {what}" for step, sequence, what in moments]
         parts += [f"## [{name.capitalize()}]({name}.html)", picture(name), words, "\n".join(links)]

@@ -4,11 +4,13 @@
 style of the notebooks.
 """
 
+import re
 import shutil
 import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 
@@ -17,6 +19,7 @@ from nanoinfer.tracing import TokenDrawn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
 import gallery
+import interactive
 from drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, arrow, box, canvas, label, row
 
 FOLDER = Path(__file__).with_name("pictures")
@@ -44,12 +47,29 @@ def screenshots() -> None:
             page.goto(f"{page_path.as_uri()}#step={step}&token=0")
             page.get_by_text("The packed batch").click()  # closes the table
             page.screenshot(path=FOLDER / f"replay-{scheme}.png")
-        gallery.write(Path(folder))
-        page = chromium.new_page(viewport={"width": 1280, "height": 640}, device_scale_factor=0.5)
+        text = gallery.write(Path(folder))
+        page = chromium.new_page(viewport={"width": 1100, "height": 640}, device_scale_factor=0.75)
         for name in (*gallery.SINGLE, *gallery.COMPARISONS):
-            page.goto((Path(folder) / f"{name}.html").as_uri())
+            moment = re.search(rf"{name}\.html(#[^)]+)", text)  # the first one of a single run
+            page.goto((Path(folder) / f"{name}.html").as_uri() + (moment[1] if moment else ""))
             page.screenshot(path=FOLDER / f"gallery-{name}.png")
+        draw_interactive(chromium, Path(folder))
         chromium.close()
+
+
+def draw_interactive(chromium: Any, folder: Path) -> None:
+    """The interactive parts of the site, for readers without scripts."""
+    path = folder / "interactive.html"
+    page = chromium.new_page(viewport={"width": 860, "height": 600})
+    for kind in interactive.DATA:
+        path.write_text(interactive.page_of(f'<figure class="interactive" data-kind="{kind}"></figure>'), encoding="utf-8")
+        page.goto(path.as_uri())
+        if kind == "sampler":
+            for label, value in {"temperature": 1.4, "top_k": 20, "top_p": 0.8}.items():
+                page.get_by_label(label).fill(str(value))
+        else:
+            page.get_by_role("button", name="Run").click()
+        page.locator("figure").screenshot(path=FOLDER / f"{kind}.png")
 
 
 def save(name: str) -> None:

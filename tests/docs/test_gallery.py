@@ -26,7 +26,7 @@ def test_every_page_that_is_linked_is_written(gallery, tmp_path):
     text = gallery.write(tmp_path)
     linked = set(re.findall(r"\]\((\w+\.html)", text))
     assert linked == {path.name for path in tmp_path.iterdir()}
-    assert len(linked) == 4
+    assert len(linked) == 6
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ NUMBER_WORDS |= {word: 1 + i for i, word in enumerate(SMALL_WORDS)}
 NOT_PROSE = re.compile(
     r"<!-- header -->.*"  # written by notebooks/header.py
     r"|```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$\n]*\$"  # code, formulas
-    r"|\]\([^)]*\)|https?://\S+"  # link targets
+    r"|\]\([^)]*\)|https?://\S+|<(?:figure|img)\b[^>]*>"  # link targets, markers of interactive parts
     r"|^#.*?$|^ {4}.*?$|^\s*\d+\.\s"  # headings, indented formulas, numbers of lists
     r"|\b[Nn]otebooks? \d\d[ab]?(?:(?:, | and | to )\d\d[ab]?)*|\b[Ss]ections? \d+|\brule \d+|\bTrap \w+",
     re.DOTALL | re.MULTILINE,
