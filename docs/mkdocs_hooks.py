@@ -1,8 +1,9 @@
 """MkDocs hooks: the site has the repository's files at their own paths, so that their relative links work on both.
 
-README, BENCHMARKS and CHANGELOG, docs/ and notebooks/ are pages. The API reference is made from the docstrings, and the gallery
-by gallery.py. A link to any other file of the repository leads to its public address. Formulas become MathML, which needs no
-script. At the end every link inside the site is checked.
+README, BENCHMARKS and CHANGELOG, docs/ and notebooks/ are pages, and the solutions with what they print. The API reference is
+made from the docstrings, the gallery by gallery.py, the data of interactive parts by interactive.py. A link to another file of
+the repository leads to its public address. Formulas become MathML, which needs no script. At the end every link inside the site
+is checked.
 """
 
 import html
@@ -10,6 +11,7 @@ import re
 import sys
 from base64 import b64decode
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 from latex2mathml.converter import convert
@@ -22,24 +24,19 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs"), str(ROOT / "notebooks")]
 from gallery import write  # noqa: E402
-from header import NOTEBOOKS, REPOSITORY  # noqa: E402
+from header import NOTEBOOKS, REPOSITORY, number_of, title_of  # noqa: E402
+from interactive import with_data  # noqa: E402
 
 import nanoinfer  # noqa: E402
 
-GUIDE = [
-    "usage",
-    "vllm",
-    "coming_from",
-    "supported",
-    "serving",
-    "scaling",
-    "checkpoints",
-    "reading",
-    "architecture",
-    "glossary",
-    "teaching",
-    "contributing",
-]
+NAVIGATION = {  # the pages of docs/ in each part of the site. The rest is a further part, so no page is forgotten
+    "Learn": ("scheduler_game", "teaching"),
+    "Use": ("usage", "coming_from", "vllm", "supported", "serving", "checkpoints"),
+    "Understand": ("reading", "architecture", "glossary"),
+    "Project": ("contributing",),
+    "Appendix": ("scaling",),
+}
+DEEP_DIVES = "07_beam_search"  # the first of them
 LINK = re.compile(r"(\]\(|(?:src|srcset)=\")(?!https?:|#)([^)#\"]+)(#[^)\"]*)?(?=[)\"])")  # Markdown's, and those of pictures
 MARKDOWN_CELL = re.compile(r'<div class="[^"]*jp-RenderedMarkdown.*?</div>', re.DOTALL)
 FIGURE = re.compile(r'<img [^>]*src="data:image/svg\+xml;base64,([^"]+)"')
@@ -48,18 +45,17 @@ FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", re.DOTALL)
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """The navigation, and the link to the repository. (Material's own, repo_url, would call GitHub's API from every page.)"""
+    parts: dict[str, list[Any]] = {name: [f"docs/{page}.md" for page in pages] for name, pages in NAVIGATION.items()}
+    known = {page for pages in NAVIGATION.values() for page in pages}
+    parts["Appendix"] += sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md") if path.stem not in known)
     notebooks = [f"notebooks/{stem}.ipynb" for stem in NOTEBOOKS]
-    more = sorted({path.stem for path in ROOT.glob("docs/*.md")} - set(GUIDE))
-    guide = [f"docs/{name}.md" for name in GUIDE + more]
-    project: list[dict[str, str]] = [{"Benchmarks": "BENCHMARKS.md"}, {"Changelog": "CHANGELOG.md"}, {"GitHub": REPOSITORY}]
-    config.nav = [
-        {"Home": "README.md"},
-        {"Notebooks": notebooks},
-        {"Gallery": "gallery/index.md"},
-        {"Guide": guide},
-        {"API": "api.md"},
-        *project,
-    ]
+    first = notebooks.index(f"notebooks/{DEEP_DIVES}.ipynb")
+    solutions = [f"notebooks/solutions/{stem}.md" for stem in NOTEBOOKS]
+    course: list[Any] = [{"The course": notebooks[:first]}, {"Deep dives": notebooks[first:]}, {"Solutions": solutions}]
+    parts["Learn"] = [*course, {"Gallery": "gallery/index.md"}, *parts["Learn"]]
+    parts["Understand"].append({"API": "api.md"})
+    parts["Project"] += [{"Benchmarks": "BENCHMARKS.md"}, {"Changelog": "CHANGELOG.md"}, {"GitHub": REPOSITORY}]
+    config.nav = [{"Home": "README.md"}, *({name: pages} for name, pages in parts.items())]
     return config
 
 
@@ -77,6 +73,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "docs/*.md",
         "docs/pictures/*.*",
         "docs/site.css",
+        "docs/interactive.js",
         "notebooks/*.ipynb",
         "notebooks/pictures/*.svg",
     ]
@@ -87,8 +84,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted(gallery.glob("*.html")):
         found.append(file(path, gallery.parent))
     names = [f"::: {module}.{name}" for name, module in nanoinfer._PUBLIC.items()]
+    for stem in NOTEBOOKS:
+        found.append(File.generated(config, f"notebooks/solutions/{stem}.md", content=solution_page(stem)))
     found.append(File.generated(config, "api.md", content="\n\n".join(["# API", *names])))
     return found
+
+
+def solution_page(stem: str) -> str:
+    """The Markdown of a solution and what it prints."""
+    source = ROOT / "notebooks" / "solutions" / f"{stem}.py"
+    output = source.with_suffix(".txt")
+    parts = [f"# Solutions {number_of(stem)}", f"Of the exercises in [{title_of(stem)}](../{stem}.ipynb)."]
+    parts.append(f"```python\n{source.read_text(encoding='utf-8')}```")
+    if output.exists():
+        parts.append(f"It prints:\n\n```text\n{output.read_text(encoding='utf-8')}```")
+    return "\n\n".join(parts)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -105,9 +115,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Convert the links, formulas and badge of a notebook, which Markdown's extensions do not see."""
+    """Insert the data of interactive parts. Convert what Markdown's extensions do not see of a notebook."""
+    content = with_data(content)
     if not page.file.src_uri.endswith(".ipynb"):
         return content
+
+    name = Path(page.file.src_uri).stem
 
     def formula(match: re.Match[str]) -> str:
         return convert(html.unescape(match[1] or match[2]), display="block" if match[1] else "inline")
@@ -122,7 +135,9 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     content = re.sub("<img[^>]*colab-badge[^>]*>", "Open in Colab", content)  # Google's picture
     content = content.replace("Open in Colab</a> In Colab", "Open in Colab</a>. In Colab")
     content = re.sub(r'href="(\w+)\.ipynb(#[^"]*)?"', r'href="../\1/\2"', content)
-    content = content.replace('src="pictures/', 'src="../pictures/')
+    content = re.sub(r'href="\.\./docs/(\w+)\.md"', r'href="../../docs/\1/"', content)
+    content = re.sub(r'src="(pictures/|\.\./docs/)', r'src="../\1', content)
+    content = content.replace(f'href="{REPOSITORY}/blob/main/notebooks/solutions/{name}.py"', f'href="../solutions/{name}/"')
     content = FIGURE.sub(named, content)
     return MARKDOWN_CELL.sub(lambda cell: FORMULA.sub(formula, cell[0]), content)
 

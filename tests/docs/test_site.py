@@ -1,4 +1,4 @@
-"""The documentation site that `make docs` has built: its search answers. Skipped where there is no site."""
+"""The documentation site that `make docs` has built: its search answers, its parts live. Skipped where there is no site."""
 
 import http.server
 import json
@@ -74,3 +74,29 @@ def test_the_search_answers_words_and_all_their_beginnings(address, browser):
     assert {query: count for query, count in counts.items() if not isinstance(count, int)} == {}
     assert [word for word in WORDS if counts[word] < 1] == []
     assert json.loads((SITE / "search" / "search_index.json").read_text())["docs"]
+
+
+def test_every_interactive_part_lives_and_asks_no_other_server(address, browser):
+    page = browser.new_page()
+    outside, errors, num_parts = [], [], 0
+    page.on("request", lambda request: request.url.startswith((address, "data:", "blob:")) or outside.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    for path in sorted(SITE.rglob("index.html")):
+        if '<figure class="interactive"' in path.read_text(encoding="utf-8"):
+            page.goto(f"{address}{path.parent.relative_to(SITE).as_posix()}/")
+            num = page.locator("figure.interactive").count()
+            assert page.locator("figure.alive").count() == num > 0
+            num_parts += num
+    page.close()
+    assert num_parts > 15
+    assert (outside, errors) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["Learn", "Use", "Understand", "Project", "Appendix"])
+def test_the_navigation_has_its_parts(address, browser, name):
+    page = browser.new_page()
+    page.goto(address)
+    page.locator(".md-tabs").get_by_role("link", name=name, exact=True).click()
+    assert page.locator("h1").count() == 1
+    assert page.locator(".md-tabs__item--active").inner_text().strip() == name
+    page.close()
