@@ -74,7 +74,8 @@ def svg(figure: Figure, caption: str, alt: str) -> str:
     figure.text(edges.x0 / figure.get_figwidth(), (edges.y0 - 0.12) / figure.get_figheight(), lines, va="top")
     file = io.StringIO()
     figure.savefig(file, format="svg", bbox_inches="tight", pad_inches=0.12)
-    picture = re.sub(r".*?(?=<svg)|<metadata>.*?</metadata>\s*", "", file.getvalue(), flags=re.DOTALL)
+    picture = file.getvalue()
+    picture = re.sub(r"<metadata>.*?</metadata>\s*", "", picture[picture.index("<svg") :], flags=re.DOTALL)
     picture = re.sub(rf'style="([^"]*)fill: {PAPER};? ?', r'class="paper" style="\1', picture).replace(INK, "currentColor")
     picture = re.sub(r"(\.\d{3})\d+|\s*<!--.*?-->", r"\1", picture)  # digits that nobody sees, comments
     picture = re.sub(r"\s*\n\s*", " ", picture)
