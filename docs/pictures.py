@@ -20,10 +20,13 @@ from nanoinfer.tracing import TokenDrawn
 sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
 import gallery
 import interactive
-from drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, arrow, box, canvas, label, row
+from drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, arrow, box, canvas, label, row, svg
 
 FOLDER = Path(__file__).with_name("pictures")
 SCALE = 0.45  # inches per unit: small, so that the text is large on a slide
+ALTS = re.findall(
+    r"!\[(.*)\]\(pictures/(lesson-\d)\.svg\)", Path(__file__).with_name("teaching.md").read_text(encoding="utf-8")
+)
 PROMPTS = ["Once upon a time, there was a kind duck", "Lily was", "Once upon a time, there was a kind duck named Max"]
 
 
@@ -72,9 +75,10 @@ def draw_interactive(chromium: Any, folder: Path) -> None:
         page.locator("figure").screenshot(path=FOLDER / f"{kind}.png")
 
 
-def save(name: str) -> None:
-    """On white: a slide may have any colour."""
-    plt.savefig(FOLDER / f"{name}.png", dpi=150, facecolor="white", bbox_inches="tight", pad_inches=0.2)
+def save(name: str, caption: str) -> None:
+    """With the alternative text of the page that shows it."""
+    alt = next(alt for alt, picture in ALTS if picture == name)
+    (FOLDER / f"{name}.svg").write_text(svg(plt.gcf(), caption, alt), encoding="utf-8")
     plt.close()
 
 
@@ -104,34 +108,41 @@ def draw_engine() -> None:
     cache = box(ax, 9.9, 0.2, "KV cache", width=3, height=1, fill=PURPLE)
     arrow(ax, boxes[3].bottom, cache.top)
     arrow(ax, cache.top, boxes[3].bottom)
-    save("lesson-1")
+    save("lesson-1", "One step of the engine. Everything between tokenizer and detokenizer happens once per step.")
 
 
 def draw_pages() -> None:
     """Lesson 2: two sequences share a prefix in a pool of blocks, and steps mix prefill and decode."""
-    ax = canvas(20, 7, scale=SCALE)
-    label(ax, 2.4, 6.5, "block tables")
-    label(ax, 8.6, 6.5, "pool of blocks")
+    ax = canvas(21, 7.4, scale=SCALE)
+    label(ax, 1.6, 6.9, "block tables")
+    label(ax, 8.4, 6.9, "pool of blocks")
     texts = [["Once", "upon", "a", "time"], ["there", "was", "a", "kind"], ["duck", "", "", ""], ["fox", "named", "Leo", ""]]
-    fills = [[GREEN] * 4, [GREEN] * 4, [BLUE, (BLUE, 0.3), (BLUE, 0.3), (BLUE, 0.3)], [ORANGE] * 3 + [(ORANGE, 0.3)]]
+    fills = [[GREEN] * 4, [GREEN] * 4, [BLUE, (BLUE, 0.08), (BLUE, 0.08), (BLUE, 0.08)], [ORANGE] * 3 + [(ORANGE, 0.08)]]
     blocks = [
-        row(ax, 6.2, 5 - 1.5 * i, words, width=1.2, fill=fill) for i, (words, fill) in enumerate(zip(texts, fills, strict=True))
+        row(ax, 6.2, 5.2 - 1.5 * i, words, width=1.2, fill=fill)
+        for i, (words, fill) in enumerate(zip(texts, fills, strict=True))
     ]
-    for name, table, y, fill in [("A", (0, 1, 2), 4.4, BLUE), ("B", (0, 1, 3), 1.4, ORANGE)]:
-        entries = row(ax, 1.2, y, [str(block) for block in table], width=0.8, fill=fill)
-        label(ax, 0.6, y + 0.5, name)
-        arrow(ax, entries[-1].right, blocks[table[-1]][0].left, colour=fill)
-        arrow(ax, entries[0].top, blocks[0][0].left, colour=GREEN, bend=-0.1)
-    label(ax, 8.6, 0.0, "green: shared by both (prefix cache)")
-    label(ax, 15.8, 6.5, "steps")
-    plan = [("A", [4, 4, 1, 1, 1, 1]), ("B", [0, 0, 4, 4, 3, 1]), ("C", [0, 0, 0, 0, 0, 2])]
-    for i, (name, counts) in enumerate(plan):
-        label(ax, 12.6, 5.1 - 1.4 * i, name)
-        for step, num in enumerate(counts):
-            fill = "none" if num == 0 else GREY if num == 1 else RED
-            box(ax, 13 + step, 4.6 - 1.4 * i, str(num or ""), fill=fill)
-    label(ax, 16, 0.9, "red: prefill, in chunks of 4. grey: decode, one token")
-    save("lesson-2")
+    for number, first in enumerate(blocks):
+        label(ax, 11.3, first[0].y + 0.5, str(number))
+    for name, table, y, fill in [("A", (0, 1, 2), 5.2, BLUE), ("B", (0, 1, 3), 2.4, ORANGE)]:
+        label(ax, 0.5, y - 0.2, name)
+        for i, block in enumerate(table):
+            entry = box(ax, 1.2, y - 0.8 * i, str(block), width=0.8, height=0.8, fill=GREEN if block < 2 else fill)
+            arrow(ax, entry.right, blocks[block][0].left, colour=GREEN if block < 2 else fill)
+    label(ax, 8.6, 0.2, "green: shared by both (prefix cache)")
+    label(ax, 16.6, 6.9, "tokens computed in each step")
+    plan = [("A", 0, [4, 4, 1], 3), ("B", 2, [3], 3), ("C", 4, [4, 3], 0)]  # first step, prompt tokens, steps of decode
+    for i, (name, first_step, chunks, num_decodes) in enumerate(plan):
+        y = 5.2 - 1.4 * i
+        label(ax, 13.2, y + 0.5, name)
+        row(ax, 13.6, y, [""] * first_step, fill="none")
+        row(ax, 13.6 + first_step, y, [str(num) for num in chunks], fill=RED)
+        row(ax, 13.6 + first_step + len(chunks), y, ["1"] * num_decodes, fill=GREY)
+    label(ax, 16.6, 1.6, "red: prefill, in chunks of 4\ngrey: decode, one token")
+    save(
+        "lesson-2",
+        "A computes its prompt of 9 tokens in chunks. B has 11, finds 8 of them in the blocks 0 and 1, and computes only 3.",
+    )
 
 
 def normalised(weights: list[float]) -> list[float]:
@@ -166,7 +177,7 @@ def draw_sampling() -> None:
         start += width * share
     arrow(ax, (3 + width * u, 0.1), (3 + width * u, 0.9), colour=RED)
     label(ax, 3.2 + width * u, 0.4, f"u = {u}: the token whose interval contains it is drawn", ha="left")
-    save("lesson-3")
+    save("lesson-3", "Each stage changes the probabilities. At the end a random number picks a token.")
 
 
 def draw_serving() -> None:
@@ -189,7 +200,7 @@ def draw_serving() -> None:
     arrow(ax, ranks[0].right, ranks[1].left)
     arrow(ax, ranks[1].left, ranks[0].right)
     label(ax, 15.6, 0.8, "all-reduce twice per layer")
-    save("lesson-4")
+    save("lesson-4", "What lies around and beyond one engine: a server, drafts, several devices.")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 Colour = str | tuple[str, float]  # a name, or a name and an opacity
 
 INK, PAPER = "#24292f", "#ffffff"  # text and background on a light page
-TEXT = INK
 DARK_INK, DARK_PAPER = "#e6e9ee", "#171b21"  # the same on a dark one
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#2f86d6", "#d07818", "#1f9a63", "#dc5a48", "#a869c9", "#868d97"
 TINT = 0.3  # the opacity of a box's fill
@@ -69,6 +68,7 @@ COLOURS = (
 
 def svg(figure: Figure, caption: str, alt: str) -> str:
     """A figure as SVG whose text, axes and background follow the reader's colour scheme, with a caption below."""
+    figure.draw_without_rendering()  # applies a layout
     edges = figure.get_tightbbox()  # in inches
     lines = textwrap.fill(caption, int(edges.width * 15))
     figure.text(edges.x0 / figure.get_figwidth(), (edges.y0 - 0.12) / figure.get_figheight(), lines, va="top")
@@ -77,8 +77,8 @@ def svg(figure: Figure, caption: str, alt: str) -> str:
     picture = file.getvalue()
     picture = re.sub(r"<metadata>.*?</metadata>\s*", "", picture[picture.index("<svg") :], flags=re.DOTALL)
     picture = re.sub(rf'style="([^"]*)fill: {PAPER};? ?', r'class="paper" style="\1', picture).replace(INK, "currentColor")
-    picture = re.sub(r"(\.\d{3})\d+|\s*<!--.*?-->", r"\1", picture)  # digits that nobody sees, comments
-    picture = re.sub(r"\s*\n\s*", " ", picture)
+    picture = re.sub(r"\s*(<!--.*?-->)?\s*\n\s*", " ", picture)
+    picture = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d{3})\d+", r"\1", tag[0]), picture)  # digits that nobody sees
     root = f'<svg class="drawing" role="img" aria-label="{escape(alt)}" style="max-width:100%;height:auto"'
     return picture.replace("<svg", root, 1).replace("<defs>", f"<style>{COLOURS}</style>\n <defs>", 1)
 

@@ -35,7 +35,7 @@ def test_each_lesson_fills_its_time_and_every_notebook_is_in_a_lesson():
     assert len(lessons) == 4
     for lesson in lessons:
         assert sum(int(minutes) for minutes in re.findall(r"^\| (\d+) \|", lesson, re.MULTILINE)) == 90
-        assert (ROOT / "docs" / re.search(r"\]\((pictures/[\w-]+\.png)\)", lesson)[1]).exists()
+        assert (ROOT / "docs" / re.search(r"\]\((pictures/[\w-]+\.svg)\)", lesson)[1]).exists()
     assert set(re.findall(r"notebooks/(\S+\.ipynb)\)", page)) == {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
 
 
