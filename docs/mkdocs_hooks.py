@@ -31,9 +31,9 @@ import nanoinfer  # noqa: E402
 
 NAVIGATION = {  # the pages of docs/ in each part of the site. The rest is a further part, so no page is forgotten
     "Learn": ("scheduler_game", "teaching"),
-    "Use": ("usage", "coming_from", "vllm", "supported", "serving", "checkpoints"),
+    "Use": ("tutorial", "usage", "coming_from", "vllm", "supported", "serving", "checkpoints"),
     "Understand": ("reading", "architecture", "glossary"),
-    "Project": ("contributing",),
+    "Project": ("faq", "contributing"),
     "Appendix": ("scaling",),
 }
 DEEP_DIVES = "07_beam_search"  # the first of them

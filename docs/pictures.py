@@ -4,6 +4,7 @@
 style of the notebooks.
 """
 
+import io
 import re
 import shutil
 import sys
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+from PIL import Image
 
 from nanoinfer import LLM, Recorder, SamplingParams
-from nanoinfer.tracing import TokenDrawn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
 import gallery
@@ -27,11 +28,15 @@ SCALE = 0.45  # inches per unit: small, so that the text is large on a slide
 ALTS = re.findall(
     r"!\[(.*)\]\(pictures/(lesson-\d)\.svg\)", Path(__file__).with_name("teaching.md").read_text(encoding="utf-8")
 )
+VIEWPORT = {"width": 1280, "height": 1000}  # of the replay page, drawn 820 pixels wide
+# The steps of the moving picture, and the sequence whose token is shown: at 29 sequence 2 is preempted, at 40 it comes back.
+REPLAYED = [(0, 0), (2, 0), (4, 0), (6, 0), (9, 0), (14, 0), (20, 0), (28, 0), (29, 0), (34, 1), (40, 2), (45, 2)]
+NUM_COLOURS = 200
 PROMPTS = ["Once upon a time, there was a kind duck", "Lily was", "Once upon a time, there was a kind duck named Max"]
 
 
 def screenshots() -> None:
-    """The replay page in both colour schemes, at the draw with the most even chances, and the gallery's pages, small."""
+    """The replay page in both colour schemes, step after step, and the gallery's pages, small."""
     from playwright.sync_api import sync_playwright
 
     params = SamplingParams(temperature=0.8, top_k=20, top_p=0.95, seed=5, max_tokens=40, ignore_eos=True)
@@ -39,17 +44,19 @@ def screenshots() -> None:
         recorder = Recorder(stages=True)
         llm = LLM(tracer=recorder, block_size=8, dtype="float32", kv_cache_memory=2**18)
         llm.generate(PROMPTS, params, use_tqdm=False)
-    draws = [draw for draw in recorder.of(TokenDrawn) if draw.sequence_id == "0"]
-    step = min(range(len(draws)), key=lambda i: max(part.high - part.low for part in draws[i].intervals))
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         page_path = Path(folder) / "replay.html"
         recorder.to_html(page_path)
         chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for scheme in ("light", "dark"):
-            page = chromium.new_page(viewport={"width": 1280, "height": 1000}, color_scheme=scheme)
-            page.goto(f"{page_path.as_uri()}#step={step}&token=0")
-            page.get_by_text("The packed batch").click()  # closes the table
-            page.screenshot(path=FOLDER / f"replay-{scheme}.png")
+            page = chromium.new_page(viewport=VIEWPORT, color_scheme=scheme, device_scale_factor=820 / VIEWPORT["width"])
+            frames = []
+            for step, sequence in REPLAYED:
+                page.goto(f"{page_path.as_uri()}#step={step}&token={sequence}")
+                if not frames:
+                    page.get_by_text("The packed batch").click()  # closes the table
+                frames.append(Image.open(io.BytesIO(page.screenshot())).convert("RGB"))
+            animate(frames, FOLDER / f"replay-{scheme}.gif")
         text = gallery.write(Path(folder))
         page = chromium.new_page(viewport={"width": 1100, "height": 640}, device_scale_factor=0.75)
         for name in (*gallery.SINGLE, *gallery.COMPARISONS):
@@ -73,6 +80,13 @@ def draw_interactive(chromium: Any, folder: Path) -> None:
         else:
             page.get_by_role("button", name="Run").click()
         page.locator("figure").screenshot(path=FOLDER / f"{kind}.png")
+
+
+def animate(frames: list[Image.Image], path: Path) -> None:
+    """Write a GIF that repeats. All frames have the colours of the last one, so that only what changes is stored."""
+    colours = frames[-1].quantize(NUM_COLOURS, dither=Image.Dither.NONE)
+    first, *others = [frame.quantize(palette=colours, dither=Image.Dither.NONE) for frame in frames]
+    first.save(path, save_all=True, append_images=others, duration=900, loop=0, optimize=True)
 
 
 def save(name: str, caption: str) -> None:

@@ -1,4 +1,4 @@
-"""nanoinfer: an LLM inference engine small enough to read in an evening.
+"""nanoinfer: an LLM inference engine to read, run and change.
 
 One token's journey, from the prompt to the output:
 

@@ -34,7 +34,7 @@ def test_on_an_index_the_links_of_the_readme_lead_to_files_of_the_repository():
     assert [target for target in targets if not target.startswith("https://")] == []
     paths = [target.removeprefix(RAW).removeprefix(f"{REPOSITORY}/blob/main/") for target in targets]
     assert [path for path in paths if not path.startswith("https://") and not (ROOT / path.partition("#")[0]).exists()] == []
-    assert f"{RAW}docs/pictures/replay-light.png" in text
+    assert f"{RAW}docs/pictures/replay-light.gif" in text
 
 
 def test_the_changelog_and_the_citation_have_the_version():
