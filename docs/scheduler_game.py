@@ -231,11 +231,11 @@ def play(trace: Trace, choice: Choice, cost: Cost) -> dict[str, Any]:
                 enter(index, ENDS)
                 scheduler.finish(seq)
     assert scheduler.block_manager.num_free_blocks == trace.num_blocks
-    outcomes = []
+    outcomes: list[tuple[int, int, list[tuple[int, int]]]] = []
     for one, story in zip(trace.requests, stories, strict=True):
         first = story.tokens[0] - one.arrival
         pause = max((b - a for a, b in zip(story.tokens, story.tokens[1:], strict=False)), default=0.0)
-        outcomes.append([round(first), round(pause), story.spans])
+        outcomes.append((round(first), round(pause), story.spans))
     num_good = sum(
         first <= one.first_ms and pause <= one.pause_ms for (first, pause, _), one in zip(outcomes, trace.requests, strict=True)
     )
@@ -264,7 +264,7 @@ def game_data() -> dict[str, Any]:
         facts = {"name": trace.name, "words": trace.words, "blocks": trace.num_blocks}
         traces.append({**facts, "requests": requests, "of": of, "outcomes": outcomes})
     questions = [{"label": label, "values": values} for label, values in QUESTIONS.items()]
-    usual = [values.index(value) for values, value in zip(QUESTIONS.values(), USUAL, strict=True)]  # type: ignore[arg-type]
+    usual = [values.index(value) for values, value in zip(QUESTIONS.values(), USUAL, strict=True)]
     return {"choices": questions, "usual": usual, "limits": {"blockSize": BLOCK_SIZE}, "traces": traces}
 
 
