@@ -85,7 +85,8 @@ NOTEBOOKS = {
         ("03", "04"),
     ),
     "15_serving": Header(
-        "what happens to a request in a server, what TTFT and TPOT tell, and why a server refuses requests.",
+        "what happens to a request in a server, how TTFT, TPOT and goodput change with the load, and why a server refuses "
+        "requests.",
         30,
         ("async_llm.py", "server/app.py", "server/answers.py", "engine/engine_thread.py"),
         ("server",),
