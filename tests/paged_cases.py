@@ -7,13 +7,22 @@ from nanoinfer.attention.base import AttentionMetadata, select_backend
 from nanoinfer.attention.kv_cache import KVCache, loaded, stored
 
 
-def in_float64(q, k, v):
-    """Causal attention, the queries being the last tokens of the sequence. [tokens, heads, head_dim]"""
+def in_float64(q, k, v, window=None, sinks=None):
+    """Causal attention, the queries being the last tokens of the sequence. [tokens, heads, head_dim]
+
+    A sink is written as in gpt-oss's own code: one more column of the scores, whose weight is dropped.
+    """
     q, k, v = q.double(), k.double(), v.double()
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) / q.shape[2] ** 0.5
     future = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(len(k) - len(q) + 1)
-    return torch.einsum("hij,jhd->ihd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
+    if window is not None:
+        distance = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
+        future |= distance >= window
+    scores = scores.masked_fill(future, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), -1)
+    return torch.einsum("hij,jhd->ihd", scores.softmax(-1)[..., : len(k)], v)
 
 
 def metadata_for(lengths, block_size, num_blocks, generator, device="cpu"):
@@ -54,10 +63,11 @@ FAULTS = {  # each takes metadata, and gives it back with something wrong
 
 def compare(
     backend, lengths, *, block_size, num_kv_heads, group, head_dim, dtype=torch.float32, spoil=None, device="cpu", packed=False,
-    poisoned=None, in_int8=False,
+    poisoned=None, in_int8=False, window=None, has_sinks=False,
 ):  # fmt: skip
     """The largest difference from attention in float64. backend: a name, or KernelBackend.
 
+    window, has_sinks: of the layer. Blocks before the window are -1, as if they had been freed.
     in_int8: the cache has 8 bits, and the definition is given the keys and values as they are rounded.
 
     `spoil(metadata)` may plant a fault. packed: q, k and v are views of one tensor, as a fused projection gives them.
@@ -84,6 +94,9 @@ def compare(
     )
     for pages, rest in zip(cache.layer(1), (127, 70) if in_int8 else (float("nan"), 1e4), strict=True):
         pages.fill_(rest)  # what a failed request may leave in slots that are nobody's now
+    options = {} if window is None else {"window": window}
+    if has_sinks:
+        options["sinks"] = torch.randn(num_kv_heads * group, generator=generator).to(device, dtype)
     keys, values, queries, expected = [], [], [], []
     for i, (old, new) in enumerate(lengths):
         k, v = torch.randn(2, old + new, num_kv_heads, head_dim, generator=generator).to(device, dtype)
@@ -91,7 +104,9 @@ def compare(
         table = metadata.block_tables[i].tolist()
         old_slots = [table[j // block_size] * block_size + j % block_size for j in range(old)]
         cache.write(1, torch.tensor(old_slots, dtype=torch.int64, device=device), k[:old], v[:old])
-        expected.append(in_float64(q, *(loaded(stored(x, torch.int8)) if in_int8 else x for x in (k, v))))
+        expected.append(in_float64(q, *(loaded(stored(x, torch.int8)) if in_int8 else x for x in (k, v)), **options))
+        if window is not None:
+            metadata.block_tables[i, : max(old - window + 1, 0) // block_size] = -1
         if poisoned and poisoned[0] == i:
             v[old + poisoned[1], 0, -1] = float("nan")
             expected[-1][poisoned[1] :, :group] = float("nan")
@@ -102,7 +117,7 @@ def compare(
     if packed:
         q, k, v = torch.cat((q, k, v), dim=1).split([num_kv_heads * group, num_kv_heads, num_kv_heads], dim=1)
     attend = backend.begin_step(cache, spoil(metadata) if spoil else metadata)
-    out = attend(1, q, k, v)
+    out = attend(1, q, k, v, **options)
     assert out.dtype is dtype
     assert out.shape == q.shape
     assert not any(pages.count_nonzero() for pages in cache.layer(0))  # nobody's business

@@ -55,6 +55,8 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
                                        "num_attention_heads": 14, "num_key_value_heads": 2}),
     "Llama-3.2-1B": (LlamaForCausalLM, {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
                                         "num_attention_heads": 32, "num_key_value_heads": 8}),
+    "Mistral-7B-v0.1": (LlamaForCausalLM, {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336,
+                                           "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 512}),
     "head_dim 256": (LlamaForCausalLM, {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2048,
                                         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256}),
 }  # fmt: skip
@@ -96,7 +98,7 @@ INTEGERS = {
     "seq_lens",
     "block_tables",
 }  # parameters that are int64. All others have the model's dtype
-PARTIAL = {"partial_m", "partial_l", "partial_o"}  # or are fp32
+PARTIAL = {"partial_m", "partial_l", "partial_o", "sinks"}  # or are fp32
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,12 @@ FAMILIES = {
     "llama_tied_llama3": ("Llama", _QWEN | {"tie_word_embeddings": True, "rope_parameters": _LLAMA3}),
     "llama_biases": ("Llama", _QWEN | {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", _QWEN | {"head_dim": 8, "sliding_window": None}),
+    "mistral_window": ("Mistral", _QWEN | {"head_dim": 8, "sliding_window": 24}),
+    "qwen3_window": (
+        "Qwen3",
+        _QWEN
+        | {"head_dim": 16, "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
 }
 
 # family -> overrides that give it the width of GPT-2 and of Qwen3-0.6B

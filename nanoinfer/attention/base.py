@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from nanoinfer.attention.dense import Keys, Queries
+from nanoinfer.attention.dense import Keys, Queries, Sinks
 from nanoinfer.attention.kv_cache import KVCache, Layout
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, first_line, shown
 
@@ -25,10 +25,12 @@ class Attend(Protocol):
     """Causal attention of this step's tokens over all tokens of their sequences so far, themselves included.
 
     Scores are q . k / sqrt(head_dim). num_heads is a multiple of num_kv_heads (GQA): heads g * i .. g * i + g - 1 share KV
-    head i, with g = num_heads / num_kv_heads.
+    head i, with g = num_heads / num_kv_heads. Layers with a window or sinks (dense.py) name them, others do not.
     """
 
-    def __call__(self, layer: int, q: Queries, k: Keys, v: Keys) -> Queries: ...
+    def __call__(
+        self, layer: int, q: Queries, k: Keys, v: Keys, *, window: int | None = None, sinks: Sinks | None = None
+    ) -> Queries: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,8 @@ class AttentionMetadata:
 
     The first num_decodes sequences have one new token each, and the prompt chunks follow. The *_cpu lists hold the values of
     the tensors as Python ints, for backends that loop over sequences.
+
+    The layers of a KV group share it. In a group with a window, blocks before the window may be -1, because they were freed.
     """
 
     query_start_loc: Int[Tensor, " num_seqs_plus_1"]
@@ -67,7 +71,8 @@ class AttentionBackend(Protocol):
     It must store k and v by KVCache.write, or as kv_cache.finite_values returns them, and mask a score by setting it to -inf,
     so that a token that is not finite reaches no query of another sequence.
 
-    One that reads the pages of a KVCache of torch.int8 as well has `supports_int8_cache = True`.
+    One that reads the pages of a KVCache of torch.int8 as well has `supports_int8_cache = True`, and one whose Attend takes
+    windows and sinks has `supports_windows = True`.
     """
 
     layout: Layout
@@ -125,15 +130,19 @@ def select_backend(
     *,
     block_size: int | None = None,
     enforce_eager: bool = False,
+    has_windows: bool = False,
 ) -> tuple[str, AttentionBackend]:
     """Construct the attention backend of this name, and return its name and it. "auto" is the first of PREFERRED that fits.
 
-    The reason for each backend that "auto" skips is logged. A block_size of None is the backend's default.
+    The reason for each backend that "auto" skips is logged. A block_size of None is the backend's default. has_windows: some
+    layers have a window or sinks.
     """
     if name != "auto" and name not in BACKENDS:
         raise InvalidValueError(f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {shown(name)}")
     for candidate in PREFERRED.get(device.type, ("reference",)) if name == "auto" else (name,):
         backend_class, reason = find_backend(candidate, device, dtype, head_dim, block_size)
+        if has_windows and backend_class is not None and not getattr(backend_class, "supports_windows", False):
+            backend_class, reason = None, "it does not support sliding windows and sinks"
         if backend_class is not None:
             return candidate, backend_class(enforce_eager=enforce_eager)
         if name != "auto":

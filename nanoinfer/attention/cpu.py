@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
+from nanoinfer.attention.dense import Sinks
 from nanoinfer.attention.kv_cache import KVCache, Layout, Pages, finite_values, loaded, stored
 from nanoinfer.system.process import keep_freed_memory
 
@@ -26,6 +27,13 @@ class DecodeRows(NamedTuple):
     slots: Int[Tensor, " num_seqs"]
     block_tables: Int[Tensor, "num_seqs max_blocks"]
     seq_lens: Int[Tensor, " num_seqs"]
+
+    def within(self, window: int, block_size: int) -> "DecodeRows":
+        """The same rows without the blocks before each one's window, as if their sequences began there."""
+        skipped = (self.seq_lens - window).clamp(min=0) // block_size
+        columns = skipped.unsqueeze(1) + torch.arange((window + block_size - 2) // block_size + 1)
+        tables = self.block_tables.gather(1, columns.clamp(max=self.block_tables.shape[1] - 1))
+        return DecodeRows(self.slots, tables, self.seq_lens - skipped * block_size)
 
 
 class PrefillChunks(NamedTuple):
@@ -47,6 +55,8 @@ def paged_decode(
     k_pages: Pages,
     v_pages: Pages,
     rows: DecodeRows,
+    window: int | None = None,
+    sinks: Sinks | None = None,
 ) -> Float[Tensor, "num_seqs num_heads head_dim"]:
     """Store each sequence's new k and v, then attend with its one query over all of its tokens. Sums are in fp32.
 
@@ -70,11 +80,19 @@ def paged_decode(
     keys = loaded(k_pages[tables]).float().unsqueeze(3)  # [num_seqs, max_blocks, num_kv_heads, 1, block_size, head_dim]
     scores = (q * keys).sum(-1) * head_dim**-0.5  # [num_seqs, max_blocks, num_kv_heads, group, block_size]
     positions = torch.arange(max_blocks * block_size).view(1, max_blocks, 1, 1, block_size)
-    scores = scores.masked_fill(positions >= rows.seq_lens.view(-1, 1, 1, 1, 1), float("-inf"))
+    seq_lens = rows.seq_lens.view(-1, 1, 1, 1, 1)
+    scores = scores.masked_fill(positions >= seq_lens, float("-inf"))
+    if window is not None:
+        scores = scores.masked_fill(positions < seq_lens - window, float("-inf"))
 
     largest = scores.amax(-1).amax(1)  # [num_seqs, num_kv_heads, group]
+    if sinks is not None:
+        sinks = sinks.float().view(num_kv_heads, group)
+        largest = torch.maximum(largest, sinks)
     weights = (scores - largest[:, None, :, :, None]).exp()
     total = weights.sum(1).sum(-1)
+    if sinks is not None:
+        total = total + (sinks - largest).exp()
     values = loaded(v_pages[tables]).float().unsqueeze(3)  # [num_seqs, max_blocks, num_kv_heads, 1, block_size, head_dim]
     out = (weights.unsqueeze(-1) * values).sum(-2).sum(1) / total.unsqueeze(-1)  # [num_seqs, num_kv_heads, group, head_dim]
     return out.view(num_seqs, num_heads, head_dim).to(dtype)
@@ -84,6 +102,8 @@ def causal_attention(
     q: Float[Tensor, "num_queries num_heads head_dim"],
     k: Float[Tensor, "seq_len num_kv_heads head_dim"],
     v: Float[Tensor, "seq_len num_kv_heads head_dim"],
+    window: int | None = None,
+    sinks: Sinks | None = None,
 ) -> Float[Tensor, "num_queries num_heads head_dim"]:
     """Attend with the last num_queries tokens of a sequence over all of its tokens so far. Scores and softmax are in fp32.
 
@@ -107,13 +127,20 @@ def causal_attention(
     for start in range(0, num_queries, width):
         stop = min(start + width, num_queries)
         size, visible = stop - start, seq_len - num_queries + stop
+        begin = 0 if window is None else max(visible - size - window + 1, 0)
         for first in range(0, num_kv_heads, num_together):
             heads = slice(first, first + num_together)
             block = queries[heads, :, start:stop].flatten(1, 2)  # [heads, group * size, head_dim]
-            scores = torch.bmm(block, keys[heads, :, :visible]).unflatten(1, (group, size))
-            scores[..., visible - size :].masked_fill_(future[:size, :size], float("-inf"))
-            weights = scores.softmax(-1).to(v.dtype).flatten(1, 2)
-            mixed = torch.bmm(weights, values[heads, :visible]).unflatten(1, (group, size))
+            scores = torch.bmm(block, keys[heads, :, begin:visible]).unflatten(1, (group, size))
+            scores[..., visible - size - begin :].masked_fill_(future[:size, :size], float("-inf"))
+            if window is not None:
+                past = torch.ones(size, visible - begin, dtype=torch.bool).tril(visible - size - begin - window)
+                scores.masked_fill_(past, float("-inf"))
+            if sinks is not None:
+                sink = sinks.float().view(num_kv_heads, group, 1, 1)[heads].expand(-1, -1, size, 1)
+                scores = torch.cat((scores, sink), -1)
+            weights = scores.softmax(-1)[..., : visible - begin].to(v.dtype).flatten(1, 2)
+            mixed = torch.bmm(weights, values[heads, begin:visible]).unflatten(1, (group, size))
             out[start:stop, heads] = mixed.permute(2, 0, 1, 3)
     return out.view(num_queries, num_heads, head_dim)
 
@@ -125,6 +152,7 @@ class CPUBackend:
     default_block_size = 64
     supports_cuda_graph = False
     supports_int8_cache = True
+    supports_windows = True
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         """enforce_eager has no effect, because nothing is compiled here."""
@@ -137,26 +165,52 @@ class CPUBackend:
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
         return CPUStep(cache, metadata, self)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, rows: DecodeRows) -> Tensor:
+    def decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        layer: int,
+        rows: DecodeRows,
+        window: int | None = None,
+        sinks: Sinks | None = None,
+    ) -> Tensor:
         """paged_decode for groups of sequences whose gathered pages stay in the processor's cache."""
         k_pages, v_pages = cache.layer(layer)
+        if window is not None:
+            rows = rows.within(window, cache.block_size)
         k, v = finite_values(k, v)
         num_together = max(SCRATCH_BYTES // (rows.block_tables.shape[1] * 2 * k_pages[0].nbytes), 1)
         groups = [
-            paged_decode(q[group], k[group], v[group], k_pages, v_pages, DecodeRows(*(index[group] for index in rows)))
+            paged_decode(
+                q[group], k[group], v[group], k_pages, v_pages, DecodeRows(*(index[group] for index in rows)), window, sinks
+            )
             for group in (slice(i, i + num_together) for i in range(0, len(q), num_together))
         ]
         return torch.cat(groups) if len(groups) > 1 else groups[0]
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, chunks: PrefillChunks) -> Tensor:
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        layer: int,
+        chunks: PrefillChunks,
+        window: int | None = None,
+        sinks: Sinks | None = None,
+    ) -> Tensor:
         """causal_attention for each chunk, after its k and v are stored."""
         cache.write(layer, chunks.slots, k, v)
         out = torch.empty_like(q)
         starts = [start - int(chunks.starts[0]) for start in chunks.starts.tolist()]
         for i, seq_len in enumerate(chunks.seq_lens.tolist()):
             queries = slice(starts[i], starts[i + 1])
-            blocks = chunks.block_tables[i, : -(-seq_len // cache.block_size)]
-            out[queries] = causal_attention(q[queries], *cache.gather(layer, blocks, seq_len))
+            skipped = cache.num_blocks_before(seq_len - len(q[queries]), window)
+            blocks = chunks.block_tables[i, skipped : -(-seq_len // cache.block_size)]
+            keys, values = cache.gather(layer, blocks, seq_len - skipped * cache.block_size)
+            out[queries] = causal_attention(q[queries], keys, values, window, sinks)
         return out
 
 
@@ -170,11 +224,13 @@ class CPUStep:
         self.decode_rows = DecodeRows(slots[:n], tables[:n], lens[:n])
         self.chunks = PrefillChunks(slots[n:], metadata.query_start_loc[n:], tables[n:], lens[n:])
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n = self.num_decodes
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Sinks | None = None
+    ) -> Tensor:
+        n, options = self.num_decodes, (window, sinks)
         if n == len(q):
-            return self.backend.decode(q, k, v, self.cache, layer, self.decode_rows)
-        prefilled = self.backend.prefill(q[n:], k[n:], v[n:], self.cache, layer, self.chunks)
+            return self.backend.decode(q, k, v, self.cache, layer, self.decode_rows, *options)
+        prefilled = self.backend.prefill(q[n:], k[n:], v[n:], self.cache, layer, self.chunks, *options)
         if n == 0:
             return prefilled
-        return torch.cat((self.backend.decode(q[:n], k[:n], v[:n], self.cache, layer, self.decode_rows), prefilled))
+        return torch.cat((self.backend.decode(q[:n], k[:n], v[:n], self.cache, layer, self.decode_rows, *options), prefilled))

@@ -2,6 +2,12 @@
 
 scores[i, j] = q_i . k_j / sqrt(head_dim)    for j <= i, else -inf
 out_i        = sum_j softmax_j(scores[i]) v_j
+
+Two options of some models change which keys count, and by how much:
+
+window    query i attends to keys i - window + 1 .. i only. Source: Beltagy et al. 2020, https://arxiv.org/abs/2004.05150
+sinks     each head has one more key, with this score and a value of 0, so that the weights of the others sum to less than 1.
+          Source: https://arxiv.org/abs/2508.10925 (gpt-oss), after Xiao et al. 2023, https://arxiv.org/abs/2309.17453
 """
 
 import torch
@@ -10,19 +16,24 @@ from torch import Tensor
 
 Queries = Float[Tensor, "num_tokens num_heads head_dim"]
 Keys = Float[Tensor, "num_tokens num_kv_heads head_dim"]  # and values
+Sinks = Float[Tensor, " num_heads"]
 
 
 class DenseAttention:
     """Attention for `model(input_ids, positions, DenseAttention())`, whose tokens are one sequence. It stores nothing."""
 
-    def __call__(self, layer: int, q: Queries, k: Keys, v: Keys) -> Queries:
-        return causal_attention(q, k, v)
+    def __call__(
+        self, layer: int, q: Queries, k: Keys, v: Keys, *, window: int | None = None, sinks: Sinks | None = None
+    ) -> Queries:
+        return causal_attention(q, k, v, window, sinks)
 
 
 def causal_attention(
     q: Float[Tensor, "num_tokens num_heads head_dim"],
     k: Float[Tensor, "seq_len num_kv_heads head_dim"],
     v: Float[Tensor, "seq_len num_kv_heads head_dim"],
+    window: int | None = None,
+    sinks: Sinks | None = None,
 ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
     """Attend with the last num_tokens of a sequence's seq_len tokens, computed in fp32 and returned in q's dtype.
 
@@ -35,5 +46,10 @@ def causal_attention(
     v = v.repeat_interleave(num_heads // num_kv_heads, dim=1)
     scores = torch.einsum("ihd,jhd->hij", q.float(), k.float()) * head_dim**-0.5  # [num_heads, num_tokens, seq_len]
     visible = torch.ones(num_tokens, seq_len, dtype=torch.bool, device=q.device).tril(seq_len - num_tokens)
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    if window is not None:
+        visible = visible.triu(seq_len - num_tokens - window + 1)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().view(-1, 1, 1).expand(-1, num_tokens, 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., :seq_len]
     return torch.einsum("hij,jhd->ihd", weights, v.float()).to(q.dtype)

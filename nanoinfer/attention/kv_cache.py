@@ -10,6 +10,7 @@ to. A slot holds one token: slot = block * block_size + offset. The attention ba
 import math
 import mmap
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
@@ -26,8 +27,36 @@ Pages = Shaped[Tensor, "num_blocks num_kv_heads block_size stored_size"]  # of a
 SCALE_BYTES = 4  # after a head of 8-bit integers
 
 
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that keep the keys and values of the same tokens, so that one block table of a sequence serves all of them.
+
+    window: the tokens that a query attends to, itself included. None: all, so that every block is kept.
+    """
+
+    window: int | None
+    layers: tuple[int, ...]
+
+
+def kv_groups(config: Any) -> tuple[KVGroup, ...]:
+    """The layers of a model by their windows (`layer_windows` of its config, if it has some).
+
+    All groups take blocks from one pool, and a block has a place for each layer of a group. So that few places stay empty, the
+    layers of the more frequent kind are several groups of as many layers as the other kind has.
+    """
+    layers_of: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(getattr(config, "layer_windows", ()) or [None] * config.num_hidden_layers):
+        layers_of.setdefault(window, []).append(layer)
+    size = min(map(len, layers_of.values()))
+    return tuple(
+        KVGroup(window, tuple(layers[i : i + size]))
+        for window, layers in layers_of.items()
+        for i in range(0, len(layers), size)
+    )
+
+
 class KVCache:
-    """One pool of blocks, each of which has keys and values in every layer.
+    """One pool of blocks, each of which has keys and values in every layer of a KV group.
 
     A head takes head_dim numbers. With dtype torch.int8 it takes head_dim + 4 bytes, as quantized_heads returns them.
     """
@@ -43,15 +72,21 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         layout: Layout = "NHD",
+        groups: tuple[KVGroup, ...] = (),
     ) -> None:
+        """groups: of the model's layers. None: all layers are one group without a window."""
+        self.groups = groups or (KVGroup(None, tuple(range(num_layers))),)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layout: Layout = layout
         axes = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
         shape = (num_blocks, *axes, _stored_size(head_dim, dtype))
-        self._layers = [
-            (_zeros(shape, dtype, torch.device(device)), _zeros(shape, dtype, torch.device(device))) for _ in range(num_layers)
+        self._pool = [
+            (_zeros(shape, dtype, torch.device(device)), _zeros(shape, dtype, torch.device(device)))
+            for _ in range(max(len(group.layers) for group in self.groups))
         ]
+        places = {layer: place for group in self.groups for place, layer in enumerate(group.layers)}
+        self._layers = [self._pool[places[layer]] for layer in range(num_layers)]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of one layer, each in the cache's layout."""
@@ -73,6 +108,10 @@ class KVCache:
         k, v = (loaded(pages[block_table].flatten(0, 1)[:seq_len]) for pages in self._by_slot(layer))
         return k, v
 
+    def num_blocks_before(self, position: int, window: int | None) -> int:
+        """The number of a sequence's first blocks of which the query at this position reads nothing, nor any later one."""
+        return 0 if window is None else max(position - window + 1, 0) // self.block_size
+
     def _by_slot(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return views of keys and values, [num_blocks, block_size, num_kv_heads, head_dim] in either layout."""
         k, v = self._layers[layer]
@@ -80,9 +119,9 @@ class KVCache:
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks in every layer, with all (from, to) pairs in one operation."""
-        device = self._layers[0][0].device
+        device = self._pool[0][0].device
         sources, targets = integers_on_device([list(column) for column in zip(*copies, strict=True)], device)
-        for pages in chain.from_iterable(self._layers):
+        for pages in chain.from_iterable(self._pool):
             pages[targets] = pages[sources]
 
 

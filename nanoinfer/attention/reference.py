@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
-from nanoinfer.attention.dense import Keys, Queries, causal_attention
+from nanoinfer.attention.dense import Keys, Queries, Sinks, causal_attention
 from nanoinfer.attention.kv_cache import KVCache, Layout
 
 
@@ -19,6 +19,7 @@ class ReferenceBackend:
     default_block_size = 16
     supports_cuda_graph = False
     supports_int8_cache = True
+    supports_windows = True
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         """enforce_eager has no effect, because nothing is compiled."""
@@ -31,13 +32,24 @@ class ReferenceBackend:
         return partial(paged_attention, cache, metadata)
 
 
-def paged_attention(cache: KVCache, metadata: AttentionMetadata, layer: int, q: Queries, k: Keys, v: Keys) -> Queries:
+def paged_attention(
+    cache: KVCache,
+    metadata: AttentionMetadata,
+    layer: int,
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    *,
+    window: int | None = None,
+    sinks: Sinks | None = None,
+) -> Queries:
     """Store k and v, then attend over each sequence of the step, one after the other."""
     cache.write(layer, metadata.slot_mapping, k, v)
     out = torch.empty_like(q)
     starts = metadata.query_start_loc_cpu
     for i, seq_len in enumerate(metadata.seq_lens_cpu):
         queries = slice(starts[i], starts[i + 1])
-        keys, values = cache.gather(layer, metadata.block_tables[i], seq_len)
-        out[queries] = causal_attention(q[queries], keys, values)
+        skipped = cache.num_blocks_before(seq_len - len(q[queries]), window)
+        keys, values = cache.gather(layer, metadata.block_tables[i, skipped:], seq_len - skipped * cache.block_size)
+        out[queries] = causal_attention(q[queries], keys, values, window, sinks)
     return out

@@ -16,6 +16,8 @@ tile of keys at a time and keeps three values per query of all earlier tiles:
        |     |    |    | \  |  right until the         of     |  0  |  1  |  0  |  1  |  are the tile's rows; each split has
        v     +----+----+----+  diagonal               queries +-----+-----+-----+-----+  its own m, l, o, merged at the end
 
+With a window, both begin at the first key of the window. A sink (dense.py) is one more key with the value 0, merged at the end.
+
 Decode splits the keys, because with one query per sequence a few long sequences would leave most of the GPU idle. reference.py
 has the plain version of both, and `_over_tiles` below has the formula.
 """
@@ -30,7 +32,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
-from nanoinfer.attention.dense import Keys, Queries
+from nanoinfer.attention.dense import Keys, Queries, Sinks
 from nanoinfer.attention.kv_cache import KVCache, Layout
 
 MAX_HEAD_DIM = 256  # limited by the registers that a tile takes
@@ -65,17 +67,17 @@ def _store_kernel(
 @triton.jit
 def _over_tiles(
     q, k_pages, v_pages, block_table, positions, kv_head, first_key, last_key, scale,
-    BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Compute the running softmax of q's rows over keys first_key .. last_key - 1, TILE at a time, up to each row's position.
 
-    q: [rows, HEAD_DIM padded]. Returns m [rows], l [rows], o [rows, HEAD_DIM padded] in fp32, with m = -inf for rows that have
-    no keys.
+    q: [rows, HEAD_DIM padded]. Returns m [rows], l [rows], o [rows, HEAD_DIM padded] in fp32, with m = -1e30 for rows that have
+    no keys. With a WINDOW, a row attends to as many keys at most. It is 0 without one.
     """
     ROWS: tl.constexpr = q.shape[0]
     DIM: tl.constexpr = q.shape[1]
     dims = tl.arange(0, DIM)
-    m = tl.full([ROWS], float("-inf"), tl.float32)
+    m = tl.full([ROWS], -1e30, tl.float32)  # finite, because a row may find no key of its window in a tile
     l = tl.zeros([ROWS], tl.float32)
     o = tl.zeros([ROWS, DIM], tl.float32)
     for first in range(first_key, last_key, TILE):
@@ -90,6 +92,8 @@ def _over_tiles(
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [ROWS, TILE], "ieee": fp32 without tf32
         visible = inside[None, :] & (keys[None, :] <= positions[:, None])
+        if WINDOW:
+            visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
         largest = tl.maximum(m, tl.max(scores, 1))
         shrink = tl.exp(m - largest)
@@ -102,9 +106,9 @@ def _over_tiles(
 
 @triton.jit(do_not_specialize=["first_seq", "table_stride"])  # they change often, and must not recompile
 def _prefill_kernel(
-    q, k_pages, v_pages, out, query_start_loc, seq_lens, block_tables, q_stride, table_stride, first_seq, scale,
+    q, k_pages, v_pages, out, query_start_loc, seq_lens, block_tables, sinks, q_stride, table_stride, first_seq, scale,
     BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Attend with ROWS queries of one sequence and one head per program, skipping keys that none of them attends to."""
     seq = first_seq + tl.program_id(0)
@@ -121,10 +125,18 @@ def _prefill_kernel(
         tokens = (start + queries).to(tl.int64)
         tile = tl.load(q + tokens[:, None] * q_stride + head * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
         last_key = tl.minimum(seq_len, seq_len - num_queries + first + ROWS)
-        _, l, o = _over_tiles(
+        first_key = 0
+        if WINDOW:
+            first_key = tl.maximum(seq_len - num_queries + first - WINDOW + 1, 0)
+        m, l, o = _over_tiles(
             tile, k_pages, v_pages, block_tables + seq * table_stride, positions, head // (NUM_HEADS // NUM_KV_HEADS),
-            0, last_key, scale, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE,
+            first_key, last_key, scale, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE, WINDOW,
         )  # fmt: skip
+        if sinks is not None:
+            sink = tl.load(sinks + head)
+            largest = tl.maximum(m, sink)
+            l = l * tl.exp(m - largest) + tl.exp(sink - largest)
+            o = o * tl.exp(m - largest)[:, None]
         where = (tokens[:, None] * NUM_HEADS + head) * HEAD_DIM + dims[None, :]
         tl.store(out + where, (o / l[:, None]).to(out.dtype.element_ty), mask=inside)
 
@@ -134,6 +146,7 @@ def _decode_kernel(
     q, k_pages, v_pages, partial_m, partial_l, partial_o, seq_lens, block_tables, q_stride, table_stride, scale,
     BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Attend over one split of a sequence's keys per program, with the queries of the heads that share a KV head.
 
@@ -144,8 +157,11 @@ def _decode_kernel(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     seq_len = tl.load(seq_lens + seq)
-    split_size = tl.cdiv(tl.cdiv(seq_len, NUM_SPLITS), TILE) * TILE
-    first_key = split * split_size
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(seq_len - WINDOW, 0)
+    split_size = tl.cdiv(tl.cdiv(seq_len - begin, NUM_SPLITS), TILE) * TILE
+    first_key = begin + split * split_size
     last_key = tl.minimum(first_key + split_size, seq_len)
 
     rows = tl.arange(0, ROWS)
@@ -153,10 +169,10 @@ def _decode_kernel(
     heads = kv_head * GROUP + rows
     inside = (rows[:, None] < GROUP) & (dims[None, :] < HEAD_DIM)
     tile = tl.load(q + seq * q_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
-    positions = tl.zeros([ROWS], tl.int32) + seq_len
+    positions = tl.zeros([ROWS], tl.int32) + seq_len - 1
     m, l, o = _over_tiles(
         tile, k_pages, v_pages, block_tables + seq * table_stride, positions, kv_head,
-        first_key, last_key, scale, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE,
+        first_key, last_key, scale, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE, WINDOW,
     )  # fmt: skip
     where = (seq * NUM_HEADS + heads) * NUM_SPLITS + split
     tl.store(partial_m + where, m, mask=rows < GROUP)
@@ -166,7 +182,8 @@ def _decode_kernel(
 
 @triton.jit
 def _merge_kernel(
-    partial_m, partial_l, partial_o, out, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, NUM_SPLITS: tl.constexpr
+    partial_m, partial_l, partial_o, out, sinks,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one head of one sequence per program: scale their m, l and o to the largest m, as tiles, and add."""
     row = tl.program_id(0).to(tl.int64)
@@ -174,8 +191,14 @@ def _merge_kernel(
     dims = tl.arange(0, DIM)
     inside = dims < HEAD_DIM
     m = tl.load(partial_m + row * NUM_SPLITS + splits)
-    shrink = tl.exp(m - tl.max(m, 0))  # 0 for a split without keys
+    largest = tl.max(m, 0)
+    if sinks is not None:
+        sink = tl.load(sinks + row % NUM_HEADS)
+        largest = tl.maximum(largest, sink)
+    shrink = tl.exp(m - largest)  # 0 for a split without keys
     total = tl.sum(tl.load(partial_l + row * NUM_SPLITS + splits) * shrink, 0)
+    if sinks is not None:
+        total += tl.exp(sink - largest)
     where = (row * NUM_SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :]
     o = tl.load(partial_o + where, mask=inside[None, :], other=0.0)
     merged = tl.sum(o * shrink[:, None], 0) / total
@@ -188,6 +211,7 @@ class TritonBackend:
     layout: Layout = "NHD"
     default_block_size = 16
     supports_cuda_graph = True
+    supports_windows = True
 
     def __init__(self, *, enforce_eager: bool = False) -> None:
         """enforce_eager has no effect: Triton compiles a kernel when it is first called, and keeps it on disk."""
@@ -220,17 +244,27 @@ def num_splits_for(num_seqs: int, num_kv_heads: int, max_seq_len: int) -> int:
     return num_splits
 
 
-def paged_attention(cache: KVCache, metadata: AttentionMetadata, layer: int, q: Queries, k: Keys, v: Keys) -> Queries:
+def paged_attention(
+    cache: KVCache,
+    metadata: AttentionMetadata,
+    layer: int,
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    *,
+    window: int | None = None,
+    sinks: Sinks | None = None,
+) -> Queries:
     """Store k and v, then attend for the decoding sequences and for the prompt chunks."""
     k_pages, v_pages = cache.layer(layer)
     q, k, v = (_with_packed_heads(x) for x in (q, k, v))
     store(k, v, k_pages, v_pages, metadata.slot_mapping)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    n = metadata.num_decodes
+    n, sinks = metadata.num_decodes, None if sinks is None else sinks.float()
     if n:
-        decode(q[:n], k_pages, v_pages, out[:n], metadata)
+        decode(q[:n], k_pages, v_pages, out[:n], metadata, window or 0, sinks)
     if n < len(metadata.seq_lens):
-        prefill(q, k_pages, v_pages, out, metadata)
+        prefill(q, k_pages, v_pages, out, metadata, window or 0, sinks)
     return out
 
 
@@ -243,8 +277,16 @@ def store(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: 
     )  # fmt: skip
 
 
-def prefill(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: AttentionMetadata) -> None:
-    """Attend for the prompt chunks, and write their rows of `out`."""
+def prefill(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    out: Tensor,
+    metadata: AttentionMetadata,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> None:
+    """Attend for the prompt chunks, and write their rows of `out`. window: 0 is none."""
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_pages.shape
     first_seq = metadata.num_decodes
@@ -252,18 +294,26 @@ def prefill(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: 
     rows = min(tile, max(triton.next_power_of_2(metadata.max_query_len), _MIN_ROWS))
     grid = (len(metadata.seq_lens) - first_seq, triton.cdiv(metadata.max_query_len, rows), num_heads)
     _prefill_kernel[grid](
-        q, k_pages, v_pages, out, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables,
+        q, k_pages, v_pages, out, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, sinks,
         q.stride(0), metadata.block_tables.stride(0), first_seq, head_dim**-0.5,
-        block_size, num_heads, num_kv_heads, head_dim, dim, rows, tile,
+        block_size, num_heads, num_kv_heads, head_dim, dim, rows, tile, window,
         num_warps=4 if q.element_size() == 2 else 8,
     )  # fmt: skip
 
 
-def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: AttentionMetadata) -> None:
-    """Attend for the decoding sequences, and write `out`, which has one row per sequence."""
+def decode(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    out: Tensor,
+    metadata: AttentionMetadata,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> None:
+    """Attend for the decoding sequences, and write `out`, which has one row per sequence. window: 0 is none."""
     num_seqs, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_pages.shape
-    num_splits = num_splits_for(num_seqs, num_kv_heads, metadata.max_seq_len)
+    num_splits = num_splits_for(num_seqs, num_kv_heads, min(metadata.max_seq_len, window or metadata.max_seq_len))
     rows = max(triton.next_power_of_2(num_heads // num_kv_heads), _MIN_ROWS)
     dim, tile = _tile_sizes(q)
     m, l = q.new_empty(2, num_seqs, num_heads, num_splits, dtype=torch.float32)
@@ -271,9 +321,9 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: A
     _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
         q, k_pages, v_pages, m, l, o, metadata.seq_lens, metadata.block_tables,
         q.stride(0), metadata.block_tables.stride(0), head_dim**-0.5,
-        block_size, num_heads, num_kv_heads, head_dim, dim, rows, tile, num_splits,
+        block_size, num_heads, num_kv_heads, head_dim, dim, rows, tile, num_splits, window,
     )  # fmt: skip
-    _merge_kernel[(num_seqs * num_heads,)](m, l, o, out, head_dim, dim, num_splits)
+    _merge_kernel[(num_seqs * num_heads,)](m, l, o, out, sinks, num_heads, head_dim, dim, num_splits)
 
 
 def _tile_sizes(q: Tensor) -> tuple[int, int]:

@@ -132,11 +132,9 @@ class _Group:
         self.eos_token_ids = frozenset() if params.ignore_eos else engine.eos_token_ids
         # More than width, since some end: with one ending for each EOS id and beam, at least width continue.
         self.num_candidates = max(2, 1 + len(self.eos_token_ids)) * self.width
-        num_prompt, block_size = len(prepared.prompt_token_ids), engine.block_manager.block_size
+        num_prompt = len(prepared.prompt_token_ids)
         self.max_tokens = min(params.max_tokens, engine.max_model_len - num_prompt)  # most that can be generated
-        num_shared = num_prompt // block_size
-        num_own = engine.block_manager.num_blocks_for(num_prompt + self.max_tokens) - num_shared
-        self.most_blocks = num_shared + self.width * num_own
+        self.most_blocks = engine.block_manager.num_blocks_for_forks(self.width, num_prompt, num_prompt + self.max_tokens)
         self.beams: list[Sequence] = []
         self._name, self._num_beams = name, 0  # names in the trace: beam0, beam0.1, beam0.2 and so on
         self.scores: Floats = np.zeros(1, np.float32)  # [num_beams], sums of log-probabilities in falling order

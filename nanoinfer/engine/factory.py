@@ -90,6 +90,11 @@ def make_engine(
         from nanoinfer.speculative.draft_model import DraftModelProposer
 
         draft_executor = make_executor(draft, draft_config, num_blocks=executor.info.num_blocks)
+        if draft_executor.info.windows != (None,):
+            raise UnsupportedError(
+                "the draft model has sliding windows, which free blocks that it would need again after a rejected draft; "
+                "choose one with full attention in every layer, or use method 'ngram'"
+            )
         proposer = DraftModelProposer(draft_executor, config.scheduler)
     elif speculative is not None:
         from nanoinfer.speculative.ngram import NGramProposer

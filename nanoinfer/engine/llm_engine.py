@@ -80,6 +80,10 @@ class LLMEngine:
         self.eos_token_ids = frozenset(i for i in eos_token_ids if i < info.vocab_size)
         self.max_model_len = info.max_model_len
         scheduler_cls, block_manager_cls = scheduling_classes(config)
+        if info.windows != (None,):
+            from nanoinfer.scheduling.kv_groups import with_groups
+
+            block_manager_cls = with_groups(block_manager_cls, info.windows, config.scheduler.chunk_grid)
         self.inputs = InputProcessor(info, tokenizer, config, accepts_priority=scheduler_cls.reads_priority)
         self.block_manager = block_manager_cls(info.num_blocks, info.block_size, config.cache.enable_prefix_caching, tracer)
         self.scheduler = scheduler_cls(config.scheduler, self.block_manager, tracer)

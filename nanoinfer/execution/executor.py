@@ -16,6 +16,7 @@ class ExecutorInfo:
     """What the engine must know about the loaded model and its KV cache.
 
     max_position_embeddings: the model's limit. max_model_len: the most tokens of a sequence, limited by the cache as well.
+    windows: of the cache's KV groups (attention/kv_cache.py).
     """
 
     vocab_size: int
@@ -27,6 +28,7 @@ class ExecutorInfo:
     device: str = "cpu"
     dtype: str = "float32"
     attention_backend: str = "reference"
+    windows: tuple[int | None, ...] = (None,)
 
 
 @dataclass(slots=True)  # not frozen: one is made for each row of a step, in a third of the time

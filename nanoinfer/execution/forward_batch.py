@@ -41,13 +41,19 @@ class _Packed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """One step's input. logits_indices: the packed tokens whose hidden rows enter the LM head, in the order of plan.rows."""
+    """One step's input.
+
+    Attributes:
+        logits_indices: the packed tokens whose hidden rows enter the LM head, in the order of plan.rows.
+        attention: the same for all layers, or of the first KV group. further_groups has it for the others.
+    """
 
     input_ids: Int[Tensor, " num_tokens"]
     positions: Int[Tensor, " num_tokens"]
     logits_indices: Int[Tensor, " num_rows"]
     attention: AttentionMetadata
     block_copies: list[tuple[int, int]]
+    further_groups: tuple[AttentionMetadata, ...] = ()
 
     @classmethod
     def build(
@@ -69,10 +75,7 @@ class ForwardBatch:
         """
         packed = _pack(plan, block_size, previous)
         query_start_loc = [0, *accumulate(packed.query_lens)]
-        max_blocks = max(len(seq.block_table) for seq in packed.sequences)
-        block_tables: list[int] = []
-        for seq in packed.sequences:
-            block_tables += seq.block_table + [0] * (max_blocks - len(seq.block_table))
+        block_tables = _padded([seq.block_table for seq in packed.sequences])
         logits_indices = [index for _, index in plan.rows]
         if tracer is not None:
             tracer.emit(_describe(packed, query_start_loc, logits_indices))
@@ -88,7 +91,7 @@ class ForwardBatch:
         attention = AttentionMetadata(
             query_start_loc=starts,
             seq_lens=lens,
-            block_tables=tables.view(len(packed.sequences), max_blocks),
+            block_tables=tables.view(len(packed.sequences), -1),
             slot_mapping=slots,
             max_query_len=max(packed.query_lens),
             max_seq_len=max(packed.seq_lens),
@@ -96,9 +99,33 @@ class ForwardBatch:
             query_start_loc_cpu=query_start_loc,
             seq_lens_cpu=packed.seq_lens,
         )
+        groups = [attention]
+        for tables_of_group in zip(*(seq.more_block_tables for seq in packed.sequences), strict=True):
+            groups.append(_in_group(attention, list(tables_of_group), packed.positions, block_size))
         if has_single_queries:
-            attention = single_queries(attention)
-        return cls(ids, positions, rows, attention, list(plan.block_copies))
+            groups = list(map(single_queries, groups))
+        return cls(ids, positions, rows, groups[0], list(plan.block_copies), tuple(groups[1:]))
+
+
+def _padded(tables: list[list[int]]) -> list[int]:
+    """Block tables one after the other, each padded with 0 to the length of the longest."""
+    max_blocks = max(map(len, tables))
+    padded: list[int] = []
+    for table in tables:
+        padded += table + [0] * (max_blocks - len(table))
+    return padded
+
+
+def _in_group(first: AttentionMetadata, tables: list[list[int]], positions: list[int], block_size: int) -> AttentionMetadata:
+    """The metadata of a further KV group, whose block tables these are."""
+    starts = first.query_start_loc_cpu
+    slots = [
+        table[position // block_size] * block_size + position % block_size
+        for i, table in enumerate(tables)
+        for position in positions[starts[i] : starts[i + 1]]
+    ]
+    block_tables, slot_mapping = integers_on_device([_padded(tables), slots], first.seq_lens.device)
+    return replace(first, block_tables=block_tables.view(len(tables), -1), slot_mapping=slot_mapping)
 
 
 def _pack(plan: StepPlan, block_size: int, previous: PreviousTokens | None) -> _Packed:

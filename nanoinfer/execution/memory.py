@@ -5,6 +5,7 @@ In: Parts and an EngineConfig. Out: an ExecutorInfo.
 
 import logging
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nanoinfer.attention.kv_cache import bytes_per_block_of
+from nanoinfer.attention.kv_cache import bytes_per_block_of, kv_groups
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import ExecutorInfo
@@ -50,12 +51,13 @@ def size_cache(
     if shards is not None and not is_cuda and requested is None:
         memory //= shards.communicator.size  # each process sees the same free memory
     block_bytes = sum(_block_bytes(one) for one in (parts, draft) if one is not None)
-    max_blocks = config.scheduler.max_num_seqs * -(-(config.max_model_len or limit) // parts.block_size)
-    if (num_blocks := min(memory // block_bytes, max_blocks)) < 1:
+    max_blocks = config.scheduler.max_num_seqs * _num_blocks_for(config.max_model_len or limit, parts, config)
+    num_blocks, fewest = min(memory // block_bytes, max_blocks), _num_blocks_for(1, parts, config)
+    if num_blocks < fewest:
         more = " or gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs" if is_cuda else ""
         raise InvalidValueError(
-            f"the KV cache may take {memory} bytes, less than one block of {parts.block_size} tokens ({block_bytes} bytes); "
-            f"raise kv_cache_memory{more}, or lower block_size"
+            f"the KV cache may take {memory} bytes, less than one block of {parts.block_size} tokens "
+            f"({fewest * block_bytes} bytes); raise kv_cache_memory{more}, or lower block_size"
         )
     info = describe_cache(parts, config, num_blocks if shards is None else shards.communicator.minimum(num_blocks))
     if config.max_model_len is not None and info.max_model_len < config.max_model_len:
@@ -69,16 +71,18 @@ def size_cache(
 def describe_cache(parts: Parts, config: EngineConfig, num_blocks: int) -> ExecutorInfo:
     """Collect and log what the engine must know about a model with a cache of this many blocks."""
     limit = parts.model.config.max_position_embeddings
+    lengths = range(1, min(config.max_model_len or limit, limit) + 1)
     info = ExecutorInfo(
         vocab_size=parts.model.config.vocab_size,
         max_position_embeddings=limit,
-        max_model_len=min(config.max_model_len or limit, num_blocks * parts.block_size),
+        max_model_len=bisect_right(lengths, num_blocks, key=lambda length: _num_blocks_for(length, parts, config)),
         num_blocks=num_blocks,
         block_size=parts.block_size,
         num_cache_bytes=num_blocks * _block_bytes(parts),
         device=str(parts.device),
         dtype=str(parts.dtype).removeprefix("torch."),
         attention_backend=parts.backend_name,
+        windows=tuple(group.window for group in kv_groups(parts.model.config)),
     )
     logger.info(
         "%s on %s, attention %s, KV cache of %d blocks of %d tokens (%.0f MiB), max_model_len %d",
@@ -89,7 +93,19 @@ def describe_cache(parts: Parts, config: EngineConfig, num_blocks: int) -> Execu
 
 
 def _block_bytes(parts: Parts) -> int:
-    return bytes_per_block_of(parts.model.config, parts.block_size, parts.cache_dtype)
+    config = parts.model.config
+    num_layers = max(len(group.layers) for group in kv_groups(config))  # for which a block has a place
+    return bytes_per_block_of(config, parts.block_size, parts.cache_dtype) * num_layers // config.num_hidden_layers
+
+
+def _num_blocks_for(num_tokens: int, parts: Parts, config: EngineConfig) -> int:
+    """The most blocks that one sequence holds while it grows to num_tokens."""
+    windows = [group.window for group in kv_groups(parts.model.config)]
+    if windows == [None]:
+        return -(-num_tokens // parts.block_size)
+    from nanoinfer.scheduling.kv_groups import most_blocks
+
+    return most_blocks(num_tokens, windows, parts.block_size, config.scheduler.chunk_grid)
 
 
 def memory_for_cache(
@@ -140,7 +156,7 @@ def peak_step_bytes(model: Model, config: EngineConfig, device: torch.device, ro
     """
     num_rows = config.max_num_rows
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
         return q.contiguous()
 
     torch.cuda.reset_peak_memory_stats(device)

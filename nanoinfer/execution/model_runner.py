@@ -58,4 +58,8 @@ class ModelRunner:
 
     def _run(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         attend = self.backend.begin_step(self.cache, batch.attention)
+        if batch.further_groups:
+            from nanoinfer.attention.groups import GroupedAttend
+
+            attend = GroupedAttend(self.cache, self.backend, (batch.attention, *batch.further_groups))
         return self.model(batch.input_ids, batch.positions, attend)

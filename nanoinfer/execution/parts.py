@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nanoinfer.attention.base import AttentionBackend, select_backend
-from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.attention.kv_cache import KVCache, kv_groups
 from nanoinfer.config import LOGPROBS_MODES, EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
@@ -67,6 +67,7 @@ def plain_parts(model: Model, config: EngineConfig) -> Parts:
         model.config.head_dim,
         block_size=config.cache.block_size,
         enforce_eager=config.enforce_eager,
+        has_windows=any(getattr(model.config, "layer_windows", ())) or getattr(model.config, "has_sinks", False),
     )
     is_int8 = config.cache.kv_cache_dtype == "int8"
     if is_int8 and not getattr(backend, "supports_int8_cache", False):
@@ -90,6 +91,7 @@ def make_runner(parts: Parts, info: ExecutorInfo) -> ModelRunner:
         dtype=parts.cache_dtype,
         device=parts.device,
         layout=parts.backend.layout,
+        groups=kv_groups(config),
     )
     return parts.runner_class(parts.model, cache, parts.backend, graphs)
 

@@ -16,8 +16,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import AttentionBackend
-from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.attention.kv_cache import KVCache, kv_groups
 from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
@@ -41,15 +42,17 @@ def is_batch_independent(
     token_ids = [
         torch.randint(0, model.config.vocab_size, (length + NUM_DECODES,), generator=generator).tolist() for length in lengths
     ]
-    sequences = scratch_sequences(token_ids, block_size)
+    groups = kv_groups(model.config)
+    sequences = scratch_sequences(token_ids, block_size, len(groups))
     cache = KVCache(
         num_layers=model.config.num_hidden_layers,
-        num_blocks=sum(len(seq.block_table) for seq in sequences),
+        num_blocks=len(groups) * sum(len(seq.block_table) for seq in sequences),
         block_size=block_size,
         num_kv_heads=model.config.num_key_value_heads,
         head_dim=model.config.head_dim,
         dtype=dtype,
         layout=backend.layout,
+        groups=groups,
     )
     decodes = [1] * NUM_DECODES
     run = partial(_hidden_rows, model, backend, cache, has_single_queries=has_single_queries)
@@ -59,14 +62,19 @@ def is_batch_independent(
     return all(same_bits(other, alone) for other in (together, *others))
 
 
-def scratch_sequences(token_ids: list[list[int]], block_size: int) -> list[Sequence]:
-    """One sequence for each list of ids. Its blocks hold all of its tokens, and follow those of the sequence before it."""
+def scratch_sequences(token_ids: list[list[int]], block_size: int, num_groups: int = 1) -> list[Sequence]:
+    """One sequence for each list of ids. Its blocks hold all of its tokens, and follow those of the sequence before it.
+
+    num_groups: KV groups, each of which has blocks of its own.
+    """
     sequences: list[Sequence] = []
     num_blocks = 0
     for i, ids in enumerate(token_ids):
         seq = Sequence(str(i), ids, SamplingParams(), seed=0, max_num_tokens=len(ids))
-        first, num_blocks = num_blocks, num_blocks + -(-len(ids) // block_size)
-        seq.block_table = list(range(first, num_blocks))
+        for _ in range(num_groups):
+            first, num_blocks = num_blocks, num_blocks + -(-len(ids) // block_size)
+            seq.more_block_tables.append(list(range(first, num_blocks)))
+        seq.block_table = seq.more_block_tables.pop(0)
         sequences.append(seq)
     return sequences
 
@@ -96,7 +104,7 @@ def _hidden_rows(
         items.sort(key=lambda item: item.num_new_tokens > 1)  # the scheduler's order
         plan, device = StepPlan(tuple(items)), torch.device("cpu")
         batch = ForwardBatch.build(plan, cache.block_size, device, has_single_queries=has_single_queries)
-        hidden = model(batch.input_ids, batch.positions, backend.begin_step(cache, batch.attention))
+        hidden = ModelRunner(model, cache, backend).forward(batch)
         start = 0
         for item in items:
             if item.sequence is compared:

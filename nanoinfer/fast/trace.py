@@ -43,6 +43,11 @@ class Trace:
         """The module that a node calls."""
         return self.owned[str(node.target)] if node.op == "call_module" else None
 
+    def value(self, given: Any) -> Any:
+        """An argument of a node: the attribute that it names, or itself."""
+        is_attribute = isinstance(given, fx.Node) and given.op == "get_attr"
+        return self.owned[str(given.target)] if is_attribute else given
+
     def name(self, prefix: str, value: Any) -> str:
         """Own another module, and return the name by which the graph may call it."""
         name = f"{prefix}_{sum(name.startswith(prefix) for name in self.owned)}"

@@ -4,6 +4,7 @@
     o_bias     Qwen3 with attention_bias, Qwen2 never
     mlp_bias   never: Llama may have it, whose layers are these as well (llama.py)
     qk_norm    Qwen3: an RMSNorm over each head of q and of k, before the rotation
+    window     Qwen2 and Qwen3 with use_sliding_window in some layers, Mistral in all: attention over the newest tokens only
 
 Source: https://arxiv.org/abs/2407.10671 (Qwen2), https://arxiv.org/abs/2505.09388 (Qwen3). The names are those of their
 checkpoints.
@@ -39,6 +40,7 @@ class QwenConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    layer_windows: tuple[int | None, ...] = ()  # of each layer. (): full attention in all
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "QwenConfig":
@@ -50,7 +52,6 @@ class QwenConfig:
             KeyError: a key that every Qwen config has.
         """
         is_qwen3 = config["model_type"] == "qwen3"
-        refuse_sliding_window(config)
         attention_bias = is_qwen3 and config.get("attention_bias", False)
         return cls(
             # Qwen3's default is 128 for every hidden size. Qwen2 has no such key.
@@ -59,6 +60,7 @@ class QwenConfig:
             o_bias=attention_bias,
             mlp_bias=False,
             qk_norm=is_qwen3,
+            layer_windows=layer_windows(config),
         )
 
 
@@ -87,24 +89,37 @@ def shared_fields(config: dict[str, Any], default_head_dim: int | None = None) -
     }
 
 
-def refuse_sliding_window(config: dict[str, Any]) -> None:
-    """Raise for a sliding window that is on. Many Qwen configs name a sliding_window that is off."""
-    if config.get("layer_types"):
-        slides = any(layer_type != "full_attention" for layer_type in config["layer_types"])
-    else:
-        some_layers = config.get("max_window_layers", 28) < config["num_hidden_layers"]
-        slides = config.get("use_sliding_window", False) and config.get("sliding_window", 4096) is not None and some_layers
-    if slides:
+def layer_windows(config: dict[str, Any], kinds: list[str] | None = None) -> tuple[int | None, ...]:
+    """The window of each layer, None where it is full attention. (): nowhere, or no text is longer than the window.
+
+    kinds: of the layers. None: config.json names them in layer_types, or as older Qwen2: the layers from max_window_layers on
+    slide, if use_sliding_window is true.
+
+    Raises: the errors of from_hf.
+    """
+    num_layers, window = config["num_hidden_layers"], config.get("sliding_window", 4096)
+    if kinds is None and not (kinds := config.get("layer_types")):
+        slides = config.get("use_sliding_window", False) and window is not None
+        num_full = config.get("max_window_layers", 28) if slides else num_layers
+        kinds = ["full_attention" if layer < num_full else "sliding_attention" for layer in range(num_layers)]
+    if len(kinds) != len(range(num_layers)) or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
         raise UnsupportedError(
-            f"sliding-window attention (sliding_window={shown(config.get('sliding_window'))}) is not supported; "
-            "only checkpoints with full attention in every layer are"
+            f"layer_types must name full_attention or sliding_attention (sliding-window attention) for each of {num_layers} "
+            f"layers, got {shown(kinds)}; other kinds are not supported"
         )
+    if "sliding_attention" not in kinds:
+        return ()
+    if type(window) is not int or window < 1:
+        raise CheckpointError(f"sliding_window must be a number >= 1, because some layers slide, got {shown(window)}")
+    is_shorter = window < config["max_position_embeddings"]
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds) if is_shorter else ()
 
 
 class QwenAttention(nn.Module):
     def __init__(self, config: QwenConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
+        self.window = config.layer_windows[layer] if config.layer_windows else None
         self.head_dim = config.head_dim
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
@@ -131,7 +146,11 @@ class QwenAttention(nn.Module):
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        return self.o_proj(attend(self.layer, q, k, v).flatten(1))
+        out = attend(self.layer, q, k, v) if self.window is None else attend(self.layer, q, k, v, window=self.window)
+        return self.o_proj(out.flatten(1))
+
+    def extra_repr(self) -> str:
+        return "" if self.window is None else f"window={self.window}"
 
 
 class QwenDecoderLayer(nn.Module):

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from nanoinfer.errors import CheckpointError, shown
+from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 from nanoinfer.models.layers import SwiGLU
-from nanoinfer.models.qwen import QwenConfig, QwenForCausalLM, refuse_sliding_window, shared_fields
+from nanoinfer.models.qwen import QwenConfig, QwenForCausalLM, shared_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,11 @@ class QwenMoeConfig(QwenConfig):
             KeyError: a key that every config of this family has.
         """
         is_qwen3 = config["model_type"] == "qwen3_moe"
-        refuse_sliding_window(config | {"max_window_layers": 0})  # any window: they are placed differently here
+        if config.get("use_sliding_window", False) and config.get("sliding_window") is not None:
+            raise UnsupportedError(
+                f"sliding-window attention (sliding_window={shown(config['sliding_window'])}) is not supported for these "
+                "mixtures of experts; only checkpoints with use_sliding_window=false are"
+            )
         num_experts = config.get("num_experts") or config["num_local_experts"]  # the second is newer transformers' name
         num_chosen = config["num_experts_per_tok"]
         if num_chosen > num_experts:

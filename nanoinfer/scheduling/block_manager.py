@@ -14,7 +14,7 @@ slot `block_table[i // block_size] * block_size + i % block_size`. There are thr
     table    [       7        |        2        ]         7 is full and has a key, 2 is being filled
 
 A subclass may override choose_evicted, which decides what the prefix cache forgets, and extend start and evict to count hits:
-LLM(block_manager_cls=...).
+LLM(block_manager_cls=...). kv_groups.py has the block tables of models with sliding windows.
 
 Source: PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180. The keys differ from vLLM's, which are hashes.
 """
@@ -60,6 +60,14 @@ class BlockManager:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def num_blocks_for_forks(self, num_forks: int, num_shared_tokens: int, num_tokens: int) -> int:
+        """Return the most blocks that forks need to grow to num_tokens each, of which the first ones are shared."""
+        num_shared = num_shared_tokens // self.block_size
+        return num_shared + num_forks * (self.num_blocks_for(num_tokens) - num_shared)
+
+    def num_held_blocks(self, seq: Sequence) -> int:
+        return len(seq.block_table)
 
     # ---- for subclasses to override
 

@@ -91,8 +91,8 @@ class Scheduler:
         More means fewer preemptions, and fewer sequences at a time. Here it is the blocks of its known tokens, and one more if
         it may grow that far. A sequence's very last token is never computed.
         """
-        num_for_known, num_for_all = map(self.block_manager.num_blocks_for, (seq.num_tokens, seq.max_num_tokens - 1))
-        return max(min(num_for_known + 1, num_for_all) - len(seq.block_table), 0)
+        limits = seq.num_tokens + self.block_manager.block_size, seq.max_num_tokens - 1
+        return max(min(map(self.block_manager.num_blocks_for, limits)) - self.block_manager.num_held_blocks(seq), 0)
 
     def choose_victim(self, running: list[Sequence], seq: Sequence) -> Sequence:
         """Choose the running sequence that is preempted, because there is no block for `seq`, which may be chosen itself."""
@@ -114,7 +114,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. The caller has checked that it can fit when it runs alone."""
-        assert seq.max_num_tokens <= self.block_manager.num_blocks * self.block_manager.block_size
+        assert self.block_manager.num_blocks_for(seq.max_num_tokens) <= self.block_manager.num_blocks
         self.waiting.append(seq)
         for fork in seq.forks:
             fork.status = SequenceStatus.PENDING

@@ -52,6 +52,7 @@ class Sequence:
     num_preemptions: int = field(default=0, init=False)  # the scheduler
     num_cached_tokens: int = field(default=0, init=False)  # in the prefix cache when it first ran: the scheduler
     block_table: list[int] = field(default_factory=list, init=False)  # the block manager
+    more_block_tables: list[list[int]] = field(default_factory=list, init=False)  # kv_groups.py: of the groups after the first
     prefix_keys: list[int] = field(default_factory=list, init=False)  # the block manager: keys of its finished blocks
     forks: list["Sequence"] = field(default_factory=list, init=False)  # PENDING ones: set by the engine, taken by the scheduler
     sampling_state: Any = field(default=None, init=False)  # sampling/state.py

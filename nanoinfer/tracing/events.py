@@ -91,6 +91,10 @@ class BlocksFreed(_Blocks):
     """The sequence released its blocks. Other sequences may still hold some of them."""
 
 
+class BlocksReleased(_Blocks):
+    """The sequence continues without these blocks, because they are before its window."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepScheduled:
     """The scheduler chose the sequences of a step."""
@@ -230,7 +234,7 @@ class RequestFinished:
 
 Event = (
     EngineStarted | RequestAdded
-    | BlocksShared | BlocksAllocated | BlockCopied | BlockEvicted | BlocksCached | BlocksForked | BlocksFreed
+    | BlocksShared | BlocksAllocated | BlockCopied | BlockEvicted | BlocksCached | BlocksForked | BlocksFreed | BlocksReleased
     | StepScheduled | TokensDrafted | BatchBuilt | StageApplied | TokenDrawn | TokenAppended | StepTimed | RequestFinished
 )  # fmt: skip
 

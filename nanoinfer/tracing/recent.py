@@ -11,6 +11,7 @@ from nanoinfer.tracing.events import (
     BlocksCached,
     BlocksForked,
     BlocksFreed,
+    BlocksReleased,
     BlocksShared,
     EngineStarted,
     RequestAdded,
@@ -23,7 +24,7 @@ from nanoinfer.tracing.recorder import Recorder, rows
 MAX_SIZE = 100_000  # 250 to 500 steps of 64 sequences, or 8,000 to 16,000 steps of one. 20 to 40 MB
 
 _LONG_FIELDS = {RequestAdded: "prompt_token_ids", StepScheduled: "sequence_ids", BatchBuilt: "input_ids"}
-_STATE = (RequestAdded, BlocksShared, BlocksAllocated, BlockCopied, BlocksCached, BlocksForked, BlocksFreed)
+_STATE = (RequestAdded, BlocksShared, BlocksAllocated, BlockCopied, BlocksCached, BlocksForked, BlocksFreed, BlocksReleased)
 
 
 class RecentRecorder(Recorder):

@@ -4,6 +4,7 @@ import itertools
 import sys
 from pathlib import Path
 
+import paged_cases
 import pytest
 import tiny_models
 import torch
@@ -40,6 +41,24 @@ def test_paged_attention_equals_dense_attention(backend, lengths, block_size, he
     num_kv_heads, group = heads
     error = compare(backend, lengths, block_size=block_size, num_kv_heads=num_kv_heads, group=group, head_dim=head_dim)
     assert error < 1e-5
+
+
+@pytest.mark.slow
+@NAMES
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 16, 20, 100])
+def test_windows_and_sinks_equal_the_definition_and_freed_blocks_are_not_read(backend, window, has_sinks):
+    lengths = [(100, 1), (3, 1), (700, 1), (0, 20), (64, 30), (0, 150), (310, 90)]
+    for sizes in ({"num_kv_heads": 2, "group": 2, "head_dim": 16}, {"num_kv_heads": 1, "group": 7, "head_dim": 10}):
+        for block_size in (4, 64):
+            assert compare(backend, lengths, block_size=block_size, window=window, has_sinks=has_sinks, **sizes) < 1e-5
+
+
+@NAMES
+def test_that_comparison_notices_a_window_that_is_off_by_one(backend, monkeypatch):
+    definition = paged_cases.in_float64
+    monkeypatch.setattr(paged_cases, "in_float64", lambda q, k, v, window: definition(q, k, v, window + 1))
+    assert compare(backend, [(40, 1), (30, 9)], block_size=4, num_kv_heads=2, group=2, head_dim=8, window=20) > 1e-3
 
 
 @pytest.mark.slow

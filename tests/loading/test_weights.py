@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanoinfer import LLM, SamplingParams, register_model
-from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError, WeightsError
 from nanoinfer.fast.cpu.accelerate import compile_model
 from nanoinfer.loading import loader, weights
@@ -229,11 +228,8 @@ def test_dtype_auto_is_float32_on_a_cpu_that_is_slow_at_the_checkpoints_own_and_
             {"quantization_config": {"quant_method": "bitsandbytes"}},
             r"checkpoints quantised with 'bitsandbytes' are not supported",
         ),
-        (
-            {"layer_types": None, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-            r"sliding-window attention \(sliding_window=64\) is not supported; only checkpoints with full attention",
-        ),
-        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}, "sliding-window attention"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types must name full_attention or sliding_attention"),
+        ({"layer_types": ["full_attention"]}, "for each of 2 layers"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type must be one of .*yarn, llama3, got 'longrope'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope_type must be one of .*, got 'su'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1.0"),
@@ -392,18 +388,24 @@ def test_a_llama3_scaling_with_a_nonsense_value_is_refused(tmp_path, changes, se
         load(path)
 
 
-def test_mistral_with_a_sliding_window_is_limited_to_the_window(tmp_path, caplog):
-    """Up to its length the window is full attention. Transformers' logits of as many tokens show that it is not off by one."""
-    path = tiny_models.save("mistral", tmp_path, sliding_window=40)
-    ids = torch.arange(40) * 31 % tiny_models.VOCAB_SIZE
-    with torch.inference_mode():
-        truth = transformers.AutoModelForCausalLM.from_pretrained(path)(ids[None]).logits[0]
-        model = load(path)
-        torch.testing.assert_close(
-            model.compute_logits(model(ids, torch.arange(40), DenseAttention())), truth, atol=1e-4, rtol=0
-        )
-    assert model.config.max_position_embeddings == 40
-    assert "sequences are limited to 40 tokens, the sliding window of this checkpoint" in caplog.text
+@pytest.mark.parametrize("window", [0, -4, "40", 2.5, None])
+def test_a_window_that_is_no_number_of_tokens_is_refused(qwen3, window):
+    edit_config(qwen3, layer_types=["full_attention", "sliding_attention"], sliding_window=window)
+    with pytest.raises(CheckpointError, match="sliding_window must be a number >= 1, because some layers slide, got"):
+        load(qwen3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, (None, 64)),
+        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}, (64, None)),
+        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 512}, ()),  # of 512 positions
+    ],
+)
+def test_windows_are_read_for_each_layer(qwen3, changes, windows):
+    edit_config(qwen3, **changes)
+    assert load(qwen3).config.layer_windows == windows
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,8 @@ def test_config_json_is_read_as_older_transformers_wrote_it(family, tmp_path):
 
 # The attention of these is Qwen's: they need no second backend, and one of each is enough.
 LIKE_QWEN = [family for family in tiny_models.FAMILIES if family.startswith(("llama", "mistral")) or "moe" in family]
-GREEDY = [family for family in tiny_models.FAMILIES if family not in LIKE_QWEN]
+WINDOWED = [family for family in tiny_models.FAMILIES if family.endswith("_window")]  # tests/end_to_end/test_windows.py
+GREEDY = [family for family in tiny_models.FAMILIES if family not in LIKE_QWEN + WINDOWED]
 
 
 @pytest.mark.parametrize("family", [*GREEDY, "llama_tied_llama3", "qwen3_moe"])

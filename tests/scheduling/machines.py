@@ -48,18 +48,26 @@ class Memory:
         for i in range(end):
             assert self.slots[self.slot(seq, i)] == tuple(seq.token_ids[: i + 1])
 
+    def capacity(self):
+        """The tokens of the longest sequence that fits alone."""
+        return self.manager.num_blocks * self.manager.block_size
+
+    def held(self, seq):
+        return set(seq.block_table)
+
 
 class Blocks(RuleBasedStateMachine):
     """Sequences come, grow, fork and go in any order."""
 
     block_manager_cls = BlockManager
     NUM_BLOCKS, BLOCK_SIZE = 6, 2
+    memory_cls = Memory
 
     def __init__(self):
         super().__init__()
         self.manager = self.block_manager_cls(self.NUM_BLOCKS, self.BLOCK_SIZE)
         self.alive = []
-        self.memory = Memory(self.manager)
+        self.memory = self.memory_cls(self.manager)
 
     def compute(self, seq):
         first, end = seq.num_computed_tokens, len(seq.token_ids)
@@ -120,7 +128,7 @@ class Blocks(RuleBasedStateMachine):
 
     @invariant()
     def a_block_is_free_if_no_block_table_has_it(self):
-        held = {block for seq in self.alive for block in seq.block_table}
+        held = {block for seq in self.alive for block in self.memory.held(seq)}
         assert self.manager.num_free_blocks == self.NUM_BLOCKS - len(held)
 
     def teardown(self):
@@ -134,6 +142,7 @@ class Load(RuleBasedStateMachine):
 
     scheduler_cls = Scheduler
     block_manager_cls = BlockManager
+    memory_cls = Memory
 
     @initialize(
         num_blocks=st.integers(4, 16),
@@ -146,7 +155,7 @@ class Load(RuleBasedStateMachine):
         config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, chunk_size=chunk_size)
         manager = self.block_manager_cls(num_blocks, block_size)
         self.scheduler = self.scheduler_cls(config, manager)
-        self.memory = Memory(manager)
+        self.memory = self.memory_cls(manager)
         self.arrived = []
         self.num_requests = 0
 
@@ -156,8 +165,7 @@ class Load(RuleBasedStateMachine):
 
     @rule(data=st.data(), n=st.integers(1, 3), priority=st.integers(0, 2), seconds=st.sampled_from([1.0, 2.0, float("inf")]))
     def arrive(self, data, n, priority, seconds):
-        manager = self.scheduler.block_manager
-        capacity = manager.num_blocks * manager.block_size
+        capacity = self.memory.capacity()
         prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=capacity - 1))
         total = data.draw(st.integers(len(prompt) + 1, capacity))
         self.num_requests += 1

@@ -12,6 +12,7 @@ import ctypes
 from collections.abc import Iterator
 from ctypes import c_int, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -19,11 +20,13 @@ from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.cpu import CPUBackend, CPUStep, DecodeRows, PrefillChunks
+from nanoinfer.attention.dense import Sinks
 from nanoinfer.attention.kv_cache import KVCache, Pages
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.program import KernelCall, Slice, tile_definitions
 
 FOLDER = Path(__file__).parent
+NO_WINDOW = 2**31 - 1  # longer than any sequence
 
 
 class KernelDecodeRows(ctypes.Structure):
@@ -34,6 +37,7 @@ class KernelDecodeRows(ctypes.Structure):
         *((name, c_void_p) for name in ("slots", "block_tables", "seq_lens")),
         *((name, c_int64) for name in ("num_rows", "max_blocks", "num_spans", "num_kv_heads", "block_size")),
         *((name, c_void_p) for name in ("spans", "partials", "pages")),
+        ("window", c_int64),
     )
 
 
@@ -46,23 +50,25 @@ class Heads(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("q", "k", "v", "out")),
         *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride")),
-        *((name, c_void_p) for name in ("k_pages", "v_pages")),
+        *((name, c_void_p) for name in ("k_pages", "v_pages", "sinks")),
     )
 
 
 class AttendCall(ctypes.Structure):
-    """The attention of a layer in a program."""
+    """The attention of a layer in a program. kept: what `sinks` points to."""
 
-    _fields_ = (*((name, Slice) for name in ("q", "k", "v", "out")), ("rows", c_int64), ("layer", c_int64))
+    kept: object
+    _fields_ = (*((name, Slice) for name in ("q", "k", "v", "out")), ("rows", c_int64), ("layer", c_int64), ("sinks", c_void_p))
 
 
 class PrefillCall(ctypes.Structure):
     """The arguments of paged_prefill.cpp."""
 
     _fields_ = (
-        *Heads._fields_,
+        *Heads._fields_[:-1],
         *((name, c_void_p) for name in ("slots", "starts", "block_tables", "seq_lens")),
-        *((name, c_int64) for name in ("num_chunks", "max_blocks", "num_kv_heads", "group", "block_size")),
+        *((name, c_int64) for name in ("num_chunks", "max_blocks", "num_kv_heads", "group", "block_size", "window")),
+        ("sinks", c_void_p),
     )
 
 
@@ -78,6 +84,14 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, out: Tensor, k_pages: Tensor, v_page
     """The fields of Heads."""
     pointers, pages = (x.data_ptr() for x in (q, k, v, out)), (x.data_ptr() for x in (k_pages, v_pages))
     return *pointers, q.stride(0), k.stride(0), v.stride(0), *pages
+
+
+def _in_fp32(sinks: Sinks | None) -> tuple[Tensor | None, int | None]:
+    """Sinks as the kernels read them, and their address."""
+    if sinks is None:
+        return None, None
+    sinks = sinks.detach().float().contiguous()
+    return sinks, sinks.data_ptr()
 
 
 def _with_whole_heads(*tensors: Tensor) -> Iterator[Tensor]:
@@ -111,12 +125,15 @@ class DecodeKernel:
         k_pages: Pages,
         v_pages: Pages,
         rows: DecodeRows,
+        window: int | None = None,
+        sinks: Sinks | None = None,
     ) -> Float[Tensor, "num_seqs num_heads head_dim"]:
         """See paged_decode. The integers in `rows` are contiguous, int64, and not checked."""
         q, k, v = _with_whole_heads(q, k, v)
         out = torch.empty(q.shape, dtype=q.dtype)
-        step = self.rows(rows, rows.seq_lens.tolist(), k_pages)
-        heads = Heads(*_heads(q, k, v, out, k_pages, v_pages))
+        step = self.rows(rows, rows.seq_lens.tolist(), k_pages, window)
+        sinks, address = _in_fp32(sinks)
+        heads = Heads(*_heads(q, k, v, out, k_pages, v_pages), address)
         self._decode(ctypes.addressof(step), ctypes.addressof(heads), torch.get_num_threads())
         return out
 
@@ -125,6 +142,7 @@ class DecodeKernel:
         rows: DecodeRows,
         lens: list[int],
         pages: Pages,
+        window: int | None = None,
         addresses: "ctypes.Array[c_void_p] | None" = None,
     ) -> KernelDecodeRows:
         """What the layers of a step share.
@@ -136,13 +154,14 @@ class DecodeKernel:
         """
         _, num_kv_heads, block_size, _ = pages.shape
         num_seqs, max_blocks = rows.block_tables.shape
-        num_spans = sum(-(-num // self._span_tokens) for num in lens)
+        window = window or NO_WINDOW
+        num_spans = sum(-(-min(num, window) // self._span_tokens) for num in lens)
         scratch = torch.empty(num_spans * (self._span_bytes + num_kv_heads * self._partial_bytes) + 64, dtype=torch.uint8)
         partials = -(-scratch.data_ptr() // 64) * 64
         spans = partials + num_spans * num_kv_heads * self._partial_bytes
         step = KernelDecodeRows(
             *(index.data_ptr() for index in rows), num_seqs, max_blocks, num_spans, num_kv_heads, block_size,
-            spans, partials, None if addresses is None else ctypes.addressof(addresses),
+            spans, partials, None if addresses is None else ctypes.addressof(addresses), window,
         )  # fmt: skip
         step.kept = rows, addresses, scratch
         self._find_spans(ctypes.addressof(step))
@@ -152,9 +171,12 @@ class DecodeKernel:
         """Whether `call` supports tensors with these shapes of a row."""
         return k == v and q == (k[0] * self._group, self._head_dim) and k[1] == self._head_dim
 
-    def call(self, q: Slice, k: Slice, v: Slice, out: Slice, *, rows: int, layer: int) -> KernelCall:
-        """A layer's attention in a program. rows: the array of the batch that is a KernelDecodeRows."""
-        return KernelCall(self._attend, AttendCall(q, k, v, out, rows, layer))
+    def call(self, q: Slice, k: Slice, v: Slice, out: Slice, *, rows: int, layer: int, sinks: Sinks | None) -> KernelCall:
+        """A layer's attention in a program. rows: the array of the batch that is a KernelDecodeRows, which has the window."""
+        kept, address = _in_fp32(sinks)
+        call = AttendCall(q, k, v, out, rows, layer, address)
+        call.kept = kept
+        return KernelCall(self._attend, call)
 
 
 class PrefillKernel:
@@ -177,14 +199,17 @@ class PrefillKernel:
         k_pages: Pages,
         v_pages: Pages,
         chunks: PrefillChunks,
+        window: int | None = None,
+        sinks: Sinks | None = None,
     ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
         """The integers in `chunks` are contiguous, int64, and not checked."""
         q, k, v = _with_whole_heads(q, k, v)
         out = torch.empty(q.shape, dtype=q.dtype)
         _, num_kv_heads, block_size, _ = k_pages.shape
+        sinks, address = _in_fp32(sinks)
         call = PrefillCall(
             *_heads(q, k, v, out, k_pages, v_pages), *(index.data_ptr() for index in chunks),
-            *chunks.block_tables.shape, num_kv_heads, q.shape[1] // num_kv_heads, block_size,
+            *chunks.block_tables.shape, num_kv_heads, q.shape[1] // num_kv_heads, block_size, window or NO_WINDOW, address,
         )  # fmt: skip
         self._prefill(ctypes.addressof(call), torch.get_num_threads())
         return out
@@ -208,11 +233,13 @@ class KernelBackend(CPUBackend):
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
         return KernelStep(cache, metadata, self)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, rows: DecodeRows) -> Tensor:
-        return self.kernel(q, k, v, *cache.layer(layer), rows)
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, rows: DecodeRows, *options: Any) -> Tensor:
+        return self.kernel(q, k, v, *cache.layer(layer), rows, *options)
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, chunks: PrefillChunks) -> Tensor:
-        return self._prefill(q, k, v, *cache.layer(layer), chunks)
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, chunks: PrefillChunks, *options: Any
+    ) -> Tensor:
+        return self._prefill(q, k, v, *cache.layer(layer), chunks, *options)
 
     def addresses(self, cache: KVCache) -> "ctypes.Array[c_void_p]":
         """Where the keys and the values of each layer are in memory."""
@@ -227,10 +254,10 @@ class KernelStep(CPUStep):
 
     backend: KernelBackend
 
-    def as_step(self) -> tuple[DecodeKernel, KernelDecodeRows] | None:
-        """The kernel that can compute the attention of all layers, and its rows. None unless every sequence decodes."""
+    def as_step(self, group: int = 0) -> tuple[DecodeKernel, KernelDecodeRows] | None:
+        """The kernel that can compute the attention of a KV group, and its rows. None unless every sequence decodes."""
         if self.num_decodes < len(self.metadata.slot_mapping):
             return None
         kernel, (pages, _) = self.backend.kernel, self.cache.layer(0)
-        addresses = self.backend.addresses(self.cache)
-        return kernel, kernel.rows(self.decode_rows, self.metadata.seq_lens_cpu, pages, addresses)
+        addresses, window = self.backend.addresses(self.cache), self.cache.groups[group].window
+        return kernel, kernel.rows(self.decode_rows, self.metadata.seq_lens_cpu, pages, window, addresses)

@@ -86,7 +86,7 @@ class _Compiler:
             return self._add_norm(node, module)
         if node.target in ADD and len(node.args) == 2 and not node.kwargs:
             return self._add_sum(node)
-        if node.op == "call_method" and node.target == "__call__" and len(node.args) == 5 and not node.kwargs:
+        if node.op == "call_method" and node.target == "__call__" and len(node.args) == 5:
             return self._add_attention(node)
         return False
 
@@ -168,12 +168,14 @@ class _Compiler:
         found = [self.views.get(head) for head in heads if isinstance(head, fx.Node)]
         views = [view for view in found if isinstance(view, View) and len(view.shape) == 2]
         is_same = isinstance(attend, fx.Node) and self._attend in (None, attend)
-        if len(views) < 3 or not isinstance(layer, int) or not is_same:
+        options = {name: self._trace.value(given) for name, given in node.kwargs.items()}
+        is_known = options.keys() <= {"window", "sinks"} and not any(isinstance(one, fx.Node) for one in options.values())
+        if len(views) < 3 or not isinstance(layer, int) or not is_same or not is_known:
             return False
         self._attend = cast(fx.Node, attend)
         out = View(Buffer(views[0].size, node, is_attended=True), 0, views[0].shape)
         self.views[node] = out
-        self._operations.append(Operation(tuple(views), out, layer=layer))
+        self._operations.append(Operation(tuple(views), out, layer=layer, options=options))
         return True
 
     def _operand(self, node: Any, shape: tuple[int, ...], *, must_fit: bool = False) -> View | None:

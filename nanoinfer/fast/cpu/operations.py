@@ -9,7 +9,7 @@ of the program. The kernels are the same in both cases, and so are the bits of a
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -74,6 +74,7 @@ class Operation:
         overwrites: operands in whose place the result may be written, if nothing reads them later.
         scratch_bytes: of a row.
         layer: of the attention, whose `reads` are q, k and v.
+        options: of the attention: window and sinks, if the layer has them.
     """
 
     reads: tuple[View, ...]
@@ -82,6 +83,7 @@ class Operation:
     overwrites: tuple[View, ...] = ()
     scratch_bytes: int = 0
     layer: int = -1
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 class CPUProgram:
@@ -120,8 +122,8 @@ class CPUProgram:
         arrays += [torch.empty(num_rows * width, dtype=self._dtype) for width in self._widths]
         arrays.append(scratch_for(num_rows * self._scratch_bytes, arrays[0]))
         kernel, rows = self._step_of(attend)
-        if (program := self._program_with(kernel)) is not None:
-            program(num_rows, [*arrays, rows])
+        if (program := self._program_with(kernel, getattr(attend, "group_of", {}))) is not None:
+            program(num_rows, [*arrays, *rows])
         else:
             for part in self._parts:
                 if isinstance(part, Program):
@@ -149,24 +151,30 @@ class CPUProgram:
             tensor = tensor.expand(shape)
         return tensor.contiguous()
 
-    def _step_of(self, attend: Any) -> tuple[Any, Any]:
-        """The kernel that can compute this step's attention inside of the program, and its rows. None: Python calls it."""
-        as_step = getattr(attend, "as_step", None)
-        return (as_step() if as_step is not None and self._attentions else None) or (None, None)
+    def _step_of(self, attend: Any) -> tuple[Any, Sequence[Any]]:
+        """The kernel that can compute this step's attention inside of the program, and its rows for each KV group of the cache.
 
-    def _program_with(self, kernel: Any) -> Program | None:
-        """All calls as one program. None if the kernel does not compute every attention."""
+        None: Python calls it.
+        """
+        steps = getattr(attend, "steps", [attend])
+        if not self._attentions or not all(hasattr(step, "as_step") for step in steps):
+            return None, ()
+        found = [step.as_step(group) for group, step in enumerate(steps)]
+        return (None, ()) if found[0] is None else (found[0][0], [rows for _, rows in found])
+
+    def _program_with(self, kernel: Any, group_of: dict[int, int]) -> Program | None:
+        """All calls as one program. None if the kernel does not compute every attention. group_of: each layer's KV group."""
         if kernel is None:
             return None
         if self._whole is None or self._whole[0] is not kernel:
             is_fitting = all(kernel.computes(*(view.shape for view in operation.reads)) for operation in self._attentions)
-            calls = [self._call(operation, kernel) for operation in self.operations if is_fitting]
+            calls = [self._call(operation, kernel, group_of) for operation in self.operations if is_fitting]
             self._whole = kernel, Program(calls) if is_fitting else None
         return self._whole[1]
 
     def _attend(self, attend: Any, operation: Operation, num_rows: int, arrays: list[Any]) -> None:
         q, k, v = (view.tensor(arrays[self._index[view.buffer]], num_rows) for view in operation.reads)
-        arrays[self._index[operation.out.buffer]] = attend(operation.layer, q, k, v).contiguous().view(-1)
+        arrays[self._index[operation.out.buffer]] = attend(operation.layer, q, k, v, **operation.options).contiguous().view(-1)
         for index in self._unread[operation]:
             arrays[index] = torch.empty_like(arrays[index])  # the attention may have kept q, k and v
 
@@ -190,12 +198,13 @@ class CPUProgram:
         if calls:
             yield Program(calls)
 
-    def _call(self, operation: Operation, attention: Any = None) -> KernelCall:
+    def _call(self, operation: Operation, attention: Any = None, group_of: dict[int, int] | None = None) -> KernelCall:
         """attention: the kernel of an operation without a call of its own."""
         views = (*operation.reads, operation.out)
         slices = [Slice(self._index[view.buffer], view.first, view.buffer.width) for view in views]
         if operation.call is None:
-            return attention.call(*slices, rows=self._scratch + 1, layer=operation.layer)
+            rows = self._scratch + 1 + (group_of or {}).get(operation.layer, 0)
+            return attention.call(*slices, rows=rows, layer=operation.layer, sinks=operation.options.get("sinks"))
         return operation.call(slices, self._scratch)
 
 

@@ -8,7 +8,7 @@
 //
 // Reading the cache takes the time, so each slot is read once, and the slots that are needed next are prefetched meanwhile.
 // Without the prefetch the kernel reaches 60% of the memory's bandwidth, with it 74 to 94%.
-// Slots after the end of a sequence are not read, whatever they hold.
+// Slots after the end of a sequence are not read, whatever they hold, and neither are those before its window.
 //
 // Rows are independent by construction. A row's tokens are split into spans of SPAN tokens, each (row, span, KV head) is one
 // task, and the spans of a row are merged in order. The number of threads and the rows beside decide only which thread runs a
@@ -36,6 +36,11 @@ struct DecodeRows {
     Span* spans;           // [num_spans]
     Partial* partials;     // [num_spans, num_kv_heads]
     Stored* const* pages;  // the keys and the values of each layer: [num_blocks, num_kv_heads, block_size, STORED_SIZE]
+    int64_t window;        // tokens that a row attends to, at most
+
+    int64_t first_token(int64_t row) const {
+        return std::max<int64_t>(seq_lens[row] - window, 0);
+    }
 };
 
 // A layer's heads. q, out: [num_rows, num_kv_heads * GROUP, HEAD_DIM]. k, v: [num_rows, num_kv_heads, HEAD_DIM]. The strides of
@@ -45,6 +50,7 @@ struct Heads {
     Number* out;
     int64_t q_stride, k_stride, v_stride;
     Stored *k_pages, *v_pages;
+    const float* sinks;  // the score of each query head's sink, or null
 };
 
 // The attention of a layer in a program.
@@ -52,6 +58,7 @@ struct AttendCall {
     Slice q, k, v, out;
     int64_t rows;  // an array of the batch: a DecodeRows
     int64_t layer;
+    const float* sinks;
 };
 
 // The sum over a span's tokens of exp(score - largest) * value, and of exp(score - largest), for each query head of a group.
@@ -197,9 +204,10 @@ void write(Number* out, const Head& values, float total) {
     }
 }
 
-void merge(const Partial* parts, int64_t num_spans, int64_t stride, Number* out) {
+// sinks: of the group's heads, or null.
+void merge(const Partial* parts, int64_t num_spans, int64_t stride, const float* sinks, Number* out) {
     for (int g = 0; g < GROUP; g++) {
-        float largest = -INFINITY, total = 0;
+        float largest = sinks ? sinks[g] : -INFINITY, total = 0;
         for (int64_t s = 0; s < num_spans; s++) largest = std::max(largest, parts[s * stride].largest[g]);
         Head merged = {};
         for (int64_t s = 0; s < num_spans; s++) {
@@ -208,6 +216,7 @@ void merge(const Partial* parts, int64_t num_spans, int64_t stride, Number* out)
             total += part.total[g] * scale;
             for (int j = 0; j < HEAD_VECTORS; j++) merged.part[j] += part.values[g].part[j] * scale;
         }
+        if (sinks) total += std::exp(sinks[g] - largest);
         write(out + g * HEAD_DIM, merged, total);
     }
 }
@@ -219,8 +228,10 @@ void compute(const DecodeRows& rows, const Heads& heads, Barrier& barrier) {
         const auto [row, index, num_spans] = rows.spans[task / num_kv_heads];
         const Pages pages{heads.k_pages, rows.block_tables + row * rows.max_blocks, num_kv_heads, rows.block_size,
                           task % num_kv_heads};
-        return Places(pages, index * SPAN, std::min((index + 1) * SPAN, rows.seq_lens[row]));
+        const int64_t first = rows.first_token(row) + index * SPAN;
+        return Places(pages, first, std::min(first + SPAN, rows.seq_lens[row]));
     };
+    const auto sinks_of = [&](int64_t task) { return heads.sinks ? heads.sinks + task % num_kv_heads * GROUP : nullptr; };
     const auto out_of = [&](int64_t task) {
         return heads.out + (rows.spans[task / num_kv_heads].row * num_kv_heads + task % num_kv_heads) * GROUP * HEAD_DIM;
     };
@@ -238,7 +249,7 @@ void compute(const DecodeRows& rows, const Heads& heads, Barrier& barrier) {
         const int64_t head = task % num_kv_heads * GROUP;
         attend(rows.partials[task], heads.q + span.row * heads.q_stride + head * HEAD_DIM, heads.k_pages, heads.v_pages,
                places_of(task), places_of(std::min(task + 1, num_tasks - 1)));
-        if (span.num_spans == 1) merge(rows.partials + task, 1, 0, out_of(task));
+        if (span.num_spans == 1) merge(rows.partials + task, 1, 0, sinks_of(task), out_of(task));
     }
     // Merge the spans of a row: each is scaled to the largest score of all, and added.
     if (rows.num_spans == rows.num_rows) return;
@@ -246,7 +257,9 @@ void compute(const DecodeRows& rows, const Heads& heads, Barrier& barrier) {
 #pragma omp for nowait
     for (int64_t task = 0; task < num_tasks; task++) {
         const Span& span = rows.spans[task / num_kv_heads];
-        if (span.index == 0 && span.num_spans > 1) merge(rows.partials + task, span.num_spans, num_kv_heads, out_of(task));
+        if (span.index == 0 && span.num_spans > 1) {
+            merge(rows.partials + task, span.num_spans, num_kv_heads, sinks_of(task), out_of(task));
+        }
     }
 }
 
@@ -258,7 +271,7 @@ extern "C" const int64_t span_tokens = SPAN, span_bytes = sizeof(Span), partial_
 extern "C" void find_spans(DecodeRows* rows) {
     Span* span = rows->spans;
     for (int64_t row = 0; row < rows->num_rows; row++) {
-        const int64_t num_spans = (rows->seq_lens[row] + SPAN - 1) / SPAN;
+        const int64_t num_spans = (rows->seq_lens[row] - rows->first_token(row) + SPAN - 1) / SPAN;
         for (int64_t index = 0; index < num_spans; index++) *span++ = {row, index, num_spans};
     }
 }
@@ -274,5 +287,5 @@ extern "C" void attend(const AttendCall* call, const Batch& batch) {
     Stored* const* pages = rows.pages + 2 * call->layer;
     const Number *q = call->q.row<Number>(batch, 0), *k = call->k.row<Number>(batch, 0), *v = call->v.row<Number>(batch, 0);
     Number* out = call->out.row<Number>(batch, 0);
-    compute(rows, {q, k, v, out, call->q.stride, call->k.stride, call->v.stride, pages[0], pages[1]}, *batch.barrier);
+    compute(rows, {q, k, v, out, call->q.stride, call->k.stride, call->v.stride, pages[0], pages[1], call->sinks}, *batch.barrier);
 }

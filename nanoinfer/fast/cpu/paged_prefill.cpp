@@ -8,7 +8,7 @@
 // lane of vectors, and the numbers of keys and values are broadcast. So no sum runs across lanes.
 //
 // Rows are independent of the batch and of the chunk. Tiles begin at multiples of TILE tokens of the sequence. A key after a
-// row's own token gets weight 0, and adding 0 changes no bit. All sums are in fp32.
+// row's own token or before its window gets weight 0, and adding 0 changes no bit. All sums are in fp32.
 
 #include <vector>
 
@@ -102,9 +102,11 @@ constexpr int VALUE_STRIDE = 1, VALUE_TERM_STRIDE = COLUMNS;
 typedef Floats Scores[TILE][BLOCK];
 typedef Terms Weights[TILE_TERMS][BLOCK];
 
+typedef uint32_t Distances __attribute__((vector_size(sizeof(Ints))));
+
 // The scores of a block of rows with the first num_keys keys of a tile, and the largest score of each row so far.
 void find_scores(Scores& scores, Floats* largest, const Rows& rows, int block, const Tile& tile, int64_t first_key,
-                 int num_keys) {
+                 int num_keys, uint32_t window) {
     const float scale = 1.0f / std::sqrt(float(HEAD_DIM));
     for (int key = 0; key < num_keys; key += BROADCASTS) {
         Floats sums[BROADCASTS][BLOCK] = {};
@@ -112,7 +114,8 @@ void find_scores(Scores& scores, Floats* largest, const Rows& rows, int block, c
         for (int i = 0; i < BROADCASTS; i++) {
             const int position = first_key + key + i;
             for (int j = 0; j < BLOCK; j++) {
-                const Floats score = rows.positions[block + j] < position ? Floats{} - INFINITY : sums[i][j] * scale;
+                const Distances distance = (Distances)(rows.positions[block + j] - position);  // large after the row's own token
+                const Floats score = distance >= window ? Floats{} - INFINITY : sums[i][j] * scale;
                 largest[j] = score > largest[j] ? score : largest[j];
                 scores[key + i][j] = score;
             }
@@ -135,12 +138,12 @@ void find_weights(Weights& weights, Floats* total, const Scores& scores, const F
 }
 
 // Attend with a block of rows to the first num_keys keys of a tile.
-void attend(Rows& rows, int block, const Tile& tile, int64_t first_key, int num_keys) {
+void attend(Rows& rows, int block, const Tile& tile, int64_t first_key, int num_keys, uint32_t window) {
     Scores scores;
     Weights weights;
     Floats largest[BLOCK], total[BLOCK], factor[BLOCK];
     std::copy_n(rows.largest + block, BLOCK, largest);
-    find_scores(scores, largest, rows, block, tile, first_key, num_keys);
+    find_scores(scores, largest, rows, block, tile, first_key, num_keys, window);
     for (int j = 0; j < BLOCK; j++) {
         factor[j] = exp_of(rows.largest[block + j] - largest[j]);
         total[j] = rows.total[block + j] * factor[j];
@@ -161,14 +164,15 @@ void attend(Rows& rows, int block, const Tile& tile, int64_t first_key, int num_
 
 const Stored ZEROS[STORED_SIZE] = {};
 
-// Where the heads of the tokens first .. first + TILE - 1 are stored. Tokens from num_tokens on are zeros.
+// Where the heads of the tokens first .. first + TILE - 1 are stored. Tokens from num_tokens on are zeros, and so are those
+// before `begin`, whose blocks may have been freed.
 struct Places {
     const Stored* of[TILE];
 
-    Places(const Pages& pages, int64_t first, int num_tokens) {
+    Places(const Pages& pages, int64_t first, int num_tokens, int64_t begin) {
         int64_t left = 0;  // in the block
         for (int token = 0; token < TILE; token++) {
-            if (token >= num_tokens) {
+            if (token >= num_tokens || first + token < begin) {
                 of[token] = ZEROS;
             } else if (left-- > 0) {
                 of[token] = of[token - 1] + STORED_SIZE;
@@ -241,24 +245,33 @@ struct Task {
     }
 };
 
-void attend(const Task& task, const Number* q, int64_t q_stride, const Pages& keys, const Pages& values, Number* out,
-            int64_t out_stride) {
+// sinks: of all heads, or null.
+void attend(const Task& task, const Number* q, int64_t q_stride, const Pages& keys, const Pages& values, uint32_t window,
+            const float* sinks, Number* out, int64_t out_stride) {
     Rows rows = {};
     Tile tile;
-    for (Floats& largest : rows.largest) largest -= INFINITY;
+    for (Floats& largest : rows.largest) largest -= 1e30f;  // finite, because a row may find no key of its window in a tile
     task.each_row(q_stride, [&](int row, int64_t position, int64_t place) {
         ((int32_t*)rows.positions)[row] = position;
+        if (sinks) {  // a sink is the first key of a row
+            ((float*)rows.largest)[row] = sinks[place % q_stride / HEAD_DIM];
+            ((float*)rows.total)[row] = 1;
+        }
         each_term(q + place, [&](int i, Term term) { ((Term*)rows.queries[i])[row] = term; });
     });
 
     const int64_t last = task.position_of(task.num_rows - 1);
-    for (int64_t first = 0; first <= last; first += TILE) {
+    const auto first_token = [&](int64_t row) { return std::max<int64_t>(task.position_of(row) + 1 - window, 0); };
+    const int64_t begin = first_token(0);
+    for (int64_t first = begin / TILE * TILE; first <= last; first += TILE) {
         const int num_tokens = std::min<int64_t>(TILE, last + 1 - first);
-        copy(tile, {keys, first, num_tokens}, {values, first, num_tokens});
+        copy(tile, {keys, first, num_tokens, begin}, {values, first, num_tokens, begin});
         for (int block = 0; block * LANES < task.num_rows; block += BLOCK) {
             const int64_t last_row = std::min<int64_t>((block + BLOCK) * LANES, task.num_rows) - 1;
             const int64_t num_keys = std::min<int64_t>(TILE, task.position_of(last_row) + 1 - first);
-            if (num_keys > 0) attend(rows, block, tile, first, (num_keys + BROADCASTS - 1) / BROADCASTS * BROADCASTS);
+            if (num_keys > 0 && first_token(block * LANES) < first + TILE) {
+                attend(rows, block, tile, first, (num_keys + BROADCASTS - 1) / BROADCASTS * BROADCASTS, window);
+            }
         }
     }
 
@@ -285,6 +298,8 @@ struct PrefillCall {
     const int64_t* block_tables;  // [num_chunks, max_blocks]
     const int64_t* seq_lens;      // tokens of each sequence so far, its chunk included
     int64_t num_chunks, max_blocks, num_kv_heads, group, block_size;
+    int64_t window;      // tokens that a query attends to, at most
+    const float* sinks;  // the score of each query head's sink, or null
 };
 
 extern "C" const int64_t sizeof_PrefillCall = sizeof(PrefillCall);
@@ -325,7 +340,8 @@ extern "C" void prefill(const PrefillCall* arguments, int num_threads) {
             const Task& task = tasks[i];
             const Pages keys{call.k_pages, task.chunk->block_table, call.num_kv_heads, call.block_size, task.kv_head};
             const Pages values{call.v_pages, task.chunk->block_table, call.num_kv_heads, call.block_size, task.kv_head};
-            attend(task, call.q, call.q_stride, keys, values, call.out, call.num_kv_heads * call.group * HEAD_DIM);
+            attend(task, call.q, call.q_stride, keys, values, call.window, call.sinks, call.out,
+                   call.num_kv_heads * call.group * HEAD_DIM);
         }
 #ifdef TILES
         release_tiles();

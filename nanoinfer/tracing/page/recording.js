@@ -47,7 +47,7 @@ const facts = pairs => el("dl.facts", {},
 /**
  * The step that an event belongs to:
  * - The events of a step's launch are contiguous (TokensDrafted begins them anew): StepScheduled, BatchBuilt, StageApplied
- *   and TokenDrawn, then BlocksCached and BlocksForked. `pictureAt` is the index of the last of them. The block pool of a step
+ *   and TokenDrawn, then BlocksCached, BlocksReleased and BlocksForked. `pictureAt` is the index of the last of them. The block pool of a step
  *   is the result of all block events up to there: as the model saw it, forks included. Blocks freed after that show in the
  *   next step.
  * - TokenAppended events belong to the StepTimed that follows them. With async_scheduling the next step's launch may come
@@ -56,7 +56,7 @@ const facts = pairs => el("dl.facts", {},
 function readEvents(events) {
   const run = { engine: null, steps: [], pool: [] };
   for (const name of ["requests", "sequences", "stages", "draws"]) run[name] = new Map();
-  const isOfLaunch = new Set(["BatchBuilt", "StageApplied", "TokenDrawn", "BlocksCached", "BlocksForked"]);
+  const isOfLaunch = new Set(["BatchBuilt", "StageApplied", "TokenDrawn", "BlocksCached", "BlocksReleased", "BlocksForked"]);
   let isLaunching = false, untimed = []; // untimed: tokens whose step is not known yet
   events.forEach((event, at) => {
     const step = newest(run.steps), key = `${event.sequence_id} ${event.position}`;

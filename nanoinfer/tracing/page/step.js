@@ -79,7 +79,7 @@ function poolAt(step) {
   }
   for (const [id, table] of pool.tables) {
     table.forEach((block, index) => {
-      pool.holders.set(block, [...(pool.holders.get(block) ?? []), { id, from: index * BLOCK_SIZE }]);
+      if (block !== null) pool.holders.set(block, [...(pool.holders.get(block) ?? []), { id, from: index * BLOCK_SIZE }]);
     });
   }
   return pool;
@@ -95,6 +95,7 @@ function applyBlockEvent({ tables, lengths, cached }, event) {
     case "BlocksCached": blocks.forEach(block => cached.add(block)); break;
     case "BlocksForked": tables.set(id, blocks); lengths.set(id, lengths.get(event.parent_id) ?? 0); break;
     case "BlocksFreed": tables.delete(id); break;
+    case "BlocksReleased": tables.set(id, (tables.get(id) ?? []).map(b => (blocks.includes(b) ? null : b))); break;
     case "BatchBuilt": event.sequence_ids.forEach((running, i) => lengths.set(running, event.seq_lens[i])); break;
   }
 }
@@ -110,6 +111,7 @@ function newsWords({ event: kind, sequence_id: id, blocks = [], ...more }) {
     case "BlocksCached": return `${which} of ${who} entered the prefix cache`;
     case "BlocksForked": return `${who} forked from sequence ${more.parent_id} and shares ${which}`;
     case "BlocksFreed": return `${who} freed ${which}`;
+    case "BlocksReleased": return `${who} freed ${which}, which its window has left`;
   }
 }
 

@@ -1,0 +1,156 @@
+"""Block tables of KV groups: the invariants of any block manager, and what windows free, keep and share."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, run_state_machine_as_test
+from machines import SETTINGS, Blocks, Load, Memory
+
+from nanoinfer.config import SchedulerConfig
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.kv_groups import NO_BLOCK, GroupedBlockManager, most_blocks, with_groups
+from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.tracing import BlocksReleased, Recorder
+
+
+class GroupedMemory(Memory):
+    """A slot holds the group that wrote it, too: a block is of one group at a time."""
+
+    def each(self, seq):
+        for group, (table, window) in enumerate(zip(self.manager.tables(seq), self.manager.windows, strict=True)):
+            yield group, table, window
+
+    def write(self, seq, first, end):
+        size = self.manager.block_size
+        for group, table, _ in self.each(seq):
+            for i in range(first, end):
+                self.slots[table[i // size] * size + i % size] = group, tuple(seq.token_ids[: i + 1])
+
+    def check(self, seq, end):
+        """Every token that a query at the end, which may be of this step, reaches is where the group's table says."""
+        size, position = self.manager.block_size, min(end, seq.num_computed_tokens)
+        for group, table, window in self.each(seq):
+            for i in range(0 if window is None else max(position - window + 1, 0), end):
+                assert self.slots[table[i // size] * size + i % size] == (group, tuple(seq.token_ids[: i + 1]))
+
+    def capacity(self):
+        return max(n for n in range(200) if self.manager.num_blocks_for(n) <= self.manager.num_blocks)
+
+    def held(self, seq):
+        return {block for table in self.manager.tables(seq) for block in table if block != NO_BLOCK}
+
+
+@pytest.mark.parametrize("windows", [(3,), (None, 3), (5, None, 2)], ids=str)
+def test_blocks_of_groups_are_where_their_tables_say_and_are_lost_by_nobody(windows):
+    manager = with_groups(BlockManager, windows, 7)
+    machine = type("Grouped", (Blocks,), {"block_manager_cls": manager, "memory_cls": GroupedMemory, "NUM_BLOCKS": 14})
+    run_state_machine_as_test(machine, settings=settings(stateful_step_count=25, **SETTINGS | {"max_examples": 30}))
+
+
+class GroupedLoad(Load):
+    """Sequences that hold at most what the scheduler has reserved room for."""
+
+    memory_cls = GroupedMemory
+
+    @initialize(
+        windows=st.sampled_from([(4,), (None, 4), (2, None, 5)]),
+        block_size=st.integers(1, 4),
+        max_num_seqs=st.integers(1, 5),
+        budget=st.integers(1, 12),
+        chunk_size=st.integers(1, 12),
+        spare=st.integers(0, 10),
+    )
+    def begin(self, windows, block_size, max_num_seqs, budget, chunk_size, spare):
+        config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, chunk_size=chunk_size)
+        num_blocks = most_blocks(12, windows, block_size, config.chunk_grid) + spare
+        manager = with_groups(BlockManager, windows, config.chunk_grid)(num_blocks, block_size)
+        self.scheduler = self.scheduler_cls(config, manager)
+        self.memory = self.memory_cls(manager)
+        self.arrived, self.num_requests = [], 0
+
+    def check_order(self):
+        manager = self.scheduler.block_manager
+        for seq in self.scheduler.running:
+            assert len(self.memory.held(seq)) <= manager.num_blocks_for(seq.max_num_tokens)
+
+
+def test_a_scheduler_with_groups_keeps_the_rules_of_any_other():
+    machine = type("GroupedLoads", (GroupedLoad,), {"scheduler_cls": Scheduler})
+    run_state_machine_as_test(machine, settings=settings(stateful_step_count=25, **SETTINGS | {"max_examples": 30}))
+
+
+def computed(manager, token_ids, chunk=1000):
+    """A sequence whose tokens have been computed in chunks, and the most blocks that it held."""
+    seq = Sequence("r", list(token_ids), SamplingParams(), seed=0, max_num_tokens=10_000)
+    prefix = manager.match_prefix(seq.token_ids)
+    manager.start(seq, prefix)
+    seq.num_computed_tokens, most = len(prefix) * manager.block_size, 0
+    while seq.num_new_tokens:
+        num_new = min(chunk, seq.num_new_tokens)
+        manager.allocate(seq, num_new)
+        most = max(most, manager.num_held_blocks(seq))
+        seq.num_computed_tokens += num_new
+        manager.cache_finished_blocks(seq, seq.num_computed_tokens)
+    return seq, most
+
+
+@pytest.mark.parametrize("chunk", [1, 64, 100, 512])
+def test_4000_tokens_with_a_window_of_512_never_hold_more_than_window_block_and_chunk(chunk):
+    manager = with_groups(BlockManager, (512,), chunk)(4000 // 64 + 1, 64)
+    seq, most = computed(manager, range(4000), chunk)
+    assert most * 64 <= 512 + 64 + chunk + 63  # a chunk is rounded up to blocks
+    assert most <= manager.num_blocks_for(4000)
+    assert manager.num_free_blocks == manager.num_blocks - manager.num_held_blocks(seq)  # the others can be taken at once
+    assert manager.num_held_blocks(seq) == 9  # of tokens 3,456 to 3,999. The next query reaches 3,489
+
+
+def test_full_attention_would_hold_every_block():
+    """The twin: what the test above counts can be more."""
+    _, most = computed(with_groups(BlockManager, (None,), 64)(63, 64), range(4000), 64)
+    assert most == 63
+
+
+def test_the_example_of_the_docstring():
+    recorder = Recorder()
+    manager = with_groups(BlockManager, (None, 6), 14)(8, 4, True, recorder)
+    seq, _ = computed(manager, range(14))
+    assert seq.block_table == [0, 1, 2, 3]
+    assert seq.more_block_tables == [[NO_BLOCK, NO_BLOCK, 6, 7]]
+    assert recorder.of(BlocksReleased) == [BlocksReleased("r", (4, 5))]
+
+
+def test_a_hit_is_the_longest_prefix_that_every_group_can_serve():
+    manager = with_groups(BlockManager, (None, 6), 100)(12, 4)
+    seq, _ = computed(manager, range(21))
+    manager.free(seq)
+    tokens = [*range(20), 99]
+    assert len(manager.match_prefix(tokens)) == 5
+    window_blocks = [of_groups[1] for _, of_groups in manager.match_prefix(tokens)]
+    assert window_blocks[:3] == [NO_BLOCK] * 3  # a query at position 20 reaches tokens 15 to 20, of blocks 3 and 4
+    assert NO_BLOCK not in window_blocks[3:]
+    manager.evict(window_blocks[4])
+    assert len(manager.match_prefix(tokens)) == 4
+    [(_, (first_full, _)), *_] = manager.match_prefix(tokens)
+    manager.evict(first_full)  # without it, the group that keeps everything can serve nothing
+    assert manager.match_prefix(tokens) == []
+
+
+def test_a_window_alone_needs_only_its_own_blocks_for_a_hit():
+    manager = with_groups(BlockManager, (6,), 100)(12, 4)
+    seq, _ = computed(manager, range(21))
+    first = manager.match_prefix([0, 1, 2, 3, 99])[0][1][0]
+    manager.evict(first)
+    assert len(manager.match_prefix([*range(20), 99])) == 5
+    manager.free(seq)
+
+
+def test_methods_that_a_users_class_overrides_count_in_a_grouped_one_too():
+    class EvictsLast(BlockManager):
+        def choose_evicted(self, candidates):
+            return list(candidates)[-1]
+
+    grouped = with_groups(EvictsLast, (None, 4), 8)
+    assert issubclass(grouped, GroupedBlockManager)
+    assert grouped.choose_evicted is EvictsLast.choose_evicted
