@@ -1,11 +1,13 @@
 """The notebooks' figures have one style: SVG with a caption and an alternative text, readable on light and dark pages."""
 
+import ast
 import importlib.util
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
+import nbformat
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
@@ -86,3 +88,26 @@ def test_text_and_background_follow_the_colour_scheme(drawing):
         assert colour not in before + after  # else it would be the same on a dark page
     assert after.count('class="paper"') >= 3  # the background and two markers
     assert "currentColor" in after
+
+
+def calls_in(source):
+    return [ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+
+
+def is_shown(source):
+    """Whether a cell that makes a figure ends it with show(), in the style and with a caption."""
+    calls = set(calls_in(source))
+    return "plt.show" not in calls and ("show" in calls or not calls & {"plt.subplots", "plt.figure", "canvas", "block_tables"})
+
+
+def test_a_figure_that_is_not_shown_with_a_caption_is_found():
+    assert is_shown("ax = canvas(1, 2)\nshow('a', 'b')")
+    assert is_shown("print(1)")
+    for wrong in ("ax = canvas(1, 2)", "_, ax = plt.subplots()", "plt.figure()\nplt.show()", "show('a', 'b')\nplt.show()"):
+        assert not is_shown(wrong)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_every_figure_of_a_notebook_has_a_caption_and_words(path):
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert [cell.source for cell in cells if not is_shown(cell.source)] == []
