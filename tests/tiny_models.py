@@ -36,6 +36,19 @@ _LLAMA3 = {
 }
 _MOE = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
+_STATES = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+}
+_TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+_WITHOUT_MLP = {name: value for name, value in _QWEN.items() if name != "intermediate_size"}
+_SHARED_EXPERT = {"shared_expert_intermediate_size": 24}
+
 # family -> (transformers' classes, config). One entry for every fact a family's file has to get right.
 FAMILIES = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 512}),
@@ -56,6 +69,10 @@ FAMILIES = {
     "llama": ("Llama", _QWEN),
     "llama_tied_llama3": ("Llama", _QWEN | {"tie_word_embeddings": True, "rope_parameters": _LLAMA3}),
     "llama_biases": ("Llama", _QWEN | {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    "qwen3_5": ("Qwen3_5", _QWEN | _STATES),
+    "qwen3_5_tied": ("Qwen3_5", _QWEN | _STATES | {"tie_word_embeddings": True, "num_hidden_layers": 4, "layer_types": None}),
+    "qwen3_5_moe": ("Qwen3_5Moe", _WITHOUT_MLP | _STATES | _MOE | _SHARED_EXPERT | _TWO_LAYERS),
+    "qwen3_next": ("Qwen3Next", _QWEN | _STATES | _MOE | _SHARED_EXPERT | {"mlp_only_layers": [1]}),
     "mistral": ("Mistral", _QWEN | {"head_dim": 8, "sliding_window": None}),
     "mistral_window": ("Mistral", _QWEN | {"head_dim": 8, "sliding_window": 24}),
     "qwen3_window": (
@@ -81,7 +98,7 @@ WIDE = {
 def build(family: str, seed: int = 0, **overrides) -> transformers.PreTrainedModel:
     """transformers' model of a family with random weights, in fp32."""
     name, config = FAMILIES[family]
-    config_class = getattr(transformers, f"{name}Config")
+    config_class = getattr(transformers, f"{name}TextConfig" if name.startswith("Qwen3_5") else f"{name}Config")
     model_class = getattr(transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
     model = model_class(config_class(**_SHARED | config | overrides)).eval()
     generator = torch.Generator().manual_seed(seed)

@@ -5,9 +5,10 @@ cache gets `DenseAttention()`, and a model with one gets a backend's `begin_step
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -33,6 +34,43 @@ class Attend(Protocol):
     ) -> Queries: ...
 
 
+# (state, *rows) -> (outputs, state after the rows): the parts of states [num_seqs, ...], rows [num_seqs, num_tokens, ...]
+Advance = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+
+
+class Recur(Attend, Protocol):
+    """The Attend of a model some of whose layers keep a state for each sequence instead of keys and values.
+
+    Its config has num_attention_layers, num_state_layers and state_shapes, the shapes of the parts of a state in one layer.
+    Layers are counted among those of their kind. A state is in fp32, and zeros before the first token.
+    """
+
+    def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
+        """Call `advance` for sequences with equally many new tokens, and keep their states.
+
+        Args:
+            layer: among the layers that keep a state.
+            advance: advances states by the rows of some tokens.
+            rows: [num_tokens, ...] each, of this step's tokens.
+
+        Returns:
+            The outputs of `advance`, for each token.
+        """
+        ...
+
+
+class StateRows(NamedTuple):
+    """Packed tokens start .. stop - 1 of a sequence, the slot of its state before them, and those that the step writes.
+
+    writes: after how many of these tokens -> the slot that gets the state, in rising order. The last is after all of them.
+    """
+
+    start: int
+    stop: int
+    read: int
+    writes: dict[int, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
     """The sequence of each packed token of a step, and the cache blocks of each sequence.
@@ -49,6 +87,8 @@ class AttentionMetadata:
     the tensors as Python ints, for backends that loop over sequences.
 
     The layers of a KV group share it. In a group with a window, blocks before the window may be -1, because they were freed.
+
+    states: of the sequences of a model with a Recur.
     """
 
     query_start_loc: Int[Tensor, " num_seqs_plus_1"]
@@ -60,6 +100,7 @@ class AttentionMetadata:
     num_decodes: int
     query_start_loc_cpu: list[int]
     seq_lens_cpu: list[int]
+    states: tuple[StateRows, ...] = ()
 
 
 @runtime_checkable

@@ -10,6 +10,8 @@ sinks     each head has one more key, with this score and a value of 0, so that 
           Source: https://arxiv.org/abs/2508.10925 (gpt-oss), after Xiao et al. 2023, https://arxiv.org/abs/2309.17453
 """
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -20,12 +22,22 @@ Sinks = Float[Tensor, " num_heads"]
 
 
 class DenseAttention:
-    """Attention for `model(input_ids, positions, DenseAttention())`, whose tokens are one sequence. It stores nothing."""
+    """Attention for `model(input_ids, positions, DenseAttention())`, whose tokens are one sequence. It stores nothing.
+
+    state_shapes: of a model whose other layers keep a state (Recur in base.py).
+    """
+
+    def __init__(self, state_shapes: tuple[tuple[int, ...], ...] = ()) -> None:
+        self._state_shapes = state_shapes
 
     def __call__(
         self, layer: int, q: Queries, k: Keys, v: Keys, *, window: int | None = None, sinks: Sinks | None = None
     ) -> Queries:
         return causal_attention(q, k, v, window, sinks)
+
+    def recur(self, layer: int, advance: Callable[..., tuple[Tensor, tuple[Tensor, ...]]], *rows: Tensor) -> Tensor:
+        state = tuple(torch.zeros(1, *shape, device=rows[0].device) for shape in self._state_shapes)
+        return advance(state, *(x.unsqueeze(0) for x in rows))[0].squeeze(0)
 
 
 def causal_attention(

@@ -45,7 +45,7 @@ def kv_groups(config: Any) -> tuple[KVGroup, ...]:
     layers of the more frequent kind are several groups of as many layers as the other kind has.
     """
     layers_of: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(getattr(config, "layer_windows", ()) or [None] * config.num_hidden_layers):
+    for layer, window in enumerate(getattr(config, "layer_windows", ()) or [None] * num_kv_layers(config)):
         layers_of.setdefault(window, []).append(layer)
     size = min(map(len, layers_of.values()))
     return tuple(
@@ -82,7 +82,7 @@ class KVCache:
         axes = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
         shape = (num_blocks, *axes, _stored_size(head_dim, dtype))
         self._pool = [
-            (_zeros(shape, dtype, torch.device(device)), _zeros(shape, dtype, torch.device(device)))
+            (zeros(shape, dtype, torch.device(device)), zeros(shape, dtype, torch.device(device)))
             for _ in range(max(len(group.layers) for group in self.groups))
         ]
         places = {layer: place for group in self.groups for place, layer in enumerate(group.layers)}
@@ -182,11 +182,22 @@ def bytes_per_block(*, num_layers: int, block_size: int, num_kv_heads: int, head
 
 def bytes_per_block_of(config: Any, block_size: int, dtype: torch.dtype) -> int:
     """bytes_per_block with the sizes of a model's config."""
-    sizes = {"num_layers": config.num_hidden_layers, "num_kv_heads": config.num_key_value_heads, "head_dim": config.head_dim}
+    sizes = {"num_layers": num_kv_layers(config), "num_kv_heads": config.num_key_value_heads, "head_dim": config.head_dim}
     return bytes_per_block(block_size=block_size, dtype=dtype, **sizes)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def bytes_per_slot(config: Any) -> int:
+    """The bytes of a sequence's state in all layers of a model. 0: its layers keep none."""
+    sizes = map(math.prod, getattr(config, "state_shapes", ()))
+    return 4 * sum(sizes) * getattr(config, "num_state_layers", 0)
+
+
+def num_kv_layers(config: Any) -> int:
+    """The layers of a model that have keys and values: all of them, unless some keep a state (Recur in base.py)."""
+    return getattr(config, "num_attention_layers", config.num_hidden_layers)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros, which on a CPU take memory page by page when first written (torch.zeros takes all of it at once).
 
     They use the system's huge pages if it has them (Linux: 2 MiB): writing 128 MiB took 7 ms with them and 46 ms without.

@@ -27,6 +27,10 @@ RANDOM_MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
         "tie_word_embeddings": True,
     }, "bfloat16"),
+    "qwen3.5-0.8b": ("Qwen3_5TextConfig", {
+        "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "linear_num_value_heads": 16, "tie_word_embeddings": True,
+    }, "bfloat16"),
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.attention.kv_cache import bytes_per_block_of
+from nanoinfer.attention.kv_cache import bytes_per_block_of, num_kv_layers
 from nanoinfer.bench.timing import RequestTiming
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import UnsupportedError
@@ -126,12 +126,12 @@ def count(
     bits = weight_bits or 8 * size
     weights = {"attention projections": 0, "MLP": 0}
     for name, weight in model.named_parameters():
-        if weight.dim() == 2 and (".attn." in name or ".self_attn." in name):
+        if weight.dim() == 2 and any(part in name for part in (".attn.", ".self_attn.", ".linear_attn.")):
             weights["attention projections"] += weight.numel()
         elif weight.dim() == 2 and ".mlp." in name:
             weights["MLP"] += weight.numel()
     hidden, head = config.hidden_size, config.vocab_size * config.hidden_size
-    layers, kv = config.num_hidden_layers, 2 * config.num_key_value_heads * config.head_dim
+    layers, kv = num_kv_layers(config), 2 * config.num_key_value_heads * config.head_dim
     num_seen = num_seqs * sum(context - num_new + i + 1 for i in range(num_new))  # pairs of a token and one that it sees
     return (
         Part("embedding", num_tokens * hidden * size, 0),

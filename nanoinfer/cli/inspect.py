@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
-from nanoinfer.attention.kv_cache import bytes_per_block_of
+from nanoinfer.attention.kv_cache import bytes_per_block_of, bytes_per_slot
 from nanoinfer.cli.options import new_table, print_table
 from nanoinfer.errors import CheckpointError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.loading import loader
@@ -96,7 +96,8 @@ def examine(
         if run_dtype is not None:
             found.num_cache_bytes_per_token = num_cache_bytes = bytes_per_block_of(config, 1, run_dtype)
             if found.num_weight_bytes is not None:
-                found.num_bytes = found.num_weight_bytes + num_users * num_tokens * num_cache_bytes
+                num_bytes_per_user = num_tokens * num_cache_bytes + bytes_per_slot(config)
+                found.num_bytes = found.num_weight_bytes + num_users * num_bytes_per_user
     return found
 
 

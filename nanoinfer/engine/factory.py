@@ -89,6 +89,11 @@ def make_engine(
     if draft is not None:
         from nanoinfer.speculative.draft_model import DraftModelProposer
 
+        if hasattr(draft.model.config, "state_shapes"):
+            raise UnsupportedError(
+                "the draft model keeps states, which cannot go back to an earlier token; choose one with attention in all "
+                "layers, or use method 'ngram'"
+            )
         draft_executor = make_executor(draft, draft_config, num_blocks=executor.info.num_blocks)
         if draft_executor.info.windows != (None,):
             raise UnsupportedError(

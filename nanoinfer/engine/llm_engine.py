@@ -84,6 +84,10 @@ class LLMEngine:
             from nanoinfer.scheduling.kv_groups import with_groups
 
             block_manager_cls = with_groups(block_manager_cls, info.windows, config.scheduler.chunk_grid)
+        if info.num_state_slots:
+            from nanoinfer.scheduling.state_slots import with_states
+
+            block_manager_cls = with_states(block_manager_cls, info.num_state_slots)
         self.inputs = InputProcessor(info, tokenizer, config, accepts_priority=scheduler_cls.reads_priority)
         self.block_manager = block_manager_cls(info.num_blocks, info.block_size, config.cache.enable_prefix_caching, tracer)
         self.scheduler = scheduler_cls(config.scheduler, self.block_manager, tracer)

@@ -17,6 +17,7 @@ class ExecutorInfo:
 
     max_position_embeddings: the model's limit. max_model_len: the most tokens of a sequence, limited by the cache as well.
     windows: of the cache's KV groups (attention/kv_cache.py).
+    num_state_slots: for models whose layers keep a state (attention/states.py). 0: none does.
     """
 
     vocab_size: int
@@ -29,6 +30,7 @@ class ExecutorInfo:
     dtype: str = "float32"
     attention_backend: str = "reference"
     windows: tuple[int | None, ...] = (None,)
+    num_state_slots: int = 0
 
 
 @dataclass(slots=True)  # not frozen: one is made for each row of a step, in a third of the time

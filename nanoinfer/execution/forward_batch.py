@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from nanoinfer import tracing
-from nanoinfer.attention.base import AttentionMetadata
+from nanoinfer.attention.base import AttentionMetadata, StateRows
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.system.transfer import integers_on_device
@@ -98,6 +98,7 @@ class ForwardBatch:
             num_decodes=plan.num_decode_tokens,
             query_start_loc_cpu=query_start_loc,
             seq_lens_cpu=packed.seq_lens,
+            states=_states_of(plan),
         )
         groups = [attention]
         for tables_of_group in zip(*(seq.more_block_tables for seq in packed.sequences), strict=True):
@@ -149,6 +150,18 @@ def _pack(plan: StepPlan, block_size: int, previous: PreviousTokens | None) -> _
         seq_lens += range(end, end + num_drafts + 1)
         sequences += [seq] * (num_drafts + 1)
     return packed
+
+
+def _states_of(plan: StepPlan) -> tuple[StateRows, ...]:
+    """Where the sequences' states are, if the model keeps states."""
+    rows, start = [], 0
+    for item in plan.scheduled:
+        seq, stop = item.sequence, start + item.num_packed_tokens
+        if seq.state_writes:
+            writes = {num_tokens - seq.num_computed_tokens: slot for num_tokens, slot in seq.state_writes.items()}
+            rows.append(StateRows(start, stop, seq.state_slot, writes))
+        start = stop
+    return tuple(rows)
 
 
 def _describe(packed: _Packed, query_start_loc: list[int], logits_indices: list[int]) -> "tracing.BatchBuilt":

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nanoinfer.attention.kv_cache import bytes_per_block_of, kv_groups
+from nanoinfer.attention.dense import DenseAttention
+from nanoinfer.attention.kv_cache import bytes_per_block_of, bytes_per_slot, kv_groups, num_kv_layers
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import ExecutorInfo
@@ -51,6 +52,8 @@ def size_cache(
     if shards is not None and not is_cuda and requested is None:
         memory //= shards.communicator.size  # each process sees the same free memory
     block_bytes = sum(_block_bytes(one) for one in (parts, draft) if one is not None)
+    num_slots = _num_state_slots(parts, config, memory)
+    memory -= num_slots * bytes_per_slot(parts.model.config)
     max_blocks = config.scheduler.max_num_seqs * _num_blocks_for(config.max_model_len or limit, parts, config)
     num_blocks, fewest = min(memory // block_bytes, max_blocks), _num_blocks_for(1, parts, config)
     if num_blocks < fewest:
@@ -59,7 +62,8 @@ def size_cache(
             f"the KV cache may take {memory} bytes, less than one block of {parts.block_size} tokens "
             f"({fewest * block_bytes} bytes); raise kv_cache_memory{more}, or lower block_size"
         )
-    info = describe_cache(parts, config, num_blocks if shards is None else shards.communicator.minimum(num_blocks))
+    num_blocks = num_blocks if shards is None else shards.communicator.minimum(num_blocks)
+    info = describe_cache(parts, config, num_blocks, num_slots)
     if config.max_model_len is not None and info.max_model_len < config.max_model_len:
         logger.warning(
             "max_model_len is %d, not %d: the KV cache holds no more; raise kv_cache_memory",
@@ -68,7 +72,18 @@ def size_cache(
     return info
 
 
-def describe_cache(parts: Parts, config: EngineConfig, num_blocks: int) -> ExecutorInfo:
+def _num_state_slots(parts: Parts, config: EngineConfig, memory: int) -> int:
+    """The slots for states: two for each running sequence, of which one is for a checkpoint, in at most half of the memory."""
+    if not (slot_bytes := bytes_per_slot(parts.model.config)):
+        return 0
+    if (num_slots := min(memory // 2 // slot_bytes, 2 * config.scheduler.max_num_seqs)) < 1:
+        raise InvalidValueError(
+            f"half of the cache's {memory} bytes must hold the state of a sequence, {slot_bytes} bytes; raise kv_cache_memory"
+        )
+    return num_slots
+
+
+def describe_cache(parts: Parts, config: EngineConfig, num_blocks: int, num_slots: int = 0) -> ExecutorInfo:
     """Collect and log what the engine must know about a model with a cache of this many blocks."""
     limit = parts.model.config.max_position_embeddings
     lengths = range(1, min(config.max_model_len or limit, limit) + 1)
@@ -78,11 +93,12 @@ def describe_cache(parts: Parts, config: EngineConfig, num_blocks: int) -> Execu
         max_model_len=bisect_right(lengths, num_blocks, key=lambda length: _num_blocks_for(length, parts, config)),
         num_blocks=num_blocks,
         block_size=parts.block_size,
-        num_cache_bytes=num_blocks * _block_bytes(parts),
+        num_cache_bytes=num_blocks * _block_bytes(parts) + num_slots * bytes_per_slot(parts.model.config),
         device=str(parts.device),
         dtype=str(parts.dtype).removeprefix("torch."),
         attention_backend=parts.backend_name,
         windows=tuple(group.window for group in kv_groups(parts.model.config)),
+        num_state_slots=num_slots,
     )
     logger.info(
         "%s on %s, attention %s, KV cache of %d blocks of %d tokens (%.0f MiB), max_model_len %d",
@@ -95,7 +111,7 @@ def describe_cache(parts: Parts, config: EngineConfig, num_blocks: int) -> Execu
 def _block_bytes(parts: Parts) -> int:
     config = parts.model.config
     num_layers = max(len(group.layers) for group in kv_groups(config))  # for which a block has a place
-    return bytes_per_block_of(config, parts.block_size, parts.cache_dtype) * num_layers // config.num_hidden_layers
+    return bytes_per_block_of(config, parts.block_size, parts.cache_dtype) * num_layers // num_kv_layers(config)
 
 
 def _num_blocks_for(num_tokens: int, parts: Parts, config: EngineConfig) -> int:
@@ -148,6 +164,11 @@ def available_cpu_memory() -> int:
     return max(available, 0)
 
 
+class _NoAttention(DenseAttention):
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+        return q.contiguous()
+
+
 @torch.inference_mode()
 def peak_step_bytes(model: Model, config: EngineConfig, device: torch.device, routes: Sequence[Route]) -> int:
     """The bytes that the largest step takes on a GPU besides weights and cache, measured with a step without attention.
@@ -155,10 +176,7 @@ def peak_step_bytes(model: Model, config: EngineConfig, device: torch.device, ro
     The sampler is counted as LOGITS_COPIES copies of the logits, and what its routes reserve.
     """
     num_rows = config.max_num_rows
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
-        return q.contiguous()
-
+    attend = _NoAttention(getattr(model.config, "state_shapes", ()))
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     ids = torch.zeros(config.scheduler.max_num_batched_tokens + num_rows, dtype=torch.int64, device=device)

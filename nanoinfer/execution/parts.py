@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nanoinfer.attention.base import AttentionBackend, select_backend
-from nanoinfer.attention.kv_cache import KVCache, kv_groups
+from nanoinfer.attention.kv_cache import KVCache, kv_groups, num_kv_layers
 from nanoinfer.config import LOGPROBS_MODES, EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
@@ -83,7 +83,7 @@ def make_runner(parts: Parts, info: ExecutorInfo) -> ModelRunner:
     graphs = None if parts.make_decode_graphs is None else parts.make_decode_graphs(info)
     config = parts.model.config
     cache = KVCache(
-        num_layers=config.num_hidden_layers,
+        num_layers=num_kv_layers(config),
         num_blocks=info.num_blocks + (graphs is not None),
         block_size=info.block_size,
         num_kv_heads=config.num_key_value_heads,
@@ -93,7 +93,18 @@ def make_runner(parts: Parts, info: ExecutorInfo) -> ModelRunner:
         layout=parts.backend.layout,
         groups=kv_groups(config),
     )
-    return parts.runner_class(parts.model, cache, parts.backend, graphs)
+    return parts.runner_class(parts.model, cache, backend_with_states(parts.backend, parts.model, info.num_state_slots), graphs)
+
+
+def backend_with_states(backend: AttentionBackend, model: Model, num_slots: int) -> AttentionBackend:
+    """Return the backend, with slots for the states of a model that keeps some (attention/states.py)."""
+    if not num_slots:
+        return backend
+    from nanoinfer.attention.states import BackendWithStates, StateCache
+
+    config, device = model.config, next(model.parameters()).device
+    sizes = {"num_layers": config.num_state_layers, "shapes": config.state_shapes}
+    return BackendWithStates(backend, StateCache(num_slots=num_slots, device=device, **sizes))
 
 
 def make_sampler(parts: Parts, info: ExecutorInfo, config: EngineConfig) -> Sampler:

@@ -16,9 +16,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import AttentionBackend
-from nanoinfer.attention.kv_cache import KVCache, kv_groups
+from nanoinfer.attention.kv_cache import KVCache, bytes_per_slot, kv_groups, num_kv_layers
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.execution.parts import backend_with_states
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
@@ -45,7 +46,7 @@ def is_batch_independent(
     groups = kv_groups(model.config)
     sequences = scratch_sequences(token_ids, block_size, len(groups))
     cache = KVCache(
-        num_layers=model.config.num_hidden_layers,
+        num_layers=num_kv_layers(model.config),
         num_blocks=len(groups) * sum(len(seq.block_table) for seq in sequences),
         block_size=block_size,
         num_kv_heads=model.config.num_key_value_heads,
@@ -54,6 +55,7 @@ def is_batch_independent(
         layout=backend.layout,
         groups=groups,
     )
+    backend = backend_with_states(backend, model, len(sequences) if bytes_per_slot(model.config) else 0)
     decodes = [1] * NUM_DECODES
     run = partial(_hidden_rows, model, backend, cache, has_single_queries=has_single_queries)
     alone = run([sequences[COMPARED]], [[num] for num in (lengths[COMPARED], *decodes)])
@@ -102,6 +104,10 @@ def _hidden_rows(
     for nums in steps:
         items = [ScheduledSequence(seq, num) for seq, num in zip(sequences, nums, strict=True)]
         items.sort(key=lambda item: item.num_new_tokens > 1)  # the scheduler's order
+        for item in items if bytes_per_slot(model.config) else ():
+            seq, slot = item.sequence, int(item.sequence.request_id)
+            seq.state_slot = slot if seq.num_computed_tokens else -1
+            seq.state_writes = {seq.num_computed_tokens + item.num_new_tokens: slot}
         plan, device = StepPlan(tuple(items)), torch.device("cpu")
         batch = ForwardBatch.build(plan, cache.block_size, device, has_single_queries=has_single_queries)
         hidden = ModelRunner(model, cache, backend).forward(batch)

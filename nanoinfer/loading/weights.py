@@ -176,7 +176,7 @@ def match_tensors(targets: dict[str, nn.Parameter], files: Weights, rules: Weigh
     problems: list[str] = []
     for tensor_name in files:
         name = tensor_name.removeprefix(rules.prefix)
-        if name.endswith(rules.skip):
+        if name.endswith(rules.skip) or name.startswith(rules.ignored):
             continue
         if name == rules.head and name not in targets and rules.embedding in targets:
             continue  # tied: head_is_tied has checked that it equals the embedding

@@ -26,6 +26,7 @@ class WeightRules:
         head: the parameter of the LM head.
         transpose: endings of tensors stored as [in, out]. A linear layer has [out, in].
         skip: endings of tensors that are not weights.
+        ignored: beginnings of tensors that are weights of something else, such as a model that drafts tokens.
     """
 
     prefix: str
@@ -33,6 +34,7 @@ class WeightRules:
     head: str = "lm_head.weight"
     transpose: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 # architecture in config.json -> "module:class", imported when it is first used
@@ -44,6 +46,9 @@ _MODELS: dict[str, str] = {
     "Qwen2MoeForCausalLM": "nanoinfer.models.qwen_moe:QwenMoeForCausalLM",
     "Qwen3ForCausalLM": "nanoinfer.models.qwen:QwenForCausalLM",
     "Qwen3MoeForCausalLM": "nanoinfer.models.qwen_moe:QwenMoeForCausalLM",
+    "Qwen3NextForCausalLM": "nanoinfer.models.qwen_next:Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM": "nanoinfer.models.qwen_next:Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM": "nanoinfer.models.qwen_next:Qwen3_5ForCausalLM",
 }
 _registered: dict[str, type[nn.Module]] = {}
 
@@ -112,6 +117,11 @@ def find_model(config: dict[str, Any]) -> type[Any]:
         if architecture in _MODELS:
             module, _, class_name = _MODELS[architecture].partition(":")
             return getattr(import_module(module), class_name)
+    if isinstance(config.get("text_config"), dict):
+        raise UnsupportedError(
+            f"architectures {shown(architectures)} also read images or sound, which is not supported; use the text model "
+            "alone, as transformers' AutoModelForCausalLM saves it"
+        )
     raise UnsupportedError(
         f"architectures {shown(architectures)} are not supported; {', '.join([*_MODELS, *_registered])} are. "
         "register_model adds one of your own"

@@ -197,9 +197,8 @@ class Speculator:
     def _with_draft(self, item: ScheduledSequence, draft: list[int]) -> ScheduledSequence:
         """Allocate blocks for a draft, shortened to the free slots if too few blocks are free, and return the item with it."""
         seq = item.sequence
-        if draft and not self._block_manager.can_allocate(seq, 1 + len(draft)):
-            num_free_slots = len(seq.block_table) * self._block_manager.block_size - seq.num_computed_tokens - 1
-            draft = draft[:num_free_slots]
+        while draft and not self._block_manager.can_allocate(seq, 1 + len(draft)):
+            draft = draft[:-1]
         if not draft:
             return item
         copies = self._block_manager.allocate(seq, 1 + len(draft))

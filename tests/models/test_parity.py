@@ -22,7 +22,9 @@ PROMPT = torch.arange(1, 301) * 31 % tiny_models.VOCAB_SIZE  # 300 tokens: past 
 def logits_here(path, dtype="float32", prompt=PROMPT):
     model = loader.load_model(Checkpoint.open(str(path)), dtype)
     with torch.inference_mode():
-        return model.compute_logits(model(prompt, torch.arange(len(prompt)), DenseAttention()))
+        return model.compute_logits(
+            model(prompt, torch.arange(len(prompt)), DenseAttention(getattr(model.config, "state_shapes", ())))
+        )
 
 
 def logits_there(path, dtype=torch.float32, prompt=PROMPT):

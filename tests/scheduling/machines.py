@@ -60,8 +60,8 @@ class Blocks(RuleBasedStateMachine):
     """Sequences come, grow, fork and go in any order."""
 
     block_manager_cls = BlockManager
-    NUM_BLOCKS, BLOCK_SIZE = 6, 2
     memory_cls = Memory
+    NUM_BLOCKS, BLOCK_SIZE = 6, 2
 
     def __init__(self):
         super().__init__()

@@ -73,11 +73,29 @@ def compile_model(model: nn.Module, quantization: str | None = None, *, is_trial
             report.num_plain_linears += sum(isinstance(trace.module(node), FusedLinear) for node in trace.graph.nodes)
             return sum(len(program.operations) for program in programs)
 
+        _compile_recurrences(model, dtype, report)
         compile_modules(model, lower, report)
         in_programs = set(num_uses)
         outside = [(path, linear) for path, linear in model.named_modules() if type(linear) is nn.Linear]
         _replace_linears(model, [(path, linear) for path, linear in outside if linear not in in_programs], packed, report)
     return report
+
+
+def _compile_recurrences(model: nn.Module, dtype: torch.dtype, report: CompileReport) -> None:
+    """Compute what depends on states by kernels."""
+    if not hasattr(getattr(model, "config", None), "state_shapes"):
+        return
+    from nanoinfer.fast.cpu.delta import KernelRecurrence
+    from nanoinfer.models.gated_delta import DeltaRecurrence
+
+    for path, module in model.named_modules():
+        if type(module) is DeltaRecurrence:
+            try:
+                setattr(module, "forward", KernelRecurrence(module, dtype).forward)  # noqa: B010 (mypy refuses the other form)
+            except UnsupportedError as error:
+                report.left[path] = str(error)
+            else:
+                report.compiled[path] = 1
 
 
 def _replace_linears(model: nn.Module, linears: list[tuple[str, nn.Linear]], pack: Pack, report: CompileReport) -> None:

@@ -1,0 +1,139 @@
+"""The states of layers that keep one instead of keys and values (Recur in base.py): where they are, and how they advance.
+
+In: a step's StateRows, chosen by scheduling/state_slots.py. Out: the `recur` of a model. It knows neither what a state means
+nor which sequence it belongs to.
+
+A slot holds a sequence's state in all layers. A step reads the state from one slot and writes it to the same or to another one,
+so a state that a fork shares, or that is kept for the prefix cache, stays as it is. Slot -1 holds zeros: no token was computed.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate, chain, zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from nanoinfer.attention.base import Advance, Attend, AttentionBackend, AttentionMetadata
+from nanoinfer.attention.dense import Keys, Queries
+from nanoinfer.attention.kv_cache import KVCache, zeros
+
+
+class Piece(NamedTuple):
+    """Some packed tokens of one sequence, whose state is read from a slot and written to one."""
+
+    start: int
+    stop: int
+    read: int
+    write: int
+
+
+class StateCache:
+    """One pool of slots, each of which has the parts of a state in every layer that keeps one, in fp32."""
+
+    def __init__(
+        self, *, num_layers: int, num_slots: int, shapes: Sequence[tuple[int, ...]], device: torch.device | str = "cpu"
+    ) -> None:
+        """shapes: of the parts of a state in one layer."""
+        self._layers = [
+            tuple(zeros((num_slots + 1, *shape), torch.float32, torch.device(device)) for shape in shapes)
+            for _ in range(num_layers)
+        ]
+
+    def layer(self, layer: int) -> tuple[Tensor, ...]:
+        """Return the parts of one layer, each [num_slots + 1, ...]. The last slot is the state before any token."""
+        return self._layers[layer]
+
+
+class BackendWithStates:
+    """An attention backend for a model whose other layers keep states. It supports what the backend does, less CUDA graphs."""
+
+    supports_cuda_graph = False
+
+    def __init__(self, backend: AttentionBackend, states: StateCache) -> None:
+        self._backend, self._states = backend, states
+        self.layout, self.default_block_size = backend.layout, backend.default_block_size
+
+    @staticmethod
+    def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+        return None
+
+    def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
+        return AttendWithStates(self._backend.begin_step(cache, metadata), self._states, metadata)
+
+
+class AttendWithStates:
+    """One step's attention and recurrence (Recur).
+
+    Attributes:
+        states: what the pieces read and write.
+        pieces: of each sequence, in their order.
+    """
+
+    def __init__(self, attend: Attend, states: StateCache, metadata: AttentionMetadata) -> None:
+        self._attend, self.states = attend, states
+        if hasattr(attend, "as_step"):  # of fast/
+            self.as_step = attend.as_step
+        is_single = metadata.max_query_len == 1  # each token as in a decode step, also those of a prompt
+        self.pieces = [_pieces(*rows, is_single=is_single) for rows in metadata.states]
+
+    @cached_property
+    def _batches(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Packed tokens [num_seqs, num_tokens], and the slots [num_seqs] that are read and written, in the order of the pieces.
+
+        The i-th pieces of all sequences are computed together if they have one token, and others one after the other.
+        """
+        batches = []
+        for pieces in zip_longest(*self.pieces):
+            singles = [piece for piece in pieces if piece is not None and piece.stop - piece.start == 1]
+            batches += [singles] if singles else []
+            batches += [[piece] for piece in pieces if piece is not None and piece.stop - piece.start > 1]
+        device = self.states.layer(0)[0].device
+        return [
+            (
+                torch.tensor([list(range(piece.start, piece.stop)) for piece in batch], device=device),
+                torch.tensor([piece.read for piece in batch], device=device),
+                torch.tensor([piece.write for piece in batch], device=device),
+            )
+            for batch in batches
+        ]
+
+    @cached_property
+    def piece_tensors(self) -> tuple[Int[Tensor, " num_seqs_plus_1"], Int[Tensor, "num_pieces 4"]]:
+        """The first piece of each sequence, and all pieces, with the place of slot -1. For kernels."""
+        num_slots = len(self.states.layer(0)[0])
+        first_pieces = [0, *accumulate(map(len, self.pieces))]
+        pieces = [(piece.start, piece.stop, piece.read % num_slots, piece.write) for piece in chain(*self.pieces)]
+        return torch.tensor(first_pieces), torch.tensor(pieces)
+
+    def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, **options: Any) -> Queries:
+        return self._attend(layer, q, k, v, **options)
+
+    def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
+        """Advance the states of the step's sequences. See Recur."""
+        parts, out = self.states.layer(layer), None
+        for tokens, reads, writes in self._batches:
+            computed, state = advance(tuple(part[reads] for part in parts), *(x[tokens] for x in rows))
+            for part, new in zip(parts, state, strict=True):
+                part[writes] = new
+            if out is None:
+                out = computed.new_empty(len(rows[0]), *computed.shape[2:])
+            out[tokens] = computed
+        assert out is not None, "a step has at least one token"
+        return out
+
+
+def _pieces(start: int, stop: int, read: int, writes: dict[int, int], *, is_single: bool) -> list[Piece]:
+    """Cut a sequence's tokens after each one whose state is kept, or after every token.
+
+    A piece that ends before such a token writes to that token's slot, which is free until then.
+    """
+    ends = list(range(start + 1, stop + 1)) if is_single else [start + num for num in writes]
+    pieces: list[Piece] = []
+    for end in ends:
+        write = next(slot for num, slot in writes.items() if start + num >= end)
+        pieces.append(Piece(pieces[-1].stop if pieces else start, end, read, write))
+        read = write
+    return pieces

@@ -1,0 +1,102 @@
+"""The kernel of Gated DeltaNet against its definition, and its bits in any batch and any chunks."""
+
+import pytest
+import torch
+
+from nanoinfer.attention.base import AttentionMetadata, StateRows
+from nanoinfer.attention.dense import DenseAttention
+from nanoinfer.attention.states import AttendWithStates, StateCache
+from nanoinfer.fast.cpu.delta import KernelRecurrence
+from nanoinfer.models import gated_delta
+from nanoinfer.models.gated_delta import DeltaRecurrence
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+SIZES = [  # key heads, value heads, key_dim, value_dim, kernel_size
+    (2, 4, 12, 8, 4),
+    (1, 1, 16, 32, 2),
+    (2, 2, 128, 128, 4),
+]
+
+
+def make(sizes, dtype=torch.float32):
+    names = ("num_key_heads", "num_value_heads", "key_dim", "value_dim", "kernel_size")
+    return DeltaRecurrence(0, eps=1e-6, **dict(zip(names, sizes, strict=True))), dtype
+
+
+def shapes_of(plain):
+    channels = 2 * plain.num_key_heads * plain.key_dim + plain.num_value_heads * plain.value_dim
+    return (plain.kernel_size - 1, channels), (plain.num_value_heads, plain.key_dim, plain.value_dim)
+
+
+def inputs(plain, num_tokens, dtype):
+    generator = torch.Generator().manual_seed(1)
+    (_, channels), (heads, _, value_dim) = shapes_of(plain)
+    sizes = [channels, heads * value_dim, heads, heads]
+    merged = torch.randn(num_tokens, sum(sizes), generator=generator).to(dtype)  # as merged projections give them
+    shapes = ((channels, 1, plain.kernel_size), (heads,), (heads,), (value_dim,))
+    weights = [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
+    return merged.split(sizes, dim=-1), tuple(weights)
+
+
+def attend_to(states, rows, *, is_single=False):
+    lens = [row.stop - row.start for row in rows]
+    none = torch.zeros(0, dtype=torch.int64)
+    tensors = dict.fromkeys(("query_start_loc", "seq_lens", "slot_mapping"), none) | {"block_tables": none.view(0, 0)}
+    numbers = {"max_query_len": 1 if is_single else max(lens), "max_seq_len": 0, "num_decodes": 0}
+    lists = {"query_start_loc_cpu": [], "seq_lens_cpu": []}
+    metadata = AttentionMetadata(**tensors, **numbers, **lists, states=tuple(rows))
+    return AttendWithStates(lambda *given: None, states, metadata)
+
+
+def cache(plain, num_slots=4):
+    return StateCache(num_layers=1, num_slots=num_slots, shapes=shapes_of(plain))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_gives_what_the_definition_gives(sizes, dtype, monkeypatch):
+    monkeypatch.setattr(gated_delta, "gated_delta_rule_in_chunks", gated_delta.gated_delta_rule)
+    plain, dtype = make(sizes, dtype)
+    rows, weights = inputs(plain, 9, dtype)
+    states = cache(plain)
+    out = KernelRecurrence(plain, dtype).forward(attend_to(states, [StateRows(0, 9, -1, {9: 2})]), *rows, weights)
+    expected_states = cache(plain)
+    expected = plain(attend_to(expected_states, [StateRows(0, 9, -1, {9: 2})]), *rows, weights)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+    for part, same in zip(states.layer(0), expected_states.layer(0), strict=True):
+        torch.testing.assert_close(part[2], same[2], atol=1e-5, rtol=1e-5)
+        assert not part[-1].any()  # the state before any token
+    dense = plain(DenseAttention(shapes_of(plain)), *rows, weights)
+    torch.testing.assert_close(dense, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_token_has_the_same_bits_alone_beside_others_in_chunks_and_as_a_draft():
+    plain, dtype = make(SIZES[0])
+    rows, weights = inputs(plain, 11, dtype)
+    kernel = KernelRecurrence(plain, dtype)
+
+    def run(states, rows_of_states, first, end, **more):
+        given = [x[first:end] for x in rows]
+        return kernel.forward(attend_to(states, rows_of_states, **more), *given, weights)
+
+    alone = cache(plain)
+    expected = run(alone, [StateRows(0, 7, -1, {7: 0})], 0, 7)
+    beside = cache(plain)
+    together = run(beside, [StateRows(0, 7, -1, {4: 1, 7: 0}), StateRows(7, 11, -1, {4: 2})], 0, 11)
+    assert torch.equal(together[:7], expected)
+    cut = cache(plain)
+    parts = [run(cut, [StateRows(0, 3, -1, {3: 0})], 0, 3), run(cut, [StateRows(0, 4, 0, {1: 1, 2: 2, 3: 3, 4: 0})], 3, 7)]
+    assert torch.equal(torch.cat(parts), expected)
+    single = cache(plain)
+    assert torch.equal(run(single, [StateRows(0, 7, -1, {7: 0})], 0, 7, is_single=True), expected)
+    for states in (beside, cut, single):
+        assert all(torch.equal(part[0], same[0]) for part, same in zip(states.layer(0), alone.layer(0), strict=True))
+    assert torch.equal(beside.layer(0)[1][1], run_until(plain, kernel, rows, weights, 4))
+
+
+def run_until(plain, kernel, rows, weights, num_tokens):
+    states = cache(plain)
+    kernel.forward(attend_to(states, [StateRows(0, num_tokens, -1, {num_tokens: 0})]), *(x[:num_tokens] for x in rows), weights)
+    return states.layer(0)[1][0]

@@ -1,0 +1,234 @@
+"""States: by hand with blocks of two tokens, then the state machines of machines.py, with drafts as well."""
+
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.policies import DeadlineScheduler
+from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.state_slots import with_states
+from tests.scheduling import machines
+
+
+def make(num_slots, num_blocks=8, **more):
+    return with_states(BlockManager, num_slots)(num_blocks, 2, **more)
+
+
+def sequence(token_ids, name="r"):
+    return Sequence(name, list(token_ids), SamplingParams(), seed=0, max_num_tokens=1000)
+
+
+def start(manager, seq):
+    """Start a sequence on its prefix and compute its tokens. Returns how many of them were not computed."""
+    prefix = manager.match_prefix(seq.token_ids)
+    manager.start(seq, prefix)
+    seq.num_computed_tokens = len(prefix) * manager.block_size
+    run(manager, seq)
+    return len(prefix) * manager.block_size
+
+
+def run(manager, seq):
+    manager.allocate(seq, seq.num_new_tokens)
+    seq.num_computed_tokens += seq.num_new_tokens
+    manager.cache_finished_blocks(seq, seq.num_computed_tokens)
+
+
+def test_a_prompt_can_be_continued_after_its_last_whole_block_and_nowhere_else():
+    manager = make(8)
+    first = sequence([5, 6, 7, 8, 9])
+    assert start(manager, first) == 0
+    assert [*first.state_writes] == [4, 5]  # after the last whole block, and after all tokens
+    assert start(manager, sequence([5, 6, 7, 8, 1, 1])) == 4
+    assert start(manager, sequence([5, 6, 1, 1])) == 0  # the block of 5 and 6 is cached, but not the state after it
+
+
+def test_a_growing_text_can_be_continued_after_each_whole_block():
+    manager = make(8)
+    seq = sequence([5])
+    start(manager, seq)
+    for token_id in (6, 7, 8, 9):
+        seq.token_ids.append(token_id)
+        run(manager, seq)
+    assert start(manager, sequence([5, 6, 1])) == 2
+    assert start(manager, sequence([5, 6, 7, 8, 1])) == 4
+
+
+def test_a_state_that_is_kept_is_not_written_again():
+    manager = make(8)
+    seq = sequence([5, 6])
+    start(manager, seq)
+    kept = seq.state_writes[2]
+    seq.token_ids.append(7)
+    run(manager, seq)
+    assert seq.state_slot == kept
+    own = seq.state_writes[3]
+    assert own != kept
+    seq.token_ids.append(8)
+    run(manager, seq)
+    assert (seq.state_slot, seq.state_writes) == (own, {4: own})  # its own slot is written in place
+
+
+def test_one_slot_is_enough_because_a_sequence_gives_up_its_own_checkpoint():
+    manager = make(1)
+    seq = sequence([5, 6])
+    start(manager, seq)
+    for token_id in (7, 8, 9):
+        seq.token_ids.append(token_id)
+        assert manager.can_allocate(seq, 1)
+        run(manager, seq)
+    assert start_would_reuse(manager, [5, 6, 7, 8, 1]) == 0
+    manager.free(seq)
+    assert manager.num_free_slots == 1
+
+
+def start_would_reuse(manager, token_ids):
+    return len(manager.match_prefix(token_ids)) * manager.block_size
+
+
+def test_a_checkpoint_is_taken_before_a_slot_that_a_sequence_has_and_the_oldest_first():
+    manager = make(3)
+    for token_ids in ([1, 1], [2, 2]):
+        seq = sequence(token_ids)
+        start(manager, seq)
+        manager.free(seq)
+    running = sequence([3])
+    start(manager, running)
+    other = sequence([4])
+    start(manager, other)  # no slot is empty
+    assert start_would_reuse(manager, [1, 1, 0]) == 0
+    assert start_would_reuse(manager, [2, 2, 0]) == 2
+    assert manager.can_start(1, [])
+    start(manager, sequence([5]))
+    assert start_would_reuse(manager, [2, 2, 0]) == 0
+    assert not manager.can_start(1, [])  # sequences have all three
+
+
+def test_a_checkpoint_goes_with_its_block():
+    manager = make(8, num_blocks=2)
+    seq = sequence([5, 6, 7])
+    start(manager, seq)
+    manager.free(seq)
+    assert start_would_reuse(manager, [5, 6, 1]) == 2
+    start(manager, sequence([1, 2, 3, 4]))  # takes both blocks
+    assert start_would_reuse(manager, [5, 6, 1]) == 0
+    assert manager.num_free_slots == 7
+
+
+def test_forks_read_the_same_state_and_each_writes_its_own():
+    manager = make(8)
+    parent, child = sequence([5, 6, 7]), sequence([5, 6, 7])
+    start(manager, parent)
+    manager.fork(parent, child)
+    child.num_computed_tokens = 3
+    shared = parent.state_slot
+    for seq in (parent, child):
+        seq.token_ids.append(8)
+        run(manager, seq)
+    assert parent.state_slot == child.state_slot == shared
+    assert len({shared, parent.state_writes[4], child.state_writes[4]}) == 3
+
+
+def test_the_state_after_the_last_accepted_draft_stays():
+    manager = make(8, enable_prefix_caching=False)
+    seq = sequence([5, 6, 7])
+    start(manager, seq)
+    seq.token_ids.append(8)
+    manager.allocate(seq, 1)
+    manager.allocate(seq, 1 + 3)  # with three drafts
+    assert [*seq.state_writes] == [4, 5, 6, 7]
+    after_one = seq.state_writes[5]
+    seq.num_computed_tokens += 2  # one was right
+    seq.token_ids += [9, 1]
+    manager.allocate(seq, 1)
+    assert seq.state_slot == after_one
+    assert manager.num_free_slots == 7
+
+
+def test_drafts_take_free_slots_only():
+    manager = make(3)
+    seq, other = sequence([5]), sequence([6])
+    start(manager, seq)
+    start(manager, other)
+    seq.token_ids.append(7)
+    assert manager.can_allocate(seq, 1 + 1)
+    assert not manager.can_allocate(seq, 1 + 2)
+
+
+# ---- with the state machines
+
+
+class States(machines.Memory):
+    """The slots of a cache, and what the slots of states would hold: all tokens so far."""
+
+    def __init__(self, manager):
+        super().__init__(manager)
+        self.states = {-1: ()}
+
+    def write(self, seq, first, end):
+        super().write(seq, first, end)
+        assert self.states[seq.state_slot] == tuple(seq.token_ids[:first])
+        for num_tokens, slot in seq.state_writes.items():
+            self.states[slot] = tuple(seq.token_ids[:num_tokens])
+        assert end in seq.state_writes
+
+
+BITS = st.integers(0, 1)
+
+
+class BlocksAndStates(machines.Blocks):
+    memory_cls = States
+
+    @precondition(lambda self: self.alive)
+    @rule(
+        data=st.data(), token_id=st.integers(0, 1), drafts=st.lists(st.integers(0, 1), max_size=3), accepted=st.integers(0, 3)
+    )
+    def speculate(self, data, token_id, drafts, accepted):
+        seq = self.alive[data.draw(st.integers(0, len(self.alive) - 1))]
+        seq.token_ids.append(token_id)
+        if not self.manager.can_allocate(seq, 1):
+            seq.token_ids.pop()
+            return
+        copies = self.manager.allocate(seq, 1)
+        while drafts and not self.manager.can_allocate(seq, 1 + len(drafts)):
+            drafts = drafts[:-1]
+        if drafts:
+            copies += self.manager.allocate(seq, 1 + len(drafts))
+        self.memory.copy(copies)
+        seq.token_ids += drafts
+        self.memory.write(seq, seq.num_computed_tokens, len(seq.token_ids))
+        del seq.token_ids[len(seq.token_ids) - len(drafts) :]
+        seq.num_computed_tokens += 1
+        self.manager.cache_finished_blocks(seq, seq.num_computed_tokens)
+        for draft in drafts[:accepted]:
+            seq.token_ids.append(draft)
+            seq.num_computed_tokens += 1
+
+    @invariant()
+    def a_slot_is_free_if_no_sequence_has_it(self):
+        held = {slot for seq in self.alive for slot in (seq.state_slot, *seq.state_writes.values())} - {-1}
+        assert self.manager.num_free_slots == self.manager.num_slots - len(held)
+
+    def teardown(self):
+        super().teardown()
+        assert self.manager.num_free_slots == self.manager.num_slots
+
+
+class LoadWithStates(machines.Load):
+    memory_cls = States
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "scheduler"):
+            assert self.scheduler.block_manager.num_free_slots == self.scheduler.block_manager.num_slots
+
+
+def test_every_state_is_where_its_sequence_reads_it():
+    for num_slots in (2, 5, 12):
+        machines.check_block_manager(with_states(BlockManager, num_slots), BlocksAndStates, max_examples=40)
+
+
+def test_the_scheduler_keeps_its_rules_with_few_slots_and_with_many():
+    for scheduler, num_slots in ((Scheduler, 1), (Scheduler, 4), (DeadlineScheduler, 9)):
+        machines.check_scheduler(scheduler, with_states(BlockManager, num_slots), LoadWithStates, max_examples=25)
