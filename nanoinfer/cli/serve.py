@@ -55,6 +55,9 @@ class ServerOptions:
     ignore_unknown_fields: Annotated[
         bool, typer.Option("--ignore-unknown-fields", help="Ignore fields that are unknown or not supported, instead of 400.")
     ] = False
+    max_stored_responses: Annotated[
+        int, typer.Option(min=0, help="Responses of /v1/responses that are kept in memory for previous_response_id.")
+    ] = 0
     reasoning_parser: Annotated[
         str | None, typer.Option(help="qwen3: parse <think> blocks; none. Default: by the model's chat template.")
     ] = None
@@ -146,6 +149,7 @@ def make_settings(engine: EngineOptions, options: ServerOptions, recorder: "Rece
         max_body_bytes=options.max_body_bytes,
         ignore_unknown_fields=options.ignore_unknown_fields,
         cors_origins=tuple(options.cors_origin or ()),
+        max_stored_responses=options.max_stored_responses,
         reasoning_parser=options.reasoning_parser,
         tool_call_parser=options.tool_call_parser,
         recorder=recorder,

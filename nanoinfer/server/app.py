@@ -4,7 +4,7 @@ In: HTTP requests. Out: responses. protocol.py defines what a request means, and
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,7 +35,11 @@ from nanoinfer.server.protocol import (
     TokenizeRequest,
     to_sampling_params,
 )
+from nanoinfer.server.responses import ResponsesReply, ResponsesRequest, ResponseStore
+from nanoinfer.server.responses import to_chat as responses_to_chat
 from nanoinfer.tracing.recent import RecentRecorder
+
+STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # or JSON
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,7 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the server, or "*"
     reasoning_parser: str | None = None  # "qwen3" or "none". None means the format that the chat template writes
     tool_call_parser: str | None = None  # "hermes" or "none". None means the format that the chat template writes
+    max_stored_responses: int = 0  # of /v1/responses, that a request can continue by their ids
     recorder: RecentRecorder | None = None  # the LLM's tracer, from which answers are replayed. None means no replays
 
 
@@ -99,25 +104,42 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
     def choices_reply(body: CompletionRequest | ChatCompletionRequest, choices: Choices) -> Reply:
         return ChoicesReply(choices, check_body(body, settings), body.stream_options or StreamOptions())
 
-    streams: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # or JSON
+    async def answer_chat(http: StrictRequest, chat: ChatCompletionRequest, reply: Reply) -> Response:
+        return await generate(http, chat, [partial(chat_format.prepare, chat, inputs)], reply)
 
-    @app.post("/v1/completions", responses=streams)
+    @app.post("/v1/completions", responses=STREAMS)
     async def completions(http: StrictRequest, body: CompletionRequest) -> Response:
         prepares = [partial(inputs.prepare_prompt, prompt, priority=body.priority) for prompt in body.prompts]
         return await generate(http, body, prepares, choices_reply(body, CompletionChoices(body, tokenizer)))
 
-    @app.post("/v1/chat/completions", responses=streams)
+    @app.post("/v1/chat/completions", responses=STREAMS)
     async def chat_completions(http: StrictRequest, body: ChatCompletionRequest) -> Response:
-        prepare = partial(chat_format.prepare, body, inputs)
-        return await generate(http, body, [prepare], choices_reply(body, ChatChoices(body, chat_format, tokenizer)))
+        return await answer_chat(http, body, choices_reply(body, ChatChoices(body, chat_format, tokenizer)))
 
-    @app.post("/v1/messages", responses=MESSAGES_ERRORS | streams)
+    _add_chat_apis(app, async_llm, settings, chat_format, answer_chat)
+
+    @app.post("/v1/embeddings", include_in_schema=False)
+    async def unsupported(http: Request) -> Response:
+        raise RequestError(
+            404, f"{http.url.path} is not supported; use /v1/chat/completions or /v1/completions", code="unsupported"
+        )
+
+
+def _add_chat_apis(
+    app: FastAPI,
+    async_llm: AsyncLLM,
+    settings: ServerSettings,
+    chat_format: ChatFormat,
+    answer: Callable[[StrictRequest, ChatCompletionRequest, Reply], Awaitable[Response]],
+) -> None:
+    """Add the APIs whose requests become chat requests, to which answer gives the reply."""
+    engine = async_llm.engine
+
+    @app.post("/v1/messages", responses=MESSAGES_ERRORS | STREAMS)
     async def messages(http: StrictRequest, body: MessagesRequest) -> Response:
         model = check_body(body, settings)
         chat = await async_llm.threads.run(partial(messages_to_chat, body), is_large=http.is_large)
-        return await generate(
-            http, chat, [partial(chat_format.prepare, chat, inputs)], MessagesReply(body, chat, chat_format, model)
-        )
+        return await answer(http, chat, MessagesReply(body, chat, chat_format, model))
 
     @app.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS)
     async def count_tokens(http: StrictRequest, body: CountTokensRequest) -> Response:
@@ -125,17 +147,35 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
         return await async_llm.threads.run(partial(counted, body), is_large=http.is_large)
 
     def counted(body: CountTokensRequest) -> Response:
-        prompt = chat_format.render(
-            messages_to_chat(body), inputs, max_tokens=max(MAX_TOKENIZED, async_llm.engine.max_model_len)
-        )
-        return json_response({"input_tokens": len(prompt["prompt_token_ids"])})
+        most = max(MAX_TOKENIZED, engine.max_model_len)
+        tokens = chat_format.render(messages_to_chat(body), engine.inputs, max_tokens=most)["prompt_token_ids"]
+        return json_response({"input_tokens": len(check_length(tokens, most))})
 
-    @app.post("/v1/embeddings", include_in_schema=False)
-    @app.post("/v1/responses", include_in_schema=False)
-    async def unsupported(http: Request) -> Response:
-        raise RequestError(
-            404, f"{http.url.path} is not supported; use /v1/chat/completions or /v1/completions", code="unsupported"
+    store = ResponseStore(settings.max_stored_responses)
+
+    @app.post("/v1/responses", responses=STREAMS)
+    async def responses(http: StrictRequest, body: ResponsesRequest) -> Response:
+        model = check_body(body, settings)
+        keep = store.if_kept(body.store)
+        messages: list[dict[str, Any]] = []
+        num_bytes = len(await http.body())
+        if body.previous_response_id is not None:
+            previous = store.get(body.previous_response_id, param="previous_response_id")
+            messages, num_bytes = previous.messages, num_bytes + previous.num_bytes
+        chat, messages = await async_llm.threads.run(partial(responses_to_chat, body, messages), is_large=http.is_large)
+        reply = ResponsesReply(
+            body, chat, chat_format, model, tokenizer=engine.tokenizer, keep=keep, messages=messages, num_bytes=num_bytes
         )
+        return await answer(http, chat, reply)
+
+    @app.get("/v1/responses/{response_id}")
+    async def stored_response(response_id: str) -> Response:
+        return json_response(store.get(response_id).json)
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str) -> Response:
+        store.delete(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) -> None:

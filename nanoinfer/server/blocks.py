@@ -7,9 +7,9 @@ for each that begins, grows or ends. messages.py and responses.py have the JSON 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ValidationError
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 from pydantic_core import to_json
 
 from nanoinfer.chat.parsing import ChatDelta, ChatParser
@@ -17,7 +17,15 @@ from nanoinfer.outputs import CompletionOutput, Delta
 from nanoinfer.server.answers import Answers, failure_of
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.errors import RequestError, validation_message
-from nanoinfer.server.protocol import Body, ChatCompletionRequest, SamplingRequest
+from nanoinfer.server.protocol import (
+    MAX_PARTS,
+    MAX_TOOLS,
+    Body,
+    ChatCompletionRequest,
+    OtherTool,
+    SamplingRequest,
+    form_of_content,
+)
 
 Change = Literal["begins", "grows", "ends"]
 
@@ -27,6 +35,7 @@ class Block:
     """A part of an answer.
 
     kind: "reasoning", "content" or "call". call_id, name: of a call. pieces: of its text, or of a call's arguments as JSON.
+    is_cut: whether the answer has ended within the block because it became too long.
     """
 
     kind: str
@@ -34,6 +43,7 @@ class Block:
     call_id: str = ""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
+    is_cut: bool = False
 
     @property
     def text(self) -> str:
@@ -48,9 +58,12 @@ class Blocks:
         self.parser = parser
         self._keeps_reasoning = keeps_reasoning
 
-    def push(self, text: str, *, is_last: bool) -> Iterator[tuple[Change, Block, str]]:
-        """Parse the next piece of text, and yield how the blocks change, and for one that grows the new text."""
-        for part in self.parser.push_parts(text, is_last=is_last):
+    def push(self, text: str, finish_reason: str | None = None) -> Iterator[tuple[Change, Block, str]]:
+        """Parse the next piece of text, and yield how the blocks change, and for one that grows the new text.
+
+        finish_reason: Of the answer, with its last piece.
+        """
+        for part in self.parser.push_parts(text, is_last=finish_reason is not None):
             for kind, call, new in _pieces(part):
                 if kind == "reasoning" and not self._keeps_reasoning:
                     continue
@@ -64,7 +77,8 @@ class Blocks:
                 if new:
                     self.all[-1].pieces.append(new)
                     yield "grows", self.all[-1], new
-        if is_last and self.all:
+        if finish_reason is not None and self.all:
+            self.all[-1].is_cut = finish_reason == "length"
             yield "ends", self.all[-1], ""
 
 
@@ -81,8 +95,6 @@ def _pieces(part: ChatDelta) -> Iterator[tuple[str, dict[str, Any], str]]:
 class BlockReply(ABC):
     """The reply of an endpoint whose answers are blocks. There is one answer, because neither API has n."""
 
-    id_prefix: ClassVar[str]
-
     def __init__(
         self, chat: ChatCompletionRequest, chat_format: ChatFormat, model: str, *, keeps_reasoning: bool = True
     ) -> None:
@@ -98,7 +110,7 @@ class BlockReply(ABC):
         """Return the events before the blocks."""
 
     @abstractmethod
-    def change(self, change: Change, block: Block, new: str) -> list[dict[str, Any]]:
+    def change(self, answers: Answers, change: Change, block: Block, new: str) -> list[dict[str, Any]]:
         """Return the events of a block that begins, grows by new text, or ends."""
 
     @abstractmethod
@@ -106,14 +118,14 @@ class BlockReply(ABC):
         """Return the events after the blocks."""
 
     @abstractmethod
-    def failure(self, answers: Answers, status: int, message: str) -> dict[str, Any]:
-        """Return the last event of an answer that has failed."""
+    def failure(self, answers: Answers, status: int, message: str) -> list[dict[str, Any]]:
+        """Return the last events of an answer that has failed."""
 
     def whole(self, answers: Answers) -> dict[str, Any]:
         [output] = answers.outputs
         [answer] = output.outputs
         blocks = self._blocks(output.prompt)
-        for _ in blocks.push(answer.text, is_last=True):
+        for _ in blocks.push(answer.text, answer.finish_reason):
             pass
         return self.message(answers, blocks, answer)
 
@@ -123,15 +135,14 @@ class BlockReply(ABC):
             events: list[dict[str, Any]] = []
             for _, stream, delta in updates:
                 if failure := failure_of(delta):
-                    yield b"".join(map(_render, [*events, self.failure(answers, *failure)]))
+                    yield b"".join(map(_render, events + self.failure(answers, *failure)))
                     return
                 if blocks is None:
                     blocks = self._blocks(stream.prepared.prompt)
                     events += self.begin(answers, blocks, delta)
-                is_last = delta.finish_reason is not None
-                for change, block, new in blocks.push(delta.text, is_last=is_last):
-                    events += self.change(change, block, new)
-                if is_last:
+                for change, block, new in blocks.push(delta.text, delta.finish_reason):
+                    events += self.change(answers, change, block, new)
+                if delta.finish_reason is not None:
                     events += self.end(answers, blocks, delta)
             if events:
                 yield b"".join(map(_render, events))
@@ -161,6 +172,20 @@ def chat_request(body: Body, fields: dict[str, Any]) -> ChatCompletionRequest:
         raise RequestError(400, message) from error
 
 
+def text_or(item: Any) -> Any:
+    """Return the type of a text or a list of items, whose errors are about the form that was given."""
+    items = Annotated[list[item], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")]
+    message = "Input should be a string or a list of objects such as {'type': ...}"
+    form = Discriminator(form_of_content, custom_error_type="content_type", custom_error_message=message)
+    return Annotated[Annotated[str, Tag("<text>")] | items, form]
+
+
+def list_of_tools(tool: Any) -> Any:
+    """Return the type of a list of tools, in which other tools than functions are OtherTools."""
+    one = Annotated[Annotated[tool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")], Discriminator(form_of_tool)]
+    return Annotated[list[one], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
 def form_of_tool(value: Any) -> str | None:
     """Return the tag of the form of a tool."""
     is_function = isinstance(value, dict) and value.get("type") in ("custom", "function", None)
@@ -173,12 +198,12 @@ def form_by_type(value: Any) -> str | None:
 
 
 def check_type(kind: str, *names: str) -> BeforeValidator:
-    """Refuse an object whose type is not one of these by its name. kind: what the object is, such as "block"."""
+    """Refuse an object whose type is not one of these by its name. kind: what the object is, such as "a block"."""
 
     def check(value: object) -> object:
         name = value.get("type", "message") if isinstance(value, dict) else names[0]  # pydantic refuses what is no object
         if name not in names:
-            raise ValueError(f"a {kind} of type {str(name)[:50]!r} is not supported; give {', '.join(names)}")
+            raise ValueError(f"{kind} of type {str(name)[:50]!r} is not supported; give {', '.join(names)}")
         return value
 
     return BeforeValidator(check)

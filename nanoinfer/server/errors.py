@@ -92,7 +92,7 @@ def describe_errors(schema: dict[str, Any]) -> None:
     """
     for operations in schema["paths"].values():
         for method, operation in operations.items():
-            for status in (422, *(_OF_BODIES if method == "get" else ())):
+            for status in (422, *(_OF_BODIES if method != "post" else ())):
                 operation["responses"].pop(str(status), None)
     for name in ("HTTPValidationError", "ValidationError"):
         schema["components"]["schemas"].pop(name, None)

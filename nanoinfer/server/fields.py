@@ -61,7 +61,10 @@ NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "defer_loading": ((False,), ""),
     "input_examples": (([],), "put them into the description"),
     "allowed_callers": ((["direct"],), ""),
+    "access_programs": ((), ""),
     "background": ((False,), ""),
+    "background_options": ((), ""),
+    "image": ((), ""),
     "conversation": ((), "use previous_response_id, or send the conversation as input"),
     "truncation": (("disabled",), "shorten the input"),
     # ollama's and llama.cpp's

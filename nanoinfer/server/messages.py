@@ -11,22 +11,28 @@ from pydantic_core import from_json
 
 from nanoinfer.outputs import CompletionOutput, Delta
 from nanoinfer.server.answers import Answers
-from nanoinfer.server.blocks import Block, BlockReply, Blocks, Change, chat_request, check_type, form_by_type, form_of_tool
+from nanoinfer.server.blocks import (
+    Block,
+    BlockReply,
+    Blocks,
+    Change,
+    chat_request,
+    check_type,
+    form_by_type,
+    list_of_tools,
+    text_or,
+)
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.errors import RequestError, error_body
 from nanoinfer.server.protocol import (
     MAX_MESSAGES,
-    MAX_PARTS,
     MAX_STOPS,
-    MAX_TOOLS,
     Body,
     ChatCompletionRequest,
-    OtherTool,
     SamplingRequest,
     StopString,
     add_accepted_fields,
     few_items,
-    form_of_content,
 )
 
 SIGNATURE = "none"  # of thinking blocks. Anthropic's service checks its own, and clients drop a block without one
@@ -55,15 +61,7 @@ class ToolUseBlock(_Block):
     input: dict[str, Any]
 
 
-def _content(item: Any) -> Any:
-    """Return the type of a content: a text, or a list of items."""
-    items = Annotated[list[item], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")]
-    message = "Input should be a string or a list of blocks such as {'type': 'text', 'text': '...'}"
-    form = Discriminator(form_of_content, custom_error_type="content_type", custom_error_message=message)
-    return Annotated[Annotated[str, Tag("<text>")] | items, form]
-
-
-TextContent = _content(Annotated[TextBlock, check_type("block", "text")])
+TextContent = text_or(Annotated[TextBlock, check_type("a block", "text")])
 
 
 class ToolResultBlock(_Block):
@@ -79,13 +77,13 @@ ContentBlock = Annotated[
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")],
     Discriminator(form_by_type),
-    check_type("block", "text", "thinking", "tool_use", "tool_result"),
+    check_type("a block", "text", "thinking", "tool_use", "tool_result"),
 ]
 
 
 class Message(_Block):
     role: Literal["user", "assistant", "system"]
-    content: _content(ContentBlock)
+    content: text_or(ContentBlock)
 
 
 class Tool(Body):
@@ -123,17 +121,7 @@ class _Conversation(Body):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: TextContent | None = None
-    tools: (
-        Annotated[
-            list[
-                Annotated[
-                    Annotated[Tool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")], Discriminator(form_of_tool)
-                ]
-            ],
-            Field(max_length=MAX_TOOLS, fail_fast=True),
-        ]
-        | None
-    ) = None
+    tools: list_of_tools(Tool) | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -164,12 +152,11 @@ def to_chat(body: CountTokensRequest | MessagesRequest) -> ChatCompletionRequest
         RequestError: 400.
     """
     messages = [chat for message in body.messages for chat in _chat_messages(message)]
-    if body.system is not None:
-        messages.insert(0, {"role": "system", "content": _text(body.system)})
-    fields: dict[str, Any] = {
-        "messages": messages,
-        "tools": [_function(tool) for tool in body.tools or () if isinstance(tool, Tool)],
-    }
+    system: list[dict[str, Any]] = [] if body.system is None else [{"role": "system", "content": _text(body.system)}]
+    tools = [_function(tool) for tool in body.tools or () if isinstance(tool, Tool)]
+    fields: dict[str, Any] = {"messages": [*system, *messages], "tools": tools}
+    if not messages:
+        raise RequestError(400, "messages has no content; give a text, or at least one block", param="messages")
     if messages[-1]["role"] == "assistant":  # it is continued, as in Anthropic's API
         if messages[-1].get("tool_calls"):
             raise RequestError(400, "messages must not end with a tool_use block; add its tool_result", param="messages")
@@ -245,7 +232,7 @@ class MessagesReply(BlockReply):
         message = self.message(answers, blocks, delta) | {"stop_reason": None, "stop_sequence": None}
         return [{"type": "message_start", "message": message}]
 
-    def change(self, change: Change, block: Block, new: str) -> list[dict[str, Any]]:
+    def change(self, answers: Answers, change: Change, block: Block, new: str) -> list[dict[str, Any]]:
         if change == "begins":
             empty = _json_of(block) | ({"signature": ""} if block.kind == "reasoning" else {})
             return [{"type": "content_block_start", "index": block.index, "content_block": empty}]
@@ -266,8 +253,8 @@ class MessagesReply(BlockReply):
         stop = self._stop(answers, blocks, delta)
         return [{"type": "message_delta", "delta": stop, "usage": _usage(answers)}, {"type": "message_stop"}]
 
-    def failure(self, answers: Answers, status: int, message: str) -> dict[str, Any]:
-        return error_body(status, message, path="/v1/messages")
+    def failure(self, answers: Answers, status: int, message: str) -> list[dict[str, Any]]:
+        return [error_body(status, message, path="/v1/messages")]
 
     def _stop(self, answers: Answers, blocks: Blocks, answer: CompletionOutput | Delta) -> dict[str, Any]:
         reason, sequence = "end_turn", None

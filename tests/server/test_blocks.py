@@ -28,7 +28,7 @@ def split(text, rng):
 
 
 def changes_of(blocks, pieces):
-    return [change for i, piece in enumerate(pieces) for change in blocks.push(piece, is_last=i == len(pieces) - 1)]
+    return [change for i, piece in enumerate(pieces) for change in blocks.push(piece, "stop" if i == len(pieces) - 1 else None)]
 
 
 def summary(blocks):

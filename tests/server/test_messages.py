@@ -178,6 +178,7 @@ def test_an_answer_follows_a_schema(server):
     [
         ({"max_tokens": None}, "max_tokens: Input should be a valid integer", "max_tokens"),
         ({"messages": []}, "at least 1 item", "messages"),
+        ({"messages": [{"role": "user", "content": []}], "system": "Be brief."}, "messages has no content", "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]},
          "messages.0.content.0: a block of type 'image' is not supported; give text, thinking, tool_use, tool_result",
          "messages"),

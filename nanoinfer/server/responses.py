@@ -1,0 +1,416 @@
+"""/v1/responses: OpenAI's Responses API.
+
+In: a body of that API, which becomes a chat request. Out: an answer as a response of items, whole or as events. With
+--max-stored-responses, the latest responses are kept in memory, so that a request can continue one by its id.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_validator
+from pydantic_core import to_json
+
+from nanoinfer.chat.parsing import END_THINK
+from nanoinfer.outputs import CompletionOutput, Delta
+from nanoinfer.server.answers import Answers
+from nanoinfer.server.blocks import (
+    Block,
+    BlockReply,
+    Blocks,
+    Change,
+    chat_request,
+    check_type,
+    form_by_type,
+    list_of_tools,
+    text_or,
+)
+from nanoinfer.server.choices import ChatFormat
+from nanoinfer.server.errors import RequestError
+from nanoinfer.server.protocol import Body, ChatCompletionRequest, SamplingRequest, add_accepted_fields
+from nanoinfer.tokenization.tokenizer import Tokenizer
+
+MAX_STORED_BYTES = 2**28  # of all stored conversations
+_RETURNED = set(
+    "instructions max_output_tokens metadata parallel_tool_calls previous_response_id reasoning text tool_choice".split()
+)
+
+
+class _Item(BaseModel):
+    """An item of the input, whose other fields, such as id and status, change no answer."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Part(_Item):
+    type: Literal["input_text", "output_text", "refusal", "reasoning_text"]
+    text: Annotated[str, Field(validation_alias=AliasChoices("text", "refusal"))]
+
+
+Text = text_or(Annotated[Part, check_type("a part", "input_text", "output_text", "refusal", "reasoning_text")])
+
+
+class MessageItem(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text
+
+
+class ReasoningItem(_Item):
+    type: Literal["reasoning"]
+    content: Text | None = None
+
+
+class CallItem(_Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CallOutputItem(_Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Text
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[CallItem, Tag("<function_call>")]
+    | Annotated[CallOutputItem, Tag("<function_call_output>")],
+    Discriminator(form_by_type),
+    check_type("an item", "message", "reasoning", "function_call", "function_call_output"),
+]
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(Body):
+    type: Literal["function"]
+    name: str
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("<mode>")] | Annotated[FunctionChoice, Tag("<function>")],
+    Discriminator(lambda choice: "<mode>" if isinstance(choice, str) else "<function>"),
+]
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def check_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("a format has a schema if its type is json_schema")
+        return self
+
+
+class TextConfig(Body):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Body):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto"] | None = None  # there is none, because the reasoning itself is in the answer
+
+
+class ResponseStreamOptions(Body):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(SamplingRequest):
+    """The body of /v1/responses."""
+
+    model_config = ConfigDict(json_schema_extra=add_accepted_fields)
+
+    input: text_or(Item)
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: list_of_tools(FunctionTool) | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None  # the reasoning is in the answer, not encrypted
+    metadata: dict[str, str] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    top_logprobs: Literal[0] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    prompt: None = None
+
+
+def to_chat(
+    body: ResponsesRequest, previous: Sequence[dict[str, Any]] = ()
+) -> tuple[ChatCompletionRequest, list[dict[str, Any]]]:
+    """Return the chat request with the meaning of a body, which continues the previous messages, and its messages to store.
+
+    Raises:
+        RequestError: 400.
+    """
+    messages = [*previous]
+    items = [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    for item in items:
+        _add(messages, item)
+    if not messages:
+        raise RequestError(400, "input has no items; give a text, or at least one item", param="input")
+    stored = [*messages]
+    if body.instructions is not None:
+        messages.insert(0, {"role": "system", "content": body.instructions})
+    while [message["role"] for message in messages[:2]] == ["system"] * 2:  # many templates have a place for one
+        first, second, *rest = messages
+        messages = [first | {"content": f"{first['content']}\n\n{second['content']}"}, *rest]
+    fields: dict[str, Any] = {"messages": messages, "max_tokens": body.max_output_tokens}
+    tools = [tool for tool in body.tools or () if isinstance(tool, FunctionTool)]
+    fields["tools"] = [{"type": "function", "function": _given(tool) | {"name": tool.name}} for tool in tools]
+    choice = body.tool_choice
+    fields["tool_choice"] = choice
+    if isinstance(choice, FunctionChoice):
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    fields |= {name: getattr(body, name) for name in ("parallel_tool_calls", "chat_template_kwargs")}
+    fields["reasoning_effort"] = (body.reasoning or Reasoning()).effort
+    if (form := (body.text or TextConfig()).format) is not None:
+        fields["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
+    return chat_request(body, fields), stored
+
+
+def _given(tool: FunctionTool) -> dict[str, Any]:
+    return tool.model_dump(include={"description", "parameters", "strict"}, exclude_none=True)
+
+
+def _add(messages: list[dict[str, Any]], item: Any) -> None:
+    """Add an item to a chat, whose messages of the assistant have reasoning, then content, then calls."""
+    if isinstance(item, CallOutputItem):
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
+    elif isinstance(item, MessageItem) and item.role != "assistant":
+        role = "system" if item.role == "developer" else item.role  # which few templates know
+        messages.append({"role": role, "content": _joined(item.content)})
+    else:
+        last = messages[-1] if messages else {}
+        is_new = last.get("role") != "assistant" or isinstance(item, ReasoningItem)
+        if is_new or (isinstance(item, MessageItem) and last.keys() & {"content", "tool_calls"}):
+            messages.append({"role": "assistant"})
+        else:
+            messages[-1] = dict(last)  # the other one belongs to a stored response, too
+        if isinstance(item, CallItem):
+            function = {"name": item.name, "arguments": item.arguments}
+            calls = messages[-1].get("tool_calls", [])
+            messages[-1]["tool_calls"] = [*calls, {"id": item.call_id, "type": "function", "function": function}]
+        elif isinstance(item, ReasoningItem):
+            messages[-1]["reasoning"] = _joined(item.content or "")
+        else:
+            messages[-1]["content"] = _joined(item.content)
+
+
+def _joined(content: str | list[Part]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+# ---- stored responses
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """json: as it was sent. messages: of the conversation until then, without instructions. num_bytes: of all of these."""
+
+    json: dict[str, Any]
+    messages: list[dict[str, Any]]
+    num_bytes: int
+
+
+class ResponseStore:
+    """The latest responses, at most max_responses and MAX_STORED_BYTES."""
+
+    def __init__(self, max_responses: int) -> None:
+        self.max_responses = max_responses
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
+
+    def if_kept(self, store: bool | None) -> Self | None:
+        """Return the store if a request with this value of "store" is kept. Raises: RequestError, 400, if it cannot be."""
+        if store and not self.max_responses:
+            raise RequestError(400, "store=true needs a server with --max-stored-responses", param="store", code="unsupported")
+        return self if self.max_responses and store is not False else None
+
+    def get(self, response_id: str, param: str | None = None) -> StoredResponse:
+        """Return a stored response. Raises: RequestError, 404, which says that it may have been forgotten."""
+        if response_id in self._kept:
+            return self._kept[response_id]
+        reason = f"was not stored, or is forgotten: the server keeps the latest {self.max_responses} responses in memory"
+        if not self.max_responses:
+            reason = "is not stored: this server keeps no responses without --max-stored-responses"
+        message = f"the response {response_id[:100]!r} {reason}; send the whole conversation as input"
+        raise RequestError(404, message, param=param, code="response_not_found")
+
+    def add(self, stored: StoredResponse) -> None:
+        """Keep a response, and forget the oldest ones beyond the limits."""
+        self._kept[stored.json["id"]] = stored
+        while len(self._kept) > self.max_responses or sum(one.num_bytes for one in self._kept.values()) > MAX_STORED_BYTES:
+            self._kept.popitem(last=False)
+
+    def delete(self, response_id: str) -> None:
+        self.get(response_id)
+        del self._kept[response_id]
+
+
+# ---- the reply
+
+
+class ResponsesReply(BlockReply):
+    """The reply of /v1/responses."""
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        chat: ChatCompletionRequest,
+        chat_format: ChatFormat,
+        model: str,
+        *,
+        tokenizer: Tokenizer | None,
+        keep: ResponseStore | None,
+        messages: list[dict[str, Any]],
+        num_bytes: int,
+    ) -> None:
+        """keep: where the response is stored when it is complete, after these messages, which have num_bytes."""
+        super().__init__(chat, chat_format, model)
+        self._body, self._tokenizer, self._keep = body, tokenizer, keep
+        self._messages, self._num_bytes = messages, num_bytes
+        self._created_at = int(time.time())
+        self._num_events = 0
+
+    def message(self, answers: Answers, blocks: Blocks, answer: CompletionOutput | Delta) -> dict[str, Any]:
+        reason = answer.finish_reason
+        status = "in_progress" if reason is None else "incomplete" if reason == "length" else "completed"
+        response = self._response(answers, status) | {
+            "output": [_item(answers, block) for block in blocks.all],
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "usage": self._usage(answers, blocks) if answers.outputs else None,
+        }
+        if self._keep is not None and reason is not None:
+            self._store(response)
+        return response
+
+    def _response(self, answers: Answers, status: str) -> dict[str, Any]:
+        params = answers.streams[0].prepared.params
+        given = self._body.model_dump(include=_RETURNED, by_alias=True, exclude_none=True)
+        tools = [tool.model_dump() for tool in self._body.tools or () if isinstance(tool, FunctionTool)]
+        return {
+            "id": f"resp_{answers.id}",
+            "object": "response",
+            "created_at": self._created_at,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": None,
+            "metadata": {},
+            "model": self.model,
+            "output": [],
+            "parallel_tool_calls": True,
+            "store": self._keep is not None,
+            "temperature": params.temperature,
+            "tool_choice": "auto",
+            "tools": tools,
+            "top_p": params.top_p,
+            "usage": None,
+            **given,
+            "text": {"format": {"type": "text"}} | given.get("text", {}),
+        }
+
+    def begin(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[dict[str, Any]]:
+        response = self._response(answers, "in_progress")
+        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+
+    def change(self, answers: Answers, change: Change, block: Block, new: str) -> list[dict[str, Any]]:
+        item = _item(answers, block, is_open=change != "ends")
+        at = {"output_index": block.index}
+        within = at | {"item_id": item["id"]} | ({} if block.kind == "call" else {"content_index": 0})
+        name = {
+            "reasoning": "response.reasoning_text",
+            "content": "response.output_text",
+            "call": "response.function_call_arguments",
+        }[block.kind]
+        more: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
+        if change == "grows":
+            return [self._event(f"{name}.delta", delta=new, **within, **more)]
+        if change == "begins":
+            item_event = self._event("response.output_item.added", item=item, **at)
+            if block.kind == "call":
+                return [item_event]
+            return [item_event, self._event("response.content_part.added", part=_part(block), **within)]
+        if block.kind == "call":
+            events = [self._event(f"{name}.done", arguments=block.text, name=block.name, **within)]
+        else:
+            events = [self._event(f"{name}.done", text=block.text, **within, **more)]
+            events.append(self._event("response.content_part.done", part=_part(block), **within))
+        return [*events, self._event("response.output_item.done", item=item, **at)]
+
+    def end(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[dict[str, Any]]:
+        response = self.message(answers, blocks, delta)
+        return [self._event(f"response.{response['status']}", response=response)]
+
+    def failure(self, answers: Answers, status: int, message: str) -> list[dict[str, Any]]:
+        failed = self._response(answers, "failed") | {"error": {"code": "server_error", "message": message}}
+        first = [] if self._num_events else [self._event("response.created", response=self._response(answers, "in_progress"))]
+        return [*first, self._event("response.failed", response=failed)]
+
+    def _event(self, name: str, /, **fields: Any) -> dict[str, Any]:
+        self._num_events += 1
+        return {"type": name, "sequence_number": self._num_events - 1} | fields
+
+    def _usage(self, answers: Answers, blocks: Blocks) -> dict[str, Any]:
+        usage = answers.usage()
+        token_ids = answers.outputs[0].outputs[0].token_ids
+        num_reasoning = 0
+        if self._tokenizer is not None and any(block.kind == "reasoning" for block in blocks.all):
+            end = self._tokenizer.backend.token_to_id(END_THINK)
+            num_reasoning = token_ids.index(end) + 1 if end in token_ids else len(token_ids)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": num_reasoning},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _store(self, response: dict[str, Any]) -> None:
+        assert self._keep is not None
+        messages = [*self._messages]
+        for item in TypeAdapter(list[Item]).validate_python(response["output"]):
+            _add(messages, item)
+        num_bytes = len(to_json(response["output"])) + self._num_bytes
+        self._keep.add(StoredResponse(response, messages, num_bytes))
+
+
+def _item(answers: Answers, block: Block, *, is_open: bool = False) -> dict[str, Any]:
+    """Return an item of the output. is_open: It has begun and not ended."""
+    prefix = {"reasoning": "rs", "content": "msg", "call": "fc"}[block.kind]
+    status = "in_progress" if is_open else "incomplete" if block.is_cut else "completed"
+    item = {"id": f"{prefix}_{answers.id}_{block.index}", "status": status}
+    if block.kind == "call":
+        return item | {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": block.text}
+    content = {"content": [] if is_open else [_part(block)]}
+    if block.kind == "reasoning":
+        return item | {"type": "reasoning", "summary": [], "encrypted_content": None} | content
+    return item | {"type": "message", "role": "assistant"} | content
+
+
+def _part(block: Block) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
