@@ -82,6 +82,8 @@ FAMILIES = {
     ),
 }
 
+WITH_STATES = [family for family in FAMILIES if family.startswith(("qwen3_5", "qwen3_next"))]
+
 # family -> overrides that give it the width of GPT-2 and of Qwen3-0.6B
 WIDE = {
     "gpt2": {"n_embd": 768, "n_head": 12},
