@@ -31,7 +31,7 @@ import nanoinfer  # noqa: E402
 
 NAVIGATION = {  # the pages of docs/ in each part of the site. The rest is a further part, so no page is forgotten
     "Learn": ("scheduler_game", "teaching"),
-    "Use": ("tutorial", "usage", "faq", "coming_from", "vllm", "supported", "serving", "checkpoints"),
+    "Use": ("tutorial", "usage", "faq", "coming_from", "vllm", "supported", "serving", "agents", "checkpoints"),
     "Understand": ("reading", "architecture", "glossary"),
     "Project": ("faq", "contributing"),
     "Appendix": ("scaling",),
