@@ -221,7 +221,7 @@ others are the engine with one idea more each. 16 sampled requests (128 tokens i
 prompts.
 
 Bandwidth: the bytes that a version's steps have to read and write, each weight once per step, by what the memory can deliver in
-that time. Random weights repeat their last token, which is the best case for drafts."""
+that time. Drafts gain only where a model's text repeats itself, so try them with a model of your own (-m)."""
 
 PUBLISHED = Path(__file__).parents[1] / "bench" / "ladder.json"  # what the command printed with --json on another machine
 
