@@ -10,6 +10,7 @@ The map. Imports point downwards, one folder to another, without a circle; tests
 The public vocabulary:
 
     llm.py                LLM: generate, stream, chat, beam_search
+    rollouts.py           LLM's methods for those who train with it: update_weights, sleep, pause, compute_logprobs
     async_llm.py          AsyncLLM: the same for asyncio, many requests at once
     sampling_params.py    what one request may ask for
     outputs.py            RequestOutput, CompletionOutput, Delta, RequestMetrics
@@ -43,6 +44,7 @@ What is imported when it is used:
     cli/                  the `nanoinfer` command: generate, chat, serve, explain, models, inspect, bench, learn, doctor
     bench/                `nanoinfer bench`: throughput, latency, the roofline, a server
     learn/                `nanoinfer learn`: functions of the engine to write, in a workbook that checks them
+    training/             a model to be trained, whose log-probabilities have the engine's bits
     bundled/              tiny-gpt2, tiny-qwen3, and the grammar of the stories they were trained on
 
 Axes, in the shapes written everywhere: num_tokens (packed tokens of one step), num_seqs (sequences of one step), num_rows or

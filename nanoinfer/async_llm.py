@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from nanoinfer.config import AsyncEngineArgs, EngineArgs
 from nanoinfer.engine.engine_thread import EngineThread
@@ -38,6 +38,9 @@ NUM_GRAMMAR_THREADS = 8  # most of them wait for the one process that tries new 
 # for 1 ms per stream, to be delivered together with later ones, which limits the cost to about 5% of the time.
 HOLD_SECONDS_PER_STREAM = 0.001
 MAX_HOLD_SECONDS = 0.05
+POLL_SECONDS = 0.02  # between two looks at whether the requests have ended
+
+T = TypeVar("T")
 
 
 class AsyncLLM:
@@ -152,6 +155,7 @@ class AsyncLLM:
             raise NanoinferError("an AsyncLLM belongs to the event loop of its first request; make one in each asyncio.run()")
         self._loop = loop
         self.check_health()
+        self.engine.check_accepting()
         self.check_capacity(num_answers)
         if self._max_num_answers is not None and (num := self.num_unfinished_answers) + num_answers > self._max_num_answers:
             raise QueueFullError(f"{num} answers run or wait, and at most {self._max_num_answers} may; try again later")
@@ -213,7 +217,19 @@ class AsyncLLM:
         """See LLM.get_metrics. They are read by the engine's thread between two steps."""
         if self._is_closing or not self._thread.is_alive():
             return await asyncio.to_thread(self.engine.get_metrics)
-        return await asyncio.wrap_future(self._thread.call(self.engine.get_metrics))
+        return await self.between_steps(self.engine.get_metrics)
+
+    async def between_steps(self, function: Callable[[], T]) -> T:
+        """Call a function in the engine's thread, such as a method of `llm`, and return its result."""
+        return await asyncio.wrap_future(self._thread.call(function))
+
+    async def pause(self, mode: str = "wait") -> None:
+        """See LLM.pause. Requests that run continue to stream. resume: `await between_steps(async_llm.llm.resume)`."""
+        from nanoinfer import rollouts
+
+        await self.between_steps(lambda: rollouts.refuse_requests(self.llm, mode))
+        while self.engine.num_unfinished and self._thread.is_alive():
+            await asyncio.sleep(POLL_SECONDS)
 
     def shutdown(self, timeout: float | None = 0.0) -> "asyncio.Task[None]":
         """Refuse new requests, wait for the unfinished ones, abort those that take longer, and close the LLM.
@@ -232,7 +248,7 @@ class AsyncLLM:
         clock = asyncio.get_running_loop().time
         start = clock()
         while self._streams and self._thread.is_alive() and (timeout is None or clock() - start < timeout):
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(POLL_SECONDS)
         await asyncio.to_thread(self._free)  # meanwhile the last deltas are delivered
 
     def _free(self) -> None:
@@ -382,6 +398,7 @@ def _joined(deltas: list[Delta]) -> Delta:
         text="".join(delta.text for delta in deltas),
         token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
         logprobs=[one for delta in deltas for one in delta.logprobs or ()] or None,
+        sampling_mask=[one for delta in deltas for one in delta.sampling_mask or ()] or None,
     )
 
 

@@ -52,6 +52,10 @@ class HelperProcessError(NanoinferError):
     """A helper process, which renders chats or tries new grammars, does not start, or is killed again and again."""
 
 
+class EnginePausedError(NanoinferError):
+    """The engine accepts no requests until resume() or wake_up()."""
+
+
 class EngineDeadError(NanoinferError):
     """The engine accepts no requests: its steps have failed, one of its ranks has ended, or it was shut down."""
 

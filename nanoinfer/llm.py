@@ -28,6 +28,7 @@ from nanoinfer.vllm_compat import arguments_of, check_argument_names
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from nanoinfer import rollouts
     from nanoinfer.chat.messages import Message
     from nanoinfer.chat.tools import Tool, ToolChoice
     from nanoinfer.execution.executor import ExecutorInfo
@@ -294,12 +295,20 @@ class LLM:
             logger.info("sampling defaults from the checkpoint's generation_config.json: %s", defaults)
         return self._default_params.clone()
 
-    if not TYPE_CHECKING:  # a type checker knows which attributes there are
+    if TYPE_CHECKING:  # the methods for those who train with an engine, imported when one is used
+        compute_logprobs = rollouts.compute_logprobs
+        is_sleeping, sleep, wake_up = rollouts.is_sleeping, rollouts.sleep, rollouts.wake_up
+        pause, resume = rollouts.pause, rollouts.resume
+        update_weights, update_weights_from_path = rollouts.update_weights, rollouts.update_weights_from_path
+    else:
 
         def __getattr__(self, name: str) -> object:
+            from nanoinfer import rollouts
             from nanoinfer.vllm_names import no_attribute
 
-            no_attribute(self, name)
+            if name not in rollouts.__all__:
+                no_attribute(self, name)
+            return getattr(rollouts, name).__get__(self)
 
     # ---- running
 

@@ -88,6 +88,8 @@ class CompletionOutput(_ShortRepr):
         token_ids: Every sampled id, EOS included.
         cumulative_logprob: The sum of the log-probabilities of token_ids, or None without logprobs.
         logprobs: With SamplingParams(logprobs=...), one dict for every id of token_ids.
+        sampling_mask: With SamplingParams(return_sampling_mask=True), for every id of token_ids the ids that could be drawn in
+            its place, in rising order. The drawn one is among them.
         finish_reason: "stop" (EOS, a stop id or a stop string), "length" (max_tokens, or the model's length), "abort",
             "timeout" (that of SamplingParams), "error".
         stop_reason: The stop string or stop id that ended the answer, or None for an EOS id and for the other reasons.
@@ -102,6 +104,7 @@ class CompletionOutput(_ShortRepr):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    sampling_mask: list[list[int]] | None = None
 
 
 @dataclass(slots=True)
@@ -130,7 +133,10 @@ class RequestMetrics:
 
 @dataclass(slots=True, repr=False)
 class RequestOutput(_ShortRepr):
-    """One prompt with its n answers, where `prompt` is None if the prompt was given as token ids."""
+    """One prompt with its n answers, where `prompt` is None if the prompt was given as token ids.
+
+    weights_version: How often LLM.update_weights had replaced the weights before they answered.
+    """
 
     request_id: str
     prompt: str | None
@@ -139,6 +145,7 @@ class RequestOutput(_ShortRepr):
     finished: bool
     metrics: RequestMetrics
     prompt_logprobs: list[LogprobsOnePosition | None] | None = None  # one for every prompt token, None for the first
+    weights_version: int = 0
 
     @property
     def num_cached_tokens(self) -> int:
@@ -196,7 +203,7 @@ class Delta(_ShortRepr):
     Attributes:
         output: The whole RequestOutput on the last Delta of the request, None before it.
         request_id: The id that LLM.abort takes.
-        logprobs: The log-probabilities of token_ids, if requested.
+        logprobs, sampling_mask: Those of token_ids, if requested.
         index: Which of the n answers this is.
         finish_reason, stop_reason, error: As in CompletionOutput on the last Delta of an answer, None before it.
     """
@@ -210,3 +217,4 @@ class Delta(_ShortRepr):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    sampling_mask: list[list[int]] | None = None

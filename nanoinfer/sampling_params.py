@@ -111,6 +111,8 @@ class SamplingParams(_CheckedParams):
         logprobs: Report the log-probabilities of the k most likely ids and of the drawn one, for each output token. k >= 0.
             -1 is all ids. None is off.
         prompt_logprobs: The same for the tokens of the prompt.
+        return_sampling_mask: Report for each output token which ids could be drawn: those that every stage has left, from
+            allowed_token_ids to top_p. A trainer renormalises over them. All stages then run, one after the other.
         logits_processors: Your own functions (prompt_ids, output_ids, logits [vocab]) -> logits [vocab], called in order. Those
             that require two arguments are called with (output_ids, logits [vocab]).
         timeout: Seconds after which the request ends with finish_reason "timeout", whether it waits or runs. Its text so far
@@ -156,6 +158,7 @@ class SamplingParams(_CheckedParams):
     bad_words: Sequence[str | Sequence[int]] | None = None  # kept as a tuple of strings and tuples of ids
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    return_sampling_mask: bool = False
     logits_processors: Sequence[LogitsProcessor] | None = None  # kept as a tuple
     timeout: float | None = None
     extra_args: Mapping[str, object] | None = None
@@ -175,7 +178,7 @@ class SamplingParams(_CheckedParams):
         check_integer("n", self.n, 1, MAX_ANSWERS, f"in 1 .. {MAX_ANSWERS}")
         for name in ("logprobs", "prompt_logprobs"):
             check_integer(name, getattr(self, name), -1, None, ">= 0, -1 for all, or None to turn it off", or_none=True)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize", "return_sampling_mask"):
             check_flag(name, getattr(self, name))
         if self.top_p == 0:  # the range is open at 0
             raise out_of_range("top_p", self.top_p, "in (0, 1]; use temperature=0 for greedy, 1.0 to turn it off")

@@ -59,7 +59,7 @@ _LLM: dict[str, tuple[object, ...]] = {
     "disable_custom_all_reduce": (False, True),  # there is one device
     "disable_chunked_mm_input": (False, True),  # there are no images
     "enable_prompt_embeds": (False,),
-    "enable_sleep_mode": (False,),
+    "enable_sleep_mode": (False, True),  # sleep() needs no preparation
     "enable_lora": (False, None),
     "kv_transfer_config": (None,),
     "profiler_config": (None,),

@@ -67,8 +67,8 @@ HOMES = {
 }
 
 _POOLING = "nanoinfer generates text and computes no embeddings, scores or classes; use transformers or sentence-transformers"
-_WEIGHTS = "the weights stay as they were loaded; save the new ones as a checkpoint, and load it with a new LLM"
-_SLEEP = "an LLM does not give its memory back for a while; use llm.close(), and later a new LLM"
+_WEIGHTS = "use LLM.update_weights(pairs), or LLM.update_weights_from_path(folder)"
+_SLEEP = "use LLM.sleep() and LLM.wake_up()"
 _INSIDE = "nanoinfer has no workers to call; llm.engine.executor is the executor, and its model_runner.model the model"
 _PROFILE = "nanoinfer has no profiler of its own; use torch.profiler around generate(), or LLM(tracer=Recorder()) for its steps"
 
@@ -100,7 +100,7 @@ METHODS = {
     **dict.fromkeys(("init_weight_transfer_engine", "update_weights", "reload_weights"), _WEIGHTS),
     **dict.fromkeys(("start_profile", "stop_profile"), _PROFILE),
     **dict.fromkeys(("add_lora", "remove_lora"), PLACEHOLDERS["LoRARequest"]),
-    **dict.fromkeys(("pause_generation", "resume_generation"), "requests cannot be paused; use abort(request_id)"),
+    **dict.fromkeys(("pause_generation", "resume_generation"), "use LLM.pause() and LLM.resume()"),
     "get_tokenizer": "use async_llm.llm.get_tokenizer()",
     "preprocess_chat": "use llm.render_chat(messages)",
 }
@@ -129,7 +129,6 @@ WAYS_OUT = {
     "override_generation_config": "use SamplingParams for each call",
     "enable_prompt_embeds": _IDS,
     "prompt_embeds": _IDS,
-    "enable_sleep_mode": _SLEEP,
     "kv_transfer_config": PLACEHOLDERS["KVTransferConfig"],
     "profiler_config": _PROFILE,
     "compilation_config": "use enforce_eager=True to run the model's file, or leave it out",

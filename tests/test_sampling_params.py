@@ -52,7 +52,7 @@ OUT_OF_RANGE = [
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 INTEGERS = ("top_k", "min_tokens", "n", "no_repeat_ngram_size")
 INTEGERS_OR_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
-FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
+FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize", "return_sampling_mask")
 ID_LISTS = ("stop_token_ids", "allowed_token_ids")
 NO_IDS = ([1.0], ["a"], [3, True], [None], [1, NAN])
 WRONG_TYPE = [
@@ -88,6 +88,7 @@ ACCEPTED = {
     "ignore_eos": (True, False),
     "skip_special_tokens": (True, False),
     "detokenize": (True, False),
+    "return_sampling_mask": (True, False),
     "n": (1, 2, 1000, numpy.int32(2)),
     "repetition_penalty": (1, 1.0, 1.3, 0.5, 5e-324, 1e300),
     "presence_penalty": (0, -2, 2, 0.5),

@@ -58,6 +58,10 @@ class ServerOptions:
     max_stored_responses: Annotated[
         int, typer.Option(min=0, help="Responses of /v1/responses that are kept in memory for previous_response_id.")
     ] = 0
+    enable_weight_update: Annotated[
+        bool,
+        typer.Option("--enable-weight-update", help="Let clients pause the server, and replace its weights by a folder's."),
+    ] = False
     reasoning_parser: Annotated[
         str | None, typer.Option(help="qwen3: parse <think> blocks; none. Default: by the model's chat template.")
     ] = None
@@ -152,6 +156,7 @@ def make_settings(engine: EngineOptions, options: ServerOptions, recorder: "Rece
         max_stored_responses=options.max_stored_responses,
         reasoning_parser=options.reasoning_parser,
         tool_call_parser=options.tool_call_parser,
+        weight_updates=engine.tensor_parallel_size if options.enable_weight_update else 0,
         recorder=recorder,
     )
 

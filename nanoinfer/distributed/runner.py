@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from nanoinfer.distributed.communicator import ProcessGroupCommunicator, RankLos
 from nanoinfer.distributed.sharding import Shards, VocabularyHead
 from nanoinfer.errors import EngineDeadError, first_line
 from nanoinfer.execution.forward_batch import ForwardBatch
-from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.execution.model_runner import ModelRunner, T
 from nanoinfer.execution.parts import Parts
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.routes import HeadRows, Route
@@ -37,7 +37,7 @@ REPORT_SECONDS = 3.0  # the maximum wait for a worker's last report
 EXIT_SECONDS = 5.0  # the time that a worker has to end before it is killed
 
 READY, FAILED, LOST = "ready", "failed", "lost"  # the reports of workers, of which FAILED and LOST come with a text
-FORWARD, LOGITS, SAMPLE = "forward", "logits", "sample"  # the commands to workers
+FORWARD, LOGITS, SAMPLE, CALL = "forward", "logits", "sample", "call"  # the commands to workers
 
 
 class Workers:
@@ -188,6 +188,10 @@ class LeadingRunner(ModelRunner):
 
         return HeadRows(hidden[rows], head)
 
+    def on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> T:
+        with self.workers.together(CALL, (function, [pack(argument) for argument in arguments])):
+            return function(self, *arguments)
+
 
 @dataclass(eq=False)
 class SplitSampling(Route):
@@ -219,10 +223,15 @@ def serve(connection: Connection, runner: ModelRunner, device: torch.device) -> 
             model.compute_logits(hidden[batch.logits_indices if argument is None else argument])
         elif command == SAMPLE:
             split_sampling.sample(hidden[batch.logits_indices], unpack(argument, device), model.lm_head)
+        elif command == CALL:
+            function, arguments = argument
+            function(runner, *(unpack(one, device) for one in arguments))
 
 
 def pack(value: Any) -> Any:
     """Make a command's argument fit to be sent: arrays in place of tensors, whose memory torch would share."""
+    if isinstance(value, Tensor) and value.dtype is torch.bfloat16:  # which numpy does not know
+        return torch.bfloat16, pack(value.view(torch.int16))
     if isinstance(value, Tensor):
         return value.cpu().numpy()
     if is_dataclass(value) and not isinstance(value, type):
@@ -234,6 +243,8 @@ def unpack(packed: Any, device: torch.device) -> Any:
     """What pack() was given, with its tensors on this rank's device."""
     if isinstance(packed, np.ndarray):
         return on_device(torch.from_numpy(packed), device)
+    if isinstance(packed, tuple) and packed and isinstance(packed[0], torch.dtype):
+        return unpack(packed[1], device).view(packed[0])
     if isinstance(packed, tuple) and packed and is_dataclass(packed[0]):
         dataclass, values = packed
         return dataclass(**{name: unpack(value, device) for name, value in values.items()})

@@ -13,9 +13,7 @@ rank. The model files know nothing of this: their layers are built with fewer he
 Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053
 """
 
-import ctypes
 import dataclasses
-import mmap
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -30,6 +28,7 @@ from nanoinfer.models.gpt2 import GPT2LMHeadModel
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.qwen import QwenForCausalLM
 from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeForCausalLM
+from nanoinfer.system.pages import release_pages
 
 # What a rank has of a layer. qkv: a column layer for q, k and v at once. kv: a column layer with num_key_value_heads heads.
 Split = Literal["column", "qkv", "kv", "row", "vocabulary"]
@@ -133,7 +132,11 @@ class Shards:
             local["num_key_value_heads"] = max(config.num_key_value_heads // size, 1)
         with torch.device("meta"):
             shard = type(model)(dataclasses.replace(config, **local))
-        return shard, ShardedWeights(weights, model, rank, size)
+        return shard, self.part_of(weights, type(model), config)
+
+    def part_of(self, weights: Weights, model_class: type[Any], config: Any) -> Weights:
+        """This rank's part of a whole model's Weights."""
+        return ShardedWeights(weights, model_class, config, self.communicator.rank, self.communicator.size)
 
     def join(self, model: Any, vocab_size: int) -> None:
         """Replace the layers of a rank's loaded model that give a part of a result by modules that join the parts.
@@ -188,9 +191,9 @@ def _even(total: int, rank: int, size: int) -> slice:
 class ShardedWeights(Weights):
     """A rank's part of each tensor of `base`. Only this part is kept, and where it is whole rows, only it is read."""
 
-    def __init__(self, base: Weights, model: Any, rank: int, size: int) -> None:
+    def __init__(self, base: Weights, model_class: type[Any], config: Any, rank: int, size: int) -> None:
         self._base, self._rank, self._size = base, rank, size
-        self._model_class, self._rules, self._config = type(model), model.weight_rules, model.config
+        self._model_class, self._rules, self._config = model_class, model_class.weight_rules, config
         self.has_empty_biases = base.has_empty_biases
         super().__init__((name, self._info(name)) for name in base)
 
@@ -213,7 +216,7 @@ class ShardedWeights(Weights):
             weight = self._base.read(name, rows)
             copy = torch.cat([weight[:, part] for part in parts], dim=1)
             if self._base[name].is_mapped:
-                _release_pages(weight)  # every page has some of these columns, and has been read for them
+                release_pages(weight)  # every page has some of these columns, and has been read for them
             return copy
         if len(parts) > 1:
             return torch.cat([self._base.read(name, part) for part in parts])[rows]
@@ -246,21 +249,6 @@ class ShardedWeights(Weights):
             head = rank * num_heads // size  # several ranks have the same one
             return axis, [_even(total, head, num_heads)]
         return axis, [_even(total, rank, size)]
-
-
-def _release_pages(view: Tensor) -> None:
-    """Return the memory of a view of a mapped file to the system. What is read again later is read from the file again.
-
-    view: some rows of what WeightFiles.read has returned. Any other memory would be lost.
-    """
-    try:
-        madvise, advice = ctypes.CDLL(None).madvise, mmap.MADV_DONTNEED
-    except (OSError, AttributeError, TypeError):  # a system without it
-        return
-    start, stop = view.data_ptr(), view.data_ptr() + view.nbytes
-    first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
-    if first < end:
-        madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), advice)
 
 
 # ---- modules that take and return what the whole module does, and hold one rank's part of its weight

@@ -35,6 +35,7 @@ class BeamSearch:
 
     def __init__(self, engine: LLMEngine, prompts: Any, params: BeamSearchParams) -> None:
         """Raises: InvalidPromptError, NanoinferError (too few free blocks), with the prompt's index."""
+        engine.check_accepting()
         self._engine = engine
         self._capacity = engine.block_manager.num_free_blocks  # what other requests leave
         self._groups = []

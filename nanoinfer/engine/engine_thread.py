@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TypeVar
 
 from nanoinfer.engine.inputs import PreparedRequest
@@ -86,6 +87,8 @@ class EngineThread(threading.Thread):
             self._publish_news()
 
     def _submit(self, prepared: PreparedRequest, request_id: str) -> None:
+        for refusal in self.engine.refusals.values():  # since the request was prepared
+            prepared = replace(prepared, error=refusal)
         self._requests[request_id] = self.engine.submit(prepared, request_id=request_id, streaming=True)
         if self.error is not None:
             self.engine.fail(self.error, request_id)

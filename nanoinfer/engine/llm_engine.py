@@ -15,7 +15,7 @@ from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
 from nanoinfer.engine.metrics import EngineMetrics, Metric
 from nanoinfer.engine.request import Request, sequences_of
 from nanoinfer.engine.stopping import Stop
-from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError
+from nanoinfer.errors import EnginePausedError, InvalidTypeError, InvalidValueError, NanoinferError
 from nanoinfer.execution.executor import Executor, InFlight, StepOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
@@ -101,6 +101,8 @@ class LLMEngine:
         self.seed = secrets.randbits(64) if config.seed is None else config.seed
         if config.seed is None:
             logger.info("seed %d was drawn: LLM(seed=%d) and the same calls give the same answers", self.seed, self.seed)
+        self.weights_version = 0  # how often the weights were replaced
+        self.refusals: dict[str, str] = {}  # what keeps requests out (pause, sleep), and the error that says so
         self._num_requests = 0
         self._requests: dict[str, Request] = {}  # the unfinished ones
         self._with_deadline: dict[str, Request] = {}  # those of them that have a timeout
@@ -121,6 +123,8 @@ class LLMEngine:
         request_id: Different from those of all unfinished requests. None is the request's number.
         """
         arrival_time = time.perf_counter()
+        if prepared.error is None:
+            self.check_accepting()
         with self.guard.between_steps():
             number, self._num_requests = self._num_requests, self._num_requests + 1
             sequences = sequences_of(
@@ -133,6 +137,7 @@ class LLMEngine:
                 eos_token_ids=self.eos_token_ids,
             )
             request = Request(sequences, prepared.prompt, self.tokenizer, arrival_time=arrival_time, streaming=streaming)
+            request.weights_version = self.weights_version
             if self.tracer is not None:
                 self._trace_added(request, prepared)
             if prepared.error is not None:
@@ -143,6 +148,11 @@ class LLMEngine:
                     self._with_deadline[request.request_id] = request
                 self.scheduler.add(sequences[0])
         return request
+
+    def check_accepting(self) -> None:
+        """Raises: EnginePausedError if the engine is paused or asleep (rollouts.py)."""
+        for refusal in self.refusals.values():
+            raise EnginePausedError(refusal)
 
     def abort(self, *request_ids: str) -> None:
         """Finish requests with finish_reason "abort" and free their blocks. Other ids are ignored.
@@ -177,6 +187,10 @@ class LLMEngine:
     @property
     def num_unfinished(self) -> int:
         return len(self._requests)
+
+    @property
+    def unfinished_request_ids(self) -> list[str]:
+        return list(self._requests)
 
     def reset_prefix_cache(self) -> None:
         """See LLM.reset_prefix_cache."""
@@ -238,7 +252,8 @@ class LLMEngine:
                 request.finish(stop, seq)
             for i, token_id in enumerate(sampled.token_ids):
                 self.scheduler.append(seq, token_id)
-                stop = request.advance(seq, token_id, sampled.logprobs[i] if sampled.logprobs else None)
+                logprobs = sampled.logprobs[i] if sampled.logprobs else None
+                stop = request.advance(seq, token_id, logprobs, sampled.masks[i] if sampled.masks else None)
                 if self.tracer is not None:
                     self.tracer.emit(request.token_appended(seq))
                 if stop:

@@ -48,6 +48,7 @@ class Request:
     ) -> None:
         self.sequences = sequences
         self.request_id = sequences[0].request_id
+        self.weights_version = 0
         self.output: RequestOutput | None = None
         self.deltas: deque[Delta] = deque()
         self._prompt = prompt
@@ -64,14 +65,18 @@ class Request:
                 self._prompt_detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
                 self._prompt_detokenizer.push(prompt_token_ids[0])
 
-    def advance(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None = None) -> Stop | None:
+    def advance(
+        self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None = None, mask: list[int] | None = None
+    ) -> Stop | None:
         """Process a sampled id that one of the sequences has just received. Returns a Stop if the sequence ends with it."""
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = time.perf_counter()
         answer = self._answers[seq.index]
         named = None if logprobs is None else _with_token_texts(logprobs, answer.detokenizer)
+        if mask is not None:
+            answer.masks.append(mask)
         answer.advance(token_id, named)
-        self._show([token_id], answer, None if named is None else [named])
+        self._show([token_id], answer, None if named is None else [named], None if mask is None else [mask])
         return answer.stop
 
     def token_appended(self, seq: Sequence) -> "tracing.TokenAppended":
@@ -105,7 +110,13 @@ class Request:
                 answer.finish(stop)
                 self._show([], answer, None)
 
-    def _show(self, new_token_ids: list[int], answer: "_Answer", logprobs: list[LogprobsOnePosition] | None) -> None:
+    def _show(
+        self,
+        new_token_ids: list[int],
+        answer: "_Answer",
+        logprobs: list[LogprobsOnePosition] | None,
+        masks: list[list[int]] | None = None,
+    ) -> None:
         """Make the output if every answer has finished, and the stream's next Delta."""
         if all(answer.stop for answer in self._answers):
             self.metrics.finished_time = time.perf_counter()
@@ -120,10 +131,12 @@ class Request:
                 finished=True,
                 metrics=self.metrics,
                 prompt_logprobs=self.prompt_logprobs,
+                weights_version=self.weights_version,
             )
         answer.shown = answer.text.release(everything=answer.stop is not None)
         if self._streaming:
             delta = Delta(answer.shown, new_token_ids, self.output, self.request_id, logprobs, answer.seq.index)
+            delta = delta if masks is None else replace(delta, sampling_mask=masks)
             self.deltas.append(replace(delta, **asdict(answer.stop)) if answer.stop else delta)
 
 
@@ -134,6 +147,7 @@ class _Answer:
         self.seq = seq
         self.stop: Stop | None = None
         self.shown = ""  # the text that the newest token released
+        self.masks: list[list[int]] = []
         self.text = StopStrings(seq.params.stop or (), include_in_output=seq.params.include_stop_str_in_output)
         self.detokenizer: Detokenizer | None = None
         if seq.params.detokenize and tokenizer is not None:
@@ -176,7 +190,9 @@ class _Answer:
         assert self.stop is not None
         token_ids, logprobs = self.seq.output_token_ids, self._logprobs
         cumulative = sum_of_logprobs(token_ids, logprobs)
-        return CompletionOutput(self.seq.index, self.text.text, token_ids, cumulative, logprobs, **asdict(self.stop))
+        masks = self.masks if self.seq.params.return_sampling_mask else None
+        fields = asdict(self.stop) | {"sampling_mask": masks}
+        return CompletionOutput(self.seq.index, self.text.text, token_ids, cumulative, logprobs, **fields)
 
 
 def sequences_of(

@@ -37,8 +37,8 @@ class ExecutorInfo:
 class SequenceOutput:
     """What a step returns for one sequence.
 
-    token_ids: the sampled ids, in order. logprobs: one for each of token_ids, if requested. With StepPlan.num_top_logprobs
-    there are no token_ids, and one entry in logprobs.
+    token_ids: the sampled ids, in order. logprobs, masks: one for each of token_ids, if requested.
+    With StepPlan.num_top_logprobs there are no token_ids, and one entry in logprobs.
     error: why no token could be sampled.
     """
 
@@ -46,6 +46,7 @@ class SequenceOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     error: str | None = None
+    masks: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

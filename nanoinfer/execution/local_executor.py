@@ -20,6 +20,7 @@ from nanoinfer.sampling.draw import argmax
 from nanoinfer.sampling.logprobs import token_logprobs
 from nanoinfer.sampling.routes import HeadRows
 from nanoinfer.sampling.sampler import NOT_FINITE, SampledTokens, Sampler
+from nanoinfer.sampling.stages import divided
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import PromptRows, StepPlan
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -79,7 +80,10 @@ class LocalExecutor:
             tokens, top_logprobs, traced = self._sample(rows, plan)
             prompt_logprobs = [self._prompt_logprobs(part, hidden) for part in plan.prompt_rows]
             sampled = time.perf_counter() - forwarded - traced
-        reads_tokens = any(seq.sampling_reads_output or seq.params.logprobs is not None for seq, _ in plan.rows)
+        reads_tokens = any(
+            seq.sampling_reads_output or seq.params.logprobs is not None or seq.params.return_sampling_mask
+            for seq, _ in plan.rows
+        )
         must_sync = self.sampler.has_user_stages or bool(prompt_logprobs) or reads_tokens
         seconds = {"build": built - start, "forward": forwarded - built, "sample": sampled, "trace": traced}
         return LaunchedStep(plan, tokens, prompt_logprobs, top_logprobs, must_sync, seconds)
@@ -106,7 +110,8 @@ class LocalExecutor:
             # A draft's row that failed is computed again, alone.
             rows = [row for row in range(first, first + 1 + num_accepted) if row not in sampled.errors]
             logprobs = [sampled.logprobs[row] for row in rows if row in sampled.logprobs]
-            outputs.append(SequenceOutput(seq, [sampled.token_ids[row] for row in rows], logprobs))
+            masks = [sampled.masks[row] for row in rows if row in sampled.masks]
+            outputs.append(SequenceOutput(seq, [sampled.token_ids[row] for row in rows], logprobs, masks=masks))
         seconds = step.seconds | {"sample": step.seconds["sample"] + time.perf_counter() - start}
         return StepOutput(outputs, step.prompt_logprobs, seconds)
 
@@ -143,6 +148,8 @@ class LocalExecutor:
         num_top = self.info.vocab_size if requested is None or requested == -1 else requested
         for start in range(part.start, part.stop, rows_at_a_time):
             logits = self.runner.head_rows(hidden, slice(start, min(start + rows_at_a_time, part.stop))).logits
+            if part.temperature != 1.0:
+                logits = divided(logits, logits.new_full((len(logits),), part.temperature))
             first = part.position + 1 + start - part.start
             logprobs += token_logprobs(logits, seq.prompt_token_ids[first : first + len(logits)], [num_top] * len(logits))
         return PromptLogprobs(seq, part.position + 1, logprobs)

@@ -6,7 +6,7 @@ how tokens are sampled.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -16,6 +16,8 @@ from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import HeadRows
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -55,6 +57,10 @@ class ModelRunner:
         Select few rows: 1,000 rows of 151,936 logits take 600 MB.
         """
         return HeadRows(hidden[rows], self.model.compute_logits)
+
+    def on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call function(runner, *arguments) here, and on the other ranks that share the model."""
+        return function(self, *arguments)
 
     def _run(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         attend = self.backend.begin_step(self.cache, batch.attention)

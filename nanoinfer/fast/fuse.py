@@ -12,7 +12,8 @@ runs on any device, and the kernels of cpu/ and cuda/ are compared with it. The 
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -56,6 +57,11 @@ class FusedLinear(nn.Module):
             out = ACTIVATIONS[self.activation](out)
         out = out if factor is None else factor * out
         return out if residual is None else residual + out
+
+    def starts(self) -> Iterator[tuple[nn.Linear, int]]:
+        """Yield each of `linears` with the index of its first output."""
+        ends = accumulate(linear.out_features for linear in self.linears)
+        return ((linear, end - linear.out_features) for linear, end in zip(self.linears, ends, strict=True))
 
     def merged(self) -> nn.Linear:
         """One layer that computes what `linears` do. The weight of several is a copy."""

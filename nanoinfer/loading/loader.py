@@ -24,7 +24,7 @@ from nanoinfer.errors import (
     shown,
 )
 from nanoinfer.loading.checkpoint import Checkpoint, check_file, locate
-from nanoinfer.loading.weights import WeightFiles, Weights, dtype_of, head_is_tied, load_weights
+from nanoinfer.loading.weights import Places, WeightFiles, Weights, dtype_of, head_is_tied, load_weights
 from nanoinfer.models.registry import Model, find_model
 from nanoinfer.system.process import set_cuda_device
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -43,6 +43,17 @@ _SIZES = (
 
 MAX_TOKENIZER_BYTES = 2**26  # of one file. Gemma 3's tokenizer.json has 33 MB.
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")  # how they begin
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How a model was loaded, which an update of its weights must know (update.py). sizes: the whole model's config."""
+
+    config: EngineConfig
+    model_class: type[Any]
+    sizes: Any
+    places: Places
+    shards: "Shards | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +101,12 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: "Shard
         from nanoinfer.loading.formats.lora import LoraWeights
 
         weights = LoraWeights(weights, config.lora, model.weight_rules)
+    sizes = model.config
     if shards is not None:
         model, weights = shards.split(model, weights)
-    load_weights(model, weights, model.weight_rules, dtype, device)
+    places = load_weights(model, weights, model.weight_rules, dtype, device)
+    # Rounded weights cannot be replaced, and the places would keep the plain ones alive.
+    model.origin = Origin(config, type(model), sizes, {} if config.quantization else places, shards)
     if shards is not None:
         shards.join(model, vocab_size)
     model.to(device).eval()

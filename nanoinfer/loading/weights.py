@@ -36,7 +36,7 @@ MAX_HEADER_BYTES = 2**24  # the names and shapes of some 100,000 tensors
 _PIECE = 2**22  # elements that are read at a time
 
 # as safetensors spells them
-_FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class WeightFiles(Weights):
 def dtype_of(files: Weights) -> torch.dtype:
     """The dtype of most of the checkpoint's tensors, for a config.json without one."""
     names = [info.dtype for info in files.values()]
-    dtype = _FLOAT_DTYPES.get(max(set(names), key=names.count), torch.float32)
+    dtype = FLOAT_DTYPES.get(max(set(names), key=names.count), torch.float32)
     return torch.float32 if dtype is torch.float64 else dtype
 
 
@@ -115,7 +115,10 @@ def head_is_tied(config_says: bool, files: Weights, rules: WeightRules) -> bool:
     return tied
 
 
-def load_weights(model: nn.Module, files: Weights, rules: WeightRules, dtype: torch.dtype, device: torch.device) -> None:
+Places = dict[str, list[tuple[nn.Module, str]]]  # parameter -> the modules that hold it (a tied one: two), and its name in them
+
+
+def load_weights(model: nn.Module, files: Weights, rules: WeightRules, dtype: torch.dtype, device: torch.device) -> Places:
     """Fill every parameter of a model built on the meta device, or none if the tensors do not fit (match_tensors)."""
     targets = dict(model.named_parameters())  # a shared parameter once
     sources = match_tensors(targets, files, rules)
@@ -127,7 +130,7 @@ def load_weights(model: nn.Module, files: Weights, rules: WeightRules, dtype: to
         source = sources[name]
         info, is_transposed = files[source], source.endswith(rules.transpose)
         # On a CPU matrices stay in the file. Linear layers are packed from there, and rows of an embedding are looked up.
-        has_dtype = _FLOAT_DTYPES.get(info.dtype) is dtype
+        has_dtype = FLOAT_DTYPES.get(info.dtype) is dtype
         if info.is_mapped and has_dtype and len(info.shape) > 1 and not is_transposed and device.type == "cpu":
             weight = files.read(source)
         else:
@@ -140,9 +143,14 @@ def load_weights(model: nn.Module, files: Weights, rules: WeightRules, dtype: to
             parameter = QuantizedParameter.of(weight, partial(files.integers, source))
         filled[target] = parameter
     bar.close()
+    names: dict[nn.Parameter, str] = {target: name for name, target in targets.items()}
+    places: Places = {name: [] for name in targets}
     for name, target in list(model.named_parameters(remove_duplicate=False)):  # a shared parameter once for each module
         path, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(path), leaf, filled[target])
+        module = model.get_submodule(path)
+        setattr(module, leaf, filled[target])
+        places[names[target]].append((module, leaf))
+    return places
 
 
 def progress_bar(description: str, total: int) -> tqdm:
@@ -172,6 +180,18 @@ def _check_memory(targets: dict[str, nn.Parameter], dtype: torch.dtype, device: 
 
 def match_tensors(targets: dict[str, nn.Parameter], files: Weights, rules: WeightRules) -> dict[str, str]:
     """Map each parameter's name to its tensor's name by the headers. Missing, unexpected and misshaped ones are refused."""
+    sources, problems = find_tensors(targets, files, rules)
+    problems += [f"missing: {name}" for name in targets if name not in sources]
+    if problems:
+        raise WeightsError(
+            "the weights do not fit config.json; are both of the same model? Download them again, or correct config.json:\n  "
+            + first_ten(problems, "\n  ")
+        )
+    return sources
+
+
+def find_tensors(targets: dict[str, nn.Parameter], files: Weights, rules: WeightRules) -> tuple[dict[str, str], list[str]]:
+    """Map the parameters that have a tensor to its name. Returns also what is wrong with the other tensors."""
     sources: dict[str, str] = {}
     problems: list[str] = []
     for tensor_name in files:
@@ -194,12 +214,6 @@ def match_tensors(targets: dict[str, nn.Parameter], files: Weights, rules: Weigh
             expected.reverse()
         if shape != expected:
             problems.append(f"misshaped: {tensor_name} has shape {shape}, the config requires {expected}")
-        if files[tensor_name].dtype not in _FLOAT_DTYPES:
+        if files[tensor_name].dtype not in FLOAT_DTYPES:
             problems.append(f"not a float: {tensor_name} is {files[tensor_name].dtype}, and config.json names no quantisation")
-    problems += [f"missing: {name}" for name in targets if name not in sources]
-    if problems:
-        raise WeightsError(
-            "the weights do not fit config.json; are both of the same model? Download them again, or correct config.json:\n  "
-            + first_ten(problems, "\n  ")
-        )
-    return sources
+    return sources, problems

@@ -67,6 +67,7 @@ class RowGroups:
     top_p_rows: tuple[int, ...] = ()  # without top_k
     other_rows: tuple[int, ...] = ()  # neither greedy, nor with top_k, nor with top_p
     logprobs: tuple[tuple[int, int], ...] = ()  # (row, number of most probable ids) of rows that return log-probabilities
+    masks: tuple[int, ...] = ()  # rows that return which ids could be drawn
 
     @property
     def all_greedy(self) -> bool:
@@ -209,6 +210,7 @@ def _columns_and_groups(
         top_p_rows=rows(has_top_p & ~has_top_k),
         other_rows=rows(~(greedy | has_top_k | has_top_p)),
         logprobs=tuple((row, num) for row, num in enumerate(num_logprobs) if num is not None),
+        masks=tuple(row for row, p in enumerate(params) if p.return_sampling_mask),
     )
     return columns, groups
 

@@ -52,12 +52,13 @@ class SamplerOutput:
     """The tokens of one step.
 
     token_ids[i] is row i's token, or -1 if row i has none. errors[i] then says why. logprobs[i] holds the log-probabilities of
-    row i, if the row requested them and has a token.
+    row i, if the row requested them and has a token. masks[i] are the ids that the stages have left in row i, if requested.
     """
 
     token_ids: list[int]
     errors: dict[int, str]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    masks: dict[int, list[int]] = field(default_factory=dict)
 
 
 class SampledTokens:
@@ -118,6 +119,7 @@ class Sampler:
         if not len(rows.hidden):  # only parts of prompts. A user's stage need not handle zero rows
             return SampledTokens(torch.empty(0, dtype=torch.int64), lambda _: SamplerOutput([], {}))
         reads_every_stage = tracer is not None or (self.processed_logprobs and bool(batch.groups.logprobs))
+        reads_every_stage |= bool(batch.groups.masks)
         if self.routes and not reads_every_stage and not self.has_user_stages:
             return self._sample_by_route(rows, batch)
         return self._sample_by_stages(rows.logits, batch, tracer)
@@ -190,7 +192,10 @@ class Sampler:
                 if token_id < 0
             }
             logprobs = {} if logprob_logits is None else _logprobs(logprob_logits, batch, sampled)
-            return SamplerOutput(sampled, errors, logprobs)
+            masks = {}
+            if logits is not None:  # batch.groups.masks has made every stage run
+                masks = {row: logits[row].isfinite().nonzero().squeeze(-1).tolist() for row in batch.groups.masks}
+            return SamplerOutput(sampled, errors, logprobs, masks)
 
         return SampledTokens(token_ids, read)
 

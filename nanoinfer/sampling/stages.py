@@ -127,8 +127,11 @@ def apply_temperature(logits: Logits, batch: SamplingBatch) -> Logits:
     row at temperature 1 keeps its bits, whatever the temperatures of the other rows.
     Example: logits [2, 1, 0] at temperature 0.5 become [0, -2, -4].
     """
-    if (temperature := batch.columns.temperature) is None:
-        return logits
+    return logits if batch.columns.temperature is None else divided(logits, batch.columns.temperature)
+
+
+def divided(logits: Logits, temperature: Float[Tensor, " batch"]) -> Logits:
+    """The logits of each row divided by its temperature: see apply_temperature."""
     shift = torch.where(temperature == 1.0, 0.0, logits.amax(dim=-1))  # [batch]
     return (logits - shift.unsqueeze(-1)) / temperature.unsqueeze(-1)
 

@@ -41,12 +41,16 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Packed tokens start .. stop - 1 are the tokens of the sequence's prompt from `position` on."""
+    """Packed tokens start .. stop - 1 are the tokens of the sequence's prompt from `position` on.
+
+    temperature: Divides the logits of their log-probabilities.
+    """
 
     sequence: Sequence
     start: int
     stop: int
     position: int
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

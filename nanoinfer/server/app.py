@@ -55,6 +55,7 @@ class ServerSettings:
     reasoning_parser: str | None = None  # "qwen3" or "none". None means the format that the chat template writes
     tool_call_parser: str | None = None  # "hermes" or "none". None means the format that the chat template writes
     max_stored_responses: int = 0  # of /v1/responses, that a request can continue by their ids
+    weight_updates: int = 0  # the number of ranks, if a trainer may pause the server and replace the weights. 0: it may not
     recorder: RecentRecorder | None = None  # the LLM's tracer, from which answers are replayed. None means no replays
 
 
@@ -77,6 +78,10 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     _add_generation(app, async_llm, settings, replays)
     _add_tokenizer(app, async_llm, settings)
     _add_information(app, async_llm, settings)
+    if settings.weight_updates:
+        from nanoinfer.server.weights import add_weights
+
+        add_weights(app, async_llm, settings.weight_updates)
     describe_errors(app.openapi())
     return app
 

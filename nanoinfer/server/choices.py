@@ -124,7 +124,7 @@ class ChatChoices:
             yield {"index": index, "delta": first, "logprobs": None, "finish_reason": None}
         parser = self._parsers[index]
         fields = parser.push(delta.text, is_last=delta.finish_reason is not None).fields()
-        if fields or delta.logprobs or delta.finish_reason or self._request.return_token_ids:
+        if fields or delta.logprobs or delta.sampling_mask or delta.finish_reason or self._request.return_token_ids:
             yield {"index": index, "delta": fields} | self._common_fields(parser, delta)
 
     def _common_fields(self, parser: ChatParser, answer: CompletionOutput | Delta) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class CompletionChoices:
             assert stream.request is not None, "it has a delta"
             prompt = stream.prepared
             yield self._first(index, prompt.prompt, prompt.prompt_token_ids, stream.request.prompt_logprobs, delta)
-        elif delta.text or delta.logprobs or delta.finish_reason or self._request.return_token_ids:
+        elif delta.text or delta.logprobs or delta.sampling_mask or delta.finish_reason or self._request.return_token_ids:
             yield self._choice(index, delta)
 
     def _first(
@@ -213,6 +213,7 @@ def _prompt_fields(request: GenerationRequest, token_ids: list[int], logprobs: P
 def _extensions(answer: CompletionOutput | Delta, return_token_ids: bool | None) -> dict[str, Any]:
     """Return the fields that vLLM has and OpenAI does not have."""
     fields: dict[str, Any] = {"stop_reason": answer.stop_reason} if answer.finish_reason else {}
+    fields |= {} if answer.sampling_mask is None else {"sampling_mask": answer.sampling_mask}
     return fields | ({"token_ids": answer.token_ids} if return_token_ids else {})
 
 

@@ -16,7 +16,14 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from nanoinfer.errors import EngineDeadError, HelperProcessError, InvalidPromptError, NanoinferError, QueueFullError
+from nanoinfer.errors import (
+    EngineDeadError,
+    EnginePausedError,
+    HelperProcessError,
+    InvalidPromptError,
+    NanoinferError,
+    QueueFullError,
+)
 from nanoinfer.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -70,7 +77,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         429: "too many requests are waiting",
         431: "the headers are too large",
         500: "the engine failed on this request",
-        503: "the engine is dead, or the server shuts down",
+        503: "the engine is dead or paused, or the server shuts down",
         504: "the request took longer than its timeout",
     }.items()
 }
@@ -162,7 +169,7 @@ def add_error_handlers(app: FastAPI) -> None:
         message, path = without_paths(str(error)), request.url.path
         if isinstance(error, QueueFullError):
             return error_response(429, message, code="queue_full", path=path)
-        if isinstance(error, EngineDeadError):
+        if isinstance(error, EngineDeadError | EnginePausedError):
             return error_response(503, message, code="engine_unavailable", path=path)
         if isinstance(error, HelperProcessError):
             return error_response(500, message, path=path)

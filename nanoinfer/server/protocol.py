@@ -163,6 +163,7 @@ class GenerationRequest(SamplingRequest):
     stop: Stops | None = None
     response_format: dict[str, Any] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_sampling_mask: bool | None = None
     echo: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

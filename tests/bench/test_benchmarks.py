@@ -7,7 +7,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import compare, report, sampler, speculation
+from benchmarks import compare, report, sampler, speculation, weights
 
 pytestmark = pytest.mark.slow
 
@@ -70,3 +70,9 @@ def test_every_case_of_the_sampler_is_timed(monkeypatch):
         assert case["ratio"] == pytest.approx(case["theirs_ms"] / case["ours_ms"])
     shown = CliRunner().invoke(sampler.app, ["--repeats", "1"]).stdout
     assert "64 rows" in shown
+
+
+def test_replacing_weights_is_measured_beside_loading(qwen3_path):
+    medians = weights.measure(str(qwen3_path), "float32", rounds=1)
+    assert list(medians) == ["load", "update_weights", "update_weights_from_path"]
+    assert min(medians.values()) > 0

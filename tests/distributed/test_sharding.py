@@ -163,7 +163,7 @@ def test_the_parts_of_all_ranks_are_every_number_once(family, size):
     heads = {"n_head": 6} if family.startswith("gpt2") else {"num_attention_heads": 6, "num_key_value_heads": 6}
     model = on_meta(family, **heads)
     base = Numbered(model)
-    ranks = [ShardedWeights(base, model, rank, size) for rank in range(size)]
+    ranks = [ShardedWeights(base, type(model), model.config, rank, size) for rank in range(size)]
     for name in base:
         whole = base.read(name).flatten().sort().values
         parts = [rank.read(name) for rank in ranks]
@@ -184,7 +184,7 @@ def test_a_rank_reads_its_own_rows_and_no_others():
     base = Numbered(model)
     for name, parameter in Shards(Member(1, None, [None] * 2)).split(model, base)[0].named_parameters():
         base.num_read = 0
-        shard = ShardedWeights(base, model, 1, 2)
+        shard = ShardedWeights(base, type(model), model.config, 1, 2)
         shard.read(name)
         if split_of(type(model), name.removesuffix(".weight")) == "row":  # its columns are a part of every row
             assert not shard[name].is_mapped

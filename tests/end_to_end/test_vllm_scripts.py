@@ -48,6 +48,7 @@ SAYS = {
     "priority": [r"^Order of the prompts: \[2, 1, 0\]$"],
     "reproducibility": ["^Same texts: True 4$"],
     "reset_kv": ["^Reset: True$", "^Tokens: 16$"],
+    "sleep_mode": ["^Same text: True$"],
     "spec_decode": ["^Output tokens: 40$", "^Consistent: True$"],
     "structured_outputs": [
         "^Choice: (Positive|Negative)$",
@@ -76,7 +77,6 @@ REFUSED = {
     "sharded_state": "LLM(model='tiny-qwen3', load_format='sharded_state')",
     "simple_profiling": "LLM(model='tiny-qwen3').start_profile()",
     "skip_loading_weights": "LLM(model='tiny-qwen3', load_format='dummy')",
-    "sleep_mode": "LLM(model='tiny-qwen3', enable_sleep_mode=True).sleep(level=1)",
     "spec_decode_datasets": "get_samples(None, None)",
     "vision_language": "LLM('tiny-qwen3').generate({'prompt': 'What is this?', 'multi_modal_data': {'image': 1}})",
 }

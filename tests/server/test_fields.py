@@ -113,6 +113,16 @@ def test_param_names_the_wrong_field(server, name, value):
 # ---- vLLM's fields of answers
 
 
+def test_the_ids_that_could_be_drawn_come_with_each_choice_and_chunk(server):
+    body = COMPLETION_BODY | {"return_sampling_mask": True, "top_k": 3, "return_token_ids": True}
+    [choice] = choices(server, body)
+    assert [len(mask) for mask in choice["sampling_mask"]] == [3] * len(choice["token_ids"])
+    assert all(token_id in mask for token_id, mask in zip(choice["token_ids"], choice["sampling_mask"], strict=True))
+    streamed = [mask for chunk in chunks(server, body) for one in chunk["choices"] for mask in one.get("sampling_mask") or ()]
+    assert streamed == choice["sampling_mask"]
+    assert "sampling_mask" not in choices(server, COMPLETION_BODY)[0]
+
+
 def test_the_ids_of_the_prompt_come_with_those_of_the_answer(server):
     body = CHAT_BODY | {"return_token_ids": True, "n": 2}
     ids = server.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]

@@ -59,10 +59,8 @@ def compile_model(model: nn.Module, quantization: str | None = None, *, is_trial
             bar.update(len(fused.linears))
             result = pack(fused)
             num_uses.subtract(fused.linears)
-            for linear in fused.linears:
-                if num_uses[linear] <= 0 and not is_trial:
-                    linear.register_parameter("weight", None)
-                    linear.register_parameter("bias", None)
+            for linear, start in () if is_trial else fused.starts():
+                _keep_packed(linear, result, start, frees_plain=num_uses[linear] <= 0)
             return result
 
         def lower(trace: Trace) -> int:
@@ -103,10 +101,21 @@ def _replace_linears(model: nn.Module, linears: list[tuple[str, nn.Linear]], pac
     for path, linear in linears:
         parent, _, name = path.rpartition(".")
         try:
-            setattr(model.get_submodule(parent), name, KernelLinear(pack(FusedLinear(linear))))
+            result = pack(FusedLinear(linear))
         except UnsupportedError as error:
             report.left[path] = str(error)
             report.num_plain_linears += 1
+        else:
+            setattr(model.get_submodule(parent), name, KernelLinear(result))
+            _keep_packed(linear, result, 0, frees_plain=True)  # in a trial, too: the kernel is there to stay
+
+
+def _keep_packed(linear: Any, packed: Any, start: int, *, frees_plain: bool) -> None:
+    """Note where an update of the layer's weight is to write (loading/update.py)."""
+    linear.packed = {**getattr(linear, "packed", {}), packed: start}
+    if frees_plain:
+        linear.register_parameter("weight", None)
+        linear.register_parameter("bias", None)
 
 
 def accelerate_on_cpu(parts: Parts, config: EngineConfig) -> Parts:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.errors import UnsupportedError
@@ -46,20 +45,48 @@ class PackedLinear:
     """
 
     def __init__(self, fused: FusedLinear) -> None:
-        linear = fused.merged()
-        dtype = linear.weight.dtype
-        tiles = tile_definitions(dtype, linear.in_features)
+        first, num_in = fused.linears[0], fused.in_features
+        dtype = first.weight.dtype
+        tiles = tile_definitions(dtype, num_in)
         source = Path(__file__).with_name("tile_linear.cpp" if tiles else "dense_linear.cpp")
         library = native.load(source, *native.definitions_of(dtype), *tiles, structures=(LinearCall,))
         names = ("tile_size", "num_per_term", "scratch_bytes_per_input")
         tile, per_term, scratch = (c_int64.in_dll(library, name).value for name in names)
-        if linear.in_features % per_term:
-            raise UnsupportedError(f"dense_linear.cpp needs inputs in multiples of {per_term}, got {linear.in_features}")
-        self.num_in, self.num_out, self.dtype = linear.in_features, linear.out_features, dtype
-        self.scratch_bytes = scratch * linear.in_features
+        if num_in % per_term:
+            raise UnsupportedError(f"dense_linear.cpp needs inputs in multiples of {per_term}, got {num_in}")
+        self.num_in, self.num_out, self.dtype = num_in, fused.out_features, dtype
+        self.scratch_bytes = scratch * num_in
         self._kernel, self._activation = library.linear, ACTIVATION_CODES[fused.activation]
-        self._weight = _tiled(linear.weight.detach(), tile, per_term)
-        self._bias = None if linear.bias is None else linear.bias.detach().to(dtype).contiguous()
+        # [tiles, terms, tile, per_term]: a tile has each term of all its outputs in turn. The last one is padded with zeros.
+        self._weight = first.weight.new_empty(-(-self.num_out // tile), num_in // per_term, tile, per_term)
+        self._weight[-1] = 0
+        self._bias = None if first.bias is None else first.weight.new_empty(self.num_out)
+        for linear, start in fused.starts():
+            self.write("weight", linear.weight.detach(), start)
+            if self._bias is not None:
+                self.write("bias", linear.bias.detach(), start)
+
+    def write(self, name: str, values: Float[Tensor, "*shape"], start: int) -> None:
+        """Replace the weight or the bias of the outputs from `start` on, in place: programs hold the addresses."""
+        if name == "bias":
+            assert self._bias is not None
+            self._bias[start : start + len(values)] = values
+            return
+        by_output = self._weight.transpose(1, 2)  # [tiles, tile, terms, per_term]
+        tile = by_output.shape[1]
+        values, end = values.unflatten(1, by_output.shape[2:]), start + len(values)
+        first_whole, end_whole = -(-start // tile), end // tile
+        if first_whole < end_whole:
+            whole = values[first_whole * tile - start : end_whole * tile - start]
+            by_output[first_whole:end_whole] = whole.unflatten(0, (-1, tile))
+        for i in {start // tile, end_whole} - set(range(first_whole, end_whole)):  # tiles that are filled in part
+            first, last = max(start, i * tile), min(end, (i + 1) * tile)
+            if first < last:
+                by_output[i, first - i * tile : last - i * tile] = values[first - start : last - start]
+
+    def arrays(self) -> list[Tensor]:
+        """The memory that the weights take."""
+        return [self._weight]
 
     def call(self, *, x: Slice, out: Slice, scratch: int, factor: Slice = NOTHING, residual: Slice = NOTHING) -> KernelCall:
         """out = residual + factor * activation(x @ weight.T + bias). out may be the slice of factor or of residual.
@@ -103,14 +130,3 @@ class KernelLinear(nn.Module):
 def scratch_for(num_bytes: int, like: Tensor) -> Tensor | None:
     """Memory of a kernel's own, on the device of a tensor."""
     return like.new_empty(num_bytes // 4 + 1, dtype=torch.int32) if num_bytes else None
-
-
-def _tiled(weight: Shaped[Tensor, "out in"], tile: int, per_term: int) -> Shaped[Tensor, "tiles terms tile per_term"]:
-    """Lay out the weight tile by tile. A tile has each term of all its outputs in turn. The last one is padded with zeros."""
-    num_out, num_terms = len(weight), weight.shape[1] // per_term
-    num_whole, rest = divmod(num_out, tile)
-    tiled = weight.new_empty(num_whole + (rest > 0), num_terms, tile, per_term)
-    tiled[:num_whole] = weight[: num_whole * tile].view(num_whole, tile, num_terms, per_term).transpose(1, 2)
-    if rest:
-        tiled[-1] = F.pad(weight[-rest:], (0, 0, 0, tile - rest)).view(tile, num_terms, per_term).transpose(0, 1)
-    return tiled

@@ -1,0 +1,129 @@
+"""New weights in the place of a model's, while its compiled programs and their addresses stay as they are.
+
+In: a runner whose model came from load_configured, and tensors by the names that its checkpoint has. Out: the same model with
+other numbers. Names, shapes, transposed matrices, tied heads and parts of ranks follow the rules of loading (weights.py).
+`check` runs on rank 0 before anything changes, and `fill`, `fill_from` and `release` on every rank.
+"""
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoinfer.errors import InvalidTypeError, UnsupportedError, WeightsError, shown
+from nanoinfer.loading.checkpoint import Checkpoint, first_ten
+from nanoinfer.loading.loader import Origin, open_weights, read_config
+from nanoinfer.loading.weights import FLOAT_DTYPES, TensorInfo, Weights, find_tensors
+from nanoinfer.system.pages import release_pages
+
+can_release = sys.platform == "linux"  # whether `release` gives memory back here
+
+_DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+
+
+class GivenWeights(Weights):
+    """Tensors that a caller gives, in place of a checkpoint's files."""
+
+    def __init__(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        """Raises: InvalidTypeError, WeightsError: something else than pairs, or a name twice."""
+        self._tensors: dict[str, Tensor] = {}
+        for pair in pairs:
+            if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+                raise InvalidTypeError(f"pairs must be (name, tensor) pairs, got {shown(pair)}; pass model.named_parameters()")
+            name, tensor = pair
+            if not isinstance(tensor, Tensor):
+                raise InvalidTypeError(f"the weight of {name!r} must be a torch.Tensor, got {shown(tensor)}")
+            if name in self:
+                raise WeightsError(f"{name!r} is given twice; give it once")
+            self._tensors[name] = tensor.detach()
+            self[name] = TensorInfo(tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
+
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        return self._tensors[name][rows]
+
+
+def origin_of(model: Any) -> Origin:
+    """Return how a model was loaded. Raises: UnsupportedError for one whose weights cannot be replaced."""
+    origin: Origin | None = getattr(model, "origin", None)
+    if origin is None:
+        raise UnsupportedError("this engine's model was not loaded from a checkpoint; change its parameters yourself")
+    config = origin.config
+    way_out = None
+    if config.quantization:
+        way_out = f"are rounded by quantization={config.quantization!r}; load the model without it"
+    elif config.lora:
+        way_out = "have adapters merged into them; load the model without lora=, and give it merged weights"
+    elif next(model.parameters()).device.type != "cpu" and not config.enforce_eager:
+        way_out = "are merged into larger matrices for a GPU; use enforce_eager=True there, or device='cpu'"
+    if way_out is not None:
+        raise UnsupportedError(f"the weights of this LLM cannot be replaced: they {way_out}")
+    return origin
+
+
+def check(origin: Origin, weights: Weights) -> bool:
+    """Compare names, shapes and dtypes with the model's. Returns whether these are all of its weights.
+
+    Raises: WeightsError for what does not fit.
+    """
+    with torch.device("meta"):
+        model = origin.model_class(origin.sizes)
+    targets, rules = dict(model.named_parameters()), origin.model_class.weight_rules
+    sources, problems = find_tensors(targets, weights, rules)
+    for name in weights:
+        if name.removeprefix(rules.prefix) == rules.head and rules.head not in targets:  # a tied head
+            embedding = sources.get(rules.embedding)
+            if embedding is None or not torch.equal(weights.read(name), weights.read(embedding)):
+                problems.append(f"tied: {name} must come with the embedding that it shares ({rules.embedding}), and equal it")
+    if problems:
+        raise WeightsError("the weights do not fit the model, and none was changed:\n  " + first_ten(problems, "\n  "))
+    return len(sources) == len(targets)
+
+
+def open_folder(origin: Origin, folder: str) -> Weights:
+    """Open a checkpoint of the same model. Raises: WeightsError for a config.json that is not the model's."""
+    checkpoint = Checkpoint.open(folder)
+    model_class, sizes = read_config(checkpoint)
+    ours = vars(origin.sizes) | {"tie_word_embeddings": None}
+    if model_class is not origin.model_class or vars(sizes) | {"tie_word_embeddings": None} != ours:
+        raise WeightsError(f"{checkpoint.config_path} is not the config of this LLM's model; make a new LLM of it")
+    return open_weights(checkpoint)
+
+
+def fill(runner: Any, name: str, tensor: Tensor) -> None:
+    """Replace one weight on this rank."""
+    _fill(runner.model, GivenWeights([(name, tensor)]))
+
+
+def fill_from(runner: Any, folder: str) -> None:
+    """Replace the weights on this rank by those of a checkpoint, of which it reads its part."""
+    _fill(runner.model, open_folder(runner.model.origin, folder))
+
+
+@torch.inference_mode()
+def _fill(model: Any, weights: Weights) -> None:
+    origin: Origin = model.origin
+    rules = origin.model_class.weight_rules
+    if origin.shards is not None:
+        weights = origin.shards.part_of(weights, origin.model_class, origin.sizes)
+    for name in weights:
+        for module, leaf in origin.places.get(name.removeprefix(rules.prefix), ()):
+            values = weights.read(name)
+            values = values.T if name.endswith(rules.transpose) else values
+            for packed, start in getattr(module, "packed", {}).items():
+                packed.write(leaf, values, start)
+            if (parameter := getattr(module, leaf)) is not None:  # None: it is only in the kernels' layout
+                parameter.copy_(values)
+
+
+def release(runner: Any, *, weights: bool) -> None:
+    """Give the memory of the KV cache back to the system, or that of the weights, on this rank. The contents are lost."""
+    if not weights:
+        tensors = [pages for layer in range(runner.cache.num_layers) for pages in runner.cache.layer(layer)]
+    else:
+        places = [place for modules in runner.model.origin.places.values() for place in modules]
+        tensors = [getattr(module, leaf) for module, leaf in places if getattr(module, leaf) is not None]
+        tensors += [array for module, _ in places for packed in getattr(module, "packed", ()) for array in packed.arrays()]
+    for tensor in tensors:
+        release_pages(tensor)

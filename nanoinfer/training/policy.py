@@ -1,0 +1,112 @@
+"""A checkpoint's model to be trained, whose log-probabilities have the bits of the sampler's.
+
+In: a checkpoint, and token ids. Out: log-probabilities with gradients, and the weights under the checkpoint's names for
+LLM.update_weights. The model's file is traced and fused as the engine does it (fast/), so that each number is rounded where the
+engine rounds it, and the operations are those of functions.py. It runs on a CPU with a C++ compiler, and needs
+LLM(batch_invariant=True) with the same dtype for equal bits.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, fx, nn
+
+from nanoinfer.attention.kv_cache import KVCache, bytes_per_slot, kv_groups
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.fast.batch_independence import scratch_sequences
+from nanoinfer.fast.cpu.attention import KernelBackend
+from nanoinfer.fast.cpu.layers import has_kernel
+from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
+from nanoinfer.fast.trace import trace
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.loader import load_model
+from nanoinfer.sampling.stages import divided
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
+from nanoinfer.training.functions import TrainedAttention, TrainedLinear, TrainedNorm, TrainedRotation
+
+OPERATIONS: dict[type, type] = {FusedLinear: TrainedLinear, FusedRotation: TrainedRotation}
+
+
+class Policy(nn.Module):
+    """A model with gradients: `Policy("tiny-qwen3")(sequences)`.
+
+    Args:
+        model: As LLM(model): a bundled name, a folder, or a name on the hub.
+        dtype: As LLM(dtype).
+
+    Raises:
+        UnsupportedError: A part of the model that cannot be traced, such as experts, or that has no kernel here, or windows.
+    """
+
+    def __init__(self, model: str | None = None, dtype: str = "auto") -> None:
+        super().__init__()
+        self.model: Any = load_model(Checkpoint.open(model), dtype)
+        for places in self.model.origin.places.values():
+            module, name = places[0]
+            parameter = nn.Parameter(getattr(module, name).detach().clone())  # what was loaded may be a view of the file
+            for module, name in places:
+                setattr(module, name, parameter)
+        config, weight = self.model.config, next(self.model.parameters())
+        if bytes_per_slot(config) or any(group.window is not None for group in kv_groups(config)):
+            raise UnsupportedError("a Policy attends to all tokens, and this model has windows or states; train another one")
+        sizes = {"num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
+        self._backend = KernelBackend(weight.dtype, head_dim=config.head_dim, **sizes)
+        self._head = (TrainedLinear(FusedLinear(self.model.lm_head)),)  # in tuples: their parameters are those of the model
+        self._layers = (_with_gradients(self.model),)
+
+    def forward(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[Float[Tensor, " num_following"]]:
+        """Return for each sequence of ids the log-probability of every token after the first, in fp32.
+
+        temperature: Divides the logits. > 0. See LLM.compute_logprobs, which returns the same numbers without gradients.
+        """
+        longer = [list(ids) for ids in sequences if len(ids) > 1]
+        found = iter(self._logprobs(longer, [len(ids) for ids in longer], temperature) if longer else ())
+        return [next(found) if len(ids) > 1 else torch.empty(0) for ids in sequences]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights for LLM.update_weights."""
+        for name, [(module, leaf), *_] in self.model.origin.places.items():
+            weight = getattr(module, leaf).detach()
+            yield name, weight.T if name.endswith(self.model.weight_rules.transpose) else weight
+
+    def _logprobs(self, sequences: list[list[int]], lengths: list[int], temperature: float) -> Sequence[Tensor]:
+        config, size = self.model.config, self._backend.default_block_size
+        scratch = scratch_sequences(sequences, size)
+        cache = KVCache(
+            num_layers=config.num_hidden_layers,
+            num_blocks=sum(len(seq.block_table) for seq in scratch),
+            block_size=size,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            dtype=next(self.model.parameters()).dtype,
+            layout=self._backend.layout,
+        )
+        plan = StepPlan(tuple(ScheduledSequence(seq, num) for seq, num in zip(scratch, lengths, strict=True)))
+        batch = ForwardBatch.build(plan, size, torch.device("cpu"), has_single_queries=True)
+        attend = TrainedAttention(self._backend.begin_step(cache, batch.attention), lengths)
+        hidden = self._layers[0](batch.input_ids, batch.positions, attend)
+        rows = torch.cat([part[:-1] for part in torch.arange(len(hidden)).split(lengths)])
+        logits = self._head[0](hidden[rows]).float()
+        if temperature != 1.0:
+            logits = divided(logits, logits.new_full((len(logits),), temperature))
+        found = logits.log_softmax(-1).gather(-1, batch.input_ids[rows + 1].unsqueeze(-1)).squeeze(-1)
+        return found.split([num - 1 for num in lengths])
+
+
+def _with_gradients(model: nn.Module) -> fx.GraphModule:
+    """The model's forward pass, fused as for the engine, with operations that have gradients."""
+    traced = trace(model)
+    fuse(traced)
+    for node in list(traced.graph.nodes):
+        module = traced.module(node)
+        operation: Any = OPERATIONS.get(type(module)) or (TrainedNorm if has_kernel(module) else None)
+        if operation is not None:
+            others = [tuple(node.kwargs)] if node.kwargs else []  # of a linear layer: factor, residual
+            node.target = traced.name("trained", operation(module, *others))
+    if traced.untraced:
+        names = ", ".join(traced.untraced)
+        raise UnsupportedError(f"{names} cannot be traced, so its bits would differ; train a model without experts")
+    return fx.GraphModule(traced.owned, traced.graph)
