@@ -230,7 +230,9 @@ PUBLISHED = Path(__file__).parents[1] / "bench" / "ladder.json"  # what the comm
 @expand_options
 def ladder(
     *,
-    model: Model = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="As in `generate`. Default: random weights of GPT-2's sizes.")
+    ] = None,
     random_model: RandomModel = None,
     dtype: Dtype = "float32",
     repeats: Repeats = 3,
