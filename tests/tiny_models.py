@@ -82,7 +82,26 @@ FAMILIES = {
     ),
 }
 
+_SLIDING = {"sliding_window": 24, "head_dim": 16}
+FAMILIES |= {
+    "gemma3_window": (
+        "Gemma3",
+        _QWEN
+        | _SLIDING
+        | {
+            "num_hidden_layers": 4,
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 24,
+            "sliding_window_pattern": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+}
 WITH_STATES = [family for family in FAMILIES if family.startswith(("qwen3_5", "qwen3_next"))]
+
 
 # family -> overrides that give it the width of GPT-2 and of Qwen3-0.6B
 WIDE = {
@@ -100,7 +119,8 @@ WIDE = {
 def build(family: str, seed: int = 0, **overrides) -> transformers.PreTrainedModel:
     """transformers' model of a family with random weights, in fp32."""
     name, config = FAMILIES[family]
-    config_class = getattr(transformers, f"{name}TextConfig" if name.startswith("Qwen3_5") else f"{name}Config")
+    has_text_config = name == "Gemma3" or name.startswith("Qwen3_5")
+    config_class = getattr(transformers, f"{name}TextConfig" if has_text_config else f"{name}Config")
     model_class = getattr(transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
     model = model_class(config_class(**_SHARED | config | overrides)).eval()
     generator = torch.Generator().manual_seed(seed)

@@ -23,9 +23,11 @@ from torch import Tensor, fx, nn
 
 from nanoinfer.fast.trace import Trace, has_hooks
 from nanoinfer.loading.quantization import side_by_side
-from nanoinfer.models.layers import RMSNorm, apply_rotary, gelu_tanh
+from nanoinfer.models.layers import RMSNorm, ZeroCentredRMSNorm, apply_rotary, gelu_tanh
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
+
+RMS_NORMS = (RMSNorm, ZeroCentredRMSNorm)
 
 ADD, MULTIPLY = (operator.add, torch.add, "add"), (operator.mul, torch.mul, "mul")  # as a graph names them
 
@@ -135,7 +137,7 @@ def fuse_rotations(trace: Trace) -> None:
         if node.target is apply_rotary and len(node.args) == 3:
             x, normed, norm = node.args[0], None, None
             module = trace.module(x) if isinstance(x, fx.Node) and len(x.users) == 1 else None
-            if type(module) is RMSNorm and module.weight.ndim == 1 and not has_hooks(module):
+            if isinstance(module, RMSNorm) and type(module) in RMS_NORMS and module.weight.ndim == 1 and not has_hooks(module):
                 x, normed, norm = x.args[0], x, module
             with trace.graph.inserting_before(node):
                 fused = trace.graph.call_module(trace.name("rotation", FusedRotation(norm)), (x, *node.args[1:]))

@@ -15,10 +15,11 @@ from typing import Any
 
 from torch import fx, nn
 
-from nanoinfer.models.layers import RMSNorm, RotaryEmbedding
+from nanoinfer.models.layers import RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm
 
 # The forward passes of modules that stay one call. A subclass counts as one of these unless it has a forward of its own.
-LEAVES = {module.forward for module in (nn.Linear, nn.LayerNorm, RMSNorm, nn.Embedding, RotaryEmbedding)}
+_LEAVES = (nn.Linear, nn.LayerNorm, RMSNorm, ZeroCentredRMSNorm, nn.Embedding, RotaryEmbedding)
+LEAVES = {module.forward for module in _LEAVES}
 
 _NAMING = ("call_module", "get_attr")  # operations of a node whose target is a path in the module
 

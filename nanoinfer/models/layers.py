@@ -36,6 +36,15 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
+class ZeroCentredRMSNorm(RMSNorm):
+    """As RMSNorm with 1 + weight for the weight, computed in fp32 and rounded once."""
+
+    def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * (1.0 + self.weight.float())).to(x.dtype)
+
+
 def gelu_tanh(x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
     """x * Phi(x) with tanh in place of the error function. GPT-2 calls it gelu_new.
 

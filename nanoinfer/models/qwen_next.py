@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from nanoinfer.attention.base import Attend, Recur
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 from nanoinfer.models.gated_delta import DeltaRecurrence
-from nanoinfer.models.layers import RMSNorm, RotaryEmbedding, apply_rotary
+from nanoinfer.models.layers import RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, apply_rotary
 from nanoinfer.models.qwen import QwenAttention, QwenDecoderLayer, QwenForCausalLM, shared_fields
 from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeConfig
 from nanoinfer.models.registry import WeightRules
@@ -116,15 +116,6 @@ class QwenNextConfig(QwenMoeConfig):
         heads, key_dim, value_dim = self.linear_num_value_heads, self.linear_key_head_dim, self.linear_value_head_dim
         channels = 2 * self.linear_num_key_heads * key_dim + heads * value_dim
         return (self.linear_conv_kernel_dim - 1, channels), (heads, key_dim, value_dim)
-
-
-class ZeroCentredRMSNorm(RMSNorm):
-    """RMSNorm whose factor is 1 + weight, multiplied in fp32."""
-
-    def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * (1.0 + self.weight.float())).to(x.dtype)
 
 
 class GatedAttention(QwenAttention):

@@ -40,6 +40,7 @@ class WeightRules:
 # architecture in config.json -> "module:class", imported when it is first used
 _MODELS: dict[str, str] = {
     "GPT2LMHeadModel": "nanoinfer.models.gpt2:GPT2LMHeadModel",
+    "Gemma3ForCausalLM": "nanoinfer.models.gemma3:Gemma3ForCausalLM",
     "LlamaForCausalLM": "nanoinfer.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "nanoinfer.models.llama:LlamaForCausalLM",
     "Qwen2ForCausalLM": "nanoinfer.models.qwen:QwenForCausalLM",

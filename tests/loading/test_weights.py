@@ -222,7 +222,11 @@ def test_dtype_auto_is_float32_on_a_cpu_that_is_slow_at_the_checkpoints_own_and_
     [
         (
             {"architectures": ["FalconForCausalLM"]},
-            "FalconForCausalLM'. are not supported; GPT2LMHeadModel, Llama.*, Qwen2.*, Qwen3.* are",
+            "FalconForCausalLM'. are not supported; GPT2LMHeadModel, Gemma3.*, Llama.*, Qwen2.*, Qwen3.* are",
+        ),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}},
+            "also read images .*; use the text model alone",
         ),
         (
             {"quantization_config": {"quant_method": "bitsandbytes"}},

@@ -219,7 +219,7 @@ class _Rotation(Operation):
         is_next = (
             heads.buffer is others.buffer and heads.first + heads.size == others.first and heads.shape[1] == others.shape[1]
         )
-        if not is_next or len({norm.eps for norm in (*self._norms, *other._norms) if norm is not None}) > 1:
+        if not is_next or len({(type(norm), norm.eps) for norm in (*self._norms, *other._norms) if norm is not None}) > 1:
             return None
         both = View(heads.buffer, heads.first, (heads.shape[0] + others.shape[0], heads.shape[1]))
         return _Rotation(self._dtype, (both, *angles), self._norms + other._norms, self._nums + other._nums)

@@ -23,9 +23,9 @@ float inverse_root_mean_square(const Number* x, int64_t size, double eps) {
     return 1 / std::sqrt(sum(squares) / size + float(eps));
 }
 
-// weight * x, where x is rounded first, as RMSNorm does.
-Floats scaled(Floats x, const Number* weight, int num) {
-    return load(weight, num) * widen(narrow(x));
+// weight * x, where x is rounded first, as RMSNorm does, or (1 + weight) * x, as ZeroCentredRMSNorm does.
+Floats scaled(Floats x, const Number* weight, bool is_zero_centred, int num) {
+    return is_zero_centred ? (1 + load(weight, num)) * x : load(weight, num) * widen(narrow(x));
 }
 
 }  // namespace
@@ -35,6 +35,7 @@ struct NormCall {
     const Number *weight, *bias;
     int64_t size;
     double eps;
+    int64_t is_zero_centred;
 };
 
 extern "C" void rms_norm(const NormCall* call, const Batch& batch) {
@@ -44,7 +45,7 @@ extern "C" void rms_norm(const NormCall* call, const Batch& batch) {
         Number* out = call->out.row<Number>(batch, row);
         const float scale = inverse_root_mean_square(x, call->size, call->eps);
         each(call->size, [&](int64_t i, int num) {
-            store(out + i, scaled(load(x + i, num) * scale, call->weight + i, num), num);
+            store(out + i, scaled(load(x + i, num) * scale, call->weight + i, call->is_zero_centred, num), num);
         });
     }
 }
@@ -89,6 +90,7 @@ struct RotateCall {
     const Number *q_weight, *k_weight;  // of an RMSNorm over each head before its rotation, or null
     int64_t num_q_heads, num_k_heads, head_dim;
     double eps;
+    int64_t is_zero_centred;
 };
 
 extern "C" void rotate(const RotateCall* call, const Batch& batch) {
@@ -103,8 +105,8 @@ extern "C" void rotate(const RotateCall* call, const Batch& batch) {
         each(half, [&](int64_t i, int num) {
             Floats first = load(head + i, num), second = load(head + half + i, num);
             if (weight) {
-                first = widen(narrow(scaled(first * scale, weight + i, num)));
-                second = widen(narrow(scaled(second * scale, weight + half + i, num)));
+                first = widen(narrow(scaled(first * scale, weight + i, call->is_zero_centred, num)));
+                second = widen(narrow(scaled(second * scale, weight + half + i, call->is_zero_centred, num)));
             }
             store(head + i, first * load(cos + i, num) - second * load(sin + i, num), num);
             store(head + half + i, second * load(cos + half + i, num) + first * load(sin + half + i, num), num);

@@ -11,11 +11,19 @@ from torch import nn
 
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.program import KernelCall, Slice
-from nanoinfer.models.layers import RMSNorm
+from nanoinfer.models.layers import RMSNorm, ZeroCentredRMSNorm
 
 
 class NormCall(ctypes.Structure):
-    _fields_ = (("x", Slice), ("out", Slice), ("weight", c_void_p), ("bias", c_void_p), ("size", c_int64), ("eps", c_double))
+    _fields_ = (
+        ("x", Slice),
+        ("out", Slice),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("size", c_int64),
+        ("eps", c_double),
+        ("is_zero_centred", c_int64),
+    )
 
 
 class AddCall(ctypes.Structure):
@@ -28,6 +36,7 @@ class RotateCall(ctypes.Structure):
         *((name, c_void_p) for name in ("q_weight", "k_weight")),
         *((name, c_int64) for name in ("num_q_heads", "num_k_heads", "head_dim")),
         ("eps", c_double),
+        ("is_zero_centred", c_int64),
     )
 
 
@@ -35,13 +44,14 @@ def has_kernel(norm: nn.Module | None) -> bool:
     """Whether norm_call computes this module: a norm over the last axis, with a weight, and a bias if it is a LayerNorm."""
     if type(norm) is nn.LayerNorm:
         return norm.weight is not None and norm.weight.ndim == 1 and norm.bias is not None
-    return type(norm) is RMSNorm and norm.weight.ndim == 1
+    return isinstance(norm, RMSNorm) and type(norm) in (RMSNorm, ZeroCentredRMSNorm) and norm.weight.ndim == 1
 
 
 def norm_call(norm: nn.LayerNorm | RMSNorm, x: Slice, out: Slice) -> KernelCall:
     library, weight = _library(norm.weight.dtype), norm.weight
     if isinstance(norm, RMSNorm):
-        return KernelCall(library.rms_norm, NormCall(x, out, weight.data_ptr(), None, len(weight), norm.eps))
+        is_zero_centred = isinstance(norm, ZeroCentredRMSNorm)
+        return KernelCall(library.rms_norm, NormCall(x, out, weight.data_ptr(), None, len(weight), norm.eps, is_zero_centred))
     return KernelCall(library.layer_norm, NormCall(x, out, weight.data_ptr(), norm.bias.data_ptr(), len(weight), norm.eps))
 
 
@@ -58,7 +68,8 @@ def rotate_call(
     """
     weights = (None if norm is None else norm.weight.data_ptr() for norm in norms)
     eps = next((norm.eps for norm in norms if norm is not None), 0.0)
-    return KernelCall(_library(dtype).rotate, RotateCall(*slices, *weights, *nums, head_dim, eps))
+    is_zero_centred = any(isinstance(norm, ZeroCentredRMSNorm) for norm in norms)
+    return KernelCall(_library(dtype).rotate, RotateCall(*slices, *weights, *nums, head_dim, eps, is_zero_centred))
 
 
 @cache

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from nanoinfer.fast.cuda.fused_kernels import rms_norm, rotate, silu_and_mul
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import Trace, has_hooks
-from nanoinfer.models.layers import RMSNorm
+from nanoinfer.models.layers import RMSNorm, ZeroCentredRMSNorm
 
 
 class KernelRMSNorm(nn.Module):
@@ -74,7 +74,7 @@ def compile_for_cuda(trace: Trace) -> int:
     for node in list(trace.graph.nodes):
         module = trace.module(node)
         faster: nn.Module | None = None
-        if isinstance(module, FusedRotation):
+        if isinstance(module, FusedRotation) and type(module.norm) is not ZeroCentredRMSNorm:
             faster = KernelRotation(module)
         elif type(module) is RMSNorm and module.weight.ndim == 1 and not has_hooks(module):
             faster = KernelRMSNorm(module)

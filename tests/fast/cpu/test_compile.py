@@ -453,7 +453,7 @@ def test_a_compiled_family_gives_the_textbooks_logits(family, dtype, tmp_path):
     assert report.num_plain_linears == 0
     has_experts = "moe" in family or "next" in family
     assert bool(report.left) == has_experts
-    if not has_experts and family not in tiny_models.WITH_STATES:
+    if not has_experts and family not in [*tiny_models.WITH_STATES, "gemma3_window"]:  # torch scales that one's queries
         assert model.forward.__self__.code.count("self.program_") == 1
     assert_same_logits(path, dtype, model)
 

@@ -7,7 +7,7 @@ from torch import nn
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu.layers import add_call, has_kernel, norm_call, rotate_call
 from nanoinfer.fast.cpu.program import Program, Slice
-from nanoinfer.models.layers import RMSNorm, apply_rotary
+from nanoinfer.models.layers import RMSNorm, ZeroCentredRMSNorm, apply_rotary
 
 dtypes = pytest.mark.parametrize(
     ("dtype", "tolerance"),
@@ -37,7 +37,7 @@ def normed(norm, x):
 @pytest.mark.parametrize("size", [1, 2, 15, 64, 83])
 def test_norms_give_the_numbers_of_torch_and_a_row_the_same_bits_in_any_batch(size, dtype, tolerance):
     torch.manual_seed(0)
-    norms = RMSNorm(size, 1e-6), nn.LayerNorm(size, 1e-5)
+    norms = RMSNorm(size, 1e-6), ZeroCentredRMSNorm(size, 1e-6), nn.LayerNorm(size, 1e-5)
     for norm in norms:
         for parameter in norm.parameters():
             nn.init.uniform_(parameter, -2, 2)
@@ -66,10 +66,10 @@ def test_rows_are_added_also_parts_of_them_and_in_place(dtype, tolerance):
 
 @torch.inference_mode()
 @dtypes
-@pytest.mark.parametrize("with_norm", [True, False])
+@pytest.mark.parametrize("norm_class", [RMSNorm, ZeroCentredRMSNorm, None])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(2, 2, 64), (4, 1, 10), (3, 1, 2)])
 def test_queries_and_keys_are_rotated_as_in_python_and_values_are_not(
-    num_heads, num_kv_heads, head_dim, with_norm, dtype, tolerance
+    num_heads, num_kv_heads, head_dim, norm_class, dtype, tolerance
 ):
     torch.manual_seed(0)
     nums, num_tokens = [num_heads, num_kv_heads, num_kv_heads], 5
@@ -77,8 +77,8 @@ def test_queries_and_keys_are_rotated_as_in_python_and_values_are_not(
     angles = torch.rand(num_tokens, 1, head_dim // 2).repeat(1, 1, 2) * 6
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     norms = [None, None]
-    if with_norm:
-        norms = [RMSNorm(head_dim, 1e-6).to(dtype) for _ in range(2)]
+    if norm_class is not None:
+        norms = [norm_class(head_dim, 1e-6).to(dtype) for _ in range(2)]
         for norm in norms:
             nn.init.uniform_(norm.weight)
     *rotated, values = qkv.split(nums, dim=1)

@@ -1,0 +1,163 @@
+"""Gemma 3, the text models: a layer of qwen.py between four norms, with attention over a window in five of six layers.
+
+    norms       their weights are zero-centred (layers.py). Each half of a layer has one before it and one after it
+    window      in sliding layers, which also have a base of their own for RoPE, and no scaling
+    scores      q . k / sqrt(query_pre_attn_scalar)
+    embedding   times sqrt(hidden_size), rounded to the dtype
+
+Source: https://arxiv.org/abs/2503.19786. The names are those of its checkpoints.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from nanoinfer.attention.base import Attend
+from nanoinfer.errors import UnsupportedError, shown
+from nanoinfer.models.layers import Embedding, RotaryEmbedding, SwiGLU, ZeroCentredRMSNorm, apply_rotary, gelu_tanh
+from nanoinfer.models.qwen import QwenConfig, QwenForCausalLM, layer_windows, shared_fields
+from nanoinfer.models.registry import WeightRules
+from nanoinfer.models.rope import RopeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Config(QwenConfig):
+    local_rope: RopeConfig  # of the layers that slide
+    query_pre_attn_scalar: float
+    is_sliding: tuple[bool, ...]  # of each layer. It has the local RoPE also where no text is longer than the window
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> "Gemma3Config":
+        """Read config.json as older (rope_theta, sliding_window_pattern) and newer transformers write it.
+
+        Raises:
+            UnsupportedError: a variant of Gemma 3 that is not supported.
+            CheckpointError: a value out of its range.
+            KeyError: a key that every Gemma 3 config has.
+        """
+        for name, supported in (
+            ("hidden_activation", "gelu_pytorch_tanh"),
+            ("attn_logit_softcapping", None),
+            ("final_logit_softcapping", None),
+            ("use_bidirectional_attention", False),
+        ):
+            if config.get(name, supported) not in (supported, None):
+                raise UnsupportedError(f"{name} must be {supported}, got {shown(config[name])}; others are not supported")
+        ropes = config.get("rope_parameters") or {}
+        rope = {"rope_theta": config.get("rope_theta", 1e6)} | (ropes.get("full_attention") or config.get("rope_scaling") or {})
+        local = {"rope_theta": config.get("rope_local_base_freq", 1e4)} | (ropes.get("sliding_attention") or {})
+        pattern = config.get("sliding_window_pattern", 6)
+        kinds = config.get("layer_types") or [
+            "sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(config["num_hidden_layers"])
+        ]
+        defaults = {"tie_word_embeddings": True, "head_dim": 256}
+        bias = config.get("attention_bias", False)
+        return cls(
+            **shared_fields(defaults | config | {"hidden_act": "silu", "rope_parameters": rope}),
+            qkv_bias=bias,
+            o_bias=bias,
+            mlp_bias=False,
+            qk_norm=True,
+            layer_windows=layer_windows(config, kinds),
+            local_rope=RopeConfig.from_hf({"rope_parameters": local}),
+            query_pre_attn_scalar=config.get("query_pre_attn_scalar", 256),
+            is_sliding=tuple(kind == "sliding_attention" for kind in kinds),
+        )
+
+
+class GeGLU(SwiGLU):
+    """down(gelu(gate(x)) * up(x)), of the same paper."""
+
+    def forward(self, x: Float[Tensor, "num_tokens hidden"]) -> Float[Tensor, "num_tokens hidden"]:
+        return self.down_proj(gelu_tanh(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Gemma3Attention(nn.Module):
+    def __init__(self, config: Gemma3Config, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.window = config.layer_windows[layer] if config.layer_windows else None
+        self.head_dim = config.head_dim
+        self.query_scale = (config.head_dim / config.query_pre_attn_scalar) ** 0.5  # attend divides by sqrt(head_dim)
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
+        self.q_norm = ZeroCentredRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = ZeroCentredRMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self,
+        x: Float[Tensor, "num_tokens hidden"],
+        cos: Float[Tensor, "num_tokens 1 head_dim"],
+        sin: Float[Tensor, "num_tokens 1 head_dim"],
+        attend: Attend,
+    ) -> Float[Tensor, "num_tokens hidden"]:
+        heads = (-1, self.head_dim)
+        q = self.q_norm(self.q_proj(x).unflatten(-1, heads))  # [num_tokens, num_heads, head_dim]
+        k = self.k_norm(self.k_proj(x).unflatten(-1, heads))  # [num_tokens, num_kv_heads, head_dim]
+        v = self.v_proj(x).unflatten(-1, heads)  # [num_tokens, num_kv_heads, head_dim]
+        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        if self.query_scale != 1.0:
+            q = q * self.query_scale
+        return self.o_proj(attend(self.layer, q, k, v, window=self.window).flatten(1))
+
+    def extra_repr(self) -> str:
+        return f"window={self.window}"
+
+
+class Gemma3DecoderLayer(nn.Module):
+    def __init__(self, config: Gemma3Config, layer: int) -> None:
+        super().__init__()
+        self.is_sliding = config.is_sliding[layer]
+        self.input_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Gemma3Attention(config, layer)
+        self.post_attention_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.pre_feedforward_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GeGLU(config.hidden_size, config.intermediate_size)
+        self.post_feedforward_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        x: Float[Tensor, "num_tokens hidden"],
+        cos: Float[Tensor, "num_tokens 1 head_dim"],
+        sin: Float[Tensor, "num_tokens 1 head_dim"],
+        attend: Attend,
+    ) -> Float[Tensor, "num_tokens hidden"]:
+        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), cos, sin, attend))
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+
+
+class Gemma3ForCausalLM(nn.Module):
+    Config: ClassVar[type[Gemma3Config]] = Gemma3Config
+    weight_rules: ClassVar[WeightRules] = QwenForCausalLM.weight_rules
+
+    def __init__(self, config: Gemma3Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Gemma3DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope)
+        self.local_rotary_emb = RotaryEmbedding(config.head_dim, config.local_rope)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(
+        self, input_ids: Int[Tensor, " num_tokens"], positions: Int[Tensor, " num_tokens"], attend: Attend
+    ) -> Float[Tensor, "num_tokens hidden"]:
+        x = self.embed_tokens(input_ids)  # [num_tokens, hidden]
+        x = x * x.new_full((1, 1), self.config.hidden_size**0.5)
+        cos, sin = self.rotary_emb(positions, x.dtype)
+        local_cos, local_sin = self.local_rotary_emb(positions, x.dtype)
+        for layer in self.layers:
+            x = layer(x, local_cos, local_sin, attend) if layer.is_sliding else layer(x, cos, sin, attend)
+        return self.norm(x)
+
+    def compute_logits(self, hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
+        return self.lm_head(hidden)
