@@ -23,15 +23,14 @@ def _attention_cases() -> Iterator[Case]:
         kv_heads, group, head_dim = 1 + seed % 2, 1 + seed // 20, 2 + 2 * (seed % 3)
         seq_len = 1 + seed // 6
         num_tokens = 1 + seed % seq_len
-        words = f"{num_tokens} of {seq_len} tokens, {kv_heads * group} heads, {kv_heads} KV heads, head_dim {head_dim}"
+        window = 1 + seed % 5 if seed % 4 == 3 else None
+        sinks = _random(seed + 3, kv_heads * group) if seed % 5 == 4 else None
         dtype = torch.bfloat16 if seed % 9 == 8 else torch.float32
-
-        def observe(version: Version, s: int = seed, n: int = num_tokens, m: int = seq_len, dtype: Any = dtype) -> Any:
-            kv, g, dim = 1 + s % 2, 1 + s // 20, 2 + 2 * (s % 3)
-            q, k, v = _random(s, n, kv * g, dim), _random(s + 1, m, kv, dim), _random(s + 2, m, kv, dim)
-            return version(q.to(dtype), k.to(dtype), v.to(dtype))
-
-        yield Case(f"{words}, {dtype}", observe, dtype == torch.bfloat16 and num_tokens == 1)
+        words = f"{num_tokens} of {seq_len} tokens, {kv_heads * group} heads, {kv_heads} KV heads, head_dim {head_dim}, {dtype}"
+        words += ("" if window is None else f", window {window}") + ("" if sinks is None else f", sinks {sinks.tolist()}")
+        q = _random(seed, num_tokens, kv_heads * group, head_dim).to(dtype)
+        k, v = (_random(seed + i, seq_len, kv_heads, head_dim).to(dtype) for i in (1, 2))
+        yield Case(words, calling(q, k, v, window, sinks), dtype == torch.bfloat16 and num_tokens == 1)
 
 
 def _paged_cases() -> Iterator[Case]:
@@ -73,9 +72,12 @@ def _paged_cases() -> Iterator[Case]:
                 seq_lens_cpu=seq_lens.tolist(),
             )
             q = _random(seed + 1, starts[-1], 2, 4)
-            return version(cache, metadata, 1, q, _random(seed + 2, starts[-1], 1, 4), _random(seed + 3, starts[-1], 1, 4))
+            k, v, sinks = _random(seed + 2, starts[-1], 1, 4), _random(seed + 3, starts[-1], 1, 4), _random(seed + 4, 2)
+            window = 1 + seed % 5 if seed % 4 == 3 else None
+            return version(cache, metadata, 1, q, k, v, window=window, sinks=sinks if seed % 5 == 4 else None)
 
-        yield Case(f"{1 + seed // 15} sequence(s) in blocks of {1 + seed % 4} (case {seed})", observe, False)
+        words = f"{1 + seed // 15} sequence(s) in blocks of {1 + seed % 4}" + (", with a window" if seed % 4 == 3 else "")
+        yield Case(f"{words + (', with sinks' if seed % 5 == 4 else '')} (case {seed})", observe, False)
 
 
 def _rotary_cases() -> Iterator[Case]:
@@ -126,7 +128,8 @@ TASKS = [
         (
             "repeat_interleave gives every query head its key head.",
             "scores = q . k / sqrt(head_dim), in fp32. Query i is at position seq_len - num_tokens + i and sees no later key.",
-            "Scores of later keys become -inf before the softmax. The result goes back to q's dtype.",
+            "Scores of later keys, and of those before the window, become -inf before the softmax. A sink is one more score\n"
+            "of each head, without a value. The result goes back to q's dtype.",
         ),
         _attention_cases,
     ),
@@ -136,10 +139,12 @@ TASKS = [
         "03",
         "attention of a packed step over pages.\n\n"
         "cache.write(layer, slots, k, v) stores, cache.gather(layer, block_table, seq_len) collects one sequence's keys and\n"
-        "values in order. Sequence i has the queries metadata.query_start_loc_cpu[i] .. [i + 1] - 1.",
+        "values in order. Sequence i has the queries metadata.query_start_loc_cpu[i] .. [i + 1] - 1. With a window, the first\n"
+        "cache.num_blocks_before(position of the first query, window) blocks may have been freed: leave them out.",
         (
             "Store the new keys and values first, because a token attends to itself, too.",
             "One sequence at a time: gather, causal_attention with its own queries, put the result in its place.",
+            "Pass window and sinks on. Blocks that are left out make the sequence that you gather shorter.",
         ),
         _paged_cases,
     ),

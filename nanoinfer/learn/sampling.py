@@ -32,39 +32,35 @@ def _words(logits: Tensor) -> str:
     return f"logits {[[float(f'{x:.4g}') for x in row] for row in logits.tolist()]}"
 
 
-def _column_cases(name: str, values: list[float], finish: Callable[[Tensor], Any]) -> Iterator[Case]:
-    """A stage with one parameter per row, for one row, then several."""
+def _columns(values: list[float]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits, and a parameter for each row: of one row, then of several."""
     for seed in range(160):
-        rows, vocab = 1 + seed // 40, 2 + seed // 20
-        logits = _logits(seed, rows, vocab)
-        column = [values[(seed + row) % len(values)] for row in range(rows)]
-
-        def observe(version: Version, logits: Tensor = logits, column: list[float] = column) -> Any:
-            columns = ParameterColumns(**{name: torch.tensor(column)})  # type: ignore[arg-type]
-            result = version(logits.clone(), SamplingBatch(columns=columns, u=torch.zeros(len(column), dtype=torch.float64)))
-            return finish(result) if isinstance(result, Tensor) else result
-
-        yield Case(f"{name} {column}, {_words(logits)}", observe, exact=False)
-    off = _logits(1, 2, 4)
-    yield Case(
-        f"no row has {name}, {_words(off)}",
-        lambda version: version(off.clone(), SamplingBatch(columns=ParameterColumns(), u=torch.zeros(2, dtype=torch.float64))),
-    )
-
-
-def _probabilities(logits: Tensor) -> Tensor:
-    return logits.double().softmax(-1)
+        rows = 1 + seed // 40
+        yield _logits(seed, rows, 2 + seed // 20), torch.tensor([values[(seed + row) % len(values)] for row in range(rows)])
 
 
 def _temperature_cases() -> Iterator[Case]:
-    yield from _column_cases("temperature", [0.5, 2.0, 1.0, 1.2e-38, 0.7], _probabilities)
-    logits = torch.tensor([[1.234567, 0.1], [3.3, -0.7]])
-    columns = ParameterColumns(temperature=torch.tensor([1.0, 0.5]))
-    batch = SamplingBatch(columns=columns, u=torch.zeros(2, dtype=torch.float64))
+    for logits, column in _columns([0.5, 2.0, 1.0, 1.2e-38, 0.7]):
+
+        def observe(version: Version, logits: Tensor = logits, column: Tensor = column) -> Any:
+            divided = version(logits.clone(), column)
+            return divided.double().softmax(-1) if isinstance(divided, Tensor) else divided
+
+        yield Case(f"temperature {column.tolist()}, {_words(logits)}", observe, exact=False)
+    logits, temperature = torch.tensor([[1.234567, 0.1], [3.3, -0.7]]), torch.tensor([1.0, 0.5])
     yield Case(
         f"temperature [1.0, 0.5], {_words(logits)}: the bits of the row at temperature 1",
-        lambda version: version(logits.clone(), batch)[0],
+        lambda version: version(logits.clone(), temperature)[0],
     )
+
+
+def _min_p_cases() -> Iterator[Case]:
+    for logits, column in _columns([0.1, 0.5, 1.0, 0.0, 0.03]):
+        batch = SamplingBatch(columns=ParameterColumns(min_p=column), u=torch.zeros(len(column), dtype=torch.float64))
+        yield Case(f"min_p {column.tolist()}, {_words(logits)}", calling(logits, batch), exact=False)
+    off = _logits(1, 2, 4)
+    batch = SamplingBatch(columns=ParameterColumns(), u=torch.zeros(2, dtype=torch.float64))
+    yield Case(f"no row has min_p, {_words(off)}", calling(off, batch))
 
 
 def _top_p_cases() -> Iterator[Case]:
@@ -129,10 +125,6 @@ def _penalty_cases() -> Iterator[Case]:
     yield Case("penalty 1e-38, logits [[9, 1]], id 0", lambda version: version(torch.tensor([[9.0, 1.0]]), tiny), False)
 
 
-_COLUMN = (
-    "batch.columns has one number per row, or None if no row uses the parameter: then the logits are returned as they are."
-)
-
 TASKS = [
     Task(
         "argmax",
@@ -147,11 +139,11 @@ TASKS = [
     ),
     Task(
         "temperature",
-        Function(_STAGES, "apply_temperature"),
+        Function(_STAGES, "divided"),
         "06",
-        f"make the distribution sharper or flatter.\n\n{_COLUMN}",
+        "make the distribution sharper or flatter.\n\ntemperature has one number per row, above 0. [2, 1] at 0.5: [0, -2].",
         (
-            "Divide each row by its temperature: batch.columns.temperature has one number per row.",
+            "Divide each row by its temperature: temperature.unsqueeze(-1) is a column.",
             "A tiny one, such as 1e-38, makes infinities of positive logits, and inf - inf is NaN. Subtract the largest first.",
             "A row at temperature 1 must keep its bits: subtract 0 there.",
         ),
@@ -161,12 +153,13 @@ TASKS = [
         "min_p",
         Function(_STAGES, "keep_min_p"),
         "06",
-        f"drop what is improbable beside the most probable token.\n\n{_COLUMN}",
+        "drop what is improbable beside the most probable token.\n\n"
+        "batch.columns.min_p has one number per row. It is None if no row uses it: then the logits are returned as they are.",
         (
             "p / p_max = exp(logit - largest logit). The sum of the softmax is not needed.",
             "Drop what is strictly below min_p: masked_fill(condition, -inf).",
         ),
-        lambda: _column_cases("min_p", [0.1, 0.5, 1.0, 0.0, 0.03], lambda x: x),
+        _min_p_cases,
     ),
     Task(
         "top_p",

@@ -99,16 +99,17 @@ def layer_windows(config: dict[str, Any], kinds: list[str] | None = None) -> tup
     """
     num_layers, window = config["num_hidden_layers"], config.get("sliding_window", 4096)
     if kinds is None and not (kinds := config.get("layer_types")):
-        slides = config.get("use_sliding_window", False) and window is not None
-        num_full = config.get("max_window_layers", 28) if slides else num_layers
+        if not config.get("use_sliding_window", False) or window is None:
+            return ()
+        num_full = config.get("max_window_layers", 28)
         kinds = ["full_attention" if layer < num_full else "sliding_attention" for layer in range(num_layers)]
-    if len(kinds) != len(range(num_layers)) or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
+    if all(kind == "full_attention" for kind in kinds):
+        return ()
+    if len(kinds) != num_layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
         raise UnsupportedError(
             f"layer_types must name full_attention or sliding_attention (sliding-window attention) for each of {num_layers} "
             f"layers, got {shown(kinds)}; other kinds are not supported"
         )
-    if "sliding_attention" not in kinds:
-        return ()
     if type(window) is not int or window < 1:
         raise CheckpointError(f"sliding_window must be a number >= 1, because some layers slide, got {shown(window)}")
     is_shorter = window < config["max_position_embeddings"]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import nanoinfer
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.cli.main import app
-from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.tracing import TokenAppended
 
@@ -147,14 +147,14 @@ def test_standard_input_that_is_not_text_is_one_sentence():
 
 
 def test_ctrl_c_ends_generate_as_a_shell_expects_and_keeps_the_text_so_far(monkeypatch):
-    forward, count = ModelRunner.forward, iter(range(1000))
+    launch, count = LocalExecutor.launch, iter(range(1000))
 
-    def interrupted(self, batch):
+    def interrupted(self, *arguments):
         if next(count) == 5:
             signal.raise_signal(signal.SIGINT)
-        return forward(self, batch)
+        return launch(self, *arguments)
 
-    monkeypatch.setattr(ModelRunner, "forward", interrupted)
+    monkeypatch.setattr(LocalExecutor, "launch", interrupted)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with it ignored
     try:
         result = run("generate", PROMPT, "--seed", "1")

@@ -26,6 +26,8 @@ MUTANTS = {
         ("repeat_interleave(num_heads // num_kv_heads, dim=1)", "repeat(1, num_heads // num_kv_heads, 1)"),
         ("tril(seq_len - num_tokens)", "tril(seq_len - num_tokens + 1)"),
         (".to(q.dtype)", ""),
+        (" - window + 1)", " - window)"),
+        ("if sinks is not None:", "if False:"),
     ],
     "pack": [
         ("% block_size for", "% (block_size + 1) for"),
@@ -56,7 +58,8 @@ MUTANTS = {
     ],
     "paged_attention": [
         ("cache.write(layer, metadata.slot_mapping, k, v)", "pass"),
-        ("metadata.block_tables[i]", "metadata.block_tables[0]"),
+        ("metadata.block_tables[i, skipped:]", "metadata.block_tables[0, skipped:]"),
+        ("keys, values, window, sinks)", "keys, values)"),
         ("cache.write(layer,", "cache.write(0,"),
         ("slice(starts[i], starts[i + 1])", "slice(starts[i + 1] - 1, starts[i + 1])"),
     ],

@@ -292,7 +292,7 @@ CASES: dict[str, tuple[Change, str]] = {
     "gguf: half a block": (gguf(tensors={"x": (8, (2, 16), bytes(34))}), "'x' in .* not whole blocks"),
     "gguf: 2^32 axes": (gguf(tensors={"x": (0, (1,) * 5, bytes(4))}), "has 5 axes"),
     "gguf: a path": (gguf(tensors={"../../x\n": (10, (256,), bytes(84))}), r"'\.\./\.\./x.n' in .* has the type Q2_K"),
-    "gguf: no sizes": (gguf(), "has no 'num_hidden_layers', which this architecture needs"),
+    "gguf: no sizes": (gguf(), "has no 'num_attention_heads', which this architecture needs"),
     "weights: pipe": (fifo("model.safetensors"), "it is not a regular file"),
     "weights: /dev/zero": (link("model.safetensors", "/dev/zero"), "it is not a regular file"),
     "weights: no target": (link("model.safetensors", "/no/such"), "does not exist"),
