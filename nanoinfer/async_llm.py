@@ -220,7 +220,11 @@ class AsyncLLM:
         return await self.between_steps(self.engine.get_metrics)
 
     async def between_steps(self, function: Callable[[], T]) -> T:
-        """Call a function in the engine's thread, such as a method of `llm`, and return its result."""
+        """Call a function in the engine's thread, such as a method of `llm`, and return its result.
+
+        Raises: EngineDeadError if the engine is dead or shut down.
+        """
+        self.check_health()
         return await asyncio.wrap_future(self._thread.call(function))
 
     async def pause(self, mode: str = "wait") -> None:

@@ -47,10 +47,10 @@ TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
 _PAUSED = "this LLM is paused; call resume() first"
 _ASLEEP = "this LLM sleeps, without its {}; call wake_up() first"
-_NO_WEIGHTS = (
-    "sleep(level=2) has freed the weights of this LLM; give it all of them by update_weights(pairs) or "
-    "update_weights_from_path(folder) first"
-)
+_GIVE_ALL = "give it all of them by update_weights(pairs) or update_weights_from_path(folder) first"
+_NO_WEIGHTS = f"sleep(level=2) has freed the weights of this LLM; {_GIVE_ALL}"
+_HALF_UPDATED = f"an update of this LLM's weights failed after some were replaced; {_GIVE_ALL}"
+_MISSING = (_NO_WEIGHTS, _HALF_UPDATED)
 
 
 # ---- weights
@@ -59,7 +59,8 @@ _NO_WEIGHTS = (
 def update_weights(self: "LLM", pairs: Iterable[tuple[str, Tensor]]) -> int:
     """Replace weights in place, all or some of them, and forget the cached prefixes.
 
-    Everything is checked before anything changes, so a refused call leaves the LLM as it was.
+    Everything is checked before anything changes, so a refused call leaves the LLM as it was. If reading or copying a tensor
+    fails after that, requests are refused until all weights are given.
 
     Args:
         pairs: The checkpoint's name of each tensor, as in model.named_parameters() of transformers, and the tensor, in any
@@ -74,7 +75,7 @@ def update_weights(self: "LLM", pairs: Iterable[tuple[str, Tensor]]) -> int:
         UnsupportedError: The weights are rounded, have adapters merged into them, or are laid out for a GPU.
     """
     weights = update.GivenWeights(pairs)
-    _check_update(self.engine, weights)
+    _begin_update(self.engine, weights)
     runner = _runner_of(self.engine)
     for name in weights:
         runner.on_all_ranks(update.fill, name, weights.read(name))
@@ -85,18 +86,19 @@ def update_weights_from_path(self: "LLM", folder: str) -> int:
     """Replace all weights in place by those of a checkpoint of the same model. Each rank reads its part.
 
     Args:
-        folder: As LLM(model).
+        folder: A folder of this machine, with the files that LLM(model) reads.
 
     Returns, Raises: As update_weights, and as LLM() does for missing and damaged files.
     """
     runner = _runner_of(self.engine)
     weights = update.open_folder(update.origin_of(runner.model), folder)
-    _check_update(self.engine, weights, must_be_whole=True)
+    _begin_update(self.engine, weights, must_be_whole=True)
     runner.on_all_ranks(update.fill_from, folder)
     return _updated(self.engine)
 
 
-def _check_update(engine: LLMEngine, weights: Weights, *, must_be_whole: bool = False) -> None:
+def _begin_update(engine: LLMEngine, weights: Weights, *, must_be_whole: bool = False) -> None:
+    """Check everything, then refuse requests until _updated."""
     origin = update.origin_of(_runner_of(engine).model)
     if engine.num_unfinished:
         raise NanoinferError(
@@ -104,16 +106,17 @@ def _check_update(engine: LLMEngine, weights: Weights, *, must_be_whole: bool = 
             "pause(mode='wait') or pause(mode='abort') first"
         )
     refusal = engine.refusals.get("weights")
-    if refusal is not None and refusal != _NO_WEIGHTS:
+    if refusal is not None and refusal not in _MISSING:
         raise NanoinferError(refusal)
     if not update.check(origin, weights) and (must_be_whole or refusal is not None):
         raise WeightsError(
             f"{len(weights)} tensors are not all weights of the model, and all are needed here; none was changed"
         )
+    engine.reset_prefix_cache()
+    engine.refusals["weights"] = _HALF_UPDATED
 
 
 def _updated(engine: LLMEngine) -> int:
-    engine.reset_prefix_cache()
     engine.refusals.pop("weights", None)
     engine.weights_version += 1
     return engine.weights_version
@@ -197,7 +200,7 @@ def wake_up(self: "LLM", tags: Sequence[Tag] | None = None) -> None:
 
 def is_sleeping(self: "LLM") -> bool:
     """Whether sleep() has freed memory that wake_up() has not taken back."""
-    return any(self.engine.refusals.get(tag, _NO_WEIGHTS) != _NO_WEIGHTS for tag in TAGS)
+    return any(self.engine.refusals.get(tag, _NO_WEIGHTS) not in _MISSING for tag in TAGS)
 
 
 # ---- log-probabilities of given tokens

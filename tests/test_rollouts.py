@@ -13,6 +13,7 @@ from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError, UnsupportedError, WeightsError
+from nanoinfer.loading import update
 
 SETTINGS = {"kv_cache_memory": 2**21, "block_size": 4, "dtype": "float32", "seed": 0}
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9] * 2, [5, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
@@ -76,6 +77,7 @@ def addresses(llm):
         ("qwen3_moe", "float32"),
         ("gpt2_untied", "bfloat16"),
         ("qwen3_tied", "bfloat16"),
+        ("qwen3_5", "float32"),
     ],
 )
 def test_ten_updates_give_the_bits_of_a_fresh_engine_in_the_same_memory(checkpoints, family, dtype):
@@ -90,6 +92,40 @@ def test_ten_updates_give_the_bits_of_a_fresh_engine_in_the_same_memory(checkpoi
             if i in (0, 9):
                 assert answers(llm) == wanted[1 - i % 2]
         assert addresses(llm) == before
+
+
+def test_after_an_update_that_failed_halfway_no_request_is_answered_until_all_weights_are_given(
+    checkpoints, qwen3, monkeypatch
+):
+    first, second = checkpoints("qwen3")
+    fill, count = update.fill, iter(range(1000))
+
+    def failing(runner, name, tensor):
+        if next(count) == 3:
+            raise OSError("the disk is gone")
+        fill(runner, name, tensor)
+
+    monkeypatch.setattr(update, "fill", failing)
+    with pytest.raises(OSError, match="the disk is gone"):
+        qwen3.update_weights(tensors_of(second).items())
+    for call in (
+        lambda: answers(qwen3),
+        lambda: qwen3.update_weights([("model.norm.weight", tensors_of(first)["model.norm.weight"])]),
+    ):
+        with pytest.raises(NanoinferError, match=r"failed after some were replaced; give it all|all are needed here"):
+            call()
+    assert not qwen3.is_sleeping()
+    qwen3.update_weights(tensors_of(second).items())
+    assert answers(qwen3) == fresh_answers(second)
+
+
+def test_tensors_without_numbers_and_names_on_the_hub_are_refused(checkpoints, qwen3):
+    pairs = {name: tensor.to("meta") for name, tensor in tensors_of(checkpoints("qwen3")[1]).items()}
+    with pytest.raises(WeightsError, match="is on the meta device and has no numbers"):
+        qwen3.update_weights(pairs.items())
+    with pytest.raises(WeightsError, match="'someone/else' is not a folder of this machine"):
+        qwen3.update_weights_from_path("someone/else")
+    assert answers(qwen3) == fresh_answers(checkpoints("qwen3")[0])
 
 
 @pytest.mark.usefixtures("kernels")

@@ -42,6 +42,10 @@ class StateCache:
             for _ in range(num_layers)
         ]
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [part for layer in self._layers for part in layer]
+
     def layer(self, layer: int) -> tuple[Tensor, ...]:
         """Return the parts of one layer, each [num_slots + 1, ...]. The last slot is the state before any token."""
         return self._layers[layer]
@@ -53,7 +57,7 @@ class BackendWithStates:
     supports_cuda_graph = False
 
     def __init__(self, backend: AttentionBackend, states: StateCache) -> None:
-        self._backend, self._states = backend, states
+        self._backend, self.states = backend, states
         self.layout, self.default_block_size = backend.layout, backend.default_block_size
 
     @staticmethod
@@ -61,7 +65,7 @@ class BackendWithStates:
         return None
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
-        return AttendWithStates(self._backend.begin_step(cache, metadata), self._states, metadata)
+        return AttendWithStates(self._backend.begin_step(cache, metadata), self.states, metadata)
 
 
 class AttendWithStates:

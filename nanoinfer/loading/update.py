@@ -7,6 +7,7 @@ other numbers. Names, shapes, transposed matrices, tied heads and parts of ranks
 
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class GivenWeights(Weights):
                 raise InvalidTypeError(f"the weight of {name!r} must be a torch.Tensor, got {shown(tensor)}")
             if name in self:
                 raise WeightsError(f"{name!r} is given twice; give it once")
+            if tensor.is_meta:
+                raise WeightsError(f"{name!r} is on the meta device and has no numbers; load it first")
             self._tensors[name] = tensor.detach()
             self[name] = TensorInfo(tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
 
@@ -82,7 +85,9 @@ def check(origin: Origin, weights: Weights) -> bool:
 
 
 def open_folder(origin: Origin, folder: str) -> Weights:
-    """Open a checkpoint of the same model. Raises: WeightsError for a config.json that is not the model's."""
+    """Open a checkpoint of the same model. Raises: WeightsError for another model's config.json, or without a folder."""
+    if not Path(folder).is_dir():
+        raise WeightsError(f"{shown(folder)} is not a folder of this machine; download the checkpoint, and give its folder")
     checkpoint = Checkpoint.open(folder)
     model_class, sizes = read_config(checkpoint)
     ours = vars(origin.sizes) | {"tie_word_embeddings": None}
@@ -115,12 +120,17 @@ def _fill(model: Any, weights: Weights) -> None:
                 packed.write(leaf, values, start)
             if (parameter := getattr(module, leaf)) is not None:  # None: it is only in the kernels' layout
                 parameter.copy_(values)
+    for module in model.modules():
+        if (kernel := getattr(module, "kernel", None)) is not None:  # its copies of weights are in a form of its own
+            kernel.forget_weights()
 
 
 def release(runner: Any, *, weights: bool) -> None:
     """Give the memory of the KV cache back to the system, or that of the weights, on this rank. The contents are lost."""
     if not weights:
         tensors = [pages for layer in range(runner.cache.num_layers) for pages in runner.cache.layer(layer)]
+        if (states := getattr(runner.backend, "states", None)) is not None:
+            tensors += states.tensors
     else:
         places = [place for modules in runner.model.origin.places.values() for place in modules]
         tensors = [getattr(module, leaf) for module, leaf in places if getattr(module, leaf) is not None]

@@ -13,8 +13,6 @@ places in its table are NO_BLOCK, so token i is in block `table[i // block_size]
 A prefix hit is the longest prefix that all groups can serve: each needs the blocks that the first query after it reaches. So a
 group may lack the first blocks of a prefix. A key is therefore not an entry of a chain, whose first ones could be missing, but
 the SHA-256 digest of all tokens so far, as in vLLM.
-
-A group that keeps a state instead of tokens would be one more rule of this kind: it needs a checkpoint at the prefix's end.
 """
 
 import hashlib
@@ -156,9 +154,10 @@ class GroupedBlockManager(BlockManager):
         return copies
 
     def forget_cached(self, seq: Sequence) -> None:
-        for block in self._held(seq):
-            if block in self._content:
-                self.evict(block)
+        for key in seq.prefix_keys:  # also of blocks that the windows have left
+            for group in range(len(self.windows)):
+                if (key, (group,)) in self._cached:
+                    self.evict(self._cached[key, (group,)][1])
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         assert not child.block_table, "a fork starts with empty block tables"

@@ -175,6 +175,8 @@ class GenerationRequest(SamplingRequest):
             raise ValueError("stream_options needs stream=true")
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs needs stream=false")
+        if self.return_sampling_mask and not 1 <= (self.top_k or 0) <= MAX_LISTED:
+            raise ValueError(f"return_sampling_mask needs top_k from 1 to {MAX_LISTED}, which limits the length of a mask")
         return self
 
 

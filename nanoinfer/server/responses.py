@@ -10,7 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    model_validator,
+)
 from pydantic_core import to_json
 
 from nanoinfer.chat.parsing import END_THINK
@@ -29,7 +39,7 @@ from nanoinfer.server.blocks import (
 )
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.errors import RequestError
-from nanoinfer.server.protocol import Body, ChatCompletionRequest, SamplingRequest, add_accepted_fields
+from nanoinfer.server.protocol import Body, ChatCompletionRequest, SamplingRequest, add_accepted_fields, few_items
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 MAX_STORED_BYTES = 2**28  # of all stored conversations
@@ -84,6 +94,7 @@ Item = Annotated[
     Discriminator(form_by_type),
     check_type("an item", "message", "reasoning", "function_call", "function_call_output"),
 ]
+_ITEMS = TypeAdapter(list[Item])
 
 
 class FunctionTool(Body):
@@ -148,11 +159,12 @@ class ResponsesRequest(SamplingRequest):
     reasoning: Reasoning | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None  # the reasoning is in the answer, not encrypted
-    metadata: dict[str, str] | None = None
+    # The reasoning is in the answer, not encrypted.
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(fail_fast=True)] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(few_items)] | None = None
     stream_options: ResponseStreamOptions | None = None
     top_logprobs: Literal[0] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(few_items)] | None = None
     prompt: None = None
 
 
@@ -391,7 +403,7 @@ class ResponsesReply(BlockReply):
     def _store(self, response: dict[str, Any]) -> None:
         assert self._keep is not None
         messages = [*self._messages]
-        for item in TypeAdapter(list[Item]).validate_python(response["output"]):
+        for item in _ITEMS.validate_python(response["output"]):
             _add(messages, item)
         num_bytes = len(to_json(response["output"])) + self._num_bytes
         self._keep.add(StoredResponse(response, messages, num_bytes))

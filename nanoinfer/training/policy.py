@@ -23,6 +23,7 @@ from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import trace
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
+from nanoinfer.models.layers import ZeroCentredRMSNorm
 from nanoinfer.sampling.stages import divided
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.training.functions import TrainedAttention, TrainedLinear, TrainedNorm, TrainedRotation
@@ -50,6 +51,8 @@ class Policy(nn.Module):
             for module, name in places:
                 setattr(module, name, parameter)
         config, weight = self.model.config, next(self.model.parameters())
+        if any(isinstance(module, ZeroCentredRMSNorm) for module in self.model.modules()):
+            raise UnsupportedError("a Policy has no gradients of zero-centred norms, as in Gemma 3; train another model")
         if bytes_per_slot(config) or any(group.window is not None for group in kv_groups(config)):
             raise UnsupportedError("a Policy attends to all tokens, and this model has windows or states; train another one")
         sizes = {"num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}

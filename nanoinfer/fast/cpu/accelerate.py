@@ -89,7 +89,9 @@ def _compile_recurrences(model: nn.Module, dtype: torch.dtype, report: CompileRe
     for path, module in model.named_modules():
         if type(module) is DeltaRecurrence:
             try:
-                setattr(module, "forward", KernelRecurrence(module, dtype).forward)  # noqa: B010 (mypy refuses the other form)
+                kernel = KernelRecurrence(module, dtype)
+                setattr(module, "kernel", kernel)  # noqa: B010 (mypy refuses the other form)
+                setattr(module, "forward", kernel.forward)  # noqa: B010 (mypy refuses the other form)
             except UnsupportedError as error:
                 report.left[path] = str(error)
             else:

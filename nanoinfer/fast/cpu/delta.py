@@ -43,8 +43,11 @@ class KernelRecurrence:
         sizes = {"KEY_DIM": plain.key_dim, "VALUE_DIM": plain.value_dim, "GROUP": group, "KERNEL": plain.kernel_size}
         definitions = (*native.definitions_of(dtype), *(f"{name}={size}" for name, size in sizes.items()))
         self._library = native.load(Path(__file__).with_name("delta.cpp"), *definitions, structures=(DeltaCall,))
-        self._given: Tensor | None = None  # from whose layer _weights are
-        self._weights: tuple[Tensor, ...] = ()
+        self._weights: tuple[Tensor, ...] = ()  # of the layer, in the kernel's form
+
+    def forget_weights(self) -> None:
+        """The layer's weights have changed (loading/update.py)."""
+        self._weights = ()
 
     def forward(
         self, attend: Recur, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: tuple[Tensor, Tensor, Tensor, Tensor]
@@ -52,10 +55,9 @@ class KernelRecurrence:
         """See DeltaRecurrence.forward. It computes a step without slots, and one in another dtype."""
         if not isinstance(attend, AttendWithStates) or qkv.dtype != self._dtype:
             return DeltaRecurrence.forward(self._plain, attend, qkv, z, b, a, weights)
-        if weights[0] is not self._given:
+        if not self._weights:
             convolution, a_log, dt_bias, norm = (weight.float() for weight in weights)
             self._weights = (convolution.squeeze(1).T.contiguous(), a_log.exp(), dt_bias.contiguous(), norm.contiguous())
-            self._given = weights[0]
         rows = [x if x.stride(-1) == 1 else x.contiguous() for x in (qkv, z, b, a)]
         out = torch.empty_like(z, memory_format=torch.contiguous_format)
         parts = attend.states.layer(self._plain.layer)
