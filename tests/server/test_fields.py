@@ -121,6 +121,8 @@ def test_the_ids_that_could_be_drawn_come_with_each_choice_and_chunk(server):
     streamed = [mask for chunk in chunks(server, body) for one in chunk["choices"] for mask in one.get("sampling_mask") or ()]
     assert streamed == choice["sampling_mask"]
     assert "sampling_mask" not in choices(server, COMPLETION_BODY)[0]
+    refused = server.post("/v1/completions", body | {"top_k": 0})
+    assert (refused.status_code, "needs top_k from 1 to 1024" in refused.text) == (400, True)
 
 
 def test_the_ids_of_the_prompt_come_with_those_of_the_answer(server):
