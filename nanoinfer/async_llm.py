@@ -222,9 +222,10 @@ class AsyncLLM:
     async def between_steps(self, function: Callable[[], T]) -> T:
         """Call a function in the engine's thread, such as a method of `llm`, and return its result.
 
-        Raises: EngineDeadError if the engine is dead or shut down.
+        Raises: EngineDeadError if the thread has ended, or is about to.
         """
-        self.check_health()
+        if self._is_closing or not self._thread.is_alive():
+            self.check_health()
         return await asyncio.wrap_future(self._thread.call(function))
 
     async def pause(self, mode: str = "wait") -> None:

@@ -29,7 +29,9 @@ def run_cells(sources, *, cwd, environment=None):
 def _run(function, what, cwd, environment):
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = _CONTEXT.Process(target=_child, args=(function, what, cwd, os.environ | environment, files, sys.path))
+        environment = os.environ | environment
+        environment.pop("VIRTUAL_ENV", None)  # IPython warns of one that is active while another one's Python runs
+        process = _CONTEXT.Process(target=_child, args=(function, what, cwd, environment, files, sys.path))
         process.start()
         process.join()
         stdout, stderr = (file.read_text(encoding="utf-8") for file in files)

@@ -233,7 +233,7 @@ def test_dtype_auto_is_float32_on_a_cpu_that_is_slow_at_the_checkpoints_own_and_
             r"checkpoints quantised with 'bitsandbytes' are not supported",
         ),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types must name full_attention or sliding_attention"),
-        ({"layer_types": ["full_attention"]}, "for each of 2 layers"),
+        ({"layer_types": ["sliding_attention"]}, "for each of 2 layers"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type must be one of .*yarn, llama3, got 'longrope'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope_type must be one of .*, got 'su'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1.0"),
