@@ -74,7 +74,7 @@ class KVCache:
         layout: Layout = "NHD",
         groups: tuple[KVGroup, ...] = (),
     ) -> None:
-        """groups: of the model's layers. None: all layers are one group without a window."""
+        """groups: of the model's layers. (): all layers are one group without a window."""
         self.groups = groups or (KVGroup(None, tuple(range(num_layers))),)
         self.num_blocks = num_blocks
         self.block_size = block_size

@@ -136,8 +136,14 @@ class LLMEngine:
                 max_model_len=self.max_model_len,
                 eos_token_ids=self.eos_token_ids,
             )
-            request = Request(sequences, prepared.prompt, self.tokenizer, arrival_time=arrival_time, streaming=streaming)
-            request.weights_version = self.weights_version
+            request = Request(
+                sequences,
+                prepared.prompt,
+                self.tokenizer,
+                arrival_time=arrival_time,
+                streaming=streaming,
+                weights_version=self.weights_version,
+            )
             if self.tracer is not None:
                 self._trace_added(request, prepared)
             if prepared.error is not None:

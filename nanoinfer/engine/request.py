@@ -45,15 +45,16 @@ class Request:
         *,
         arrival_time: float,
         streaming: bool = False,
+        weights_version: int = 0,
     ) -> None:
         self.sequences = sequences
         self.request_id = sequences[0].request_id
-        self.weights_version = 0
         self.output: RequestOutput | None = None
         self.deltas: deque[Delta] = deque()
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._streaming = streaming
+        self._weights_version = weights_version
         self.metrics = RequestMetrics(arrival_time)
         self._answers = [_Answer(seq, tokenizer) for seq in sequences]
         self.prompt_logprobs: list[LogprobsOnePosition | None] | None = None
@@ -131,7 +132,7 @@ class Request:
                 finished=True,
                 metrics=self.metrics,
                 prompt_logprobs=self.prompt_logprobs,
-                weights_version=self.weights_version,
+                weights_version=self._weights_version,
             )
         answer.shown = answer.text.release(everything=answer.stop is not None)
         if self._streaming:

@@ -9,16 +9,22 @@ Source: https://arxiv.org/abs/2503.19786. The names are those of its checkpoints
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import UnsupportedError, shown
-from nanoinfer.models.layers import Embedding, RotaryEmbedding, SwiGLU, ZeroCentredRMSNorm, apply_rotary, gelu_tanh
-from nanoinfer.models.qwen import QwenConfig, QwenForCausalLM, layer_windows, shared_fields
-from nanoinfer.models.registry import WeightRules
+from nanoinfer.models.layers import RotaryEmbedding, SwiGLU, ZeroCentredRMSNorm, apply_rotary, gelu_tanh
+from nanoinfer.models.qwen import (
+    QwenAttention,
+    QwenConfig,
+    QwenDecoderLayer,
+    QwenForCausalLM,
+    layer_windows,
+    shared_fields,
+)
 from nanoinfer.models.rope import RopeConfig
 
 
@@ -74,19 +80,10 @@ class GeGLU(SwiGLU):
         return self.down_proj(gelu_tanh(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Gemma3Attention(nn.Module):
+class Gemma3Attention(QwenAttention):
     def __init__(self, config: Gemma3Config, layer: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.window = config.layer_windows[layer] if config.layer_windows else None
-        self.head_dim = config.head_dim
+        super().__init__(config, layer)
         self.query_scale = (config.head_dim / config.query_pre_attn_scalar) ** 0.5  # attend divides by sqrt(head_dim)
-        q_size = config.num_attention_heads * config.head_dim
-        kv_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
         self.q_norm = ZeroCentredRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = ZeroCentredRMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -106,13 +103,10 @@ class Gemma3Attention(nn.Module):
             q = q * self.query_scale
         return self.o_proj(attend(self.layer, q, k, v, window=self.window).flatten(1))
 
-    def extra_repr(self) -> str:
-        return f"window={self.window}"
 
-
-class Gemma3DecoderLayer(nn.Module):
+class Gemma3DecoderLayer(QwenDecoderLayer):
     def __init__(self, config: Gemma3Config, layer: int) -> None:
-        super().__init__()
+        super().__init__(config, layer)
         self.is_sliding = config.is_sliding[layer]
         self.input_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Gemma3Attention(config, layer)
@@ -132,21 +126,14 @@ class Gemma3DecoderLayer(nn.Module):
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 
 
-class Gemma3ForCausalLM(nn.Module):
-    Config: ClassVar[type[Gemma3Config]] = Gemma3Config
-    weight_rules: ClassVar[WeightRules] = QwenForCausalLM.weight_rules
+class Gemma3ForCausalLM(QwenForCausalLM):
+    Config = Gemma3Config
 
     def __init__(self, config: Gemma3Config) -> None:
-        super().__init__()
-        self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        super().__init__(config)
         self.layers = nn.ModuleList(Gemma3DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope)
         self.local_rotary_emb = RotaryEmbedding(config.head_dim, config.local_rope)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
 
     def forward(
         self, input_ids: Int[Tensor, " num_tokens"], positions: Int[Tensor, " num_tokens"], attend: Attend
@@ -158,6 +145,3 @@ class Gemma3ForCausalLM(nn.Module):
         for layer in self.layers:
             x = layer(x, local_cos, local_sin, attend) if layer.is_sliding else layer(x, cos, sin, attend)
         return self.norm(x)
-
-    def compute_logits(self, hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
-        return self.lm_head(hidden)

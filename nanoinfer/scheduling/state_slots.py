@@ -15,6 +15,9 @@ Slots are counted like blocks. A sequence writes to the slot that it reads, unle
 as well, and then to another one. Drafts have a slot each, and that of the last accepted one stays. Checkpoints that no sequence
 has are taken when no slot is empty, the least recently used first. If there is none, a sequence writes over its own checkpoint:
 running needs one slot for each sequence, and two where forks part.
+
+A slot that a step leaves is released by the next allocate of its sequence (_settle), not by the step. So no other sequence
+writes to it while it is still being read.
 """
 
 from collections import OrderedDict

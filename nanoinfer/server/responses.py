@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -317,10 +318,15 @@ class ResponsesReply(BlockReply):
             self._store(response)
         return response
 
-    def _response(self, answers: Answers, status: str) -> dict[str, Any]:
-        params = answers.streams[0].prepared.params
+    @cached_property
+    def _given(self) -> dict[str, Any]:
+        """The fields of the request that its response repeats."""
         given = self._body.model_dump(include=_RETURNED, by_alias=True, exclude_none=True)
         tools = [tool.model_dump() for tool in self._body.tools or () if isinstance(tool, FunctionTool)]
+        return given | {"tools": tools, "text": {"format": {"type": "text"}} | given.get("text", {})}
+
+    def _response(self, answers: Answers, status: str) -> dict[str, Any]:
+        params = answers.streams[0].prepared.params
         return {
             "id": f"resp_{answers.id}",
             "object": "response",
@@ -336,11 +342,9 @@ class ResponsesReply(BlockReply):
             "store": self._keep is not None,
             "temperature": params.temperature,
             "tool_choice": "auto",
-            "tools": tools,
             "top_p": params.top_p,
             "usage": None,
-            **given,
-            "text": {"format": {"type": "text"}} | given.get("text", {}),
+            **self._given,
         }
 
     def begin(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[dict[str, Any]]:
@@ -348,9 +352,8 @@ class ResponsesReply(BlockReply):
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def change(self, answers: Answers, change: Change, block: Block, new: str) -> list[dict[str, Any]]:
-        item = _item(answers, block, is_open=change != "ends")
         at = {"output_index": block.index}
-        within = at | {"item_id": item["id"]} | ({} if block.kind == "call" else {"content_index": 0})
+        within = at | {"item_id": _item_id(answers, block)} | ({} if block.kind == "call" else {"content_index": 0})
         name = {
             "reasoning": "response.reasoning_text",
             "content": "response.output_text",
@@ -359,6 +362,7 @@ class ResponsesReply(BlockReply):
         more: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
         if change == "grows":
             return [self._event(f"{name}.delta", delta=new, **within, **more)]
+        item = _item(answers, block, is_open=change == "begins")
         if change == "begins":
             item_event = self._event("response.output_item.added", item=item, **at)
             if block.kind == "call":
@@ -411,15 +415,19 @@ class ResponsesReply(BlockReply):
 
 def _item(answers: Answers, block: Block, *, is_open: bool = False) -> dict[str, Any]:
     """Return an item of the output. is_open: It has begun and not ended."""
-    prefix = {"reasoning": "rs", "content": "msg", "call": "fc"}[block.kind]
     status = "in_progress" if is_open else "incomplete" if block.is_cut else "completed"
-    item = {"id": f"{prefix}_{answers.id}_{block.index}", "status": status}
+    item = {"id": _item_id(answers, block), "status": status}
     if block.kind == "call":
         return item | {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": block.text}
     content = {"content": [] if is_open else [_part(block)]}
     if block.kind == "reasoning":
         return item | {"type": "reasoning", "summary": [], "encrypted_content": None} | content
     return item | {"type": "message", "role": "assistant"} | content
+
+
+def _item_id(answers: Answers, block: Block) -> str:
+    prefix = {"reasoning": "rs", "content": "msg", "call": "fc"}[block.kind]
+    return f"{prefix}_{answers.id}_{block.index}"
 
 
 def _part(block: Block) -> dict[str, Any]:
