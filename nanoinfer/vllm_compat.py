@@ -110,7 +110,6 @@ NEUTRAL_VALUES: dict[str, dict[str, tuple[object, ...]]] = {
         "multi_modal_uuids": (None,),
         "mm_processor_kwargs": (None,),
         "token_type_ids": (None,),
-        "cache_salt": (None,),
     },
 }
 

@@ -146,7 +146,7 @@ class _Group:
         """Begin with one beam, the prompt."""
         prompt_token_ids = self._prepared.prompt_token_ids
         beam = self._beam(list(prompt_token_ids), len(prompt_token_ids) + self.max_tokens)
-        prefix = engine.block_manager.match_prefix(beam.token_ids)
+        prefix = engine.block_manager.match_prefix(beam.token_ids, beam.cache_salt)
         engine.block_manager.start(beam, prefix)
         beam.num_computed_tokens = len(prefix) * engine.block_manager.block_size
         self.beams = [beam]
@@ -193,7 +193,8 @@ class _Group:
 
     def _beam(self, prompt_token_ids: list[int], max_num_tokens: int) -> Sequence:
         self._num_beams += 1
-        return Sequence(self._name, prompt_token_ids, self._prepared.params, 0, max_num_tokens, index=self._num_beams - 1)
+        salt, index = self._prepared.cache_salt, self._num_beams - 1
+        return Sequence(self._name, prompt_token_ids, self._prepared.params, 0, max_num_tokens, index=index, cache_salt=salt)
 
     def _put_aside(self, ended: list[list[int]], totals: Floats, num_generated: int) -> None:
         """Keep the best `width` of all that have ended. A score is a sum of log-probabilities over length ** length_penalty."""

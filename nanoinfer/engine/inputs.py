@@ -32,9 +32,13 @@ if TYPE_CHECKING:
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text: {"prompt": "Once upon a time"}."""
+    """A prompt as text: {"prompt": "Once upon a time"}.
+
+    cache_salt: such as a tenant's name. The request shares cached prefixes only with those that have the same one.
+    """
 
     prompt: str
+    cache_salt: NotRequired[str | None]
 
 
 class TokensPrompt(TypedDict):
@@ -42,6 +46,7 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str | None]
+    cache_salt: NotRequired[str | None]
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt
@@ -55,6 +60,7 @@ class PreparedRequest:
     grammar: params.structured_outputs, compiled, at the beginning of an answer.
     error: for a prompt that is too long. Such a request ends at once with finish_reason "error".
     priority: for schedulers that read it. Lower runs first.
+    cache_salt: shared by the requests that may share cached prefixes.
     """
 
     prompt: str | None
@@ -64,6 +70,7 @@ class PreparedRequest:
     error: str | None = None
     priority: int = 0
     grammar: "GrammarState | None" = None
+    cache_salt: str | None = None
 
 
 class InputProcessor:
@@ -98,7 +105,8 @@ class InputProcessor:
         params = params.clone()  # the caller may change theirs while the request runs
         bad_words = self._check(token_ids, params)
         error = self._too_long(len(token_ids), text) if len(token_ids) >= self._info.max_model_len else None
-        return PreparedRequest(text, token_ids, params, bad_words, error, int(priority or 0))
+        cache_salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+        return PreparedRequest(text, token_ids, params, bad_words, error, int(priority or 0), cache_salt=cache_salt)
 
     def compile_grammar(self, prepared: PreparedRequest) -> PreparedRequest:
         """Add the grammar, if there is one. A new one may wait for the trials of others, for seconds.
@@ -168,10 +176,15 @@ class InputProcessor:
         """The text, if there is one, and the token ids. If a dict holds both, the ids are used and the text is only shown."""
         if isinstance(prompt, dict):
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            unknown = prompt.keys() - {"prompt", "prompt_token_ids", *NEUTRAL_VALUES["a prompt"]}
+            unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt", *NEUTRAL_VALUES["a prompt"]}
             if unknown or not isinstance(text, str | None) or (text is None and token_ids is None):
                 raise InvalidPromptError(
                     f"a prompt's dict holds prompt (a string) or prompt_token_ids (ids), got {shown(prompt)}"
+                )
+            salt = prompt.get("cache_salt")
+            if salt is not None and not (isinstance(salt, str) and salt):
+                raise InvalidPromptError(
+                    f"cache_salt must be a non-empty string, got {shown(salt)}; leave it out to share prefixes"
                 )
             for name in prompt.keys() & NEUTRAL_VALUES["a prompt"].keys():
                 check_neutral(name, prompt[name], NEUTRAL_VALUES["a prompt"][name])

@@ -229,6 +229,7 @@ def sequences_of(
             priority=prepared.priority,
             arrival_time=arrival_time,
             deadline=math.inf if params.timeout is None else arrival_time + params.timeout,
+            cache_salt=prepared.cache_salt,
         )
         for index in range(params.n)
     ]

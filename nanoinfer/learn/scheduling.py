@@ -23,8 +23,8 @@ _BLOCKS = "nanoinfer.scheduling.block_manager"
 _SCHEDULER = "nanoinfer.scheduling.scheduler"
 
 
-def _sequence(token_ids: list[int], max_num_tokens: int = 1000, name: str = "r") -> Sequence:
-    return Sequence(name, list(token_ids), SamplingParams(), seed=0, max_num_tokens=max_num_tokens)
+def _sequence(token_ids: list[int], max_num_tokens: int = 1000, name: str = "r", cache_salt: str | None = None) -> Sequence:
+    return Sequence(name, list(token_ids), SamplingParams(), seed=0, max_num_tokens=max_num_tokens, cache_salt=cache_salt)
 
 
 def _manager(name: str, version: Version, num_blocks: int, block_size: int, *, caching: bool = True) -> BlockManager:
@@ -42,13 +42,13 @@ def _compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None
 
 
 def _replay(name: str, block_size: int, prompts: list[list[int]], version: Version, *, caching: bool = True) -> dict[str, Any]:
-    """Prompts come one after the other. Every second one ends, and the last two fork."""
+    """Prompts come one after the other, every fifth one with a salt. Every second one ends, and the last two fork."""
     manager = _manager(name, version, 24, block_size, caching=caching)
     seen: dict[str, Any] = {}
     alive = []
     for number, prompt in enumerate(prompts):
-        seq = _sequence(prompt)
-        prefix = manager.match_prefix(seq.token_ids)
+        seq = _sequence(prompt, cache_salt="salt" if number % 5 == 3 else None)
+        prefix = manager.match_prefix(seq.token_ids, seq.cache_salt)
         seen[f"prompt {number}: blocks found"] = [block for _, block in prefix]
         manager.start(seq, prefix)
         seq.num_computed_tokens = len(prefix) * block_size
@@ -259,7 +259,8 @@ TASKS = [
         "03",
         "find the cached blocks that hold the beginning of a prompt.\n\n"
         "self._cached maps (key of the block before, tuple of a block's token ids) to (key, block). The key before the first\n"
-        "block is _ROOT. With blocks of 2 and [5, 6, 7, 8, 9] computed before, [5, 6, 7, 1] finds one block.",
+        "block is the request's cache_salt, or _ROOT without one. With blocks of 2 and [5, 6, 7, 8, 9] computed before,\n"
+        "[5, 6, 7, 1] finds one block.",
         (
             "Walk over the prompt in steps of block_size, and look one block up at a time.",
             "The key that you look up with contains the key that the previous block was found under. Stop at the first miss.",
@@ -291,7 +292,7 @@ TASKS = [
         "of ids) to (key, block), self._content maps a block to its entry in _cached, and next(self._new_key) is a new key.",
         (
             "Blocks len(seq.prefix_keys) .. num_tokens // block_size - 1 are full and not yet entered.",
-            "The parent of the first block is _ROOT, that of a later one the last of seq.prefix_keys.",
+            "The parent of the first block is seq.cache_salt or _ROOT, that of a later one the last of seq.prefix_keys.",
             "If the content is in the cache already, keep that entry, and continue the chain with its key.",
         ),
         lambda: _block_cases("cache_finished_blocks"),

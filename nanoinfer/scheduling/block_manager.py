@@ -26,7 +26,7 @@ from itertools import count
 from nanoinfer import tracing
 from nanoinfer.scheduling.sequence import Sequence
 
-_ROOT = -1  # the key before the first block
+_ROOT = -1  # the key before the first block of a sequence without a cache_salt
 
 
 class BlockManager:
@@ -50,8 +50,8 @@ class BlockManager:
         self._empty = deque(range(num_blocks))
         self._reusable: OrderedDict[int, None] = OrderedDict()
         self._new_key = count()
-        self._cached: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # (parent key, ids) -> (key, block)
-        self._content: dict[int, tuple[int, tuple[int, ...]]] = {}  # block -> its entry in _cached
+        self._cached: dict[tuple[int | str, tuple[int, ...]], tuple[int, int]] = {}  # (parent key, ids) -> (key, block)
+        self._content: dict[int, tuple[int | str, tuple[int, ...]]] = {}  # block -> its entry in _cached
 
     @property
     def num_free_blocks(self) -> int:
@@ -80,15 +80,16 @@ class BlockManager:
 
     # ---- queries
 
-    def match_prefix(self, token_ids: list[int]) -> list[tuple[int, int]]:
+    def match_prefix(self, token_ids: list[int], cache_salt: str | None = None) -> list[tuple[int, int]]:
         """Return the longest chain of full cached blocks that hold the start of token_ids, as (key, block).
 
-        The last token is never included, because it must be computed for its logits.
+        The last token is never included, because it must be computed for its logits. Blocks have the salt that they were
+        computed with, so that requests with different salts share none.
         """
         matched: list[tuple[int, int]] = []
         if not self.enable_prefix_caching:
             return matched
-        key = _ROOT
+        key: int | str = cache_salt or _ROOT
         for start in range(0, len(token_ids) - self.block_size, self.block_size):
             found = self._cached.get((key, tuple(token_ids[start : start + self.block_size])))
             if found is None:
@@ -146,7 +147,7 @@ class BlockManager:
             return
         cached = []
         for index in range(len(seq.prefix_keys), num_tokens // self.block_size):
-            parent = seq.prefix_keys[-1] if seq.prefix_keys else _ROOT
+            parent = seq.prefix_keys[-1] if seq.prefix_keys else seq.cache_salt or _ROOT
             start = index * self.block_size
             content = (parent, tuple(seq.token_ids[start : start + self.block_size]))
             if content not in self._cached:

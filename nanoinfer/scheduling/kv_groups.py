@@ -75,11 +75,11 @@ class GroupedBlockManager(BlockManager):
 
     # ---- prefixes
 
-    def match_prefix(self, token_ids: list[int]) -> Prefix:  # type: ignore[override]
+    def match_prefix(self, token_ids: list[int], cache_salt: str | None = None) -> Prefix:  # type: ignore[override]
         keys: list[int] = []
         found: list[list[int]] = [[] for _ in self.windows]  # of each group: its block of each key
         for start in range(0, len(token_ids) - self.block_size, self.block_size) if self.enable_prefix_caching else ():
-            keys.append(self._next_key(keys, token_ids, start))
+            keys.append(self._next_key(keys, token_ids, start, cache_salt))
             for group, blocks in enumerate(found):
                 blocks.append(self._cached.get((keys[-1], (group,)), (0, NO_BLOCK))[1])
             if any(blocks[-1] == NO_BLOCK and window is None for blocks, window in zip(found, self.windows, strict=True)):
@@ -112,7 +112,7 @@ class GroupedBlockManager(BlockManager):
         """Add full blocks to the prefix cache, and free those that no query after the first num_tokens reaches."""
         cached = []
         for index in range(len(seq.prefix_keys), num_tokens // self.block_size) if self.enable_prefix_caching else ():
-            seq.prefix_keys.append(self._next_key(seq.prefix_keys, seq.token_ids, index * self.block_size))
+            seq.prefix_keys.append(self._next_key(seq.prefix_keys, seq.token_ids, index * self.block_size, seq.cache_salt))
             for group, table in enumerate(self.tables(seq)):
                 content = (seq.prefix_keys[-1], (group,))
                 if content not in self._cached and table[index] != NO_BLOCK:
@@ -184,9 +184,10 @@ class GroupedBlockManager(BlockManager):
         """The index of the first block that a query at this position reaches."""
         return 0 if window is None else max(position - window + 1, 0) // self.block_size
 
-    def _next_key(self, keys: list[int], token_ids: list[int], start: int) -> int:
+    def _next_key(self, keys: list[int], token_ids: list[int], start: int, cache_salt: str | None) -> int:
         """The key of the block of the tokens from `start` on, which follows the blocks with these keys."""
-        parent = keys[-1].to_bytes(32, "big") if keys else b""
+        salt = (cache_salt or "").encode(errors="surrogatepass")
+        parent = keys[-1].to_bytes(32, "big") if keys else hashlib.sha256(salt).digest()
         tokens = array("q", token_ids[start : start + self.block_size]).tobytes()
         return int.from_bytes(hashlib.sha256(parent + tokens).digest(), "big")
 

@@ -54,9 +54,9 @@ class StateSlots(BlockManager):
 
     # ---- queries
 
-    def match_prefix(self, token_ids: list[int]) -> list[tuple[int, int]]:
+    def match_prefix(self, token_ids: list[int], cache_salt: str | None = None) -> list[tuple[int, int]]:
         """Return the longest chain of cached blocks whose end has a checkpoint."""
-        matched = super().match_prefix(token_ids)
+        matched = super().match_prefix(token_ids, cache_salt)
         while matched and matched[-1][0] not in self._checkpoints:
             matched.pop()
         return matched

@@ -81,7 +81,7 @@ class ChatFormat:
             "auto" if request.tool_choice is None else request.tool_choice,
             parallel_tool_calls=request.parallel_tool_calls is not False,
         )
-        return inputs.prepare_prompt(prompt, params, request.priority)
+        return inputs.prepare_prompt({**prompt, "cache_salt": request.cache_salt}, params, request.priority)
 
 
 def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:

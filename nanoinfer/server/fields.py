@@ -44,7 +44,6 @@ NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "spaces_between_special_tokens": ((True,), ""),
     "include_reasoning": ((True,), "the reasoning is a field of its own"),
     "thinking_token_budget": ((), "limit max_tokens"),
-    "cache_salt": ((), "serve with --no-enable-prefix-caching"),
     "kv_transfer_params": ((), ""),
     "logits_processors": (([],), ""),
     "guided_json": ((), "use structured_outputs={'json': ...}"),

@@ -5,7 +5,7 @@ Fields of other servers are in fields.py.
 """
 
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -20,6 +20,7 @@ MAX_ALLOWED = 2**18  # the size of the largest vocabulary, all of which allowed_
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 2**13, 2**10, 2**10
 MAX_IDS = 2**20  # of a prompt
 MAX_TOKENIZED = 2**16  # tokens of a text in /tokenize, or the model's length if it is more
+MAX_SALT = 1024  # characters of cache_salt
 INT64, UINT64 = 2**63, 2**64
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -152,6 +153,7 @@ class SamplingRequest(Body):
     structured_outputs: dict[str, Any] | None = None
     priority: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     timeout: float | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
     vllm_xargs: dict[str, str | int | float | bool | list[Any]] | None = None  # extra_args
     stream: bool | None = None
 
@@ -189,10 +191,12 @@ class CompletionRequest(GenerationRequest):
     best_of: int | None = None
 
     @property
-    def prompts(self) -> list[str | list[int]]:
-        """The list of prompts, also if there is only one."""
+    def prompts(self) -> list[dict[str, object]]:
+        """The list of prompts as InputProcessor reads them, also if there is only one."""
         is_one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
-        return cast(list[str | list[int]], [self.prompt] if is_one else self.prompt)
+        prompts = [self.prompt] if is_one else self.prompt
+        names = ["prompt" if isinstance(prompt, str) else "prompt_token_ids" for prompt in prompts]
+        return [{name: prompt, "cache_salt": self.cache_salt} for name, prompt in zip(names, prompts, strict=True)]
 
 
 class ChatMessage(BaseModel):

@@ -141,6 +141,8 @@ def test_a_wrong_number_of_params_is_refused(llm, num_params):
         ({"prompt": "a", "image": "b"}, InvalidPromptError, "a prompt's dict holds .*, got .*'image'"),
         ({"prompt": 5, "prompt_token_ids": [3]}, InvalidPromptError, "a prompt's dict holds prompt .a string. or"),
         ({"prompt_token_ids": "text"}, InvalidTypeError, "a prompt must be a string, a list of token ids .*, got 'text'"),
+        ({"prompt": "a", "cache_salt": ""}, InvalidPromptError, "cache_salt must be a non-empty string, got ''; leave it out"),
+        ({"prompt": "a", "cache_salt": 5}, InvalidPromptError, "cache_salt must be a non-empty string, got 5"),
         ({"prompt": None}, InvalidPromptError, "a prompt's dict holds prompt .* or prompt_token_ids"),
     ],
 )
@@ -681,6 +683,17 @@ def test_metrics_count_the_prompt_tokens_that_were_cached(qwen3_path):
         first, second = (generate(llm, prompt, IDS)[0] for _ in range(2))
         assert (first.metrics.num_cached_tokens, second.metrics.num_cached_tokens) == (0, num_cached)
         assert first.outputs == second.outputs
+
+
+def test_requests_share_prefixes_only_with_those_of_the_same_salt(qwen3_path):
+    llm = LLM(qwen3_path, kv_cache_memory=MEMORY, block_size=4)
+    prompts = [{"prompt_token_ids": list(range(1, 11))} | salt for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"})]
+    outputs = [generate(llm, prompt, IDS)[0] for prompt in prompts * 2]
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, 0, 8, 8, 8]
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    search = BeamSearchParams(beam_width=2, max_tokens=2)
+    [salted], [plain] = (llm.beam_search([prompt], search) for prompt in (prompts[0] | {"cache_salt": "c"}, prompts[0]))
+    assert salted.sequences == plain.sequences
 
 
 def test_metrics_count_preemptions(qwen3_path):

@@ -41,6 +41,7 @@ MUTANTS = {
         ("key = found[0]", "pass"),
         ("break", "continue"),
         ("matched.append(found)", "matched = [found]"),
+        ("cache_salt or _ROOT", "_ROOT"),
     ],
     "allocate": [
         ("self._drop(shared)", "pass"),
@@ -52,7 +53,8 @@ MUTANTS = {
     "cache_blocks": [
         ("if content not in self._cached:", "if True:"),
         ("num_tokens // self.block_size", "-(-num_tokens // self.block_size)"),
-        ("seq.prefix_keys[-1] if seq.prefix_keys else _ROOT", "_ROOT"),
+        ("seq.prefix_keys[-1] if seq.prefix_keys else seq.cache_salt or _ROOT", "_ROOT"),
+        ("seq.cache_salt or _ROOT", "_ROOT"),
         ("self._content[block] = content", "pass"),
         ("if not self.enable_prefix_caching:", "if False:"),
     ],

@@ -8,8 +8,8 @@ from nanoinfer.scheduling.sequence import Sequence
 from tests.scheduling import machines
 
 
-def sequence(token_ids, name="r"):
-    return Sequence(name, list(token_ids), SamplingParams(), seed=0, max_num_tokens=1000)
+def sequence(token_ids, name="r", cache_salt=None):
+    return Sequence(name, list(token_ids), SamplingParams(), seed=0, max_num_tokens=1000, cache_salt=cache_salt)
 
 
 def run(manager, seq, num_tokens=None):
@@ -23,7 +23,7 @@ def run(manager, seq, num_tokens=None):
 
 def take_prefix(manager, seq):
     """Start a sequence on the blocks of its prefix. Returns how many of its tokens they hold."""
-    manager.start(seq, manager.match_prefix(seq.token_ids))
+    manager.start(seq, manager.match_prefix(seq.token_ids, seq.cache_salt))
     return len(seq.block_table) * manager.block_size
 
 
@@ -57,6 +57,15 @@ def test_a_prompt_shares_the_finished_blocks_of_one_that_begins_alike():
     assert take_prefix(manager, third) == 2
     fourth = sequence([6, 6, 7, 8, 9])  # the same second block behind another first one
     assert take_prefix(manager, fourth) == 0
+
+
+def test_prompts_with_different_salts_share_no_block():
+    manager = BlockManager(num_blocks=12, block_size=2)
+    computed = [start(manager, sequence([5, 6, 7, 8, 9], cache_salt=salt)) for salt in (None, "a", "b")]
+    assert len({block for seq in computed for block in seq.block_table}) == 9
+    for seq in computed:
+        assert take_prefix(manager, sequence([5, 6, 7, 8, 1], cache_salt=seq.cache_salt)) == 4
+    assert take_prefix(manager, sequence([5, 6, 7, 8, 1], cache_salt="c")) == 0
 
 
 def test_the_last_token_is_always_computed_even_if_all_of_the_prompt_is_cached():

@@ -81,10 +81,10 @@ def test_a_scheduler_with_groups_keeps_the_rules_of_any_other():
     run_state_machine_as_test(machine, settings=settings(stateful_step_count=25, **SETTINGS | {"max_examples": 30}))
 
 
-def computed(manager, token_ids, chunk=1000):
+def computed(manager, token_ids, chunk=1000, cache_salt=None):
     """A sequence whose tokens have been computed in chunks, and the most blocks that it held."""
-    seq = Sequence("r", list(token_ids), SamplingParams(), seed=0, max_num_tokens=10_000)
-    prefix = manager.match_prefix(seq.token_ids)
+    seq = Sequence("r", list(token_ids), SamplingParams(), seed=0, max_num_tokens=10_000, cache_salt=cache_salt)
+    prefix = manager.match_prefix(seq.token_ids, cache_salt)
     manager.start(seq, prefix)
     seq.num_computed_tokens, most = len(prefix) * manager.block_size, 0
     while seq.num_new_tokens:
@@ -144,6 +144,14 @@ def test_a_window_alone_needs_only_its_own_blocks_for_a_hit():
     manager.evict(first)
     assert len(manager.match_prefix([*range(20), 99])) == 5
     manager.free(seq)
+
+
+def test_prompts_with_different_salts_share_no_block_of_any_group():
+    manager = with_groups(BlockManager, (None, 6), 100)(24, 4)
+    first, _ = computed(manager, range(13), cache_salt="a")
+    assert len(manager.match_prefix([*range(13)], "a")) == 3
+    assert manager.match_prefix([*range(13)]) == manager.match_prefix([*range(13)], "b") == []
+    manager.free(first)
 
 
 def test_methods_that_a_users_class_overrides_count_in_a_grouped_one_too():

@@ -16,13 +16,13 @@ def make(num_slots, num_blocks=8, **more):
     return with_states(BlockManager, num_slots)(num_blocks, 2, **more)
 
 
-def sequence(token_ids, name="r"):
-    return Sequence(name, list(token_ids), SamplingParams(), seed=0, max_num_tokens=1000)
+def sequence(token_ids, name="r", cache_salt=None):
+    return Sequence(name, list(token_ids), SamplingParams(), seed=0, max_num_tokens=1000, cache_salt=cache_salt)
 
 
 def start(manager, seq):
     """Start a sequence on its prefix and compute its tokens. Returns how many of them were not computed."""
-    prefix = manager.match_prefix(seq.token_ids)
+    prefix = manager.match_prefix(seq.token_ids, seq.cache_salt)
     manager.start(seq, prefix)
     seq.num_computed_tokens = len(prefix) * manager.block_size
     run(manager, seq)
@@ -36,11 +36,12 @@ def run(manager, seq):
 
 
 def test_a_prompt_can_be_continued_after_its_last_whole_block_and_nowhere_else():
-    manager = make(8)
+    manager = make(12, 12)
     first = sequence([5, 6, 7, 8, 9])
     assert start(manager, first) == 0
     assert [*first.state_writes] == [4, 5]  # after the last whole block, and after all tokens
     assert start(manager, sequence([5, 6, 7, 8, 1, 1])) == 4
+    assert start(manager, sequence([5, 6, 7, 8, 1, 1], cache_salt="a")) == 0
     assert start(manager, sequence([5, 6, 1, 1])) == 0  # the block of 5 and 6 is cached, but not the state after it
 
 

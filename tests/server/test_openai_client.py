@@ -157,6 +157,26 @@ def test_echo_has_the_log_probabilities_of_the_prompt(lenient_client, llm, as_id
         assert all(token in top for token, top in zip(tokens[1:], tops[1:], strict=True))
 
 
+def test_prefixes_are_shared_only_with_requests_of_the_same_salt(server, client):
+    text = "A prompt that no other test has sent to this server. " * 8
+    bodies = {
+        "/v1/completions": {"prompt": text},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": text}]},
+        "/v1/messages": {"messages": [{"role": "user", "content": text}]},
+        "/v1/responses": {"input": text},
+    }
+    for path, body in bodies.items():
+        cached = []
+        for salt in (f"a{path}", f"b{path}", f"a{path}"):
+            limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+            usage = server.post(path, body | {limit: 1, "cache_salt": salt}).json()["usage"]
+            details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+            cached.append(details.get("cached_tokens", usage.get("cache_read_input_tokens")))
+        assert cached[:2] == [0, 0], path
+        assert cached[2] > 0, path
+    assert server.post("/v1/completions", {"prompt": text, "cache_salt": ""}).json()["error"]["param"] == "cache_salt"
+
+
 def test_cached_tokens_are_reported(client):
     prompt = [300 + i for i in range(200)]
     counts = [
