@@ -1,12 +1,15 @@
-"""Random requests, in two parts. Another seed each time, which is printed, unless one is given. Exit code 1 if anything is off.
+"""Random requests, in three parts. Another seed each time, which is printed, unless one is given. Exit code 1: anything is off.
 
     python -m tests.random_run --requests 2000
     python -m tests.random_run --requests 2000 --seed 1 --part bits --dtype bfloat16 --family gpt2
+    python -m tests.random_run --requests 2000 --part hits --family gemma3_window
 
 bits    Requests together and then each alone: tokens and log-probabilities must have the same bits where the engine says so.
         The model has random weights and the width of a small real one. Requests arrive in the middle of others' answers.
         Neither prefix hits nor preemptions occur, since those may change bits.
         With --speculative, requests with drafts and then the same without, in a different order and at different times.
+hits    With batch_invariant, requests with shared prefixes, several answers, beams, drafts and aborts, in caches of few blocks,
+        and then each alone without a prefix cache: the same bits. For a tiny model of any family, with windows or states.
 doors   Requests, streams, several answers, beam searches and aborts on engines with random settings, most with too few blocks:
         every output must keep the rules, and no block may be lost. With batch_invariant, answers must be those of each alone.
 """
@@ -16,6 +19,7 @@ import random
 import secrets
 import sys
 import tempfile
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +28,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
 
 from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams
+from nanoinfer.attention.kv_cache import bytes_per_slot
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.loader import read_config
 
 ONE_LAYER = {"gpt2": {"n_layer": 1}, "qwen3": {"num_hidden_layers": 1}}
 
@@ -97,6 +104,135 @@ def compare_bits(num_requests, rng, given):
     if given.speculative:
         print(llm.engine.speculator.metrics)
     return not different or promised == "nothing"
+
+
+# ---- hits
+
+MOST_SHARED, MOST_OWN, MOST_NEW = 90, 50, 32  # tokens
+NUM_OF_HITS = 50  # requests on an engine
+
+
+def random_prompt(rng, earlier):
+    """A prompt that begins as one of the last ones, which is then among them."""
+    first, num_ids = rng.choice(earlier[-4:]), rng.choice([3, tiny_models.VOCAB_SIZE])
+    shared = first[: rng.choice([MOST_SHARED, rng.randint(0, MOST_SHARED)])]
+    earlier.append(shared + [rng.randrange(num_ids) for _ in range(rng.randint(1, MOST_OWN))])
+    return earlier[-1]
+
+
+def params_for_hits(rng):
+    if rng.random() < 0.05:
+        return BeamSearchParams(beam_width=rng.choice([2, 3]), max_tokens=rng.randint(1, 10))
+    temperature = rng.choice([0.0, 0.7, 1.5])
+    return SamplingParams(
+        temperature=temperature,
+        n=rng.choice([1, 1, 1, 3]) if temperature else 1,
+        repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
+        seed=rng.randrange(2**32),
+        max_tokens=rng.randint(1, MOST_NEW),
+        logprobs=rng.choice([0, 3]),
+        prompt_logprobs=rng.choice([None] * 9 + [1]),
+        detokenize=False,
+    )
+
+
+def cramped_engine(rng, path, settings):
+    """An engine with random settings, in which the longest of the sequences leaves few blocks to others, and these settings."""
+    max_num_seqs = rng.choice([2, 4, 8])
+    settings = settings | {
+        "chunk_size": rng.choice([7, 16, 64]),
+        "max_num_batched_tokens": rng.choice([16, 64, 4096]),
+        "max_num_seqs": max_num_seqs,
+        "enable_prefix_caching": rng.random() < 0.9,
+    }
+    drafts = {"speculative_config": speculative_config("ngram", path)}
+    settings |= drafts if rng.random() < 0.4 else {"async_scheduling": rng.random() < 0.5}
+    probe = LLM(path, **settings | {"kv_cache_memory": 2**24})
+    slot_bytes = bytes_per_slot(read_config(Checkpoint.open(str(path)))[1])
+    block_bytes = (probe.info.num_cache_bytes - probe.info.num_state_slots * slot_bytes) // probe.info.num_blocks
+    num_blocks = probe.engine.block_manager.num_blocks_for(MOST_SHARED + MOST_OWN + MOST_NEW) + rng.choice([0, 10, 100])
+    for_blocks = num_blocks * block_bytes
+    memory = for_blocks + min(for_blocks, 2 * max_num_seqs * slot_bytes)  # states take at most half of it
+    return LLM(path, **settings | {"kv_cache_memory": memory}), settings
+
+
+def told_by(output):
+    """What must have the same bits: of each answer its ids and log-probabilities, and the prompt's."""
+    of_prompt = [position and {i: entry.logprob for i, entry in position.items()} for position in output.prompt_logprobs or []]
+    return of_prompt, [
+        (answer.token_ids, [{i: entry.logprob for i, entry in position.items()} for position in answer.logprobs])
+        for answer in output.outputs
+    ]
+
+
+def is_start_of(told, expected):
+    """Whether what an aborted request has told is the beginning of what it would have told."""
+    parts = [(told[0], expected[0])]
+    for one, other in zip(told[1], expected[1], strict=True):
+        parts += zip(one, other, strict=True)
+    return all(part == whole[: len(part)] for part, whole in parts)
+
+
+def run_hits(rng, llm, todo):
+    """[(prompt, params, output or beams)] of requests that arrive and end at random times, some by an abort."""
+    todo, live, done = list(todo), [], []
+    while todo or live:
+        while todo and len(live) < 20 and rng.random() < 0.5:
+            prompt, params = todo.pop()
+            if isinstance(params, BeamSearchParams):
+                done.append((prompt, params, finished(llm, "beams", prompt, params)))
+            else:
+                live.append((prompt, params, llm.engine.add_request(prompt, params)))
+        if llm.engine.num_unfinished:
+            llm.engine.step()
+        if live and rng.random() < 0.01:
+            llm.abort(rng.choice(live)[2].request_id)
+        if rng.random() < 0.001:
+            llm.reset_prefix_cache()
+        done += [(prompt, params, request.output) for prompt, params, request in live if request.output is not None]
+        live = [one for one in live if one[2].output is None]
+    tiny_models.assert_nothing_is_left(llm)
+    return done
+
+
+def compare_hits(num_requests, rng, given):
+    counts = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        path = tiny_models.save(given.family, Path(folder))
+        earlier = [[]]
+        for start in range(0, num_requests, NUM_OF_HITS):
+            settings = {
+                "dtype": given.dtype, "block_size": rng.choice([4, 8, 16]), "batch_invariant": True,
+                "enforce_eager": given.enforce_eager,
+            }  # fmt: skip
+            plain = LLM(path, kv_cache_memory=2**26, enable_prefix_caching=False, **settings)
+            if not plain.batch_independent:
+                print(f"{given.family} in {given.dtype}: nothing promised")
+                return True
+            llm, more = cramped_engine(rng, path, settings)
+            todo = [(random_prompt(rng, earlier), params_for_hits(rng)) for _ in range(min(NUM_OF_HITS, num_requests - start))]
+            for prompt, params, output in run_hits(rng, llm, todo):
+                counts["requests"] += 1
+                if isinstance(params, BeamSearchParams):
+                    same = output in (None, finished(plain, "beams", prompt, params))
+                    counts["beam searches"] += output is not None
+                else:
+                    expected = told_by(plain.generate(prompt, params, use_tqdm=False)[0])
+                    was_aborted = any(answer.finish_reason == "abort" for answer in output.outputs)
+                    same = is_start_of(told_by(output), expected) if was_aborted else told_by(output) == expected
+                    counts["aborted"] += was_aborted
+                    counts["after a hit"] += output.metrics.num_cached_tokens > 0
+                    counts["preempted"] += output.metrics.num_preemptions > 0
+                if not same:
+                    counts["different"] += 1
+                    print(f"different with {more}: {prompt}, {params}")
+            if llm.engine.speculator is not None:
+                metrics = llm.engine.speculator.metrics
+                counts["drafts accepted"] += metrics.num_accepted_tokens
+                counts["drafts rejected"] += metrics.num_draft_tokens - metrics.num_accepted_tokens
+    num_different = counts.pop("different", 0)
+    print(f"{given.family} in {given.dtype}, {num_different} differ:", ", ".join(f"{n} {what}" for what, n in counts.items()))
+    return not num_different
 
 
 # ---- doors
@@ -237,29 +373,30 @@ def run_round(rng, num_calls):
     return num_answers, num_steps
 
 
-def use_doors(num_requests, rng):
+def use_doors(num_requests, rng, given):
     num_answers = num_steps = 0
     for start in range(0, num_requests, NUM_AT_A_TIME):
         answers, steps = run_round(rng, min(NUM_AT_A_TIME, num_requests - start))
         num_answers, num_steps = num_answers + answers, num_steps + steps
     print(f"{num_requests} requests, {num_answers} answers, {num_steps} steps: every rule kept, no block lost")
+    return True
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--part", choices=["bits", "doors"], help="default: both")
+    parser.add_argument("--part", choices=["bits", "hits", "doors"], help="default: doors and bits")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--family", choices=tiny_models.WIDE, default="gpt2")
+    parser.add_argument("--family", choices=tiny_models.FAMILIES, default="gpt2", help="of bits: gpt2 or qwen3")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--speculative", choices=["ngram", "draft_model"], help="of the part bits: with drafts, then without")
     given = parser.parse_args(arguments)
     seed = secrets.randbelow(2**32) if given.seed is None else given.seed
     print(f"--seed {seed}")
-    if given.part != "bits":
-        use_doors(given.requests, random.Random(seed))
-    return 0 if given.part == "doors" or compare_bits(given.requests, random.Random(seed), given) else 1
+    parts = {"doors": use_doors, "bits": compare_bits, "hits": compare_hits}
+    chosen = ("doors", "bits") if given.part is None else (given.part,)
+    return 0 if all(parts[name](given.requests, random.Random(seed), given) for name in chosen) else 1
 
 
 if __name__ == "__main__":

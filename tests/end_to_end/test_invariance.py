@@ -3,11 +3,13 @@
 import random
 
 import pytest
+import random_run
 import tiny_models
 import torch
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.scheduling.kv_groups import GroupedBlockManager
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -189,3 +191,20 @@ def test_without_batch_invariant_the_log_probabilities_of_an_answer_and_of_a_pro
     assert told != expected
     for one, same in zip(told, expected, strict=True):
         assert [entry.logprob for entry in one.values()] == pytest.approx([entry.logprob for entry in same.values()], abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3_window", "qwen3_5"])
+def test_random_requests_have_the_same_bits_alone_together_behind_hits_and_preempted(family, capsys):
+    """With drafts, beams, aborts and shared prefixes. contributing.md has the command for 2,000."""
+    assert random_run.main(["--part=hits", "--requests=25", "--seed=3", "--family", family]) == 0
+    told = capsys.readouterr().out
+    assert "0 differ: 25 requests" in told
+    assert "after a hit" in told
+
+
+def test_random_requests_find_a_prefix_that_is_not_the_same(monkeypatch, capsys):
+    """The twin: a hit for any tokens at these positions."""
+    monkeypatch.setattr(GroupedBlockManager, "_next_key", lambda self, keys, token_ids, start, salt: start)
+    assert random_run.main(["--part=hits", "--requests=12", "--seed=1", "--family=gemma3_window"]) == 1
+    assert "different with" in capsys.readouterr().out

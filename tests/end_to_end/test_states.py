@@ -55,12 +55,6 @@ def tokens_of(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def assert_nothing_is_left(llm):
-    tiny_models.assert_nothing_is_left(llm)
-    manager = llm.engine.block_manager
-    assert manager.num_free_slots == manager.num_slots
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("eager", [False, True])
 def test_greedy_tokens_equal_transformers_alone_together_and_after_a_prefix_hit(family, eager):
@@ -78,7 +72,7 @@ def test_greedy_tokens_equal_transformers_alone_together_and_after_a_prefix_hit(
     llm.reset_prefix_cache()
     alone = generate(llm, PROMPTS[2])
     assert (tokens_of(alone), alone[0].metrics.num_cached_tokens) == (tokens[2:3], 0)
-    assert_nothing_is_left(llm)
+    tiny_models.assert_nothing_is_left(llm)
 
 
 def sizes(path):
@@ -96,7 +90,7 @@ def test_greedy_tokens_equal_transformers_where_blocks_run_out(family):
         outputs = generate(llm, PROMPTS)
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
         assert tokens_of(outputs) == tokens
-    assert_nothing_is_left(llm)
+    tiny_models.assert_nothing_is_left(llm)
 
 
 @pytest.mark.slow
@@ -113,7 +107,7 @@ def test_greedy_tokens_equal_transformers_where_slots_run_out(family):
     several = SamplingParams(temperature=1.0, seed=4, max_tokens=9, n=3, detokenize=False)
     [expected], [output] = generate(LLM(path, **SETTINGS), PROMPTS[0], several), generate(llm, PROMPTS[0], several)
     assert [one.token_ids for one in output.outputs] == [one.token_ids for one in expected.outputs]
-    assert_nothing_is_left(llm)
+    tiny_models.assert_nothing_is_left(llm)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +128,7 @@ def test_drafts_change_no_token(path, eager):
         assert tokens_of(generate(llm, REPEATED, params)) == expected
     metrics = llm.engine.speculator.metrics
     assert 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens  # some were right, and some states were dropped
-    assert_nothing_is_left(llm)
+    tiny_models.assert_nothing_is_left(llm)
 
 
 def test_further_answers_and_beams_have_states_of_their_own(path):
@@ -153,7 +147,7 @@ def test_further_answers_and_beams_have_states_of_their_own(path):
             num_return_sequences=3,
         )  # fmt: skip
     assert [beam.tokens for beam in beams.sequences] == expected.tolist()
-    assert_nothing_is_left(llm)
+    tiny_models.assert_nothing_is_left(llm)
 
 
 def test_an_aborted_request_leaves_no_slot(path):
@@ -162,7 +156,7 @@ def test_an_aborted_request_leaves_no_slot(path):
     for _ in range(3):
         llm.engine.step()
     llm.engine.abort(*(request.request_id for request in requests))
-    assert_nothing_is_left(llm)
+    tiny_models.assert_nothing_is_left(llm)
 
 
 def log_probabilities(llm, prompts):

@@ -132,6 +132,23 @@ def test_batch_invariant_gives_the_same_bits_alone_together_behind_hits_and_pree
         tiny_models.assert_nothing_is_left(llm)
 
 
+def test_a_text_of_4000_tokens_runs_in_the_blocks_of_a_window_and_a_chunk(tmp_path):
+    path = tiny_models.save("mistral_window", tmp_path, max_position_embeddings=4096, sliding_window=512)
+    settings = {"block_size": 64, "chunk_size": 256}
+    num_blocks = (512 + 256) // 64 + 1
+    probe = LLM(path, kv_cache_memory=2**24, **settings)
+    llm = LLM(path, kv_cache_memory=num_blocks * probe.info.num_cache_bytes // probe.info.num_blocks, **settings)
+    manager = llm.engine.block_manager
+    request = llm.engine.add_request(ids(random.Random(0), 3960), PARAMS)
+    [seq], most = request.sequences, 0
+    while request.output is None:
+        llm.engine.step()
+        most = max(most, manager.num_blocks - manager.num_free_blocks)
+        assert most * 64 <= 512 + 64 + 256
+    assert (len(request.output.outputs[0].token_ids), manager.num_blocks) == (NUM_NEW, num_blocks)
+    assert len(seq.token_ids) == 4000
+
+
 def test_a_draft_model_with_windows_is_refused(path):
     draft = {"method": "draft_model", "model": str(path)}
     with pytest.raises(UnsupportedError, match="the draft model has sliding windows"):
