@@ -128,16 +128,8 @@ class LLM:
         """
         check_flag("use_tqdm", use_tqdm)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        engine, requests = self.engine, list[Request]()
-        prepared = engine.inputs.prepare_all(prompts, params, priority)
-        try:
-            with interrupt_deferred():
-                for one in prepared:
-                    requests.append(engine.submit(one))
-            self._run(requests, use_tqdm)
-        finally:  # after an error or Ctrl-C, nothing of this call remains
-            engine.abort(*(request.request_id for request in requests))
-        return [cast(RequestOutput, request.output) for request in requests]
+        prepared = self.engine.inputs.prepare_all(prompts, params, priority)
+        return [cast(RequestOutput, request.output) for request in self._complete(prepared, use_tqdm)]
 
     @check_argument_names("stream()")
     def stream(
@@ -311,6 +303,18 @@ class LLM:
             return getattr(rollouts, name).__get__(self)
 
     # ---- running
+
+    def _complete(self, prepared: list[PreparedRequest], use_tqdm: bool) -> list[Request]:
+        """Run requests to their end. After an error or Ctrl-C, none of them remains."""
+        engine, requests = self.engine, list[Request]()
+        try:
+            with interrupt_deferred():
+                for one in prepared:
+                    requests.append(engine.submit(one))
+            self._run(requests, use_tqdm)
+        finally:
+            engine.abort(*(request.request_id for request in requests))
+        return requests
 
     def _stream(self, prepared: PreparedRequest) -> Generator[Delta, None, None]:
         engine, requests = self.engine, list[Request]()

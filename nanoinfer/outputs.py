@@ -93,7 +93,8 @@ class CompletionOutput(_ShortRepr):
         finish_reason: "stop" (EOS, a stop id or a stop string), "length" (max_tokens, or the model's length), "abort",
             "timeout" (that of SamplingParams), "error".
         stop_reason: The stop string or stop id that ended the answer, or None for an EOS id and for the other reasons.
-        error: With finish_reason "error" or "timeout", what went wrong and what to do.
+        error: With finish_reason "error" or "timeout", what went wrong and what to do. With "abort", the pause that came before
+            the request had begun.
     """
 
     index: int

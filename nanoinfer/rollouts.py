@@ -8,7 +8,6 @@ which holds what the old ones computed, is reset.
 """
 
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,9 +15,11 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
+from nanoinfer.engine import reading
 from nanoinfer.engine.inputs import PromptType
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import (
+    EnginePausedError,
     InvalidValueError,
     NanoinferError,
     UnsupportedError,
@@ -29,12 +30,11 @@ from nanoinfer.errors import (
 )
 from nanoinfer.loading import update
 from nanoinfer.loading.weights import Weights
-from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.sequence import Sequence as Scored
-from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of
+from nanoinfer.scheduling.step_plan import PromptRows
 from nanoinfer.vllm_compat import check_argument_names
 
 if TYPE_CHECKING:
+    from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.model_runner import ModelRunner
     from nanoinfer.llm import LLM
 
@@ -45,12 +45,15 @@ __all__ = [
 Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
-_PAUSED = "this LLM is paused; call resume() first"
-_ASLEEP = "this LLM sleeps, without its {}; call wake_up() first"
 _GIVE_ALL = "give it all of them by update_weights(pairs) or update_weights_from_path(folder) first"
-_NO_WEIGHTS = f"sleep(level=2) has freed the weights of this LLM; {_GIVE_ALL}"
-_HALF_UPDATED = f"an update of this LLM's weights failed after some were replaced; {_GIVE_ALL}"
-_MISSING = (_NO_WEIGHTS, _HALF_UPDATED)
+
+
+class EngineAsleepError(EnginePausedError):
+    """sleep() has freed memory that requests and updates need."""
+
+
+class WeightsMissingError(EnginePausedError):
+    """The engine has no weights, or some of another version. An update with all of them ends this."""
 
 
 # ---- weights
@@ -82,18 +85,19 @@ def update_weights(self: "LLM", pairs: Iterable[tuple[str, Tensor]]) -> int:
     return _updated(self.engine)
 
 
-def update_weights_from_path(self: "LLM", folder: str) -> int:
-    """Replace all weights in place by those of a checkpoint of the same model. Each rank reads its part.
+def update_weights_from_path(self: "LLM", path: str) -> int:
+    """Replace weights in place by those in files, of which each rank reads its part.
 
     Args:
-        folder: A folder of this machine, with the files that LLM(model) reads.
+        path: On this machine, the folder of a checkpoint of the same model, with the files that LLM(model) reads, or a
+            .safetensors file with all or some of the tensors.
 
     Returns, Raises: As update_weights, and as LLM() does for missing and damaged files.
     """
     runner = _runner_of(self.engine)
-    weights = update.open_folder(update.origin_of(runner.model), folder)
-    _begin_update(self.engine, weights, must_be_whole=True)
-    runner.on_all_ranks(update.fill_from, folder)
+    weights = update.open_path(update.origin_of(runner.model), path)
+    _begin_update(self.engine, weights, must_be_whole=not update.is_file(path))
+    runner.on_all_ranks(update.fill_from, path)
     return _updated(self.engine)
 
 
@@ -106,14 +110,15 @@ def _begin_update(engine: LLMEngine, weights: Weights, *, must_be_whole: bool = 
             "pause(mode='wait') or pause(mode='abort') first"
         )
     refusal = engine.refusals.get("weights")
-    if refusal is not None and refusal not in _MISSING:
-        raise NanoinferError(refusal)
+    if isinstance(refusal, EngineAsleepError):
+        raise EngineAsleepError(*refusal.args)
     if not update.check(origin, weights) and (must_be_whole or refusal is not None):
         raise WeightsError(
             f"{len(weights)} tensors are not all weights of the model, and all are needed here; none was changed"
         )
     engine.reset_prefix_cache()
-    engine.refusals["weights"] = _HALF_UPDATED
+    half_updated = f"an update of this LLM's weights failed after some were replaced; {_GIVE_ALL}"
+    engine.refusals["weights"] = WeightsMissingError(half_updated)
 
 
 def _updated(engine: LLMEngine) -> int:
@@ -125,6 +130,11 @@ def _updated(engine: LLMEngine) -> int:
 def _runner_of(engine: LLMEngine) -> "ModelRunner":
     runner: ModelRunner = engine.executor.runner  # type: ignore[attr-defined]  # of the LocalExecutor
     return runner
+
+
+def max_file_bytes(llm: "LLM") -> int:
+    """The size of the largest .safetensors file for update_weights_from_path. Raises: UnsupportedError as update_weights."""
+    return update.max_file_bytes(update.origin_of(_runner_of(llm.engine).model))
 
 
 # ---- pauses, and memory
@@ -146,7 +156,7 @@ def refuse_requests(llm: "LLM", mode: str) -> None:
     """Begin a pause: accept no further requests, and with mode "abort" end those that run."""
     if not is_one_of(mode, ("wait", "abort")):
         raise InvalidValueError(f"mode must be 'wait' or 'abort', got {shown(mode)}")
-    llm.engine.refusals["pause"] = _PAUSED
+    llm.engine.refusals["pause"] = EnginePausedError("this LLM is paused; call resume() first")
     if mode == "abort":
         llm.engine.abort(*llm.engine.unfinished_request_ids)
 
@@ -178,7 +188,8 @@ def sleep(self: "LLM", level: int = 1) -> None:
         update.origin_of(runner.model)
     engine.reset_prefix_cache()
     for tag in TAGS[2 - level :]:
-        engine.refusals[tag] = _ASLEEP.format("weights" if tag == "weights" else "KV cache")
+        without = "weights" if tag == "weights" else "KV cache"
+        engine.refusals[tag] = EngineAsleepError(f"this LLM sleeps, without its {without}; call wake_up() first")
         runner.on_all_ranks(partial(update.release, weights=tag == "weights"))
 
 
@@ -193,14 +204,15 @@ def wake_up(self: "LLM", tags: Sequence[Tag] | None = None) -> None:
             raise InvalidValueError(f"tags must be None or a list of 'weights' and 'kv_cache', got {shown(tags)}")
     for tag in TAGS if tags is None else tags:
         if tag == "weights" and tag in self.engine.refusals:
-            self.engine.refusals[tag] = _NO_WEIGHTS
+            no_weights = f"sleep(level=2) has freed the weights of this LLM; {_GIVE_ALL}"
+            self.engine.refusals[tag] = WeightsMissingError(no_weights)
         else:
             self.engine.refusals.pop(tag, None)
 
 
 def is_sleeping(self: "LLM") -> bool:
     """Whether sleep() has freed memory that wake_up() has not taken back."""
-    return any(self.engine.refusals.get(tag, _NO_WEIGHTS) not in _MISSING for tag in TAGS)
+    return any(isinstance(refusal, EngineAsleepError) for refusal in self.engine.refusals.values())
 
 
 # ---- log-probabilities of given tokens
@@ -225,61 +237,26 @@ def compute_logprobs(self: "LLM", prompts: PromptType | Sequence[PromptType], te
 
     Raises:
         InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does. Too many tokens.
-        NanoinferError: The KV cache has too few blocks for the longest one, which open streams may hold.
+        NanoinferError: The model's numbers are not finite.
     """
     check_number("temperature", temperature, math.ulp(0.0), math.inf, "finite and > 0")
-    engine = self.engine
-    engine.check_accepting()
-    if self.info.num_state_slots:
-        raise UnsupportedError("compute_logprobs() does not support layers with states; use SamplingParams(prompt_logprobs=0)")
-    params, sequences = SamplingParams(prompt_logprobs=0, detokenize=False), list[Scored]()
-    for index, prepared in enumerate(engine.inputs.prepare_all(prompts, params)):
-        ids = prepared.prompt_token_ids
-        if len(ids) > engine.max_model_len:
-            raise InvalidValueError(f"prompt {index}: {len(ids)} tokens, and at most {engine.max_model_len} fit; shorten it")
-        sequences.append(Scored(f"logprobs{index}", ids, params, 0, len(ids)))
-    found: dict[Scored, list[float]] = {seq: [] for seq in sequences}
-    waiting, running = deque(seq for seq in sequences if seq.num_tokens > 1), list[Scored]()
-    try:
-        while waiting or running:
-            with engine.guard.exclusive():
-                plan = _scoring_plan(engine, waiting, running, float(temperature))
-                for part in engine.run_plan(plan).prompt_logprobs:
-                    found[part.sequence] += [one.values[0] for one in part.logprobs]
-                for item in plan.scheduled:  # nothing is cached: these blocks have no use for a later request
-                    item.sequence.num_computed_tokens += item.num_new_tokens
-                for seq in [seq for seq in running if seq.num_computed_tokens == seq.num_tokens - 1]:
-                    running.remove(seq)
-                    engine.block_manager.free(seq)
-    finally:
-        with engine.guard.between_steps():
-            for seq in running:
-                engine.block_manager.free(seq)
-    return [found[seq] for seq in sequences]
+    inputs, max_model_len = self.engine.inputs, self.engine.max_model_len
+    prepared = reading.prepare_all(
+        prompts, lambda prompt: reading.prepare(inputs, prompt, _LogprobsReader(float(temperature)), max_model_len)
+    )
+    reading.check(self._complete(prepared, use_tqdm=False))
+    return [one.reader.values for one in prepared]
 
 
-def _scoring_plan(engine: LLMEngine, waiting: "deque[Scored]", running: list["Scored"], temperature: float) -> StepPlan:
-    """The next step: a chunk of each running sequence, and of waiting ones while blocks and max_num_batched_tokens suffice."""
-    blocks, config = engine.block_manager, engine.scheduler.config
-    scheduled: list[ScheduledSequence] = []
-    budget = config.max_num_batched_tokens
-    for seq in [*running, *waiting]:
-        num = min(engine.scheduler.next_chunk(seq), seq.num_new_tokens - 1, budget)  # the last token has no successor
-        if num < 1 or len(scheduled) == config.max_num_seqs:
-            break
-        if waiting and seq is waiting[0]:
-            if not blocks.can_allocate(seq, seq.num_new_tokens - 1):  # all of it, so that no other one takes its blocks
-                break
-            blocks.start(seq, [])
-            blocks.allocate(seq, seq.num_new_tokens - 1)
-            running.append(waiting.popleft())
-        scheduled.append(ScheduledSequence(seq, num))
-        budget -= num
-    if not scheduled:
-        raise NanoinferError(
-            f"the KV cache has {blocks.num_free_blocks} free blocks, too few for {waiting[0].num_tokens} tokens; "
-            "raise kv_cache_memory, or let other requests end"
-        )
-    scheduled.sort(key=lambda item: item.num_new_tokens > 1)  # single tokens first: ForwardBatch's order
-    rows = tuple(replace(part, temperature=temperature) for part in prompt_rows_of(scheduled))
-    return StepPlan(tuple(scheduled), prompt_rows=rows)
+class _LogprobsReader:
+    """Reads the log-probabilities of one text. values: those of every token after the first, until now."""
+
+    def __init__(self, temperature: float) -> None:
+        self.values: list[float] = []
+        self._temperature = temperature
+
+    def read(self, executor: "LocalExecutor", hidden: Tensor, part: PromptRows) -> None:
+        num_tokens = len(part.sequence.prompt_token_ids)
+        part = replace(part, stop=min(part.stop, part.start + num_tokens - 1 - part.position))  # the last has no successor
+        found = executor.prompt_logprobs(hidden, part, num_top=0, temperature=self._temperature)
+        self.values[part.position :] = [one.values[0] for one in found]

@@ -15,10 +15,10 @@ from nanoinfer.server.run import Server
 
 
 class HttpServer:
-    """url: of the server. async_llm: behind it."""
+    """url: of the server. async_llm, app: behind it."""
 
-    def __init__(self, async_llm, port):
-        self.async_llm, self.port = async_llm, port
+    def __init__(self, async_llm, port, app=None):
+        self.async_llm, self.port, self.app = async_llm, port, app
         self.url = f"http://127.0.0.1:{port}"
 
     def post(self, path, body=None, **options):
@@ -62,7 +62,7 @@ def serving(load=lambda: AsyncLLM("tiny-qwen3", seed=0), *, shutdown_timeout=0.0
     while not server.started:
         time.sleep(0.01)
     try:
-        yield HttpServer(async_llm, bound.getsockname()[1])
+        yield HttpServer(async_llm, bound.getsockname()[1], server.config.app)
     finally:
         server.should_exit = True
         thread.join(timeout=60)

@@ -60,7 +60,7 @@ class ServerOptions:
     ] = 0
     enable_weight_update: Annotated[
         bool,
-        typer.Option("--enable-weight-update", help="Let clients pause the server, and replace its weights by a folder's."),
+        typer.Option("--enable-weight-update", help="Let clients pause the server, and replace its weights."),
     ] = False
     reasoning_parser: Annotated[
         str | None, typer.Option(help="qwen3: parse <think> blocks; none. Default: by the model's chat template.")

@@ -10,12 +10,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import TypeVar
 
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.request import Request
+from nanoinfer.engine.stopping import Stop
 from nanoinfer.errors import first_line
 
 logger = logging.getLogger(__name__)
@@ -87,9 +87,9 @@ class EngineThread(threading.Thread):
             self._publish_news()
 
     def _submit(self, prepared: PreparedRequest, request_id: str) -> None:
-        for refusal in self.engine.refusals.values():  # since the request was prepared
-            prepared = replace(prepared, error=refusal)
-        self._requests[request_id] = self.engine.submit(prepared, request_id=request_id, streaming=True)
+        refusals = self.engine.refusals.values()  # since the request was prepared
+        stop = next((Stop("abort", error=str(refusal)) for refusal in refusals), None)
+        self._requests[request_id] = self.engine.submit(prepared, request_id=request_id, streaming=True, stop=stop)
         if self.error is not None:
             self.engine.fail(self.error, request_id)
 

@@ -61,6 +61,7 @@ class PreparedRequest:
     error: for a prompt that is too long. Such a request ends at once with finish_reason "error".
     priority: for schedulers that read it. Lower runs first.
     cache_salt: shared by the requests that may share cached prefixes.
+    reader: of the prompt's hidden rows (reading.py).
     """
 
     prompt: str | None
@@ -71,6 +72,7 @@ class PreparedRequest:
     priority: int = 0
     grammar: "GrammarState | None" = None
     cache_salt: str | None = None
+    reader: Any = None
 
 
 class InputProcessor:

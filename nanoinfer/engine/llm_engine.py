@@ -102,7 +102,7 @@ class LLMEngine:
         if config.seed is None:
             logger.info("seed %d was drawn: LLM(seed=%d) and the same calls give the same answers", self.seed, self.seed)
         self.weights_version = 0  # how often the weights were replaced
-        self.refusals: dict[str, str] = {}  # what keeps requests out (pause, sleep), and the error that says so
+        self.refusals: dict[str, EnginePausedError] = {}  # what keeps requests out (pause, sleep), and the error that says so
         self._num_requests = 0
         self._requests: dict[str, Request] = {}  # the unfinished ones
         self._with_deadline: dict[str, Request] = {}  # those of them that have a timeout
@@ -117,13 +117,23 @@ class LLMEngine:
         """Prepare a prompt and queue it. Raises: as InputProcessor.prepare does."""
         return self.submit(self.inputs.prepare(prompt, params), streaming=streaming)
 
-    def submit(self, prepared: PreparedRequest, *, request_id: str | None = None, streaming: bool = False) -> Request:
+    def submit(
+        self,
+        prepared: PreparedRequest,
+        *,
+        request_id: str | None = None,
+        streaming: bool = False,
+        stop: Stop | None = None,
+    ) -> Request:
         """Queue a prepared request, and collect Deltas if `streaming`. A prompt that is too long has finished on return.
 
         request_id: Different from those of all unfinished requests. None is the request's number.
+        stop: Why it ends at once instead.
         """
         arrival_time = time.perf_counter()
-        if prepared.error is None:
+        if prepared.error is not None:
+            stop = Stop("error", error=prepared.error)
+        if stop is None:
             self.check_accepting()
         with self.guard.between_steps():
             number, self._num_requests = self._num_requests, self._num_requests + 1
@@ -146,8 +156,8 @@ class LLMEngine:
             )
             if self.tracer is not None:
                 self._trace_added(request, prepared)
-            if prepared.error is not None:
-                self._finish([request], Stop("error", error=prepared.error))
+            if stop is not None:
+                self._finish([request], stop)
             else:
                 self._requests[request.request_id] = request
                 if prepared.params.timeout is not None:
@@ -158,7 +168,7 @@ class LLMEngine:
     def check_accepting(self) -> None:
         """Raises: EnginePausedError if the engine is paused or asleep (rollouts.py)."""
         for refusal in self.refusals.values():
-            raise EnginePausedError(refusal)
+            raise type(refusal)(*refusal.args)  # a new one, because each keeps its traceback
 
     def abort(self, *request_ids: str) -> None:
         """Finish requests with finish_reason "abort" and free their blocks. Other ids are ignored.

@@ -225,6 +225,7 @@ def sequences_of(
             eos_token_ids=eos_token_ids,
             bad_words=prepared.bad_words,
             grammar=None if prepared.grammar is None else prepared.grammar.copy(),
+            reader=prepared.reader,
             index=index,
             priority=prepared.priority,
             arrival_time=arrival_time,

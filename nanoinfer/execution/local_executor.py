@@ -6,6 +6,7 @@ In: finished parts (parts.py) and StepPlans. Out: StepOutputs.
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from jaxtyping import Float
@@ -15,6 +16,7 @@ from nanoinfer import tracing
 from nanoinfer.execution.executor import ExecutorInfo, PromptLogprobs, SequenceOutput, StepOutput
 from nanoinfer.execution.forward_batch import ForwardBatch, PreviousTokens
 from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import argmax
 from nanoinfer.sampling.logprobs import token_logprobs
@@ -26,6 +28,14 @@ from nanoinfer.scheduling.step_plan import PromptRows, StepPlan
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 PROMPT_LOGITS = 2**22  # logits of a prompt that are computed at a time for prompt_logprobs: 16 MB
+
+
+class PromptReader(Protocol):
+    """Reads the hidden rows of one prompt (Sequence.reader), as rollouts.py and pooling.py do."""
+
+    def read(self, executor: "LocalExecutor", hidden: Float[Tensor, "num_tokens hidden"], part: PromptRows) -> None:
+        """Read a chunk's rows of a step, in order. After a preemption it begins again, at position 0."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +88,7 @@ class LocalExecutor:
             forwarded = time.perf_counter()
             rows = self.runner.head_rows(hidden, batch.logits_indices)
             tokens, top_logprobs, traced = self._sample(rows, plan)
-            prompt_logprobs = [self._prompt_logprobs(part, hidden) for part in plan.prompt_rows]
+            prompt_logprobs = self._read_prompts(plan, hidden)
             sampled = time.perf_counter() - forwarded - traced
         reads_tokens = any(
             seq.sampling_reads_output or seq.params.logprobs is not None or seq.params.return_sampling_mask
@@ -115,6 +125,21 @@ class LocalExecutor:
         seconds = step.seconds | {"sample": step.seconds["sample"] + time.perf_counter() - start}
         return StepOutput(outputs, step.prompt_logprobs, seconds)
 
+    def prompt_logprobs(
+        self, hidden: Float[Tensor, "num_tokens hidden"], part: PromptRows, num_top: int, temperature: float = 1.0
+    ) -> list[TokenLogprobs]:
+        """Log-probabilities of the prompt tokens that follow these rows, computed for a limited number of rows at a time."""
+        rows_at_a_time = max(PROMPT_LOGITS // self.info.vocab_size, 1)
+        logprobs = []
+        for start in range(part.start, part.stop, rows_at_a_time):
+            logits = self.runner.head_rows(hidden, slice(start, min(start + rows_at_a_time, part.stop))).logits
+            if temperature != 1.0:
+                logits = divided(logits, logits.new_full((len(logits),), temperature))
+            first = part.position + 1 + start - part.start
+            token_ids = part.sequence.prompt_token_ids[first : first + len(logits)]
+            logprobs += token_logprobs(logits, token_ids, [num_top] * len(logits))
+        return logprobs
+
     # ---- internals
 
     def _build_batch(self, plan: StepPlan, previous: LaunchedStep | None) -> ForwardBatch:
@@ -140,19 +165,17 @@ class LocalExecutor:
         self._previous_sampling_batch = batch
         return self.sampler(rows, batch, tracer), [], tracer.seconds if tracer else 0.0
 
-    def _prompt_logprobs(self, part: PromptRows, hidden: Float[Tensor, "num_tokens hidden"]) -> PromptLogprobs:
-        """Log-probabilities of the prompt tokens that follow these rows, computed for a limited number of rows at a time."""
-        rows_at_a_time = max(PROMPT_LOGITS // self.info.vocab_size, 1)
-        seq, logprobs = part.sequence, []
-        requested = seq.params.prompt_logprobs
-        num_top = self.info.vocab_size if requested is None or requested == -1 else requested
-        for start in range(part.start, part.stop, rows_at_a_time):
-            logits = self.runner.head_rows(hidden, slice(start, min(start + rows_at_a_time, part.stop))).logits
-            if part.temperature != 1.0:
-                logits = divided(logits, logits.new_full((len(logits),), part.temperature))
-            first = part.position + 1 + start - part.start
-            logprobs += token_logprobs(logits, seq.prompt_token_ids[first : first + len(logits)], [num_top] * len(logits))
-        return PromptLogprobs(seq, part.position + 1, logprobs)
+    def _read_prompts(self, plan: StepPlan, hidden: Float[Tensor, "num_tokens hidden"]) -> list[PromptLogprobs]:
+        """Compute the log-probabilities of prompts that were requested, and give other rows to their readers."""
+        found = []
+        for part in plan.prompt_rows:
+            seq, num_top = part.sequence, part.sequence.params.prompt_logprobs
+            if seq.reader is not None:
+                seq.reader.read(self, hidden, part)
+            elif num_top is not None:
+                logprobs = self.prompt_logprobs(hidden, part, self.info.vocab_size if num_top == -1 else num_top)
+                found.append(PromptLogprobs(seq, part.position + 1, logprobs))
+        return found
 
     def _on_device(self) -> AbstractContextManager[None]:
         """Make the model's GPU the current one, on which Triton kernels are launched."""

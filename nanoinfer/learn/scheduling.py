@@ -346,7 +346,7 @@ TASKS = [
         "05",
         "start a waiting sequence, if there is room.\n\n"
         "Use self.block_manager.match_prefix, can_start(..., num_kept_free=) and start, self.next_chunk and self._select.\n"
-        "Sequences with seq.wants_prompt_logprobs use no prefix. Put it into self.running, set status and num_computed_tokens\n"
+        "Sequences with seq.wants_prompt_rows use no prefix. Put it into self.running, set status and num_computed_tokens\n"
         "and, for a sequence that was never preempted, num_cached_tokens.",
         (
             "The blocks that running sequences will soon need (num_reserved) stay free.",

@@ -16,7 +16,7 @@ from torch import Tensor
 from nanoinfer.errors import InvalidTypeError, UnsupportedError, WeightsError, shown
 from nanoinfer.loading.checkpoint import Checkpoint, first_ten
 from nanoinfer.loading.loader import Origin, open_weights, read_config
-from nanoinfer.loading.weights import FLOAT_DTYPES, TensorInfo, Weights, find_tensors
+from nanoinfer.loading.weights import FLOAT_DTYPES, MAX_HEADER_BYTES, TensorInfo, WeightFiles, Weights, find_tensors
 from nanoinfer.system.pages import release_pages
 
 can_release = sys.platform == "linux"  # whether `release` gives memory back here
@@ -70,9 +70,7 @@ def check(origin: Origin, weights: Weights) -> bool:
 
     Raises: WeightsError for what does not fit.
     """
-    with torch.device("meta"):
-        model = origin.model_class(origin.sizes)
-    targets, rules = dict(model.named_parameters()), origin.model_class.weight_rules
+    targets, rules = _parameters(origin), origin.model_class.weight_rules
     sources, problems = find_tensors(targets, weights, rules)
     for name in weights:
         if name.removeprefix(rules.prefix) == rules.head and rules.head not in targets:  # a tied head
@@ -84,11 +82,31 @@ def check(origin: Origin, weights: Weights) -> bool:
     return len(sources) == len(targets)
 
 
-def open_folder(origin: Origin, folder: str) -> Weights:
-    """Open a checkpoint of the same model. Raises: WeightsError for another model's config.json, or without a folder."""
-    if not Path(folder).is_dir():
-        raise WeightsError(f"{shown(folder)} is not a folder of this machine; download the checkpoint, and give its folder")
-    checkpoint = Checkpoint.open(folder)
+def _parameters(origin: Origin) -> dict[str, torch.nn.Parameter]:
+    """The parameters of the whole model, without numbers."""
+    with torch.device("meta"):
+        return dict(origin.model_class(origin.sizes).named_parameters())
+
+
+def max_file_bytes(origin: Origin) -> int:
+    """The size of a safetensors file of all weights in the widest dtype, which is float64, and of its header."""
+    return MAX_HEADER_BYTES + 8 * sum(weight.numel() for weight in _parameters(origin).values())
+
+
+def is_file(path: str) -> bool:
+    return Path(path).is_file() and path.endswith(".safetensors")
+
+
+def open_path(origin: Origin, path: str) -> Weights:
+    """Open a file of tensors, or a checkpoint of the same model. Raises: WeightsError for neither, or another config.json."""
+    if is_file(path):
+        return WeightFiles([Path(path)])
+    if not Path(path).is_dir():
+        raise WeightsError(
+            f"{shown(path)} is neither a folder nor a .safetensors file of this machine; download the checkpoint, and give "
+            "its folder"
+        )
+    checkpoint = Checkpoint.open(path)
     model_class, sizes = read_config(checkpoint)
     ours = vars(origin.sizes) | {"tie_word_embeddings": None}
     if model_class is not origin.model_class or vars(sizes) | {"tie_word_embeddings": None} != ours:
@@ -101,9 +119,9 @@ def fill(runner: Any, name: str, tensor: Tensor) -> None:
     _fill(runner.model, GivenWeights([(name, tensor)]))
 
 
-def fill_from(runner: Any, folder: str) -> None:
-    """Replace the weights on this rank by those of a checkpoint, of which it reads its part."""
-    _fill(runner.model, open_folder(runner.model.origin, folder))
+def fill_from(runner: Any, path: str) -> None:
+    """Replace the weights on this rank by those of a file or a checkpoint, of which it reads its part."""
+    _fill(runner.model, open_path(runner.model.origin, path))
 
 
 @torch.inference_mode()

@@ -143,7 +143,7 @@ class BlockManager:
 
     def cache_finished_blocks(self, seq: Sequence, num_tokens: int) -> None:
         """Add the blocks that the sequence's first num_tokens fill, which must be computed, to the prefix cache."""
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or seq.reader is not None:
             return
         cached = []
         for index in range(len(seq.prefix_keys), num_tokens // self.block_size):

@@ -111,7 +111,8 @@ class GroupedBlockManager(BlockManager):
     def cache_finished_blocks(self, seq: Sequence, num_tokens: int) -> None:
         """Add full blocks to the prefix cache, and free those that no query after the first num_tokens reaches."""
         cached = []
-        for index in range(len(seq.prefix_keys), num_tokens // self.block_size) if self.enable_prefix_caching else ():
+        num_full = num_tokens // self.block_size if self.enable_prefix_caching and seq.reader is None else 0
+        for index in range(len(seq.prefix_keys), num_full):
             seq.prefix_keys.append(self._next_key(seq.prefix_keys, seq.token_ids, index * self.block_size, seq.cache_salt))
             for group, table in enumerate(self.tables(seq)):
                 content = (seq.prefix_keys[-1], (group,))

@@ -238,7 +238,7 @@ class Scheduler:
 
     def _start(self, selection: _Selection, seq: Sequence, num_reserved: int) -> bool:
         """Start a sequence, which the caller removes from `waiting`. Return False if there is no room for it."""
-        prefix = [] if seq.wants_prompt_logprobs else self.block_manager.match_prefix(seq.token_ids, seq.cache_salt)
+        prefix = [] if seq.wants_prompt_rows else self.block_manager.match_prefix(seq.token_ids, seq.cache_salt)
         num_cached = len(prefix) * self.block_manager.block_size
         num_new = self.next_chunk(seq, num_cached)
         if num_new > 1 and selection.budget < num_new:

@@ -40,6 +40,7 @@ class Sequence:
     eos_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     grammar: Any = None  # structured/grammar.py, for params.structured_outputs: request.py advances it
+    reader: Any = None  # PromptReader (execution/local_executor.py): the executor calls it, and nothing of it is cached
     index: int = 0  # which of the prompt's n answers it is
     priority: int = 0  # for schedulers that read it. Lower runs first
     arrival_time: float = 0.0  # on the clock of time.perf_counter
@@ -69,9 +70,10 @@ class Sequence:
         return f"{self.request_id}.{self.index}" if self.index else self.request_id
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        """Whether it returns prompt_logprobs, which only the first of n answers does, and only once."""
-        return self.params.prompt_logprobs is not None and self.index == 0 and self.num_output_tokens == 0
+    def wants_prompt_rows(self) -> bool:
+        """Whether its prompt is read, for prompt_logprobs or by a reader: only the first of n answers, and only once."""
+        is_read = self.params.prompt_logprobs is not None or self.reader is not None
+        return is_read and self.index == 0 and self.num_output_tokens == 0
 
     @property
     def sampling_reads_output(self) -> bool:

@@ -41,16 +41,12 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Packed tokens start .. stop - 1 are the tokens of the sequence's prompt from `position` on.
-
-    temperature: Divides the logits of their log-probabilities.
-    """
+    """Packed tokens start .. stop - 1 are the tokens of the sequence's prompt from `position` on."""
 
     sequence: Sequence
     start: int
     stop: int
     position: int
-    temperature: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ class StepPlan:
         rows: (sequence, packed index) pairs whose hidden rows reach the LM head and the sampler. A chunk that does not end its
             prompt has no row. Forks have the index of the sequence that they come from. A sequence with drafts has a row for
             its newest token, then one for each draft.
-        prompt_rows: The prompt tokens whose log-probabilities were requested.
+        prompt_rows: The prompt tokens whose log-probabilities were requested, or whose hidden rows are read.
         block_copies: (from, to) blocks that are copied before the forward pass.
         preempted: Sequences that lost their blocks to this step.
         step: The number of the step, which the scheduler counts from 0.
@@ -108,13 +104,14 @@ def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int
 
 
 def prompt_rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[PromptRows, ...]:
-    """Return the prompt tokens that precede another prompt token, where their log-probabilities were requested."""
+    """Return the prompt tokens that a reader reads, or those before another one where log-probabilities were requested."""
     rows = []
     start = 0
     for item in scheduled:
         seq = item.sequence
-        num = min(item.num_new_tokens, len(seq.prompt_token_ids) - 1 - seq.num_computed_tokens)
-        if seq.wants_prompt_logprobs and num > 0:
+        end = len(seq.prompt_token_ids) - (seq.reader is None)
+        num = min(item.num_new_tokens, end - seq.num_computed_tokens)
+        if seq.wants_prompt_rows and num > 0:
             rows.append(PromptRows(seq, start, start + num, seq.num_computed_tokens))
         start += item.num_packed_tokens
     return tuple(rows)

@@ -105,7 +105,7 @@ class Answers:
 def failure_of(answer: CompletionOutput | Delta) -> tuple[int, str] | None:
     """Return the status and the message of a failed answer, because OpenAI's finish_reasons have none for it."""
     if answer.finish_reason == "abort":
-        return 503, "the request was aborted"
+        return 503, answer.error or "the request was aborted"
     if answer.finish_reason == "timeout":
         return 504, answer.error or "the request took longer than its timeout"
     return (500, without_paths(answer.error or "the engine failed")) if answer.finish_reason == "error" else None

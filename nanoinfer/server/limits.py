@@ -24,6 +24,7 @@ from nanoinfer.system.work_threads import LARGE
 MAX_HEADER_BYTES = 2**15
 # While a body is parsed, no other thread can run: some 25 ns for a value, and 400 ns for a list, an object or a key.
 MAX_VALUES, MAX_NESTED = 2**20, 2**16
+FILE = "application/octet-stream"
 
 
 class RequestLimits:
@@ -44,18 +45,21 @@ class RequestLimits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        num_bytes = 0
+        num_bytes, max_bytes = 0, self._max_body_bytes
 
         async def receive_limited() -> Message:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
-                raise RequestError(413, f"the body has more than {self._max_body_bytes} bytes")
+            if num_bytes > max_bytes:
+                raise RequestError(413, f"the body has more than {max_bytes} bytes")
             return message
 
+        headers = Headers(scope=scope)
+        if media_type(headers) == FILE:  # other endpoints than /update_weights refuse it without reading it
+            max_bytes = getattr(scope["app"].state, "max_file_bytes", max_bytes)
         try:
-            self._check(scope["path"], scope["method"], Headers(scope=scope))
+            self._check(scope["path"], scope["method"], headers)
         except RequestError as error:
             await error_response(error.status_code, error.detail, code=error.code, path=scope["path"])(scope, receive, send)
         else:
@@ -76,6 +80,11 @@ class RequestLimits:
             is_known = [hmac.compare_digest(given, digest) for digest in self._digests]  # all of them, for a constant time
             if not any(is_known):
                 raise RequestError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
+
+
+def media_type(headers: Headers) -> str:
+    """Return the type of a body, without parameters."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def _digest(key: bytes) -> bytes:
@@ -121,15 +130,18 @@ def json_size(body: bytes) -> tuple[int, int]:
 
 
 class StrictRoute(APIRoute):
-    """A route whose requests are StrictRequests."""
+    """A route whose requests are StrictRequests. Their bodies are JSON, or what its openapi_extra describes."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
+        described = (self.openapi_extra or {}).get("requestBody", {}).get("content", {})
+        kinds = list(described) or ["application/json"]
 
         async def strict(request: Request) -> Response:
-            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if request.method == "POST" and kind != "application/json":  # a page of any origin may send other types
-                raise RequestError(415, f"the body must be JSON, with Content-Type: application/json, got {kind[:100]!r}")
+            kind = media_type(request.headers)
+            if request.method == "POST" and kind not in kinds:  # a page of any origin may send text/plain and forms
+                allowed = " or ".join(f"Content-Type: {name}" for name in kinds)
+                raise RequestError(415, f"the body must be JSON, with {allowed}, got {kind[:100]!r}")
             return await handler(StrictRequest(request.scope, request.receive))
 
         return strict

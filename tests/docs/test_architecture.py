@@ -43,7 +43,7 @@ ALLOWED = {
     "llm": {"words", "tracing", "sampling", "chat", "engine", "rollouts"},
     "async_llm": {"words", "system", "engine", "rollouts", "llm"},
     "vllm_engine": {"words", "engine", "llm", "async_llm"},
-    "server": {"words", "system", "tracing", "tokenization", "chat", "engine", "async_llm"},
+    "server": {"words", "system", "tracing", "tokenization", "chat", "engine", "rollouts", "async_llm"},
     "bundled": set(),
     "bench": {"words", "tracing", "loading", "attention", "sampling", "fast", "llm", "server"},
     "learn": {

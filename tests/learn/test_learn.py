@@ -56,7 +56,7 @@ MUTANTS = {
         ("seq.prefix_keys[-1] if seq.prefix_keys else seq.cache_salt or _ROOT", "_ROOT"),
         ("seq.cache_salt or _ROOT", "_ROOT"),
         ("self._content[block] = content", "pass"),
-        ("if not self.enable_prefix_caching:", "if False:"),
+        ("if not self.enable_prefix_caching or seq.reader is not None:", "if False:"),
     ],
     "paged_attention": [
         ("cache.write(layer, metadata.slot_mapping, k, v)", "pass"),

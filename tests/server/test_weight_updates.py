@@ -1,13 +1,17 @@
 """A trainer pauses a server, replaces its weights by a folder's, and lets it answer again."""
 
+import os
+import re
 import shutil
+import stat
 import threading
 
 import http_server
+import httpx2
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
-from nanoinfer import AsyncLLM
+from nanoinfer import AsyncLLM, rollouts
 from nanoinfer.loading.checkpoint import Checkpoint
 
 BODY = {"prompt": "Once upon", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
@@ -58,6 +62,69 @@ def test_the_weights_of_a_folder_answer_after_a_pause(server, folder):
     assert server.post("/pause?mode=keep", {}).status_code == 400
 
 
+def update_by_file(server, content, **headers):
+    headers = {"Content-Type": "application/octet-stream"} | headers
+    return httpx2.post(server.url + "/update_weights", content=content, headers=headers, timeout=60)
+
+
+def test_the_tensors_of_a_file_in_the_body_replace_weights_and_what_does_not_fit_changes_nothing(server, folder):
+    names = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
+    trained = load_file(folder + "/model.safetensors")
+    before = load_file(Checkpoint.open("tiny-qwen3").path / "model.safetensors")
+    server.async_llm.llm.update_weights(before.items())
+    version, own = server.async_llm.engine.weights_version, token_ids(server)
+    refused = [
+        (b"not a file of tensors", "cut short or damaged"),
+        (save({"model.norm.weight": trained[names[0]][:-1]}), "misshaped"),
+        (save({"norm.of.another.model": trained[names[0]]}), "unexpected"),
+        (save({name: trained[name] for name in names})[:-5], "cut short or damaged"),
+    ]
+    for content, words in refused:
+        response = update_by_file(server, content)
+        assert (response.status_code, re.search(words, response.text) and "fits") == (400, "fits"), response.text
+        assert "/tmp" not in response.text
+    for content_type, status in (("text/plain", 415), ("application/json", 400)):
+        assert update_by_file(server, b"{}", **{"Content-Type": content_type}).status_code == status
+    assert token_ids(server) == own
+    response = update_by_file(server, save({names[0]: trained[names[0]]}))
+    assert response.json() == {"weights_version": version + 1, "is_paused": False}
+    after = token_ids(server)
+    server.async_llm.llm.update_weights_from_path(folder)
+    assert token_ids(server) == after != own
+
+
+def test_a_file_is_limited_by_the_size_of_the_model_and_is_private_and_gone_afterwards(server, monkeypatch):
+    assert 2**22 < server.app.state.max_file_bytes < 2**28
+    seen = []
+
+    def examined(path):
+        seen.append((path, stat.S_IMODE(os.stat(path).st_mode), os.path.getsize(path)))
+
+    monkeypatch.setattr(server.async_llm.llm, "update_weights_from_path", examined, raising=False)
+    assert update_by_file(server, b"x" * 2**23).status_code == 200, "more than max_body_bytes"
+    monkeypatch.setattr(server.app.state, "max_file_bytes", 2**16)
+    assert update_by_file(server, b"x" * 2**17).status_code == 413
+    assert [one[1:] for one in seen] == [(0o600, 2**23)]
+    assert not os.path.exists(seen[0][0])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_pause_that_comes_while_a_request_is_prepared_refuses_it(server, monkeypatch, stream):
+    inputs, llm = server.async_llm.engine.inputs, server.async_llm.llm
+    prepare_prompt = inputs.prepare_prompt
+
+    def prepared_before_the_pause(*args, **kwargs):
+        prepared = prepare_prompt(*args, **kwargs)
+        rollouts.refuse_requests(llm, "wait")
+        return prepared
+
+    monkeypatch.setattr(inputs, "prepare_prompt", prepared_before_the_pause)
+    refused = server.post("/v1/completions", BODY | {"stream": stream})
+    assert refused.status_code == (200 if stream else 503)
+    assert "this LLM is paused; call resume() first" in refused.text
+    assert not server.post("/resume", {}).json()["is_paused"]
+
+
 def test_a_pause_may_end_what_runs_and_a_server_without_the_option_has_none_of_it(server):
     with http_server.serving() as plain:
         assert [plain.post(path, {}).status_code for path in ("/pause", "/resume", "/update_weights")] == [404] * 3
@@ -68,5 +135,5 @@ def test_a_pause_may_end_what_runs_and_a_server_without_the_option_has_none_of_i
         pass
     assert server.post("/pause?mode=abort", {}).json()["is_paused"]
     thread.join(60)
-    assert server.post("/resume", {}).json() == {"weights_version": 1, "is_paused": False}
+    assert not server.post("/resume", {}).json()["is_paused"]
     assert "error" in answers[0] or answers[0]["choices"][0]["finish_reason"] == "abort"

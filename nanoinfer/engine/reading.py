@@ -1,0 +1,46 @@
+"""Requests whose prompt is read instead of answered: log-probabilities of given tokens (rollouts.py), embeddings (pooling.py).
+
+In: a prompt, and the PromptReader that sees its hidden rows. Out: a request that is scheduled like every other one. It ends
+with one sampled token, which nobody reads, so it needs no rule of its own, and numbers that are not finite are found.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from nanoinfer.engine.inputs import InputProcessor, PreparedRequest, as_list, with_prompt_index
+from nanoinfer.engine.request import Request
+from nanoinfer.errors import InvalidPromptError, NanoinferError
+from nanoinfer.sampling_params import SamplingParams
+
+PARAMS = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+
+
+def prepare(
+    inputs: InputProcessor, prompt: Any, reader: Any, max_model_len: int, priority: int | None = None
+) -> PreparedRequest:
+    """Prepare a prompt of at most max_model_len tokens. A longer one is not refused, see PreparedRequest.error."""
+    prepared, error = inputs.prepare_prompt(prompt, PARAMS, priority), None
+    if (num := len(prepared.prompt_token_ids)) > max_model_len:
+        error = f"This model's maximum context length is {max_model_len} tokens. However, the text has {num} tokens; shorten it"
+    return replace(prepared, reader=reader, error=error)
+
+
+def prepare_all(prompts: Any, prepare_one: Callable[[Any], PreparedRequest]) -> list[PreparedRequest]:
+    """Prepare one prompt or a list of them. Raises: InvalidPromptError, with the prompt's index, for one that is too long."""
+    prepared = []
+    for index, prompt in enumerate(as_list(prompts)):
+        with with_prompt_index(index):
+            prepared.append(prepare_one(prompt))
+            if (error := prepared[-1].error) is not None:
+                raise InvalidPromptError(error)
+    return prepared
+
+
+def check(requests: Iterable[Request]) -> None:
+    """Raises: NanoinferError for a request that did not read its prompt to the end."""
+    for request in requests:
+        assert request.output is not None, "it has ended"
+        answer = request.output.outputs[0]
+        if answer.finish_reason not in ("stop", "length"):
+            raise NanoinferError(f"the prompt was not read to its end: {answer.error or answer.finish_reason}")
