@@ -77,9 +77,9 @@ def update_weights(self: "LLM", pairs: Iterable[tuple[str, Tensor]]) -> int:
         NanoinferError: Requests run. pause() ends them.
         UnsupportedError: The weights are rounded, have adapters merged into them, or are laid out for a GPU.
     """
-    weights = update.GivenWeights(pairs)
-    _begin_update(self.engine, weights)
     runner = _runner_of(self.engine)
+    weights = update.divided(update.origin_of(runner.model), update.GivenWeights(pairs))
+    _begin_update(self.engine, weights)
     for name in weights:
         runner.on_all_ranks(update.fill, name, weights.read(name))
     return _updated(self.engine)

@@ -78,6 +78,7 @@ def addresses(llm):
         ("gpt2_untied", "bfloat16"),
         ("qwen3_tied", "bfloat16"),
         ("qwen3_5", "float32"),
+        ("gpt_oss_window", "float32"),
     ],
 )
 def test_ten_updates_give_the_bits_of_a_fresh_engine_in_the_same_memory(checkpoints, family, dtype):

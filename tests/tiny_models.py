@@ -99,6 +99,19 @@ FAMILIES |= {
             },
         },
     ),
+    "gpt_oss_window": (
+        "GptOss",
+        _QWEN
+        | _SLIDING
+        | {
+            "num_hidden_layers": 3,
+            "intermediate_size": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "swiglu_limit": 1.0,  # of 7, so that some numbers exceed it
+            "rope_parameters": _YARN | {"rope_theta": 150_000.0, "truncate": False},
+        },
+    ),
 }
 WITH_STATES = [family for family in FAMILIES if family.startswith(("qwen3_5", "qwen3_next"))]
 

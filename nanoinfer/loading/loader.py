@@ -150,11 +150,17 @@ def open_weights(checkpoint: Checkpoint) -> Weights:
 
         return GGUFWeights(checkpoint.gguf)
     settings = checkpoint.config.get("quantization_config")
-    if not settings:
-        return WeightFiles(checkpoint.weight_files)
-    from nanoinfer.loading.formats.packed import open_packed
+    stored = WeightFiles(checkpoint.weight_files)
+    files: Weights = stored
+    if settings:
+        from nanoinfer.loading.formats.packed import open_packed
 
-    return open_packed(checkpoint.weight_files, settings, checkpoint.config_path)
+        files = open_packed(stored, settings, checkpoint.config_path)
+    if find_model(checkpoint.config).weight_rules.has_fused_experts:
+        from nanoinfer.loading.formats.experts import ExpertWeights
+
+        files = ExpertWeights(files)
+    return files
 
 
 def on_meta(checkpoint: Checkpoint) -> tuple[Any, Weights]:

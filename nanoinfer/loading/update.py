@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanoinfer.errors import InvalidTypeError, UnsupportedError, WeightsError, shown
 from nanoinfer.loading.checkpoint import Checkpoint, first_ten
+from nanoinfer.loading.formats.experts import ExpertWeights
 from nanoinfer.loading.loader import Origin, open_weights, read_config
 from nanoinfer.loading.weights import FLOAT_DTYPES, MAX_HEADER_BYTES, TensorInfo, WeightFiles, Weights, find_tensors
 from nanoinfer.system.pages import release_pages
@@ -82,6 +83,11 @@ def check(origin: Origin, weights: Weights) -> bool:
     return len(sources) == len(targets)
 
 
+def divided(origin: Origin, weights: Weights) -> Weights:
+    """Return the same tensors, with those divided that a checkpoint of this family has for several parameters at once."""
+    return ExpertWeights(weights) if origin.model_class.weight_rules.has_fused_experts else weights
+
+
 def _parameters(origin: Origin) -> dict[str, torch.nn.Parameter]:
     """The parameters of the whole model, without numbers."""
     with torch.device("meta"):
@@ -100,7 +106,7 @@ def is_file(path: str) -> bool:
 def open_path(origin: Origin, path: str) -> Weights:
     """Open a file of tensors, or a checkpoint of the same model. Raises: WeightsError for neither, or another config.json."""
     if is_file(path):
-        return WeightFiles([Path(path)])
+        return divided(origin, WeightFiles([Path(path)]))
     if not Path(path).is_dir():
         raise WeightsError(
             f"{shown(path)} is neither a folder nor a .safetensors file of this machine; download the checkpoint, and give "

@@ -160,7 +160,7 @@ class QwenDecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = QwenAttention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.mlp: nn.Module = SwiGLU(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
     def forward(
         self,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -47,19 +46,14 @@ class QwenMoeConfig(QwenConfig):
                 f"sliding-window attention (sliding_window={shown(config['sliding_window'])}) is not supported for these "
                 "mixtures of experts; only checkpoints with use_sliding_window=false are"
             )
-        num_experts = config.get("num_experts") or config["num_local_experts"]  # the second is newer transformers' name
-        num_chosen = config["num_experts_per_tok"]
-        if num_chosen > num_experts:
-            raise CheckpointError(f"num_experts_per_tok must be <= {shown(num_experts)} (num_experts), got {shown(num_chosen)}")
         attention_bias = is_qwen3 and config.get("attention_bias", False)
         return cls(
             **shared_fields(config),
+            **expert_fields(config),
             qkv_bias=attention_bias if is_qwen3 else config.get("qkv_bias", True),
             o_bias=attention_bias,
             mlp_bias=False,
             qk_norm=is_qwen3,
-            num_experts=num_experts,
-            num_experts_per_tok=num_chosen,
             moe_intermediate_size=config["moe_intermediate_size"],
             shared_expert_intermediate_size=None if is_qwen3 else config["shared_expert_intermediate_size"],
             norm_topk_prob=config.get("norm_topk_prob", False),
@@ -72,6 +66,15 @@ class QwenMoeConfig(QwenConfig):
         """The layers that have experts."""
         layers = range(self.decoder_sparse_step - 1, self.num_hidden_layers, self.decoder_sparse_step)
         return [layer for layer in layers if layer not in self.mlp_only_layers]
+
+
+def expert_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """The number of experts, and how many of them a token passes. Raises: CheckpointError: the second exceeds the first."""
+    num_experts = config.get("num_experts") or config["num_local_experts"]  # the second is newer transformers' name
+    num_chosen = config["num_experts_per_tok"]
+    if num_chosen > num_experts:
+        raise CheckpointError(f"num_experts_per_tok must be <= {shown(num_experts)} (num_experts), got {shown(num_chosen)}")
+    return {"num_experts": num_experts, "num_experts_per_tok": num_chosen}
 
 
 class MixtureOfExperts(nn.Module):
@@ -95,29 +98,35 @@ class MixtureOfExperts(nn.Module):
         weights, chosen = scores.topk(self.num_experts_per_tok, dim=-1)  # [num_tokens, num_experts_per_tok]
         if self.norm_topk_prob:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        out = self._routed(x, weights, chosen)
+        out = sum_of_experts(self.experts, x, weights, chosen)
         if self.has_shared_expert:
-            # The sigmoid is written as a softmax of (z, 0), because torch.sigmoid rounds the tail of a tensor differently, so
-            # that a row would depend on the batch.
-            weight = F.pad(self.shared_expert_gate(x), (0, 1)).float().softmax(dim=-1)[:, :1]
-            out += weight * self.shared_expert(x)
+            out += sigmoid(self.shared_expert_gate(x).float()) * self.shared_expert(x)
         return out.to(x.dtype)
 
-    def _routed(
-        self, x: Float[Tensor, "num_tokens hidden"], weights: Float[Tensor, "num_tokens k"], chosen: Int[Tensor, "num_tokens k"]
-    ) -> Float[Tensor, "num_tokens hidden"]:
-        """The weighted sum of the chosen experts, in fp32. Each expert computes its tokens in one product.
 
-        Only the weights of chosen experts are read. A token's experts are added in the order of their numbers, so its bits do
-        not depend on the other tokens. The host must know the number of each expert's tokens: a GPU waits for it.
-        """
-        out = torch.zeros_like(x, dtype=torch.float32)
-        experts, counts = chosen.unique(return_counts=True)  # in rising order
-        by_expert = chosen.flatten().argsort(stable=True)  # places in `chosen`
-        for expert, places in zip(experts.tolist(), by_expert.split(counts.tolist()), strict=True):
-            tokens = places // self.num_experts_per_tok
-            out.index_add_(0, tokens, weights.flatten()[places].unsqueeze(1) * self.experts[expert](x[tokens]))
-        return out
+def sigmoid(x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
+    """1 / (1 + exp(-x)). torch.sigmoid rounds the tail of a tensor differently, so that a row would depend on the batch."""
+    return (1 / (1 + (-x.float()).exp())).to(x.dtype)
+
+
+def sum_of_experts(
+    experts: nn.ModuleList,
+    x: Float[Tensor, "num_tokens hidden"],
+    weights: Float[Tensor, "num_tokens k"],
+    chosen: Int[Tensor, "num_tokens k"],
+) -> Float[Tensor, "num_tokens hidden"]:
+    """The weighted sum of the chosen experts, in fp32. Each expert computes its tokens in one product.
+
+    Only the weights of chosen experts are read. A token's experts are added in the order of their numbers, so its bits do
+    not depend on the other tokens. The host must know the number of each expert's tokens: a GPU waits for it.
+    """
+    out = torch.zeros_like(x, dtype=torch.float32)
+    numbers, counts = chosen.unique(return_counts=True)  # in rising order
+    by_expert = chosen.flatten().argsort(stable=True)  # places in `chosen`
+    for number, places in zip(numbers.tolist(), by_expert.split(counts.tolist()), strict=True):
+        tokens = places // chosen.shape[1]
+        out.index_add_(0, tokens, weights.flatten()[places].unsqueeze(1) * experts[number](x[tokens]))
+    return out
 
 
 class QwenMoeForCausalLM(QwenForCausalLM):

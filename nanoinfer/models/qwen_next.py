@@ -22,7 +22,7 @@ from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 from nanoinfer.models.gated_delta import DeltaRecurrence
 from nanoinfer.models.layers import RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, apply_rotary
 from nanoinfer.models.qwen import QwenAttention, QwenDecoderLayer, QwenForCausalLM, shared_fields
-from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeConfig
+from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeConfig, expert_fields, sigmoid
 from nanoinfer.models.registry import WeightRules
 
 LAYER_TYPES = ("linear_attention", "full_attention")
@@ -92,8 +92,7 @@ class QwenNextConfig(QwenMoeConfig):
             o_bias=False,
             mlp_bias=False,
             qk_norm=True,
-            num_experts=config["num_experts"] if has_experts else 1,
-            num_experts_per_tok=config["num_experts_per_tok"] if has_experts else 1,
+            **(expert_fields(config) if has_experts else {"num_experts": 1, "num_experts_per_tok": 1}),
             moe_intermediate_size=config["moe_intermediate_size"] if has_experts else 1,
             shared_expert_intermediate_size=config["shared_expert_intermediate_size"] if has_experts else None,
             norm_topk_prob=config.get("norm_topk_prob", True),
@@ -146,11 +145,6 @@ class GatedAttention(QwenAttention):
     def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         first, rest = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
         return torch.cat((apply_rotary(first, cos, sin), rest), dim=-1)
-
-
-def sigmoid(x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
-    """1 / (1 + exp(-x)). torch.sigmoid rounds the tail of a tensor differently, so that a row would depend on the batch."""
-    return (1 / (1 + (-x.float()).exp())).to(x.dtype)
 
 
 class GatedDeltaNet(nn.Module):

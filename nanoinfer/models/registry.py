@@ -27,6 +27,7 @@ class WeightRules:
         transpose: endings of tensors stored as [in, out]. A linear layer has [out, in].
         skip: endings of tensors that are not weights.
         ignored: beginnings of tensors that are weights of something else, such as a model that drafts tokens.
+        has_fused_experts: whether one tensor has all experts of a layer, as in gpt-oss (loading/formats/experts.py).
     """
 
     prefix: str
@@ -35,12 +36,14 @@ class WeightRules:
     transpose: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    has_fused_experts: bool = False
 
 
 # architecture in config.json -> "module:class", imported when it is first used
 _MODELS: dict[str, str] = {
     "GPT2LMHeadModel": "nanoinfer.models.gpt2:GPT2LMHeadModel",
     "Gemma3ForCausalLM": "nanoinfer.models.gemma3:Gemma3ForCausalLM",
+    "GptOssForCausalLM": "nanoinfer.models.gpt_oss:GptOssForCausalLM",
     "LlamaForCausalLM": "nanoinfer.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "nanoinfer.models.llama:LlamaForCausalLM",
     "Qwen2ForCausalLM": "nanoinfer.models.qwen:QwenForCausalLM",

@@ -78,7 +78,7 @@ def logits_on_ranks(checkpoint, size, *, optimized, dtype="float32", quantizatio
     return on_ranks(size, run)
 
 
-NOT_SPLIT = [*tiny_models.WITH_STATES, "gemma3_window"]
+NOT_SPLIT = [*tiny_models.WITH_STATES, "gemma3_window", "gpt_oss_window"]
 
 
 def whole_config(family, **overrides):

@@ -355,12 +355,14 @@ _FORMATS: dict[str, type[PackedWeights]] = {
 }
 
 
-def open_packed(paths: list[Path], settings: Any, config_path: Path) -> PackedWeights:
-    """Return the tensors of a checkpoint whose config.json has these settings."""
+def open_packed(files: WeightFiles, settings: Any, config_path: Path) -> Weights:
+    """Return the tensors of a checkpoint whose config.json has these settings. Those of MXFP4 stay as experts.py reads them."""
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
+    if method == "mxfp4":
+        return files
     if not isinstance(method, str) or method not in _FORMATS or not isinstance(settings, dict):
         raise UnsupportedError(
-            f"checkpoints quantised with {shown(method)} are not supported; {', '.join(_FORMATS)} are. "
+            f"checkpoints quantised with {shown(method)} are not supported; {', '.join(_FORMATS)} and mxfp4 are. "
             "Take one of these, a GGUF file, or the unquantised checkpoint"
         )
-    return _FORMATS[method](WeightFiles(paths), settings, config_path)
+    return _FORMATS[method](files, settings, config_path)

@@ -239,7 +239,7 @@ def test_a_layer_in_few_bits_keeps_the_integers_of_the_file(name, saved):
         ("int4", {"config_groups": {}}, r"config_groups=\{\} .* names no group"),
         ("fp8", {"weight_block_size": None}, "weight_block_size=None .* must be two sizes"),
         ("fp8", {"activation_scheme": "static"}, "activation_scheme='static'"),
-        ("fp8", {"quant_method": "bitsandbytes"}, "quantised with 'bitsandbytes' are not supported; gptq, awq, .*, fp8 are"),
+        ("fp8", {"quant_method": "bitsandbytes"}, "with 'bitsandbytes' are not supported; gptq, .*, fp8 and mxfp4 are"),
     ],
 )
 def test_a_setting_that_is_not_supported_is_refused_by_name(name, changes, sentence, saved, tmp_path):

@@ -1,0 +1,133 @@
+"""gpt-oss: layers of qwen.py with a mixture of experts, biases everywhere, attention sinks, and a window in every other layer.
+
+    sinks     a learned score for each head. Its share of the softmax reads nothing (attention/dense.py)
+    window    in the layers that layer_types calls sliding_attention, the first and then every other one
+    router    has a bias. The softmax is over the scores of the chosen experts only
+    experts   a clamped SwiGLU with biases, in every layer
+    RoPE      YaRN with the ends of its ramp between two pairs (truncate=false)
+
+Source: https://arxiv.org/abs/2508.10925. Its checkpoints store all experts of a layer as one tensor, which
+loading/formats/experts.py divides. The other names are theirs.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from jaxtyping import Float
+from torch import Tensor, empty, nn
+
+from nanoinfer.attention.base import Attend
+from nanoinfer.models.layers import SwiGLU, apply_rotary
+from nanoinfer.models.qwen import (
+    QwenAttention,
+    QwenConfig,
+    QwenDecoderLayer,
+    QwenForCausalLM,
+    layer_windows,
+    shared_fields,
+)
+from nanoinfer.models.qwen_moe import expert_fields, sigmoid, sum_of_experts
+from nanoinfer.models.registry import WeightRules
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig(QwenConfig):
+    has_sinks: ClassVar[bool] = True  # not every attention backend supports them
+    num_experts: int
+    num_experts_per_tok: int
+    swiglu_alpha: float
+    swiglu_limit: float
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> "GptOssConfig":
+        """Read config.json.
+
+        Raises:
+            UnsupportedError: a variant of gpt-oss that is not supported.
+            CheckpointError: a value out of its range.
+            KeyError: a key that every gpt-oss config has.
+        """
+        rope = {"rope_theta": config.get("rope_theta", 150_000.0)} | (config.get("rope_parameters") or config["rope_scaling"])
+        kinds = config.get("layer_types") or [
+            "full_attention" if layer % 2 else "sliding_attention" for layer in range(config["num_hidden_layers"])
+        ]
+        bias = config.get("attention_bias", True)
+        return cls(
+            **shared_fields({"rms_norm_eps": 1e-5, "head_dim": 64} | config | {"rope_parameters": rope}),
+            **expert_fields(config),
+            qkv_bias=bias,
+            o_bias=bias,
+            mlp_bias=True,
+            qk_norm=False,
+            layer_windows=layer_windows({"sliding_window": 128} | config, kinds),
+            swiglu_alpha=config.get("swiglu_alpha", 1.702),
+            swiglu_limit=config.get("swiglu_limit", 7.0),
+        )
+
+    @property
+    def sparse_layers(self) -> range:
+        """The layers that have experts."""
+        return range(self.num_hidden_layers)
+
+
+class GptOssAttention(QwenAttention):
+    def __init__(self, config: GptOssConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.sinks = nn.Parameter(empty(config.num_attention_heads))
+
+    def forward(
+        self,
+        x: Float[Tensor, "num_tokens hidden"],
+        cos: Float[Tensor, "num_tokens 1 head_dim"],
+        sin: Float[Tensor, "num_tokens 1 head_dim"],
+        attend: Attend,
+    ) -> Float[Tensor, "num_tokens hidden"]:
+        heads = (-1, self.head_dim)
+        q = apply_rotary(self.q_proj(x).unflatten(-1, heads), cos, sin)  # [num_tokens, num_heads, head_dim]
+        k = apply_rotary(self.k_proj(x).unflatten(-1, heads), cos, sin)  # [num_tokens, num_kv_heads, head_dim]
+        v = self.v_proj(x).unflatten(-1, heads)  # [num_tokens, num_kv_heads, head_dim]
+        return self.o_proj(attend(self.layer, q, k, v, window=self.window, sinks=self.sinks).flatten(1))
+
+
+class ClampedSwiGLU(SwiGLU):
+    """down((up + 1) * gate * sigmoid(alpha * gate)), where the gate is at most `limit`, and up is in -limit .. limit."""
+
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__(config.hidden_size, config.intermediate_size, bias=True)
+        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+
+    def forward(self, x: Float[Tensor, "num_tokens hidden"]) -> Float[Tensor, "num_tokens hidden"]:
+        gate = self.gate_proj(x).clamp(max=self.limit)  # [num_tokens, intermediate]
+        up = self.up_proj(x).clamp(-self.limit, self.limit)  # [num_tokens, intermediate]
+        return self.down_proj((up + 1) * (gate * sigmoid(self.alpha * gate)))
+
+
+class GptOssExperts(nn.Module):
+    """The sum of weight_e * expert_e(x) over the experts e that the router chooses for x."""
+
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__()
+        self.num_experts_per_tok = config.num_experts_per_tok
+        self.router = nn.Linear(config.hidden_size, config.num_experts)
+        self.experts = nn.ModuleList(ClampedSwiGLU(config) for _ in range(config.num_experts))
+
+    def forward(self, x: Float[Tensor, "num_tokens hidden"]) -> Float[Tensor, "num_tokens hidden"]:
+        scores, chosen = self.router(x).float().topk(self.num_experts_per_tok, dim=-1)  # [num_tokens, num_experts_per_tok]
+        return sum_of_experts(self.experts, x, scores.softmax(dim=-1), chosen).to(x.dtype)
+
+
+class GptOssDecoderLayer(QwenDecoderLayer):
+    def __init__(self, config: GptOssConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.self_attn = GptOssAttention(config, layer)
+        self.mlp = GptOssExperts(config)
+
+
+class GptOssForCausalLM(QwenForCausalLM):
+    Config = GptOssConfig
+    weight_rules = WeightRules(prefix="model.", embedding="embed_tokens.weight", has_fused_experts=True)
+    supports_cuda_graph = False  # what is computed depends on the router
+
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(GptOssDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
