@@ -8,13 +8,14 @@ runs on any device, and the kernels of cpu/ and cuda/ are compared with it. The 
     fuse_factors       factor * linear(x) is one product: the gate of an MLP
     fuse_residuals     residual + linear(x) is one product
     merge_linears      linear layers of the same input are one product: q, k and v
-    fuse_rotations     a norm over heads and the rotation after it are one operation
+    fuse_rotations     a norm over heads and the rotation after it, perhaps of a part of each head, are one operation
+    fuse_gates         x * sigmoid(gate) is one operation
 """
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from torch import Tensor, fx, nn
 
 from nanoinfer.fast.trace import Trace, has_hooks
 from nanoinfer.loading.quantization import side_by_side
-from nanoinfer.models.layers import RMSNorm, ZeroCentredRMSNorm, apply_rotary, gelu_tanh
+from nanoinfer.models.layers import RMSNorm, ZeroCentredRMSNorm, apply_rotary, gelu_tanh, sigmoid
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
 
@@ -77,24 +78,34 @@ class FusedLinear(nn.Module):
 
 
 class FusedRotation(nn.Module):
-    """apply_rotary, after an RMSNorm over each head if there is one."""
+    """apply_rotary to the first num_rotated numbers of each head (None: to all), after an RMSNorm over it if there is one."""
 
-    def __init__(self, norm: RMSNorm | None) -> None:
+    def __init__(self, norm: RMSNorm | None, num_rotated: int | None = None) -> None:
         super().__init__()
-        self.norm = norm
+        self.norm, self.num_rotated = norm, num_rotated
 
     def forward(
         self,
         x: Float[Tensor, "num_tokens heads head_dim"],
-        cos: Float[Tensor, "num_tokens 1 head_dim"],
-        sin: Float[Tensor, "num_tokens 1 head_dim"],
+        cos: Float[Tensor, "num_tokens 1 num_rotated"],
+        sin: Float[Tensor, "num_tokens 1 num_rotated"],
     ) -> Float[Tensor, "num_tokens heads head_dim"]:
-        return apply_rotary(x if self.norm is None else self.norm(x), cos, sin)
+        x = x if self.norm is None else self.norm(x)
+        rotated = apply_rotary(x[..., : self.num_rotated], cos, sin)
+        return rotated if self.num_rotated is None else torch.cat((rotated, x[..., self.num_rotated :]), dim=-1)
+
+
+class FusedGate(nn.Module):
+    """x * sigmoid(gate)."""
+
+    def forward(self, x: Float[Tensor, "*rows size"], gate: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
+        return x * sigmoid(gate)
 
 
 def fuse(trace: Trace) -> None:
     """Apply all passes."""
-    for change in (fuse_linears, fuse_activations, fuse_factors, fuse_residuals, merge_linears, fuse_rotations):
+    passes = (fuse_linears, fuse_activations, fuse_factors, fuse_residuals, merge_linears, fuse_rotations, fuse_gates)
+    for change in passes:
         change(trace)
 
 
@@ -135,15 +146,42 @@ def merge_linears(trace: Trace) -> None:
 def fuse_rotations(trace: Trace) -> None:
     for node in list(trace.graph.nodes):
         if node.target is apply_rotary and len(node.args) == 3:
-            x, normed, norm = node.args[0], None, None
-            module = trace.module(x) if isinstance(x, fx.Node) and len(x.users) == 1 else None
+            (x, *angles), norm, inner = cast(Any, node.args), None, []  # inner: nodes of which nothing is left
+            last, num_rotated = _partial_rotation(node)
+            if num_rotated is not None:
+                x, inner = x.args[0], [node, x, cast(Any, last.args[0])[1]]
+            module = trace.module(x) if isinstance(x, fx.Node) and len(x.users) == (1 if last is node else 2) else None
             if isinstance(module, RMSNorm) and type(module) in RMS_NORMS and module.weight.ndim == 1 and not has_hooks(module):
-                x, normed, norm = x.args[0], x, module
-            with trace.graph.inserting_before(node):
-                fused = trace.graph.call_module(trace.name("rotation", FusedRotation(norm)), (x, *node.args[1:]))
-            _take_the_place(trace, node, fused)
-            if normed is not None:
-                trace.graph.erase_node(normed)
+                x, norm, inner = x.args[0], module, [*inner, x]
+            with trace.graph.inserting_before(last):
+                fused = trace.graph.call_module(trace.name("rotation", FusedRotation(norm, num_rotated)), (x, *angles))
+            _take_the_place(trace, last, fused)
+            for other in inner:
+                trace.graph.erase_node(other)
+
+
+def _partial_rotation(node: fx.Node) -> tuple[fx.Node, int | None]:
+    """cat((node, x[..., num:]), dim=-1) and num, if the node rotates x[..., :num] for it alone. Else the node and None."""
+    first, last = cast(Any, node.args[0]), next(iter(node.users), node)
+    match first.target, first.args, last.target, last.args, last.kwargs:
+        case operator.getitem, (x, (_, slice(stop=int(num)))), torch.cat, ((rotated, fx.Node() as rest),), {"dim": -1}:
+            is_split = first.args[1] == (..., slice(num)) and rest.target is operator.getitem
+            is_split = is_split and rest.args == (x, (..., slice(num, None)))
+            if is_split and rotated is node and all(len(one.users) == 1 for one in (first, node, rest)):
+                return last, num
+    return node, None
+
+
+def fuse_gates(trace: Trace) -> None:
+    for node in list(trace.graph.nodes):
+        if node.target in MULTIPLY and len(node.args) == 2 and not node.kwargs:
+            for gated, other in (node.args[::-1], node.args):
+                if isinstance(gated, fx.Node) and gated.target is sigmoid and len(gated.users) == 1:
+                    with trace.graph.inserting_before(node):
+                        fused = trace.graph.call_module(trace.name("gate", FusedGate()), (other, gated.args[0]))
+                    _take_the_place(trace, node, fused)
+                    trace.graph.erase_node(gated)
+                    break
 
 
 def _fuse_operand(trace: Trace, operations: tuple[Any, ...], name: str) -> None:

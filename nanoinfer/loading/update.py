@@ -146,7 +146,7 @@ def _fill(model: Any, weights: Weights) -> None:
                 parameter.copy_(values)
     for module in model.modules():
         if (kernel := getattr(module, "kernel", None)) is not None:  # its copies of weights are in a form of its own
-            kernel.forget_weights()
+            kernel.lay_out_weights()
 
 
 def release(runner: Any, *, weights: bool) -> None:

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, empty, nn
 
 from nanoinfer.attention.base import Attend
-from nanoinfer.models.layers import SwiGLU, apply_rotary
+from nanoinfer.models.layers import SwiGLU, apply_rotary, sigmoid
 from nanoinfer.models.qwen import (
     QwenAttention,
     QwenConfig,
@@ -26,7 +26,7 @@ from nanoinfer.models.qwen import (
     layer_windows,
     shared_fields,
 )
-from nanoinfer.models.qwen_moe import expert_fields, sigmoid, sum_of_experts
+from nanoinfer.models.qwen_moe import expert_fields, sum_of_experts
 from nanoinfer.models.registry import WeightRules
 
 

@@ -45,6 +45,13 @@ class ZeroCentredRMSNorm(RMSNorm):
         return (wide * (1.0 + self.weight.float())).to(x.dtype)
 
 
+def sigmoid(x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
+    """1 / (1 + exp(-x)). torch.sigmoid rounds the tail of a tensor differently, so that a row would depend on the batch."""
+    if has_torch_function_unary(x):  # as in apply_rotary
+        return handle_torch_function(sigmoid, (x,), x)
+    return (1 / (1 + (-x.float()).exp())).to(x.dtype)
+
+
 def gelu_tanh(x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
     """x * Phi(x) with tanh in place of the error function. GPT-2 calls it gelu_new.
 

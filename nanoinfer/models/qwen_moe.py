@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
-from nanoinfer.models.layers import SwiGLU
+from nanoinfer.models.layers import SwiGLU, sigmoid
 from nanoinfer.models.qwen import QwenConfig, QwenForCausalLM, shared_fields
 
 
@@ -102,11 +102,6 @@ class MixtureOfExperts(nn.Module):
         if self.has_shared_expert:
             out += sigmoid(self.shared_expert_gate(x).float()) * self.shared_expert(x)
         return out.to(x.dtype)
-
-
-def sigmoid(x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
-    """1 / (1 + exp(-x)). torch.sigmoid rounds the tail of a tensor differently, so that a row would depend on the batch."""
-    return (1 / (1 + (-x.float()).exp())).to(x.dtype)
 
 
 def sum_of_experts(

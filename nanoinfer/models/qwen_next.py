@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from nanoinfer.attention.base import Attend, Recur
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 from nanoinfer.models.gated_delta import DeltaRecurrence
-from nanoinfer.models.layers import RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, apply_rotary
+from nanoinfer.models.layers import RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, apply_rotary, sigmoid
 from nanoinfer.models.qwen import QwenAttention, QwenDecoderLayer, QwenForCausalLM, shared_fields
-from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeConfig, expert_fields, sigmoid
+from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeConfig, expert_fields
 from nanoinfer.models.registry import WeightRules
 
 LAYER_TYPES = ("linear_attention", "full_attention")

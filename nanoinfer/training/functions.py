@@ -17,7 +17,7 @@ from nanoinfer.fast.cpu.layers import norm_call, rotate_call
 from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.program import Program, Slice
 from nanoinfer.fast.fuse import ACTIVATIONS, FusedLinear, FusedRotation
-from nanoinfer.models.layers import RMSNorm, apply_rotary
+from nanoinfer.models.layers import RMSNorm
 
 Operation = Callable[..., Tensor]
 
@@ -113,13 +113,14 @@ class TrainedRotation(nn.Module):
         """The norm and the rotation in plain torch."""
         if weight is not None and self.fused.norm is not None:
             x = F.rms_norm(x, weight.shape, weight, self.fused.norm.eps)
-        return apply_rotary(x, cos, sin)
+        return FusedRotation(None, self.fused.num_rotated)(x, cos, sin)
 
     def _compute(self, x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
         num_heads, size = x.shape[1:]
         out = x.clone(memory_format=torch.contiguous_format)  # the kernel works in place
-        slices = Slice(0, 0, num_heads * size), Slice(1, 0, size), Slice(2, 0, size)
-        call = rotate_call(x.dtype, size, [num_heads, 0], [self.fused.norm, None], *slices)
+        num_rotated, heads = self.fused.num_rotated, Slice(0, 0, num_heads * size)
+        slices = heads, Slice(1, 0, num_rotated or size), Slice(2, 0, num_rotated or size), heads
+        call = rotate_call(x.dtype, size, [num_heads, 0], [self.fused.norm, None], *slices, num_rotated=num_rotated)
         Program([call])(len(x), (out, cos.contiguous(), sin.contiguous()))
         return out
 

@@ -21,6 +21,7 @@ from nanoinfer.fast.accelerate import CompileReport, compile_modules
 from nanoinfer.fast.batch_independence import is_batch_independent, one_layer_of_each_kind
 from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.compile import Pack, compile_for_cpu
+from nanoinfer.fast.cpu.delta import KernelRecurrence
 from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.fuse import FusedLinear, fuse
@@ -28,6 +29,7 @@ from nanoinfer.fast.sampling import make_routes
 from nanoinfer.fast.trace import Trace
 from nanoinfer.loading.quantization import BITS, check_sizes, quantize_model
 from nanoinfer.loading.weights import progress_bar
+from nanoinfer.models.gated_delta import DeltaRecurrence
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +83,6 @@ def compile_model(model: nn.Module, quantization: str | None = None, *, is_trial
 
 def _compile_recurrences(model: nn.Module, dtype: torch.dtype, report: CompileReport) -> None:
     """Compute what depends on states by kernels."""
-    if not hasattr(getattr(model, "config", None), "state_shapes"):
-        return
-    from nanoinfer.fast.cpu.delta import KernelRecurrence
-    from nanoinfer.models.gated_delta import DeltaRecurrence
-
     for path, module in model.named_modules():
         if type(module) is DeltaRecurrence:
             try:

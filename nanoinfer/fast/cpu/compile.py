@@ -14,11 +14,12 @@ import torch
 from torch import fx
 
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.fast.cpu.layers import add_call, has_kernel, norm_call, rotate_call
+from nanoinfer.fast.cpu.delta import KernelRecurrence
+from nanoinfer.fast.cpu.layers import add_call, gate_call, has_kernel, norm_call, rotate_call
 from nanoinfer.fast.cpu.linear import KernelLinear
 from nanoinfer.fast.cpu.operations import Buffer, CPUProgram, Operation, View
 from nanoinfer.fast.cpu.program import NOTHING
-from nanoinfer.fast.fuse import ADD, FusedLinear, FusedRotation
+from nanoinfer.fast.fuse import ADD, FusedGate, FusedLinear, FusedRotation
 from nanoinfer.fast.trace import Trace, has_hooks
 from nanoinfer.models.layers import RMSNorm
 
@@ -82,6 +83,10 @@ class _Compiler:
             return self._add_linear(node, module)
         if isinstance(module, FusedRotation):
             return self._add_rotation(node, module)
+        if isinstance(module, FusedGate):
+            return self._add_gate(node)
+        if isinstance(recurrence := getattr(module, "kernel", None), KernelRecurrence):
+            return self._add_recurrence(node, recurrence)
         if module is not None and has_kernel(module) and not has_hooks(module) and len(node.args) == 1:
             return self._add_norm(node, module)
         if node.target in ADD and len(node.args) == 2 and not node.kwargs:
@@ -151,22 +156,45 @@ class _Compiler:
         return True
 
     def _add_rotation(self, node: fx.Node, module: FusedRotation) -> bool:
-        """In place, unless something else reads the heads."""
+        """In place, unless something else reads the heads, or they are not side by side."""
         x = self.views.get(node.args[0]) if isinstance(node.args[0], fx.Node) else None
         if not isinstance(x, View) or len(x.shape) != 2 or x.buffer.shape is not None:
             return False
         readers = [reader for reader, view in _readers(x.buffer.node, self.views[x.buffer.node]) if view.overlaps(x)]
-        cos, sin = (self._operand(angle, (1, x.shape[1])) for angle in node.args[1:])
-        if readers != [node] or cos is None or sin is None:
+        cos, sin = (self._operand(angle, (1, module.num_rotated or x.shape[1])) for angle in node.args[1:])
+        if cos is None or sin is None:
             return False
-        self.views[node] = x
-        self._operations.append(_Rotation(self._dtype, (x, cos, sin), [module.norm], [x.shape[0]]))
+        out = self.views[node] = x if readers == [node] and not x.step else View(Buffer(x.size, node), 0, x.shape)
+        self._operations.append(_Rotation(self._dtype, (x, cos, sin), out, [module.norm], [x.shape[0]], module.num_rotated))
+        return True
+
+    def _add_gate(self, node: fx.Node) -> bool:
+        x, gate = (self.views.get(given) if isinstance(given, fx.Node) else None for given in node.args)
+        if not isinstance(x, View) or not isinstance(gate, View) or len(x.shape) != 2 or x.step or x.shape != gate.shape:
+            return False
+        out = self.views[node] = View(Buffer(x.size, node), 0, x.shape)
+        sizes = *x.shape, gate.step or x.shape[1]
+        self._operations.append(Operation((x, gate), out, lambda slices, _: gate_call(self._dtype, *sizes, *slices)))
+        return True
+
+    def _add_recurrence(self, node: fx.Node, recurrence: KernelRecurrence) -> bool:
+        """The node's arguments: attend, the rows, and the weights."""
+        attend, *rows, weights = node.args
+        views = [self._operand(given, (size,), must_fit=True) for given, size in zip(rows, recurrence.widths, strict=True)]
+        is_same = isinstance(attend, fx.Node) and self._attend in (None, attend)
+        found = tuple(view for view in views if view)
+        if len(found) < len(views) or not is_same:
+            return False
+        self._attend = cast(fx.Node, attend)
+        recurrence.take(tuple(self._trace.value(weight) for weight in cast(Any, weights)))
+        out = self.views[node] = View(Buffer(found[1].size, node, is_attended=True), 0, found[1].shape)
+        self._operations.append(Operation(found, out, recurrence=recurrence))
         return True
 
     def _add_attention(self, node: fx.Node) -> bool:
         attend, layer, *heads = node.args
         found = [self.views.get(head) for head in heads if isinstance(head, fx.Node)]
-        views = [view for view in found if isinstance(view, View) and len(view.shape) == 2]
+        views = [view for view in found if isinstance(view, View) and len(view.shape) == 2 and not view.step]
         is_same = isinstance(attend, fx.Node) and self._attend in (None, attend)
         options = {name: self._trace.value(given) for name, given in node.kwargs.items()}
         is_known = options.keys() <= {"window", "sinks"} and not any(isinstance(one, fx.Node) for one in options.values())
@@ -189,7 +217,7 @@ class _Compiler:
             buffer = self._inputs.setdefault(node, Buffer(math.prod(shape), node, shape))
             buffer.must_fit |= must_fit
             view = View(buffer, 0, buffer.shape or ())
-        return view if isinstance(view, View) and view.shape == shape else None
+        return view if isinstance(view, View) and view.shape == shape and not view.step else None
 
     def _number_of_rows(self, node: fx.Node) -> fx.Node:
         """The shape of a value, or its first number, taken from an input instead, which has as many rows."""
@@ -204,29 +232,38 @@ class _Compiler:
 
 
 class _Rotation(Operation):
-    """Rotates heads in place. The heads after them, rotated by the same angles, may join."""
+    """Rotates heads. If it does so in place, the heads after them, rotated by the same angles, may join."""
 
-    def __init__(self, dtype: torch.dtype, reads: tuple[View, ...], norms: list[RMSNorm | None], nums: list[int]) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        reads: tuple[View, ...],
+        out: View,
+        norms: list[RMSNorm | None],
+        nums: list[int],
+        num_rotated: int | None,
+    ) -> None:
         """reads: heads, cos and sin. norms, nums: of one or two groups of heads, and how many heads each has."""
-        super().__init__(reads, reads[0], self._rotate)
-        self._dtype, self._norms, self._nums = dtype, norms, nums
+        super().__init__(reads, out, self._rotate)
+        self._dtype, self._norms, self._nums, self._num_rotated = dtype, norms, nums, num_rotated
 
     def joined(self, other: Operation) -> "_Rotation | None":
         """Both as one operation, if the other's heads follow and no third ones have joined."""
         (heads, *angles), (others, *other_angles) = self.reads, other.reads
         if not isinstance(other, _Rotation) or len(self._nums) > 1 or angles != other_angles:
             return None
-        is_next = (
-            heads.buffer is others.buffer and heads.first + heads.size == others.first and heads.shape[1] == others.shape[1]
-        )
-        if not is_next or len({(type(norm), norm.eps) for norm in (*self._norms, *other._norms) if norm is not None}) > 1:
+        is_next = heads.buffer is others.buffer and heads.end == others.first and heads.shape[1] == others.shape[1]
+        is_alike = (self.out, other.out, self._num_rotated) == (heads, others, other._num_rotated)
+        kinds = {(type(norm), norm.eps) for norm in (*self._norms, *other._norms) if norm is not None}
+        if not is_next or not is_alike or len(kinds) > 1:
             return None
         both = View(heads.buffer, heads.first, (heads.shape[0] + others.shape[0], heads.shape[1]))
-        return _Rotation(self._dtype, (both, *angles), self._norms + other._norms, self._nums + other._nums)
+        norms, nums = self._norms + other._norms, self._nums + other._nums
+        return _Rotation(self._dtype, (both, *angles), both, norms, nums, self._num_rotated)
 
     def _rotate(self, slices: Any, scratch: int) -> Any:
-        nums, norms = [*self._nums, 0][:2], [*self._norms, None][:2]
-        return rotate_call(self._dtype, self.out.shape[1], nums, norms, *slices[:3])
+        nums, norms, step = [*self._nums, 0][:2], [*self._norms, None][:2], self.reads[0].step
+        return rotate_call(self._dtype, self.out.shape[1], nums, norms, *slices, num_rotated=self._num_rotated, step=step)
 
 
 def _with_joined_rotations(operations: list[Operation]) -> list[Operation]:
@@ -250,7 +287,7 @@ def viewed(node: fx.Node, views: Mapping[fx.Node, _Views]) -> _Views | None:
         return None
     if node.target is operator.getitem:
         return _item(source, node.args[1])
-    if not isinstance(source, View):
+    if not isinstance(source, View) or source.step:
         return None
     if node.target is getattr:
         return () if node.args[1] == "shape" and all(_is_first(user) for user in node.users) else None
@@ -328,8 +365,11 @@ def _flatten(view: View, start_dim: int = 0, end_dim: int = -1) -> View:
 
 
 def _narrow(view: View, dim: int, start: int, length: int) -> View:
-    if _axis(view, dim) != 0:
-        raise ValueError(dim)  # these numbers are not side by side
+    axis = _axis(view, dim)
+    if axis > 1 or (axis == 1 and len(view.shape) > 2):
+        raise ValueError(dim)
+    if axis == 1:
+        return View(view.buffer, view.first + start, (view.shape[0], length), step=view.shape[1])
     size = view.size // view.shape[0]
     return View(view.buffer, view.first + start * size, (length, *view.shape[1:]))
 
@@ -345,6 +385,8 @@ def _chunk(view: View, chunks: int, dim: int = 0) -> tuple[View, ...]:
 
 
 def _unbind(view: View, dim: int = 0) -> tuple[View, ...]:
+    if _axis(view, dim) != 0:
+        raise ValueError(dim)  # these numbers are not side by side
     return tuple(View(part.buffer, part.first, part.shape[1:]) for part in _split(view, 1, dim))
 
 

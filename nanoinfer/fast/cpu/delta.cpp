@@ -7,156 +7,190 @@
 // KEY_DIM, VALUE_DIM: numbers of a head. GROUP: value heads of a key head. KERNEL: tokens of the convolution.
 
 constexpr int LANES = 16;
+#include "program.h"
 #include "vectors.h"
 
 namespace {
 
-constexpr int CHANNELS = 2 * KEY_DIM + GROUP * VALUE_DIM;  // of a key head: its query, its key, its values
-constexpr int PADDED = (CHANNELS + LANES - 1) / LANES * LANES;
-constexpr int BEFORE = KERNEL - 1;  // tokens of the window
+constexpr int BEFORE = KERNEL - 1;                         // tokens of the window
+constexpr int VALUES = (VALUE_DIM + LANES - 1) / LANES;    // vectors of a value
 
-void read_numbers(float* to, const Number* from, int64_t size) {
-    for (int64_t i = 0; i < size; i += LANES) {
-        const int num = int(std::min<int64_t>(LANES, size - i));
-        const Floats numbers = load(from + i, num);
-        std::memcpy(to + i, &numbers, num * sizeof(float));
+// Call visit(i, num) for the numbers i .. i + num - 1 of SIZE, at most LANES at a time.
+template <int SIZE, class Visit>
+__attribute__((always_inline)) inline void each(Visit visit) {
+#pragma GCC unroll 8
+    for (int i = 0; i < SIZE; i += LANES) visit(i, std::min(LANES, SIZE - i));
+}
+
+inline Floats floats_at(const float* from, int num) {
+    Floats x = {};
+    if (num == LANES) {
+        std::memcpy(&x, from, sizeof x);
+    } else {
+        std::memcpy(&x, from, num * sizeof(float));
+    }
+    return x;
+}
+
+inline void put(float* to, Floats x, int num) {
+    if (num == LANES) {
+        std::memcpy(to, &x, sizeof x);
+    } else {
+        std::memcpy(to, &x, num * sizeof(float));
     }
 }
 
-Floats sigmoid(Floats x) {
-    const Floats e = exp_of(x > 0 ? -x : x);
-    return (x > 0 ? Floats{} + 1 : e) / (1 + e);
+float number(const Number* x) {
+    return load(x, 1)[0];
 }
 
 float sigmoid(float x) {
     return sigmoid(Floats{} + x)[0];
 }
 
-float sum_of_squares(const float* x, int size) {
-    float lanes[LANES] = {};
-    for (int i = 0; i < size; i++) lanes[i % LANES] += x[i] * x[i];
-    Floats all;
-    std::memcpy(&all, lanes, sizeof lanes);
-    return sum(all);
-}
-
 float softplus(float x) {
     return x > 20 ? x : std::log1p(std::exp(x));
 }
 
-// Fade, correct and read one head's memory. out: S^T q.
+template <int SIZE>
+float sum_of_squares(const float* x) {
+    Floats squares = {};
+    each<SIZE>([&](int i, int num) { squares += floats_at(x + i, num) * floats_at(x + i, num); });
+    return sum(squares);
+}
+
+// x / sqrt(sum(x^2) + 1e-6) * factor
+void scale_to_unit_length(float* x, float factor) {
+    const float scale = factor / std::sqrt(sum_of_squares<KEY_DIM>(x) + 1e-6f);
+    for (int i = 0; i < KEY_DIM; i++) x[i] *= scale;
+}
+
+// Fade, correct and read one head's memory. out: S^T q. The first pass over the memory brings it into the processor's cache.
 void step(float (*memory)[VALUE_DIM], const float* q, const float* k, const float* v, float decay, float beta, float* out) {
-    float held[VALUE_DIM] = {}, correction[VALUE_DIM];
+    Floats held[VALUES] = {}, correction[VALUES], sums[VALUES] = {};
     for (int i = 0; i < KEY_DIM; i++) {
-        for (int j = 0; j < VALUE_DIM; j++) {
-            memory[i][j] *= decay;
-            held[j] += k[i] * memory[i][j];
-        }
+        each<VALUE_DIM>([&](int j, int num) { held[j / LANES] += k[i] * floats_at(memory[i] + j, num); });
     }
-    for (int j = 0; j < VALUE_DIM; j++) correction[j] = beta * (v[j] - held[j]), out[j] = 0;
+    each<VALUE_DIM>([&](int j, int num) { correction[j / LANES] = beta * (floats_at(v + j, num) - decay * held[j / LANES]); });
     for (int i = 0; i < KEY_DIM; i++) {
-        for (int j = 0; j < VALUE_DIM; j++) {
-            memory[i][j] += k[i] * correction[j];
-            out[j] += q[i] * memory[i][j];
-        }
+        each<VALUE_DIM>([&](int j, int num) {
+            const Floats x = decay * floats_at(memory[i] + j, num) + k[i] * correction[j / LANES];
+            put(memory[i] + j, x, num);
+            sums[j / LANES] += q[i] * x;
+        });
     }
+    each<VALUE_DIM>([&](int j, int num) { put(out + j, sums[j / LANES], num); });
 }
 
 }  // namespace
 
+// The sequences of a step, the same for all layers.
+struct DeltaRows {
+    const int64_t* first_pieces;  // of each sequence, and the number of all
+    const int64_t (*pieces)[4];   // first token, last token + 1, slot to read, slot to write
+    int64_t num_sequences;
+    float* const (*parts)[2];  // of each layer, for each slot: windows [BEFORE, all channels], memories [value heads, KEY_DIM, VALUE_DIM]
+};
+
 struct DeltaCall {
-    const Number *qkv, *z, *b, *a;
-    int64_t qkv_stride, z_stride, b_stride, a_stride;  // numbers between rows
-    Number* out;                                       // [num_tokens, value heads * VALUE_DIM]
-    const float *convolution;                          // [KERNEL, all channels]
-    const float *rates, *dt_bias, *norm;               // [value heads], [value heads], [VALUE_DIM]
-    float *windows, *memories;                         // of each slot: [BEFORE, all channels], [value heads, KEY_DIM, VALUE_DIM]
-    const int64_t* first_pieces;                       // of each sequence, and the number of all
-    const int64_t (*pieces)[4];                        // first token, last token + 1, slot to read, slot to write
-    int64_t num_sequences, num_key_heads, num_threads;
+    Slice qkv, z, b, a, out;
+    int64_t rows;                         // an array of the batch: a DeltaRows
+    const float* convolution;             // [KERNEL, all channels]
+    const float *rates, *dt_bias, *norm;  // [value heads], [value heads], [VALUE_DIM]
+    int64_t layer, num_key_heads;
     double eps;
 };
 
 namespace {
 
+// A key head of a sequence, with its value heads.
 struct Head {
     const DeltaCall& call;
-    int64_t head, num_channels, starts[3], sizes[3];  // where its channels are among all
-    float weights[KERNEL][PADDED] = {}, window[KERNEL][PADDED] = {}, mixed[PADDED];
+    const Batch& batch;
+    float* const (&parts)[2];
+    int64_t head, num_keys = call.num_key_heads * KEY_DIM, num_values = call.num_key_heads * GROUP * VALUE_DIM;
 
-    Head(const DeltaCall& call, int64_t head) : call(call), head(head) {
-        const int64_t num_keys = call.num_key_heads * KEY_DIM;
-        num_channels = 2 * num_keys + call.num_key_heads * GROUP * VALUE_DIM;
-        starts[0] = head * KEY_DIM, starts[1] = num_keys + head * KEY_DIM, starts[2] = 2 * num_keys + head * GROUP * VALUE_DIM;
-        sizes[0] = sizes[1] = KEY_DIM, sizes[2] = GROUP * VALUE_DIM;
-        for (int i = 0; i < KERNEL; i++) gather(weights[i], call.convolution + i * num_channels);
+    // The state of all heads in a slot.
+    float* window(int64_t slot) const {
+        return parts[0] + slot * BEFORE * (2 * num_keys + num_values);
+    }
+    float* memory(int64_t slot) const {
+        return parts[1] + slot * num_values * KEY_DIM + head * GROUP * KEY_DIM * VALUE_DIM;
     }
 
-    void gather(float* to, const float* from) const {
-        for (int part = 0; part < 3; to += sizes[part++]) std::memcpy(to, from + starts[part], sizes[part] * sizeof(float));
+    // Call visit(channel, size) for its channels: of its query, its key and its values.
+    template <class Visit>
+    void each_part(Visit visit) const {
+        visit(head * KEY_DIM, KEY_DIM);
+        visit(num_keys + head * KEY_DIM, KEY_DIM);
+        visit(2 * num_keys + head * GROUP * VALUE_DIM, GROUP * VALUE_DIM);
     }
 
-    void run(const int64_t (&piece)[4]) {
-        const int64_t slot_size = call.num_key_heads * GROUP * KEY_DIM * VALUE_DIM, first = head * GROUP * KEY_DIM * VALUE_DIM;
-        float* memory = call.memories + piece[3] * slot_size + first;
-        if (piece[2] != piece[3]) {
-            std::memcpy(memory, call.memories + piece[2] * slot_size + first, GROUP * KEY_DIM * VALUE_DIM * sizeof(float));
+    void run(const int64_t (&piece)[4]) const {
+        const auto [first, end, read, write] = piece;
+        if (read != write) {
+            std::memcpy(memory(write), memory(read), GROUP * KEY_DIM * VALUE_DIM * sizeof(float));
+            each_part([&](int64_t channel, int size) {
+                for (int i = 0; i < BEFORE; i++, channel += 2 * num_keys + num_values) {
+                    std::memcpy(window(write) + channel, window(read) + channel, size * sizeof(float));
+                }
+            });
         }
-        for (int i = 0; i < BEFORE; i++) gather(window[i], call.windows + (piece[2] * BEFORE + i) * num_channels);
-        for (int64_t token = piece[0]; token < piece[1]; token++) compute(token, memory);
-        for (int i = 0; i < BEFORE; i++) {
-            const float* from = window[i];
-            float* to = call.windows + (piece[3] * BEFORE + i) * num_channels;
-            for (int part = 0; part < 3; from += sizes[part++]) std::memcpy(to + starts[part], from, sizes[part] * sizeof(float));
-        }
+        for (int64_t token = first; token < end; token++) compute(token, window(write), memory(write));
     }
 
-    void compute(int64_t token, float* memory) {
-        float* x = window[BEFORE];
-        for (int part = 0; part < 3; x += sizes[part++]) read_numbers(x, call.qkv + token * call.qkv_stride + starts[part], sizes[part]);
-        for (int c = 0; c < PADDED; c += LANES) {
-            Floats total = {};
-            for (int i = 0; i < KERNEL; i++) total += *(const Floats*)(window[i] + c) * *(const Floats*)(weights[i] + c);
-            *(Floats*)(mixed + c) = total * sigmoid(total);
-        }
-        std::memmove(window, window + 1, sizeof(window[0]) * BEFORE);
-        float *q = mixed, *k = mixed + KEY_DIM;
-        const float q_scale = 1 / std::sqrt(sum_of_squares(q, KEY_DIM) + 1e-6f) / std::sqrt(float(KEY_DIM));
-        const float k_scale = 1 / std::sqrt(sum_of_squares(k, KEY_DIM) + 1e-6f);
-        for (int i = 0; i < KEY_DIM; i++) q[i] *= q_scale, k[i] *= k_scale;
-        for (int g = 0; g < GROUP; g++) {
-            const int64_t i = head * GROUP + g;
-            float b, a, y[VALUE_DIM], z[VALUE_DIM];
-            read_numbers(&b, call.b + token * call.b_stride + i, 1);
-            read_numbers(&a, call.a + token * call.a_stride + i, 1);
-            read_numbers(z, call.z + token * call.z_stride + i * VALUE_DIM, VALUE_DIM);
-            const float decay = std::exp(-call.rates[i] * softplus(a + call.dt_bias[i]));
-            auto head_memory = (float(*)[VALUE_DIM])(memory + g * KEY_DIM * VALUE_DIM);
-            step(head_memory, q, k, mixed + 2 * KEY_DIM + g * VALUE_DIM, decay, sigmoid(b), y);
-            const float scale = 1 / std::sqrt(sum_of_squares(y, VALUE_DIM) / VALUE_DIM + float(call.eps));
-            Number* out = call.out + (token * call.num_key_heads * GROUP + i) * VALUE_DIM;
-            for (int j = 0; j < VALUE_DIM; j += LANES) {
-                const int num = std::min(LANES, VALUE_DIM - j);
-                Floats value = {}, weight = {}, gate = {};
-                std::memcpy(&value, y + j, num * sizeof(float));
-                std::memcpy(&weight, call.norm + j, num * sizeof(float));
-                std::memcpy(&gate, z + j, num * sizeof(float));
-                store(out + j, value * scale * weight * (gate * sigmoid(gate)), num);
+    // The convolution of the window's tokens and this one, after which this one is the window's latest.
+    void convolve(const Number* qkv, float* window, float* mixed) const {
+        const int64_t num_channels = 2 * num_keys + num_values;
+        each_part([&](int64_t first, int size) {
+            for (int c = 0; c < size; c += LANES) {
+                const int num = std::min(LANES, size - c);
+                const float* weight = call.convolution + first + c;
+                float* before = window + first + c;
+                const Floats x = load(qkv + first + c, num);
+                Floats total = {};
+                for (int i = 0; i < BEFORE; i++, weight += num_channels, before += num_channels) {
+                    total += floats_at(before, num) * floats_at(weight, num);
+                    put(before, i + 1 < BEFORE ? floats_at(before + num_channels, num) : x, num);
+                }
+                total += x * floats_at(weight, num);
+                put(mixed + c, total * sigmoid(total), num);
             }
+            mixed += size;
+        });
+    }
+
+    void compute(int64_t token, float* window, float* memory) const {
+        float mixed[2 * KEY_DIM + GROUP * VALUE_DIM], y[VALUE_DIM];
+        float *q = mixed, *k = mixed + KEY_DIM, *v = mixed + 2 * KEY_DIM;
+        convolve(call.qkv.row<Number>(batch, token), window, mixed);
+        scale_to_unit_length(q, 1 / std::sqrt(float(KEY_DIM)));
+        scale_to_unit_length(k, 1);
+        for (int64_t i = head * GROUP; i < (head + 1) * GROUP; i++, v += VALUE_DIM, memory += KEY_DIM * VALUE_DIM) {
+            const float beta = sigmoid(number(call.b.row<Number>(batch, token) + i));
+            const float rate = softplus(number(call.a.row<Number>(batch, token) + i) + call.dt_bias[i]);
+            step((float(*)[VALUE_DIM])memory, q, k, v, std::exp(-call.rates[i] * rate), beta, y);
+            const float scale = 1 / std::sqrt(sum_of_squares<VALUE_DIM>(y) / VALUE_DIM + float(call.eps));
+            const Number* z = call.z.row<Number>(batch, token) + i * VALUE_DIM;
+            Number* out = call.out.row<Number>(batch, token) + i * VALUE_DIM;
+            each<VALUE_DIM>([&](int j, int num) {
+                const Floats gate = load(z + j, num);
+                store(out + j, floats_at(y + j, num) * scale * floats_at(call.norm + j, num) * (gate * sigmoid(gate)), num);
+            });
         }
     }
 };
 
 }  // namespace
 
-extern "C" void advance(const DeltaCall* call) {
-    const int64_t num_tasks = call->num_sequences * call->num_key_heads;
-#pragma omp parallel for schedule(dynamic) num_threads(call->num_threads)
-    for (int64_t task = 0; task < num_tasks; task++) {
+extern "C" void advance(const DeltaCall* call, const Batch& batch) {
+    const DeltaRows& rows = *static_cast<const DeltaRows*>(batch.arrays[call->rows]);
+#pragma omp for schedule(dynamic) nowait
+    for (int64_t task = 0; task < rows.num_sequences * call->num_key_heads; task++) {
         const int64_t sequence = task / call->num_key_heads;
-        alignas(64) Head head(*call, task % call->num_key_heads);
-        for (int64_t i = call->first_pieces[sequence]; i < call->first_pieces[sequence + 1]; i++) head.run(call->pieces[i]);
+        const Head head{*call, batch, rows.parts[call->layer], task % call->num_key_heads};
+        for (int64_t i = rows.first_pieces[sequence]; i < rows.first_pieces[sequence + 1]; i++) head.run(rows.pieces[i]);
     }
 }
 
-extern "C" const int64_t sizeof_DeltaCall = sizeof(DeltaCall);
+extern "C" const int64_t sizeof_DeltaCall = sizeof(DeltaCall), sizeof_DeltaRows = sizeof(DeltaRows);

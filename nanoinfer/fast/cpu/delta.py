@@ -6,30 +6,55 @@ It computes tokens one after the other, in prompts too, so a token's bits depend
 import ctypes
 from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanoinfer.attention.base import Recur
 from nanoinfer.attention.states import AttendWithStates
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu import native
+from nanoinfer.fast.cpu.program import KernelCall, Program, Slice
 from nanoinfer.models.gated_delta import DeltaRecurrence
+
+
+class DeltaRows(ctypes.Structure):
+    """The sequences of a step, and their states in all layers. kept: what they point to."""
+
+    kept: tuple[object, ...]
+    _fields_ = (
+        *((name, c_void_p) for name in ("first_pieces", "pieces")),
+        *(("num_sequences", c_int64), ("parts", c_void_p)),
+    )
 
 
 class DeltaCall(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("qkv", "z", "b", "a")),
-        *((name, c_int64) for name in ("qkv_stride", "z_stride", "b_stride", "a_stride")),
-        *((name, c_void_p) for name in ("out", "convolution", "rates", "dt_bias", "norm", "windows", "memories")),
-        *((name, c_void_p) for name in ("first_pieces", "pieces")),
-        *((name, c_int64) for name in ("num_sequences", "num_key_heads", "num_threads")),
+        *((name, Slice) for name in ("qkv", "z", "b", "a", "out")),
+        ("rows", c_int64),
+        *((name, c_void_p) for name in ("convolution", "rates", "dt_bias", "norm")),
+        *((name, c_int64) for name in ("layer", "num_key_heads")),
         ("eps", c_double),
     )
 
 
+def rows_of(attend: Any) -> DeltaRows | None:
+    """What the recurrences of a step share. None: its states are in no slots."""
+    if not isinstance(attend, AttendWithStates):
+        return None
+    first_pieces, pieces = attend.piece_tensors
+    tensors = attend.states.tensors
+    parts = (c_void_p * len(tensors))(*(part.data_ptr() for part in tensors))
+    rows = DeltaRows(first_pieces.data_ptr(), pieces.data_ptr(), len(first_pieces) - 1, ctypes.addressof(parts))
+    rows.kept = first_pieces, pieces, parts
+    return rows
+
+
 class KernelRecurrence:
-    """Computes what a DeltaRecurrence does.
+    """Computes what a DeltaRecurrence does, on its own or as a part of a program.
+
+    Attributes:
+        widths: the numbers of a token in qkv, z, b and a.
 
     Raises:
         UnsupportedError: there is no kernel for its sizes or for this dtype.
@@ -39,35 +64,48 @@ class KernelRecurrence:
         if plain.kernel_size < 2:
             raise UnsupportedError(f"linear_conv_kernel_dim must be >= 2 for the C++ kernel, got {plain.kernel_size}")
         self._plain, self._dtype = plain, dtype
-        group = plain.num_value_heads // plain.num_key_heads
+        num_heads, width = plain.num_value_heads, plain.num_value_heads * plain.value_dim
+        self.widths = 2 * plain.num_key_heads * plain.key_dim + width, width, num_heads, num_heads
+        group = num_heads // plain.num_key_heads
         sizes = {"KEY_DIM": plain.key_dim, "VALUE_DIM": plain.value_dim, "GROUP": group, "KERNEL": plain.kernel_size}
         definitions = (*native.definitions_of(dtype), *(f"{name}={size}" for name, size in sizes.items()))
-        self._library = native.load(Path(__file__).with_name("delta.cpp"), *definitions, structures=(DeltaCall,))
-        self._weights: tuple[Tensor, ...] = ()  # of the layer, in the kernel's form
+        self._library = native.load(Path(__file__).with_name("delta.cpp"), *definitions, structures=(DeltaCall, DeltaRows))
+        self._weights: tuple[Tensor, ...] = ()  # of the layer
+        self._laid_out: tuple[Tensor, ...] = ()  # the same in the kernel's form. Programs hold the addresses
 
-    def forget_weights(self) -> None:
-        """The layer's weights have changed (loading/update.py)."""
-        self._weights = ()
-
-    def forward(
-        self, attend: Recur, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: tuple[Tensor, Tensor, Tensor, Tensor]
-    ) -> Tensor:
-        """See DeltaRecurrence.forward. It computes a step without slots, and one in another dtype."""
-        if not isinstance(attend, AttendWithStates) or qkv.dtype != self._dtype:
-            return DeltaRecurrence.forward(self._plain, attend, qkv, z, b, a, weights)
+    def take(self, weights: tuple[Tensor, ...]) -> None:
+        """Compute with these weights of the layer from now on: see DeltaRecurrence.forward."""
         if not self._weights:
-            convolution, a_log, dt_bias, norm = (weight.float() for weight in weights)
-            self._weights = (convolution.squeeze(1).T.contiguous(), a_log.exp(), dt_bias.contiguous(), norm.contiguous())
-        rows = [x if x.stride(-1) == 1 else x.contiguous() for x in (qkv, z, b, a)]
+            self._weights = weights
+            self.lay_out_weights()
+
+    def lay_out_weights(self) -> None:
+        """Read the layer's weights again, which have changed (loading/update.py)."""
+        convolution, a_log, dt_bias, norm = (weight.detach().float() for weight in self._weights)
+        laid_out = convolution.squeeze(1).T, a_log.exp(), dt_bias, norm
+        if not self._laid_out:
+            self._laid_out = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in laid_out)
+        for to, values in zip(self._laid_out, laid_out, strict=True):
+            to.copy_(values)
+
+    def forward(self, attend: Any, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+        """See DeltaRecurrence.forward."""
+        self.take(weights)
+        return self.compute(attend, qkv, z, b, a)
+
+    def compute(self, attend: Any, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor) -> Tensor:
+        """Compute without a program. The definition computes a step without slots, and one in another dtype."""
+        states = rows_of(attend)
+        if states is None or qkv.dtype != self._dtype:
+            return DeltaRecurrence.forward(self._plain, attend, qkv, z, b, a, self._weights)  # type: ignore[arg-type]
         out = torch.empty_like(z, memory_format=torch.contiguous_format)
-        parts = attend.states.layer(self._plain.layer)
-        first_pieces, pieces = attend.piece_tensors
-        call = DeltaCall(
-            *(x.data_ptr() for x in rows),
-            *(x.stride(0) for x in rows),
-            *(x.data_ptr() for x in (out, *self._weights, *parts, first_pieces, pieces)),
-            *(len(first_pieces) - 1, self._plain.num_key_heads, torch.get_num_threads()),
-            self._plain.eps,
-        )
-        self._library.advance(ctypes.byref(call))
+        arrays = [*(x if x.stride(-1) == 1 else x.contiguous() for x in (qkv, z, b, a)), out]
+        slices = (Slice(array, 0, x.stride(0)) for array, x in enumerate(arrays))
+        Program([self.call(*slices, rows=len(arrays))])(len(out), [*arrays, states])
         return out
+
+    def call(self, *slices: Slice, rows: int) -> KernelCall:
+        """A call in a program. slices: of qkv, z, b, a and the result. rows: the array of the batch that is a DeltaRows."""
+        addresses = (x.data_ptr() for x in self._laid_out)
+        arguments = DeltaCall(*slices, rows, *addresses, self._plain.layer, self._plain.num_key_heads, self._plain.eps)
+        return KernelCall(self._library.advance, arguments)

@@ -1,4 +1,4 @@
-// The kernels between the products of a layer: norms, sums, and the rotation of queries and keys. models/layers.py defines them.
+// The kernels between the products of a layer: norms, sums, gates, and the rotation of queries and keys. models/layers.py defines them.
 //
 // All sums of a row are in fp32 and in one order, so rows are independent.
 
@@ -84,34 +84,55 @@ extern "C" void add(const AddCall* call, const Batch& batch) {
     }
 }
 
-// Rotates heads in place: the first num_q_heads of a row, and after them num_k_heads, which may have another norm.
+// Gates heads: x * sigmoid(gate).
+struct GateCall {
+    Slice x, gate, out;
+    int64_t num_heads, head_dim, gate_step;  // numbers between the gates of two heads
+};
+
+extern "C" void gate(const GateCall* call, const Batch& batch) {
+#pragma omp for nowait
+    for (int64_t task = 0; task < batch.num_rows * call->num_heads; task++) {
+        const int64_t row = task / call->num_heads, index = task % call->num_heads;
+        const Number* x = call->x.row<Number>(batch, row) + index * call->head_dim;
+        const Number* gate = call->gate.row<Number>(batch, row) + index * call->gate_step;
+        Number* out = call->out.row<Number>(batch, row) + index * call->head_dim;
+        each(call->head_dim, [&](int64_t i, int num) { store(out + i, load(x + i, num) * sigmoid(load(gate + i, num)), num); });
+    }
+}
+
+// Rotates the first num_rotated numbers of heads: the first num_q_heads of a row, and after them num_k_heads, which may have
+// another norm. What is not rotated is only normed.
 struct RotateCall {
-    Slice heads, cos, sin;              // cos, sin: [num_rows, head_dim]
+    Slice heads, cos, sin, out;         // cos, sin: [num_rows, num_rotated]. out may be heads
     const Number *q_weight, *k_weight;  // of an RMSNorm over each head before its rotation, or null
-    int64_t num_q_heads, num_k_heads, head_dim;
+    int64_t num_q_heads, num_k_heads, head_dim, step, num_rotated;  // step: numbers between two heads
     double eps;
     int64_t is_zero_centred;
 };
 
 extern "C" void rotate(const RotateCall* call, const Batch& batch) {
-    const int64_t head_dim = call->head_dim, half = head_dim / 2, num_heads = call->num_q_heads + call->num_k_heads;
+    const int64_t head_dim = call->head_dim, half = call->num_rotated / 2, num_heads = call->num_q_heads + call->num_k_heads;
 #pragma omp for nowait
     for (int64_t task = 0; task < batch.num_rows * num_heads; task++) {
         const int64_t row = task / num_heads, index = task % num_heads;
-        Number* head = call->heads.row<Number>(batch, row) + index * head_dim;
+        const Number* head = call->heads.row<Number>(batch, row) + index * call->step;
+        Number* out = call->out.row<Number>(batch, row) + index * head_dim;
         const Number *cos = call->cos.row<Number>(batch, row), *sin = call->sin.row<Number>(batch, row);
         const Number* weight = index < call->num_q_heads ? call->q_weight : call->k_weight;
         const float scale = weight ? inverse_root_mean_square(head, head_dim, call->eps) : 1;
+        const auto normed = [&](int64_t i, int num) {
+            const Floats x = load(head + i, num);
+            return weight ? widen(narrow(scaled(x * scale, weight + i, call->is_zero_centred, num))) : x;
+        };
         each(half, [&](int64_t i, int num) {
-            Floats first = load(head + i, num), second = load(head + half + i, num);
-            if (weight) {
-                first = widen(narrow(scaled(first * scale, weight + i, call->is_zero_centred, num)));
-                second = widen(narrow(scaled(second * scale, weight + half + i, call->is_zero_centred, num)));
-            }
-            store(head + i, first * load(cos + i, num) - second * load(sin + i, num), num);
-            store(head + half + i, second * load(cos + half + i, num) + first * load(sin + half + i, num), num);
+            const Floats first = normed(i, num), second = normed(half + i, num);
+            store(out + i, first * load(cos + i, num) - second * load(sin + i, num), num);
+            store(out + half + i, second * load(cos + half + i, num) + first * load(sin + half + i, num), num);
         });
+        each(head_dim - 2 * half, [&](int64_t i, int num) { store(out + 2 * half + i, normed(2 * half + i, num), num); });
     }
 }
 
-extern "C" const int64_t sizeof_NormCall = sizeof(NormCall), sizeof_AddCall = sizeof(AddCall), sizeof_RotateCall = sizeof(RotateCall);
+extern "C" const int64_t sizeof_NormCall = sizeof(NormCall), sizeof_AddCall = sizeof(AddCall), sizeof_GateCall = sizeof(GateCall),
+                         sizeof_RotateCall = sizeof(RotateCall);

@@ -1,4 +1,4 @@
-"""The kernels of layers.cpp: norms, sums, and the rotation of queries and keys. models/layers.py has their definitions."""
+"""The kernels of layers.cpp: norms, sums, gates, the rotation of queries and keys. models/layers.py has their definitions."""
 
 import ctypes
 from collections.abc import Sequence
@@ -30,11 +30,18 @@ class AddCall(ctypes.Structure):
     _fields_ = (("x", Slice), ("y", Slice), ("out", Slice), ("size", c_int64))
 
 
+class GateCall(ctypes.Structure):
+    _fields_ = (
+        *((name, Slice) for name in ("x", "gate", "out")),
+        *((name, c_int64) for name in ("num_heads", "head_dim", "gate_step")),
+    )
+
+
 class RotateCall(ctypes.Structure):
     _fields_ = (
-        *((name, Slice) for name in ("heads", "cos", "sin")),
+        *((name, Slice) for name in ("heads", "cos", "sin", "out")),
         *((name, c_void_p) for name in ("q_weight", "k_weight")),
-        *((name, c_int64) for name in ("num_q_heads", "num_k_heads", "head_dim")),
+        *((name, c_int64) for name in ("num_q_heads", "num_k_heads", "head_dim", "step", "num_rotated")),
         ("eps", c_double),
         ("is_zero_centred", c_int64),
     )
@@ -59,20 +66,35 @@ def add_call(dtype: torch.dtype, size: int, x: Slice, y: Slice, out: Slice) -> K
     return KernelCall(_library(dtype).add, AddCall(x, y, out, size))
 
 
-def rotate_call(
-    dtype: torch.dtype, head_dim: int, nums: Sequence[int], norms: Sequence[RMSNorm | None], *slices: Slice
-) -> KernelCall:
-    """Rotate heads in place: nums[0] heads of a row after the first of `norms`, and nums[1] after the second.
+def gate_call(dtype: torch.dtype, num_heads: int, head_dim: int, gate_step: int, *slices: Slice) -> KernelCall:
+    """out = x * sigmoid(gate). slices: of x, of the gates and of `out`. gate_step: numbers between the gates of two heads."""
+    return KernelCall(_library(dtype).gate, GateCall(*slices, num_heads, head_dim, gate_step))
 
-    slices: of the heads, of cos and of sin.
+
+def rotate_call(
+    dtype: torch.dtype,
+    head_dim: int,
+    nums: Sequence[int],
+    norms: Sequence[RMSNorm | None],
+    *slices: Slice,
+    num_rotated: int | None = None,
+    step: int = 0,
+) -> KernelCall:
+    """Rotate heads: nums[0] heads of a row after the first of `norms`, and nums[1] after the second.
+
+    Args:
+        slices: of the heads, of cos, of sin, and of the result, whose place may be that of the heads.
+        num_rotated: the first numbers of each head. None is all.
+        step: numbers between two heads. 0: they are side by side.
     """
     weights = (None if norm is None else norm.weight.data_ptr() for norm in norms)
     eps = next((norm.eps for norm in norms if norm is not None), 0.0)
     is_zero_centred = any(isinstance(norm, ZeroCentredRMSNorm) for norm in norms)
-    return KernelCall(_library(dtype).rotate, RotateCall(*slices, *weights, *nums, head_dim, eps, is_zero_centred))
+    sizes = *nums, head_dim, step or head_dim, num_rotated or head_dim
+    return KernelCall(_library(dtype).rotate, RotateCall(*slices, *weights, *sizes, eps, is_zero_centred))
 
 
 @cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL:
     source = Path(__file__).with_name("layers.cpp")
-    return native.load(source, *native.definitions_of(dtype), structures=(NormCall, AddCall, RotateCall))
+    return native.load(source, *native.definitions_of(dtype), structures=(NormCall, AddCall, GateCall, RotateCall))

@@ -2,9 +2,9 @@
 
 In: Operations, which compile.py makes, and the tensors of a step. Out: the tensors that the rest of the model reads.
 
-A CPUProgram computes all rows of a step. It needs no Python between its kernels, not even for the attention when every sequence
-decodes: all layers of a decode step of GPT-2 are then one call. When a step has prompts, the attention is called between parts
-of the program. The kernels are the same in both cases, and so are the bits of a row.
+A CPUProgram computes all rows of a step. It needs no Python between its kernels, not even for the attention and recurrences
+when every sequence decodes: all layers of a decode step of GPT-2 are then one call. When a step has prompts, these are called
+between parts of the program. The kernels are the same in both cases, and so are the bits of a row.
 """
 
 import math
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.fast.cpu.delta import KernelRecurrence, rows_of
 from nanoinfer.fast.cpu.linear import scratch_for
 from nanoinfer.fast.cpu.program import KernelCall, Program, Slice
 
@@ -29,7 +30,7 @@ class Buffer:
         node: the operation in the graph.
         shape: of an input, for a row. None: the program computes it.
         must_fit: whether an input must have this shape. Others are expanded to it.
-        is_attended: whether the attention computes it. It may return its own tensor, so only attentions share its array.
+        is_attended: whether Python may compute it, and return its own tensor. Only buffers like that share its array.
     """
 
     width: int
@@ -41,11 +42,16 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The numbers of each row of a buffer from `first` on, as a tensor with this shape for each row."""
+    """The numbers of each row of a buffer from `first` on, as a tensor with this shape for each row.
+
+    Attributes:
+        step: the numbers from one entry of the first axis to the next. 0: they are side by side.
+    """
 
     buffer: Buffer
     first: int
     shape: tuple[int, ...]
+    step: int = 0
 
     @property
     def size(self) -> int:
@@ -55,13 +61,18 @@ class View:
     def is_whole(self) -> bool:
         return self.size == self.buffer.width
 
+    @property
+    def end(self) -> int:
+        return self.first + max(self.size, self.step * self.shape[0])
+
     def overlaps(self, other: "View") -> bool:
-        is_apart = self.first + self.size <= other.first or other.first + other.size <= self.first
-        return self.buffer is other.buffer and not is_apart
+        return self.buffer is other.buffer and self.first < other.end and other.first < self.end
 
     def tensor(self, array: Tensor, num_rows: int) -> Tensor:
         """The numbers in the array of the buffer."""
         rows = array[: num_rows * self.buffer.width].view(num_rows, self.buffer.width)
+        if self.step:
+            return rows[:, self.first :].as_strided((num_rows, *self.shape), (self.buffer.width, self.step, 1))
         return rows[:, self.first : self.first + self.size].unflatten(1, self.shape)
 
 
@@ -70,7 +81,8 @@ class Operation:
     """A kernel call whose operands have no places yet.
 
     Attributes:
-        call: makes it from the slices of `reads` and of `out`, and the index of the scratch array. None: the attention.
+        call: makes it from the slices of `reads` and of `out`, and the index of the scratch array. None: what depends on the
+            sequences of the step, the attention or a recurrence.
         overwrites: operands in whose place the result may be written, if nothing reads them later.
         scratch_bytes: of a row.
         layer: of the attention, whose `reads` are q, k and v.
@@ -84,6 +96,7 @@ class Operation:
     scratch_bytes: int = 0
     layer: int = -1
     options: dict[str, Any] = field(default_factory=dict)
+    recurrence: KernelRecurrence | None = None
 
 
 class CPUProgram:
@@ -103,8 +116,9 @@ class CPUProgram:
         self._scratch = len(inputs) + len(self._widths)
         self._scratch_bytes = max(operation.scratch_bytes for operation in operations)
         self._parts = list(self._split())
-        self._attentions = [operation for operation in operations if operation.call is None]
-        self._unread = {operation: self._unread_after(operation) for operation in self._attentions}
+        self._attentions = [operation for operation in operations if operation.call is operation.recurrence is None]
+        self._recurrences = [operation for operation in operations if operation.recurrence is not None]
+        self._unread = {one: self._unread_after(one) for one in (*self._attentions, *self._recurrences)}
         self._whole: tuple[Any, Program | None] | None = None  # with the attention kernel that was used last
 
     def __call__(self, attend: Any, *given: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -122,7 +136,7 @@ class CPUProgram:
         arrays += [torch.empty(num_rows * width, dtype=self._dtype) for width in self._widths]
         arrays.append(scratch_for(num_rows * self._scratch_bytes, arrays[0]))
         kernel, rows = self._step_of(attend)
-        if (program := self._program_with(kernel, getattr(attend, "group_of", {}))) is not None:
+        if rows and (program := self._program_with(kernel, getattr(attend, "group_of", {}))) is not None:
             program(num_rows, [*arrays, *rows])
         else:
             for part in self._parts:
@@ -152,20 +166,20 @@ class CPUProgram:
         return tensor.contiguous()
 
     def _step_of(self, attend: Any) -> tuple[Any, Sequence[Any]]:
-        """The kernel that can compute this step's attention inside of the program, and its rows for each KV group of the cache.
-
-        None: Python calls it.
+        """The kernel that can compute this step's attention inside of the program, and the rows of what depends on sequences:
+        those of the recurrences, and those of the attention for each KV group of the cache. Without rows, Python calls them.
         """
-        steps = getattr(attend, "steps", [attend])
-        if not self._attentions or not all(hasattr(step, "as_step") for step in steps):
+        steps = getattr(attend, "steps", [attend]) if self._attentions else []
+        states = rows_of(attend) if self._recurrences else None
+        if (self._recurrences and states is None) or not all(hasattr(step, "as_step") for step in steps):
             return None, ()
         found = [step.as_step(group) for group, step in enumerate(steps)]
-        return (None, ()) if found[0] is None else (found[0][0], [rows for _, rows in found])
+        if None in found or not self._unread:
+            return None, ()
+        return found[0][0] if found else None, [states, *(rows for _, rows in found)]
 
     def _program_with(self, kernel: Any, group_of: dict[int, int]) -> Program | None:
         """All calls as one program. None if the kernel does not compute every attention. group_of: each layer's KV group."""
-        if kernel is None:
-            return None
         if self._whole is None or self._whole[0] is not kernel:
             is_fitting = all(kernel.computes(*(view.shape for view in operation.reads)) for operation in self._attentions)
             calls = [self._call(operation, kernel, group_of) for operation in self.operations if is_fitting]
@@ -173,19 +187,23 @@ class CPUProgram:
         return self._whole[1]
 
     def _attend(self, attend: Any, operation: Operation, num_rows: int, arrays: list[Any]) -> None:
-        q, k, v = (view.tensor(arrays[self._index[view.buffer]], num_rows) for view in operation.reads)
-        arrays[self._index[operation.out.buffer]] = attend(operation.layer, q, k, v, **operation.options).contiguous().view(-1)
+        rows = [view.tensor(arrays[self._index[view.buffer]], num_rows) for view in operation.reads]
+        if operation.recurrence is not None:
+            out = operation.recurrence.compute(attend, *rows)
+        else:
+            out = attend(operation.layer, *rows, **operation.options)
+        arrays[self._index[operation.out.buffer]] = out.contiguous().view(-1)
         for index in self._unread[operation]:
             arrays[index] = torch.empty_like(arrays[index])  # the attention may have kept q, k and v
 
-    def _unread_after(self, attention: Operation) -> set[int]:
-        """The arrays of q, k and v that later operations only write."""
-        later = self.operations[self.operations.index(attention) + 1 :]
-        read = {view.buffer for operation in later for view in operation.reads} | {view.buffer for view in self._outputs}
-        return {self._index[view.buffer] for view in attention.reads if view.buffer not in read and view.buffer.shape is None}
+    def _unread_after(self, operation: Operation) -> set[int]:
+        """The arrays of what an operation reads that later operations only write."""
+        later = self.operations[self.operations.index(operation) + 1 :]
+        read = {view.buffer for other in later for view in other.reads} | {view.buffer for view in self._outputs}
+        return {self._index[view.buffer] for view in operation.reads if view.buffer not in read and view.buffer.shape is None}
 
     def _split(self) -> Iterator[Program | Operation]:
-        """Yield the programs before, between and after the attentions, and the attentions themselves, in their order."""
+        """Yield the programs before, between and after what Python calls, and that itself, in their order."""
         calls: list[KernelCall] = []
         for operation in self.operations:
             if operation.call is not None:
@@ -202,8 +220,10 @@ class CPUProgram:
         """attention: the kernel of an operation without a call of its own."""
         views = (*operation.reads, operation.out)
         slices = [Slice(self._index[view.buffer], view.first, view.buffer.width) for view in views]
+        if operation.recurrence is not None:
+            return operation.recurrence.call(*slices, rows=self._scratch + 1)
         if operation.call is None:
-            rows = self._scratch + 1 + (group_of or {}).get(operation.layer, 0)
+            rows = self._scratch + 2 + (group_of or {}).get(operation.layer, 0)
             return attention.call(*slices, rows=rows, layer=operation.layer, sinks=operation.options.get("sinks"))
         return operation.call(slices, self._scratch)
 

@@ -118,6 +118,11 @@ inline Floats exp_of(Floats x) {
     return x < -87.0f ? Floats{} : y;  // NaN stays NaN
 }
 
+inline Floats sigmoid(Floats x) {
+    const Floats e = exp_of(x < 0.0f ? x : -x);
+    return (x < 0.0f ? e : Floats{} + 1.0f) / (e + 1.0f);
+}
+
 // A term is what a lane multiplies in one instruction: a float, or two bfloat16 numbers where the machine adds two products.
 #if defined(BF16) && defined(__AVX512BF16__)
 constexpr int PER_TERM = 2;

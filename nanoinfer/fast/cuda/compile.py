@@ -74,7 +74,7 @@ def compile_for_cuda(trace: Trace) -> int:
     for node in list(trace.graph.nodes):
         module = trace.module(node)
         faster: nn.Module | None = None
-        if isinstance(module, FusedRotation) and type(module.norm) is not ZeroCentredRMSNorm:
+        if isinstance(module, FusedRotation) and type(module.norm) is not ZeroCentredRMSNorm and module.num_rotated is None:
             faster = KernelRotation(module)
         elif type(module) is RMSNorm and module.weight.ndim == 1 and not has_hooks(module):
             faster = KernelRMSNorm(module)

@@ -17,7 +17,7 @@ from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.linear import KernelLinear
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.models.layers import Embedding, RMSNorm, RotaryEmbedding, apply_rotary
+from nanoinfer.models.layers import Embedding, RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, apply_rotary, sigmoid
 from nanoinfer.models.rope import RopeConfig
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
@@ -210,9 +210,50 @@ class Hooked(Layer):
         self.second.register_forward_hook(lambda module, given, out: 2 * out)
 
 
+class GatedAttention(Attention):
+    """A gate beside each query, in the same rows of the weight, and a rotation of a part of each head, as in Qwen3.5."""
+
+    def __init__(self, index):
+        super().__init__(index)
+        self.query = nn.Linear(WIDTH, 2 * HEADS * HEAD_DIM, bias=False)
+        self.query_norm, self.key_norm = (ZeroCentredRMSNorm(HEAD_DIM, 1e-6) for _ in range(2))
+
+    def forward(self, h, c, s, attention):
+        q, gate = self.query(h).unflatten(-1, (HEADS, -1)).chunk(2, dim=-1)
+        q, k = self.query_norm(q), self.key_norm(self.key(h).unflatten(-1, (KV_HEADS, -1)))
+        out = attention(self.index, self.rotated(q, c, s), self.rotated(k, c, s), self.value(h).unflatten(-1, (KV_HEADS, -1)))
+        return self.out((out * sigmoid(gate)).flatten(1))
+
+    def rotated(self, x, c, s):
+        size = HEAD_DIM // 4
+        return torch.cat((apply_rotary(x[..., :size], c[..., :size], s[..., :size]), x[..., size:]), dim=-1)
+
+
+class Gated(Layer):
+    def __init__(self, index):
+        super().__init__(index)
+        self.attention = GatedAttention(index)
+
+
+class SwappedParts(Gated):
+    """What is not rotated comes first, so the two parts are no partial rotation."""
+
+    def __init__(self, index):
+        super().__init__(index)
+        self.attention.rotated = lambda x, c, s: torch.cat((x[..., 4:], apply_rotary(x[..., :4], c[..., :4], s[..., :4])), -1)
+
+
+class GatesTwice(Gated):
+    """A gate that is read outside of the program as well."""
+
+    def forward(self, h, c, s, attention):
+        gate = self.attention.query(h).unflatten(-1, (HEADS, -1)).chunk(2, dim=-1)[1]
+        return super().forward(h, c, s, attention) + gate.tanh().sum((1, 2)).unsqueeze(1)
+
+
 LAYER_CLASSES = [
     Layer, NormedHeads, OneQuery, Parallel, Scaled, Relu, Branching, WithBranchingMLP, Sandwich, Merged, ReadsTwice, Biased,
-    Unnormed, Unused, Hooked,
+    Unnormed, Unused, Hooked, Gated, SwappedParts, GatesTwice,
 ]  # fmt: skip
 ROPE = RopeConfig.from_hf({"rope_theta": 10000.0, "max_position_embeddings": 64})
 
@@ -296,7 +337,7 @@ def test_any_model_file_gives_the_numbers_of_its_own_forward(layer_class, kernel
 
 @pytest.mark.parametrize(
     ("layer_class", "num_programs"),
-    [(Layer, 1), (NormedHeads, 1), (Parallel, 1), (Merged, 1), (Sandwich, 1), (Relu, 3), (Hooked, 3), (Scaled, 5)],
+    [(Layer, 1), (NormedHeads, 1), (Parallel, 1), (Merged, 1), (Sandwich, 1), (Gated, 1), (Relu, 3), (Hooked, 3), (Scaled, 5)],
 )
 def test_the_forward_pass_is_one_program_unless_something_between_has_no_kernel(layer_class, num_programs, kernels):
     model, report = compiled(layer_class)
@@ -453,7 +494,7 @@ def test_a_compiled_family_gives_the_textbooks_logits(family, dtype, tmp_path):
     assert report.num_plain_linears == 0
     has_experts = any(name in family for name in ("moe", "next", "gpt_oss"))
     assert bool(report.left) == has_experts
-    if not has_experts and family not in [*tiny_models.WITH_STATES, "gemma3_window"]:  # torch scales that one's queries
+    if not has_experts and family != "gemma3_window":  # torch scales that one's queries
         assert model.forward.__self__.code.count("self.program_") == 1
     assert_same_logits(path, dtype, model)
 
@@ -474,7 +515,7 @@ def test_the_comparison_notices_what_a_kernel_forgets(wrong, dtype, tmp_path, mo
 
     monkeypatch.setattr(PackedLinear, "call", forgetful)
     if wrong == "norm":
-        monkeypatch.setattr(module, "rotate_call", lambda *given: rotate(*given[:3], (None, None), *given[4:]))
+        monkeypatch.setattr(module, "rotate_call", lambda *given, **more: rotate(*given[:3], (None, None), *given[4:], **more))
     path = tiny_models.save("qwen3", tmp_path)
     model = load(path, dtype)
     compile_model(model)
