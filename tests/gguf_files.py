@@ -22,6 +22,7 @@ TYPES = {
     "Q4_K": (12, 256, 144, (0, 2)),
     "Q5_K": (13, 256, 176, (0, 2)),
     "Q6_K": (14, 256, 210, (208,)),
+    "MXFP4": (39, 32, 17, ()),
 }
 
 
@@ -82,6 +83,8 @@ def random_blocks(name: str, shape: tuple[int, ...], seed: int = 0) -> tuple[tup
     for position in halves:
         scales = rng.normal(0, 0.2 / num_weights, len(blocks)).astype(np.float16)
         blocks[:, position : position + 2] = scales.view(np.uint8).reshape(-1, 2)
+    if name == "MXFP4":
+        blocks[:, 0] = rng.integers(121, 126, len(blocks))  # a power of two
     weights = torch.from_numpy(UNPACK[name](blocks)).view(shape)
     return (number, shape, blocks.tobytes()), weights
 
@@ -141,6 +144,15 @@ def _q6_k(b):
     return y
 
 
+def _mxfp4(b):
+    values = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # twice the numbers
+    y = np.empty((len(b), 32), np.float32)
+    half_scale = 2.0 ** (b[:, 0].astype(np.float32) - 128)
+    for j in range(16):
+        y[:, j], y[:, j + 16] = half_scale * values[b[:, 1 + j] & 15], half_scale * values[b[:, 1 + j] >> 4]
+    return y
+
+
 UNPACK = {
     "Q4_0": lambda b: _simple(b, 2, 0, False, 8),
     "Q4_1": lambda b: _simple(b, 4, 0, True, 0),
@@ -150,6 +162,7 @@ UNPACK = {
     "Q4_K": lambda b: _q45_k(b, 16, 0),
     "Q5_K": lambda b: _q45_k(b, 48, 16),
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }
 
 
@@ -173,23 +186,35 @@ _LAYERS = {
     "ln_2": "ffn_norm",
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
+    "self_attn": "attn_sinks",  # its parameter is `sinks`
+    "mlp.router": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
+_AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
+_GEMMA3 = {"pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"} | _AFTER_ATTENTION
+_OF = {"gemma3": _LAYERS | _GEMMA3, "gpt-oss": _LAYERS | _AFTER_ATTENTION}
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _OUTER |= {"transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm"}
 
 
-def gguf_name(name: str) -> str:
+def architecture_of(config) -> str:
+    return {"gemma3_text": "gemma3", "gpt_oss": "gpt-oss"}.get(config.model_type, config.model_type)
+
+
+def gguf_name(name: str, architecture: str) -> str:
     """model.layers.0.mlp.up_proj.weight -> blk.0.ffn_up.weight"""
     module, _, kind = name.rpartition(".")
     if module in _OUTER:
         return f"{_OUTER[module]}.{kind}"
     _, _, layer, module = module.split(".", 3)
-    return f"blk.{layer}.{_LAYERS[module]}.{kind}"
+    return f"blk.{layer}.{_OF.get(architecture, _LAYERS)[module]}.{'weight' if kind == 'sinks' else kind}"
 
 
 def metadata_of(config) -> dict:
     """The metadata of a transformers config."""
-    arch = config.model_type
+    arch = architecture_of(config)
     common = {"general.architecture": arch, "general.alignment": 32}
     if arch == "gpt2":
         sizes = {"embedding_length": config.n_embd, "block_count": config.n_layer, "context_length": config.n_positions}
@@ -198,7 +223,20 @@ def metadata_of(config) -> dict:
     else:
         sizes = {"embedding_length": config.hidden_size, "block_count": config.num_hidden_layers}
         sizes |= {"feed_forward_length": config.intermediate_size, "context_length": config.max_position_embeddings}
-        sizes |= {"attention.head_count": config.num_attention_heads, "rope.freq_base": config.rope_parameters["rope_theta"]}
+        rope = config.rope_parameters
+        if arch == "gemma3":
+            sizes |= {"rope.freq_base_swa": rope["sliding_attention"]["rope_theta"], "attention.sliding_window_pattern": 3}
+            rope = rope["full_attention"]
+        sizes |= {"attention.head_count": config.num_attention_heads, "rope.freq_base": rope["rope_theta"]}
+        if rope["rope_type"] != "default":
+            sizes |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
+        if arch in ("gemma3", "gpt-oss"):
+            sizes |= {"attention.sliding_window": config.sliding_window}
+        if arch == "gpt-oss":
+            sizes |= {"rope.scaling.original_context_length": rope["original_max_position_embeddings"]}
+            sizes |= {"rope.scaling.yarn_beta_fast": rope["beta_fast"], "rope.scaling.yarn_beta_slow": rope["beta_slow"]}
+            sizes |= {"expert_count": config.num_local_experts, "expert_used_count": config.num_experts_per_tok}
+            sizes |= {"expert_feed_forward_length": config.intermediate_size}
         sizes |= {
             "attention.head_count_kv": config.num_key_value_heads,
             "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
@@ -217,24 +255,40 @@ def tensors_of(model, type_name: str = "F32", blocks: tuple[str, ...] = ()) -> d
         blocks: block types for the matrices of layers, in turn.
     """
     config, tensors, num_blocks = model.config, {}, 0
-    for name, weight in model.state_dict().items():
+    weights = dict(part for one in model.state_dict().items() for part in parts_of(*one))
+    for name, weight in weights.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         is_conv1d = config.model_type == "gpt2" and name.split(".")[-2] in ("c_attn", "c_proj", "c_fc") and weight.ndim == 2
         stored = weight.T if is_conv1d else weight
+        is_matrix = weight.ndim > 1 and not name.endswith(".bias")  # a bias of all experts has two axes
+        if config.model_type == "gemma3_text" and name.endswith("norm.weight"):
+            stored = weight + 1
         if config.model_type == "llama" and (".q_proj." in name or ".k_proj." in name):
             num_heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
             stored = to_pairs(stored, num_heads)
-        if blocks and ".layers." in name and weight.ndim == 2:
+        if blocks and ".layers." in name and is_matrix:
             tensor, unpacked = random_blocks(blocks[num_blocks % len(blocks)], tuple(stored.shape), num_blocks)
             num_blocks += 1
             if config.model_type == "llama" and (".q_proj." in name or ".k_proj." in name):
                 unpacked = to_halves(unpacked, num_heads)
             weight.copy_(unpacked)
         else:
-            tensor = floats(stored, type_name if weight.ndim == 2 else "F32")
-        tensors[gguf_name(name)] = tensor
+            tensor = floats(stored, type_name if is_matrix else "F32")
+        tensors[gguf_name(name, architecture_of(config))] = tensor
     return tensors
+
+
+def parts_of(name: str, weight: torch.Tensor):
+    """A parameter of transformers as the tensors of a file, which are views: gpt-oss's gates are among the rows of `up`."""
+    if ".experts." not in name:
+        return [(name, weight)]
+    kind = "bias" if name.endswith("_bias") else "weight"
+    layer, _, projection = name.removesuffix("_bias").rpartition(".")
+    stored = weight if kind == "bias" else weight.transpose(1, 2)  # [experts, out, in]
+    if projection == "down_proj":
+        return [(f"{layer}.down_proj.{kind}", stored)]
+    return [(f"{layer}.gate_proj.{kind}", stored[:, 0::2]), (f"{layer}.up_proj.{kind}", stored[:, 1::2])]
 
 
 def to_pairs(weight, num_heads):

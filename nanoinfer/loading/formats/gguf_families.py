@@ -21,10 +21,13 @@ _ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "gpt2": ("GPT2LMHeadModel", "gpt2"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
 }
 
 # Keys of an architecture that change its arithmetic. 0 and absence mean without.
-_REFUSED = ("expert_count", "attention.sliding_window", "attention.scale", "logit_scale", "embedding_scale", "residual_scale")
+_REFUSED = {"expert_count", "attention.sliding_window", "attention.scale", "logit_scale", "embedding_scale", "residual_scale"}
+_HONOURED = {"gemma3": {"attention.sliding_window"}, "gpt-oss": {"attention.sliding_window", "expert_count"}}
 
 _LLAMA_NAMES = {
     "token_embd": "embed_tokens",
@@ -42,6 +45,19 @@ _LLAMA_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA3_NAMES = _LLAMA_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GPT_OSS_NAMES = _LLAMA_NAMES | {
+    "attn_sinks": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_exps": "mlp.experts.gate_proj",  # of all experts, which gguf_weights.py divides
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
 _GPT2_NAMES = {
     "token_embd": "wte",
     "position_embd": "wpe",
@@ -54,21 +70,24 @@ _GPT2_NAMES = {
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
 }
+_NAMES = {"gpt2": _GPT2_NAMES, "gemma3": _GEMMA3_NAMES, "gpt-oss": _GPT_OSS_NAMES}  # and _LLAMA_NAMES
 _TENSOR = re.compile(r"(blk\.(?P<layer>\d{1,6})\.)?(?P<name>\w+)\.(?P<kind>weight|bias)")
 
 LLAMA3_FACTORS = "rope_freqs.weight"  # not a weight: what Llama 3 divides each frequency by
+_YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 # Llama 3.1, 3.2 and 3.3 have these. The file has only the factors that follow from them, and the largest is `factor`.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def parameter_name(architecture: str, tensor_name: str) -> str:
     """The parameter that a tensor fills. An unknown name stays as it is, so that load_weights reports it."""
-    names, layers = (_GPT2_NAMES, "h") if architecture == "gpt2" else (_LLAMA_NAMES, "layers")
+    names, layers = _NAMES.get(architecture, _LLAMA_NAMES), "h" if architecture == "gpt2" else "layers"
     match = _TENSOR.fullmatch(tensor_name)
     if match is None or match["name"] not in names:
         return tensor_name
     layer = "" if match["layer"] is None else f"{layers}.{int(match['layer'])}."
-    return f"{layer}{names[match['name']]}.{match['kind']}"
+    kind = "" if match["name"] == "attn_sinks" else f".{match['kind']}"
+    return f"{layer}{names[match['name']]}{kind}"
 
 
 def to_config(file: GGUFFile) -> dict[str, Any]:
@@ -78,7 +97,7 @@ def to_config(file: GGUFFile) -> dict[str, Any]:
             f"{file.path} has the architecture {shown(file.architecture)}; {', '.join(_ARCHITECTURES)} are supported in GGUF "
             "files. The model's safetensors may be supported where its GGUF is not"
         )
-    for key in _REFUSED:
+    for key in sorted(_REFUSED - _HONOURED.get(file.architecture, set())):
         if file.get(key):
             raise UnsupportedError(f"{file.architecture}.{key}={shown(file.get(key))} in {file.path} is not supported")
     if "token_embd.weight" not in file.tensors:
@@ -91,7 +110,11 @@ def to_config(file: GGUFFile) -> dict[str, Any]:
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
-    return config | (_gpt2_sizes(file) if file.architecture == "gpt2" else _llama_sizes(file))
+    if file.architecture == "gpt2":
+        return config | _gpt2_sizes(file)
+    more = {"gemma3": _gemma3_fields, "gpt-oss": _gpt_oss_fields}.get(file.architecture)
+    config |= _llama_sizes(file)
+    return config if more is None else config | more(file, config)
 
 
 def to_generation_config(file: GGUFFile) -> dict[str, Any]:
@@ -142,17 +165,42 @@ def _llama_sizes(file: GGUFFile) -> dict[str, Any]:
     )
 
 
+def _gemma3_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    """As llama.cpp reads them: the 27B, whose scores have another scale, is known by its number of layers."""
+    window = file.get("attention.sliding_window")
+    local = {"rope_theta": _as_decimal(file.get("rope.freq_base_swa", 10_000.0))}
+    return {
+        "sliding_window": window,
+        "sliding_window_pattern": file.get("attention.sliding_window_pattern", 6) if window else 1,
+        "query_pre_attn_scalar": 168 if config.get("num_hidden_layers") == 62 else config.get("head_dim"),  # of the 27B
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
+        "attn_logit_softcapping": file.get("attn_logit_softcapping") or None,
+        "final_logit_softcapping": file.get("final_logit_softcapping") or None,
+    }
+
+
+def _gpt_oss_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    return _without_none(
+        intermediate_size=file.get("expert_feed_forward_length"),
+        num_local_experts=file.get("expert_count"),
+        num_experts_per_tok=file.get("expert_used_count"),
+        sliding_window=file.get("attention.sliding_window"),
+        rope_parameters=config["rope_parameters"] | {"truncate": False},
+    )
+
+
 def _rope(file: GGUFFile, head_dim: Any) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _as_decimal(file.get("rope.freq_base", 10_000.0))}
     prefix = f"{file.architecture}.rope.scaling."
     scaling = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     if scaling.get("type", "none") != "none":
-        if unknown := scaling.keys() - {"type", "factor", "original_context_length", "finetuned"}:
+        if unknown := scaling.keys() - {"type", "factor", "original_context_length", "finetuned", *_YARN}:
             raise UnsupportedError(f"{prefix}{min(unknown)} in {file.path} is not supported")
         rope |= _without_none(
             rope_type=scaling["type"],
             factor=scaling.get("factor"),
             original_max_position_embeddings=scaling.get("original_context_length"),
+            **{name: scaling.get(key) for key, name in _YARN.items()},
         )
     if LLAMA3_FACTORS in file.tensors:
         rope |= _llama3_rope(file, rope["rope_theta"], head_dim)

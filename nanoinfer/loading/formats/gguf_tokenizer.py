@@ -21,6 +21,11 @@ _CONTROL, _USER_DEFINED = 3, 4  # token types: special tokens, and others that a
 MAX_SENTENCEPIECE_CHARACTERS = 2**21  # of all tokens together. Every way to cut each in two is tried.
 
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+# tiktoken's o200k: a word ends where capitals follow small letters
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_O200K = "|".join(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{word}(?i:'s|'t|'re|'ve|'m|'ll|'d)?" for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")
+)
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # tokenizer.ggml.pre -> the regex that splits a text into words. None is GPT-2's, which the tokenizers library has.
 _WORDS = {
@@ -29,6 +34,7 @@ _WORDS = {
     "qwen2": _ENGLISH + r"\p{N}" + _REST,
     "deepseek-r1-qwen": _ENGLISH + r"\p{N}" + _REST,
     "llama-bpe": _ENGLISH + r"\p{N}{1,3}" + _REST,
+    "gpt-4o": _O200K + r"|\p{N}{1,3}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*"),  # gpt-oss
 }
 _LLAMA3 = "llama-bpe"
 

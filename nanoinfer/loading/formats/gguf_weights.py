@@ -13,7 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanoinfer.loading.formats.gguf import GGUFFile
+from nanoinfer.loading.formats.experts import unpack_fp4
+from nanoinfer.loading.formats.gguf import MAX_TENSORS, GGUFFile, GGUFTensor
 from nanoinfer.loading.formats.gguf_families import LLAMA3_FACTORS, parameter_name
 from nanoinfer.loading.quantization import QuantizedWeight
 from nanoinfer.loading.weights import TensorInfo, Weights
@@ -27,20 +28,24 @@ class GGUFWeights(Weights):
 
     llama.cpp rotates neighbouring numbers of a head, (0, 1), (2, 3), ..., and Llama's checkpoints the two halves, (0, n/2),
     (1, n/2 + 1), ... The files of the architecture "llama" have the rows of q and k in llama.cpp's order. It is undone here.
+    Gemma's norms have the 1 added that ZeroCentredRMSNorm adds, and the tensors of all experts of a layer are one.
     """
 
     has_integers = True
 
     def __init__(self, file: GGUFFile) -> None:
         self._file = file
-        self._sources = {parameter_name(file.architecture, name): name for name in file.tensors if name != LLAMA3_FACTORS}
+        self._tensors: dict[str, GGUFTensor] = {}
+        for name, tensor in file.tensors.items():
+            if name != LLAMA3_FACTORS:
+                self._tensors |= _divided(parameter_name(file.architecture, name), tensor)
         # Mapped, not read. A private mapping, as torch has no read-only tensors.
         size = file.path.stat().st_size
         self._bytes = torch.from_file(str(file.path), shared=False, size=size, dtype=torch.uint8)
-        super().__init__((name, self._info(name)) for name in self._sources)
+        super().__init__((name, self._info(name)) for name in self._tensors)
 
     def _info(self, name: str) -> TensorInfo:
-        tensor = self._file.tensors[self._sources[name]]
+        tensor = self._tensors[name]
         shape = tensor.shape[::-1] if self._is_transposed(name) else tensor.shape
         if tensor.block_type.name not in _FLOATS:
             return TensorInfo(shape, "F32")
@@ -51,10 +56,11 @@ class GGUFWeights(Weights):
             return self._unpack(name).T[rows]
         if num_heads := self._num_rotated_heads(name):
             return _to_halves(self._unpack(name), num_heads)[rows]
-        return self._unpack(name, rows)
+        is_zero_centred = self._file.architecture == "gemma3" and name.endswith("norm.weight")
+        return self._unpack(name, rows).float() - 1 if is_zero_centred else self._unpack(name, rows)
 
     def integers(self, name: str) -> QuantizedWeight | None:
-        tensor = self._file.tensors[self._sources[name]]
+        tensor = self._tensors[name]
         found = _WITHOUT_MINIMUM.get(tensor.block_type.name)
         if found is None or found[0] == 5:  # a QuantizedWeight has 4 or 8 bits
             return None
@@ -76,7 +82,7 @@ class GGUFWeights(Weights):
 
     def _unpack(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Return rows of a tensor in the file's own order: in its dtype if it is a float, else in fp32."""
-        tensor, stored = self._file.tensors[self._sources[name]], self._stored(name)
+        tensor, stored = self._tensors[name], self._stored(name)
         if dtype := _FLOATS.get(tensor.block_type.name):
             return stored.view(dtype).view(tensor.shape)[rows]
         stored = stored.view(tensor.shape[0], -1)[rows]  # a row is whole blocks
@@ -89,8 +95,22 @@ class GGUFWeights(Weights):
         return weights.view(len(stored), *tensor.shape[1:])
 
     def _stored(self, name: str) -> Tensor:
-        tensor = self._file.tensors[self._sources[name]]
+        tensor = self._tensors[name]
         return self._bytes[tensor.start : tensor.start + tensor.num_bytes]
+
+
+def _divided(name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
+    """The tensor by its name, or those of single experts by theirs if it has all experts of a layer."""
+    layer, found, projection = name.partition(".experts.")
+    if not found or tensor.shape[0] > MAX_TENSORS:
+        return {name: tensor}
+    num_experts, num_bytes = tensor.shape[0], tensor.num_bytes // tensor.shape[0]
+    return {
+        f"{layer}.experts.{i}.{projection}": GGUFTensor(
+            tensor.shape[1:], tensor.block_type, tensor.start + i * num_bytes, num_bytes
+        )
+        for i in range(num_experts)
+    }
 
 
 def _to_halves(weight: Tensor, num_heads: int) -> Tensor:
@@ -158,10 +178,14 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return (scales.unsqueeze(-1) * ((low | high << 4).float() - 32).view(-1, 16, 16)).view(len(blocks), 256)
 
 
+def _mxfp4(blocks: Tensor) -> Tensor:
+    return unpack_fp4(_four_bits(blocks), blocks[:, 0])
+
+
 # type -> (bits, the integer that stands for 0, blocks -> integers): d * (integer - zero)
 _WITHOUT_MINIMUM: dict[str, tuple[int, int, Callable[[Tensor], Tensor]]] = {
     "Q4_0": (4, 8, _four_bits),
     "Q5_0": (5, 16, _five_bits),
     "Q8_0": (8, 128, _eight_bits),
 }
-_OTHERS = {"Q4_1": _q4_1, "Q5_1": _q5_1, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
+_OTHERS = {"Q4_1": _q4_1, "Q5_1": _q5_1, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "MXFP4": _mxfp4}
