@@ -38,6 +38,7 @@ What is imported when it is used:
     chat/                 messages, chat templates, tools, and answers as messages
     structured/           the form that an answer must have: JSON schema, regex, choice, grammar
     speculative/          speculative decoding: n-gram and draft-model proposers, and when drafts pay. No torch
+    lora/                 a LoRA adapter for each request: which are in memory, and what they add to linear layers
     distributed/          one model on several ranks
     tracing/              events, Recorder, the HTML replay
     server/               `nanoinfer serve`: OpenAI's API over HTTP

@@ -33,6 +33,9 @@ from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
 from nanoinfer.system.work_threads import LARGE, WorkThreads
 from nanoinfer.vllm_compat import arguments_of, check_argument_names
 
+if TYPE_CHECKING:
+    from nanoinfer.lora.request import LoRARequest
+
 NUM_GRAMMAR_THREADS = 8  # most of them wait for the one process that tries new grammars, and give up after MAX_WAIT_SECONDS
 # An event costs tens of microseconds of CPU in the event loop, and as much in a client on the same machine. So a token is held
 # for 1 ms per stream, to be delivered together with later ones, which limits the cost to about 5% of the time.
@@ -101,6 +104,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: "LoRARequest | None" = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate an answer, and yield RequestOutputs while it grows. Closing the generator aborts the request.
@@ -111,6 +115,7 @@ class AsyncLLM:
             prompt: As for LLM.generate, one prompt.
             sampling_params: None is the checkpoint's default.
             request_id: For abort(). Different from the ids of all unfinished requests. None makes one.
+            lora_request: The adapter of this prompt, with AsyncLLM(enable_lora=True).
             priority: With AsyncLLM(scheduling_policy="priority"): lower runs first.
 
         Raises:
@@ -120,7 +125,7 @@ class AsyncLLM:
         """
         params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
         num_answers = params.n if isinstance(params, SamplingParams) else 1  # prepare_prompt refuses anything else
-        prepare = partial(self.engine.inputs.prepare_prompt, prompt, params, priority)
+        prepare = partial(self.engine.inputs.prepare_prompt, prompt, params, priority, lora_request)
         text_or_ids = prompt.get("prompt") or prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
         is_large = isinstance(text_or_ids, str | list) and len(text_or_ids) > LARGE
         stream = await self.submit(prepare, num_answers=num_answers, request_id=request_id, is_large=is_large)
@@ -174,6 +179,17 @@ class AsyncLLM:
         if stream.is_closed:  # by abort(), meanwhile
             self._thread.abort(stream.request_id)
         return stream
+
+    async def add_lora(self, lora_request: "LoRARequest") -> bool:
+        """Read and check an adapter before a request names it. Returns True. Raises: as generate does."""
+        from nanoinfer.lora.request import adapter_of
+
+        await self.threads.run(partial(adapter_of, lora_request, self.engine.inputs.adapters), is_large=True)
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter. Requests that use it go on. Returns whether the id was known."""
+        return self.engine.inputs.adapters is not None and self.engine.inputs.adapters.remove(lora_id)
 
     async def abort(self, request_id: str) -> None:
         """Finish a request. Its stream ends with finish_reason "abort". Unknown and finished ids are ignored."""

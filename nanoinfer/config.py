@@ -209,6 +209,9 @@ class EngineConfig:
     dtype: str = "auto"  # a key of DTYPES
     quantization: str | None = None
     lora: tuple[tuple[str, float], ...] = ()  # adapters, each with its strength
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
     device: str = "auto"
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
@@ -241,6 +244,11 @@ class EngineConfig:
                 f"quantization={self.quantization!r} computes in bfloat16, got dtype={shown(self.dtype)}; leave dtype out"
             )
         check_integer("tensor_parallel_size", self.tensor_parallel_size, 1, None, ">= 1")
+        check_flag("enable_lora", self.enable_lora)
+        check_integer("max_loras", self.max_loras, 1, None, ">= 1")
+        check_integer("max_lora_rank", self.max_lora_rank, 1, None, ">= 1")
+        if (self.max_loras, self.max_lora_rank) != (1, 16) and not self.enable_lora:
+            raise InvalidValueError("max_loras and max_lora_rank need enable_lora=True; pass it, or leave them out")
         check_integer("max_model_len", self.max_model_len, 1, None, ">= 1", or_none=True)
         check_flag("enforce_eager", self.enforce_eager)
         if self.async_scheduling is not None:
@@ -284,6 +292,9 @@ class EngineArgs:
         quantization: "int8" or "int4" keeps the linear layers in 8 or 4 bits, on a CPU. The rest is in bfloat16.
         lora: LoRA adapters in peft's format, merged into the weights for all requests: a folder or hub name, a list, or a dict
             of strengths, such as {"adapter": 0.5}. docs/checkpoints.md says what is supported.
+        enable_lora: Let each request have an adapter of its own, generate(lora_request=...).
+        max_loras: The most of these adapters in memory, and in a step.
+        max_lora_rank: Their highest rank.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
         tensor_parallel_size: Number of processes, or GPUs, among which the model is split (docs/scaling.md).
         block_size: Tokens per cache block. None is the attention backend's own.
@@ -342,6 +353,9 @@ class EngineArgs:
     dtype: "str | torch.dtype" = "auto"
     quantization: str | None = None
     lora: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float] | None = None
+    enable_lora: bool = EngineConfig.enable_lora
+    max_loras: int = EngineConfig.max_loras
+    max_lora_rank: int = EngineConfig.max_lora_rank
     device: str = "auto"
     tensor_parallel_size: int = 1
     block_size: int | None = None

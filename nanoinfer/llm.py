@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nanoinfer.chat.messages import Message
     from nanoinfer.chat.tools import Tool, ToolChoice
     from nanoinfer.execution.executor import ExecutorInfo
+    from nanoinfer.lora.request import LoRARequest
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        lora_request: "LoRARequest | Sequence[LoRARequest | None] | None" = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate answers to prompts, all in one batch, and return the outputs in the order of the prompts.
@@ -121,6 +123,7 @@ class LLM:
             prompts: A string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these.
             sampling_params: One for all prompts, or one per prompt. None is get_default_sampling_params().
             use_tqdm: Show a progress bar.
+            lora_request: The adapter of all prompts, or one or None per prompt, with LLM(enable_lora=True).
             priority: One integer per prompt, with LLM(scheduling_policy="priority"): lower runs first. None is 0 for all.
 
         Raises:
@@ -128,12 +131,17 @@ class LLM:
         """
         check_flag("use_tqdm", use_tqdm)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        prepared = self.engine.inputs.prepare_all(prompts, params, priority)
+        prepared = self.engine.inputs.prepare_all(prompts, params, priority=priority, lora_request=lora_request)
         return [cast(RequestOutput, request.output) for request in self._complete(prepared, use_tqdm)]
 
     @check_argument_names("stream()")
     def stream(
-        self, prompt: PromptType, sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: "LoRARequest | None" = None,
+        priority: int = 0,
     ) -> Generator[Delta, None, None]:
         """Answer one prompt, and yield a Delta for every sampled token. The last one carries the whole RequestOutput.
 
@@ -144,7 +152,7 @@ class LLM:
             InvalidPromptError, InvalidTypeError, InvalidValueError: When it is called, not at the first token.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        return self._stream(self.engine.inputs.prepare(prompt, params, priority))
+        return self._stream(self.engine.inputs.prepare(prompt, params, priority=priority, lora_request=lora_request))
 
     @check_argument_names("chat()")
     def chat(
@@ -159,6 +167,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, object] | None = None,
         tools: "Sequence[Tool] | None" = None,
         tool_choice: "ToolChoice" = "auto",
+        lora_request: "LoRARequest | Sequence[LoRARequest | None] | None" = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of them, through the checkpoint's chat template.
@@ -178,7 +187,7 @@ class LLM:
             tool_choice: "auto", "none" (the tools are left out), or "required" and {"type": "function", "function": {"name":
                 ...}}: the answer is a call that satisfies the schema, in the format of Qwen3 (hermes). With "auto", this is so
                 for each call if a tool has "strict": True. Both require nanoinfer[structured].
-            priority: As for generate.
+            lora_request, priority: As for generate.
 
         Raises:
             InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does.
@@ -195,7 +204,7 @@ class LLM:
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self.generate(prompts, constrained, use_tqdm, priority=priority)
+        return self.generate(prompts, constrained, use_tqdm, lora_request=lora_request, priority=priority)
 
     def render_chat(
         self,

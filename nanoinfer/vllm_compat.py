@@ -26,7 +26,6 @@ OTHER_NAMES = {
 # vLLM's arguments that nanoinfer does not have, with the values that change nothing here. The first one is how nanoinfer acts.
 # Any different value requests what is not supported.
 _GENERATE: dict[str, tuple[object, ...]] = {
-    "lora_request": (None,),
     "prompt_adapter_request": (None,),
     "tokenization_kwargs": (None, {}),
 }
@@ -60,7 +59,9 @@ _LLM: dict[str, tuple[object, ...]] = {
     "disable_chunked_mm_input": (False, True),  # there are no images
     "enable_prompt_embeds": (False,),
     "enable_sleep_mode": (False, True),  # sleep() needs no preparation
-    "enable_lora": (False, None),
+    "max_cpu_loras": (None, 1, 2),  # those beyond max_loras stay in their files
+    "lora_dtype": ("auto",),
+    "fully_sharded_loras": (False,),
     "kv_transfer_config": (None,),
     "profiler_config": (None,),
     "limit_mm_per_prompt": (None, {}),

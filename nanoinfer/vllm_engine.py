@@ -21,6 +21,8 @@ from nanoinfer.vllm_compat import check_argument_names
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from nanoinfer.lora.request import LoRARequest
+
 
 class VLLMEngine:
     """Add requests, and call step() while has_unfinished_requests().
@@ -38,13 +40,22 @@ class VLLMEngine:
         return cls(LLM.from_engine_args(engine_args))
 
     @check_argument_names("add_request()")
-    def add_request(self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        *,
+        lora_request: "LoRARequest | None" = None,
+        priority: int = 0,
+    ) -> None:
         """Queue a prompt. A prompt that is too long gets an output with finish_reason "error" in the next step.
 
         Args:
             request_id: For abort_request(), and in the outputs. Different from the ids of all unfinished requests.
             prompt: As for LLM.generate, one prompt.
             params: params.output_kind says what the outputs of step() hold.
+            lora_request: The adapter of this prompt, with enable_lora=True.
             priority: With scheduling_policy="priority": lower runs first.
 
         Raises:
@@ -53,11 +64,23 @@ class VLLMEngine:
         if not isinstance(request_id, str) or request_id in self._streams:
             raise InvalidValueError(f"request_id must be a string that no unfinished request has, got {shown(request_id)}")
         engine = self.llm.engine
-        prepared = engine.inputs.prepare(prompt, params, priority)
+        prepared = engine.inputs.prepare(prompt, params, priority=priority, lora_request=lora_request)
         stream = RequestStream(request_id, prepared.params.n, asyncio.Event(), engine.abort)
         stream.prepared = prepared
         stream.request = engine.submit(prepared, request_id=request_id, streaming=True)
         self._streams[request_id] = stream
+
+    def add_lora(self, lora_request: "LoRARequest") -> bool:
+        """Read and check an adapter before a request names it. Returns True. Raises: as add_request does."""
+        from nanoinfer.lora.request import adapter_of
+
+        adapter_of(lora_request, self.llm.engine.inputs.adapters)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter. Requests that use it go on. Returns whether the id was known."""
+        adapters = self.llm.engine.inputs.adapters
+        return adapters is not None and adapters.remove(lora_id)
 
     def step(self) -> list[RequestOutput]:
         """Compute a step. Returns the outputs of all requests for which it has brought something."""

@@ -1,6 +1,6 @@
 """vLLM's modules and names, so that the imports of a script for vLLM work when nanoinfer takes vllm's place in them.
 
-In: the import of a module that only vLLM has, such as nanoinfer.lora.request, or the use of a name that only vLLM has. Out: the
+In: the import of a module that only vLLM has, such as nanoinfer.inputs, or the use of a name that only vLLM has. Out: the
 object of nanoinfer that does the same, or a placeholder that says in one sentence, when it is used, what to do instead.
 docs/vllm.md lists all of them. Nothing here is imported before a script asks for such a name.
 """
@@ -38,7 +38,6 @@ MODULES = {
     "inputs": "PromptType TextPrompt TokensPrompt",
     "inputs.data": "PromptType TextPrompt TokensPrompt",
     "logger": "init_logger",
-    "lora.request": "LoRARequest",
     "multimodal.utils": "fetch_image",
     "pooling_params": "PoolingParams",
     "utils": "FlexibleArgumentParser get_open_port random_uuid",
@@ -80,7 +79,6 @@ PLACEHOLDERS = {
     "AttentionConfig": "use LLM(attention_backend=...)",
     "CompilationConfig": "nanoinfer compiles by itself; leave it out, or use LLM(enforce_eager=True) to run the model's file",
     "KVTransferConfig": "the KV cache stays in one process; leave it out",
-    "LoRARequest": "adapters are merged when the model is loaded, for all requests; use LLM(model, lora=path)",
     "ModelRegistry": "use nanoinfer.register_model(name, Model), as notebook 12a does",
     "ProfilerConfig": _PROFILE,
     "StructuredOutputsConfig": "llguidance is the one backend; leave it out",
@@ -99,7 +97,6 @@ METHODS = {
     **dict.fromkeys(("collective_rpc", "apply_model", "llm_engine", "model_config", "vllm_config"), _INSIDE),
     **dict.fromkeys(("init_weight_transfer_engine", "update_weights", "reload_weights"), _WEIGHTS),
     **dict.fromkeys(("start_profile", "stop_profile"), _PROFILE),
-    **dict.fromkeys(("add_lora", "remove_lora"), PLACEHOLDERS["LoRARequest"]),
     **dict.fromkeys(("pause_generation", "resume_generation"), "use LLM.pause() and LLM.resume()"),
     "get_tokenizer": "use async_llm.llm.get_tokenizer()",
     "preprocess_chat": "use llm.render_chat(messages)",
@@ -114,8 +111,7 @@ WAYS_OUT = {
     "runner": _POOLING,
     "task": _POOLING,
     "convert": _POOLING,
-    "lora_request": PLACEHOLDERS["LoRARequest"],
-    "enable_lora": PLACEHOLDERS["LoRARequest"],
+    "lora_request": "beams use the model as it was loaded; use LLM(model, lora=path)",
     "pipeline_parallel_size": _RANKS,
     "data_parallel_size": _RANKS,
     "distributed_executor_backend": "use tensor_parallel_size=N, under torchrun or not; docs/scaling.md says how to use Ray",

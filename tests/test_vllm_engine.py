@@ -70,7 +70,7 @@ def test_wrong_requests_are_refused_and_leave_nothing(engine):
         engine.add_request("0", [], params())
     with pytest.raises(InvalidValueError, match="request_id must be a string that no unfinished request has, got 0"):
         engine.add_request(0, PROMPTS[0], params())
-    with pytest.raises(UnsupportedError, match=r"adapters are merged when the model is loaded"):
+    with pytest.raises(InvalidValueError, match="needs a model loaded with enable_lora=True"):
         engine.add_request("0", PROMPTS[0], params(), lora_request=object())
     with pytest.raises(NanoinferError, match="nanoinfer has no workers to call"):
         engine.collective_rpc("reload")

@@ -105,7 +105,9 @@ def make_engine(
         from nanoinfer.speculative.ngram import NGramProposer
 
         proposer = NGramProposer(speculative)
-    return LLMEngine(executor, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, proposer=proposer, tracer=tracer)
+    engine = LLMEngine(executor, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, proposer=proposer, tracer=tracer)
+    engine.inputs.adapters = getattr(executor.runner, "adapters", None)
+    return engine
 
 
 def make_parts(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "Parts":
@@ -113,6 +115,10 @@ def make_parts(model: "Model", config: EngineConfig, shards: "Shards | None" = N
     from nanoinfer.execution.parts import plain_parts
 
     parts = plain_parts(model, config)
+    if config.enable_lora:
+        from nanoinfer.lora.adapters import with_adapters
+
+        parts = with_adapters(parts, config)
     if not config.enforce_eager:
         from nanoinfer.fast.accelerate import accelerate
 

@@ -28,6 +28,7 @@ from nanoinfer.vllm_compat import NEUTRAL_VALUES, check_neutral
 
 if TYPE_CHECKING:
     from nanoinfer.chat.tools import Tool, ToolChoice
+    from nanoinfer.lora.request import LoRARequest
     from nanoinfer.structured.grammar import GrammarCompiler, GrammarState
 
 
@@ -60,7 +61,8 @@ class PreparedRequest:
     grammar: params.structured_outputs, compiled, at the beginning of an answer.
     error: for a prompt that is too long. Such a request ends at once with finish_reason "error".
     priority: for schedulers that read it. Lower runs first.
-    cache_salt: shared by the requests that may share cached prefixes.
+    cache_salt: shared by the requests that may share cached prefixes, with the adapter's digest.
+    adapter: of lora/adapters.py, which changes the model for this request.
     reader: of the prompt's hidden rows (reading.py).
     """
 
@@ -72,6 +74,7 @@ class PreparedRequest:
     priority: int = 0
     grammar: "GrammarState | None" = None
     cache_salt: str | None = None
+    adapter: Any = None
     reader: Any = None
 
 
@@ -85,15 +88,18 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._config = config
         self._accepts_priority = accepts_priority
+        self.adapters: Any = None  # lora/adapters.py, with enable_lora
 
-    def prepare(self, prompt: Any, params: SamplingParams, priority: int | None = None) -> PreparedRequest:
+    def prepare(self, prompt: Any, params: SamplingParams, priority: int | None = None, **options: Any) -> PreparedRequest:
         """Parse, tokenise and check one prompt, and compile its grammar. Raises: as the two methods below do."""
-        return self.compile_grammar(self.prepare_prompt(prompt, params, priority))
+        return self.compile_grammar(self.prepare_prompt(prompt, params, priority, **options))
 
-    def prepare_prompt(self, prompt: Any, params: SamplingParams, priority: int | None = None) -> PreparedRequest:
+    def prepare_prompt(
+        self, prompt: Any, params: SamplingParams, priority: int | None = None, lora_request: "LoRARequest | None" = None
+    ) -> PreparedRequest:
         """Parse, tokenise and check one prompt. A prompt that is too long is not refused, see PreparedRequest.error.
 
-        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError.
+        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError, and for an adapter as lora.request.adapted does.
         """
         text, token_ids = self._parse(prompt)
         if not isinstance(params, SamplingParams):
@@ -108,7 +114,13 @@ class InputProcessor:
         bad_words = self._check(token_ids, params)
         error = self._too_long(len(token_ids), text) if len(token_ids) >= self._info.max_model_len else None
         cache_salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
-        return PreparedRequest(text, token_ids, params, bad_words, error, int(priority or 0), cache_salt=cache_salt)
+        salt = cache_salt and f"/{cache_salt}"  # unlike that of an adapter
+        prepared = PreparedRequest(text, token_ids, params, bad_words, error, int(priority or 0), cache_salt=salt)
+        if lora_request is not None:
+            from nanoinfer.lora.request import adapted
+
+            prepared = adapted(prepared, lora_request, self.adapters)
+        return prepared
 
     def compile_grammar(self, prepared: PreparedRequest) -> PreparedRequest:
         """Add the grammar, if there is one. A new one may wait for the trials of others, for seconds.
@@ -125,20 +137,22 @@ class InputProcessor:
         return GrammarCompiler(self._tokenizer, self._info.vocab_size)
 
     def prepare_all(
-        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams], priority: Sequence[int] | None = None
+        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams], **options: Any
     ) -> list[PreparedRequest]:
-        """Prepare one prompt or a list of them, with one SamplingParams for all or one per prompt, and a priority per prompt.
+        """Prepare one prompt or a list of them, with one SamplingParams for all or one per prompt.
 
-        Raises: as prepare does, with the prompt's index.
+        options: Those of prepare_prompt, each one for all or one per prompt. Raises: as prepare does, with the prompt's index.
         """
         prompts = as_list(prompts)
-        if priority is not None and (not isinstance(priority, list | tuple) or len(priority) != len(prompts)):
-            raise InvalidValueError(f"priority must be a list of one integer per prompt, {len(prompts)}, got {shown(priority)}")
+        for name, given in options.items():
+            options[name] = given if isinstance(given, list | tuple) else [given] * len(prompts)
+            if len(options[name]) != len(prompts):
+                raise InvalidValueError(f"{name} must be one, or one per prompt: got {shown(given)} for {len(prompts)} prompts")
         prepared = []
-        each = zip(prompts, one_per_prompt(params, len(prompts)), priority or [None] * len(prompts), strict=True)
-        for index, (prompt, its_params, its_priority) in enumerate(each):
+        each = zip(prompts, one_per_prompt(params, len(prompts)), *options.values(), strict=True)
+        for index, (prompt, its_params, *its_options) in enumerate(each):
             with with_prompt_index(index):
-                prepared.append(self.prepare(prompt, its_params, its_priority))
+                prepared.append(self.prepare(prompt, its_params, **dict(zip(options, its_options, strict=True))))
         return prepared
 
     def render_chat(self, messages: Any, **rendering: Any) -> TokensPrompt:

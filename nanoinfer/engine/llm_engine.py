@@ -40,6 +40,10 @@ def scheduling_classes(config: EngineConfig) -> tuple[type[Scheduler], type[Bloc
         from nanoinfer.scheduling.policies import POLICIES
 
         scheduler = POLICIES[config.scheduler.scheduling_policy]
+    if config.enable_lora:
+        from nanoinfer.lora.scheduler import with_adapters
+
+        scheduler = with_adapters(scheduler, config)
     return scheduler, block_manager
 
 

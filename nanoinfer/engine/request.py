@@ -230,6 +230,7 @@ def sequences_of(
             priority=prepared.priority,
             arrival_time=arrival_time,
             deadline=math.inf if params.timeout is None else arrival_time + params.timeout,
+            adapter=prepared.adapter,
             cache_salt=prepared.cache_salt,
         )
         for index in range(params.n)

@@ -5,7 +5,7 @@ In: a StepPlan. Out: a ForwardBatch. AttentionMetadata's docstring has an exampl
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -46,6 +46,7 @@ class ForwardBatch:
     Attributes:
         logits_indices: the packed tokens whose hidden rows enter the LM head, in the order of plan.rows.
         attention: the same for all layers, or of the first KV group. further_groups has it for the others.
+        adapters: of requests, each with the first packed token that uses it, and the one after the last.
     """
 
     input_ids: Int[Tensor, " num_tokens"]
@@ -54,6 +55,7 @@ class ForwardBatch:
     attention: AttentionMetadata
     block_copies: list[tuple[int, int]]
     further_groups: tuple[AttentionMetadata, ...] = ()
+    adapters: tuple[tuple[Any, int, int], ...] = ()
 
     @classmethod
     def build(
@@ -103,9 +105,11 @@ class ForwardBatch:
         groups = [attention]
         for tables_of_group in zip(*(seq.more_block_tables for seq in packed.sequences), strict=True):
             groups.append(_in_group(attention, list(tables_of_group), packed.positions, block_size))
+        runs = zip(packed.sequences, query_start_loc, query_start_loc[1:], strict=False)
+        adapters = tuple((seq.adapter, *run) for seq, *run in runs if seq.adapter is not None)
         if has_single_queries:
             groups = list(map(single_queries, groups))
-        return cls(ids, positions, rows, groups[0], list(plan.block_copies), tuple(groups[1:]))
+        return cls(ids, positions, rows, groups[0], list(plan.block_copies), tuple(groups[1:]), adapters)
 
 
 def _padded(tables: list[list[int]]) -> list[int]:

@@ -45,6 +45,8 @@ def accelerate(parts: Parts, config: EngineConfig) -> Parts:
         from nanoinfer.fast.cpu.accelerate import accelerate_on_cpu
 
         return accelerate_on_cpu(parts, config)
+    if config.enable_lora:
+        return parts  # no kernel of a GPU knows adapters
     from nanoinfer.fast.cuda.accelerate import accelerate_on_cuda
 
     return accelerate_on_cuda(parts, config)

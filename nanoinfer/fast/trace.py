@@ -71,8 +71,9 @@ def trace(module: nn.Module) -> Trace:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether the module has forward hooks, which a compiled module would not call."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Whether the module has forward hooks that a compiled module would not call. Kernels know adapters (lora/layers.py)."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return not all(getattr(hook, "is_in_kernels", False) for hook in hooks)
 
 
 def _attribute(module: nn.Module, path: str) -> Any:

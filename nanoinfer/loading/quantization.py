@@ -82,6 +82,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.weight = quantized(linear, bits)
         self.bias = linear.bias
+        self._forward_hooks = linear._forward_hooks  # an adapter's (lora/)
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         return F.linear(x, self.weight.widened().to(x.dtype), self.bias)

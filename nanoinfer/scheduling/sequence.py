@@ -45,6 +45,7 @@ class Sequence:
     priority: int = 0  # for schedulers that read it. Lower runs first
     arrival_time: float = 0.0  # on the clock of time.perf_counter
     deadline: float = math.inf  # on the same clock: params.timeout after the arrival
+    adapter: Any = None  # lora/adapters.py: what changes its rows in the model's linear layers
     cache_salt: str | None = None  # it shares cached blocks only with sequences that have the same one
 
     token_ids: list[int] = field(init=False)  # prompt + output: the scheduler (beam search writes those of its beams)

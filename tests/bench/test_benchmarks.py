@@ -7,7 +7,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import compare, report, sampler, speculation, weights
+from benchmarks import compare, lora, report, sampler, speculation, weights
 
 pytestmark = pytest.mark.slow
 
@@ -75,4 +75,10 @@ def test_every_case_of_the_sampler_is_timed(monkeypatch):
 def test_replacing_weights_is_measured_beside_loading(qwen3_path):
     medians = weights.measure(str(qwen3_path), "float32", rounds=1)
     assert list(medians) == ["load", "update_weights", "update_weights_from_path"]
+    assert min(medians.values()) > 0
+
+
+def test_adapters_of_requests_are_measured_beside_the_plain_model(qwen3_path):
+    medians = lora.measure(str(qwen3_path), "float32", rows=3, adapters=2, rank=4, tokens=2, rounds=1)
+    assert list(medians) == ["plain", "no row with an adapter", "2 adapters"]
     assert min(medians.values()) > 0

@@ -30,9 +30,10 @@ ALLOWED = {
     "execution": {"words", "system", "tracing", "tokenization", "scheduling", "attention", "models", "sampling"},
     "speculative": {"words", "tracing", "scheduling", "execution"},
     "fast": {"words", "system", "scheduling", "attention", "models", "loading", "sampling", "execution"},
+    "lora": {"words", "scheduling", "loading", "execution"},
     "engine": {
         *("words", "system", "tracing", "tokenization", "scheduling", "loading", "structured", "chat", "execution"),
-        *("speculative", "fast"),
+        *("speculative", "lora", "fast"),
     },
     "distributed": {
         *("words", "system", "scheduling", "attention", "models", "loading", "sampling", "execution", "fast"),
@@ -41,8 +42,8 @@ ALLOWED = {
     "training": {"words", "scheduling", "attention", "models", "loading", "sampling", "execution", "fast"},
     "rollouts": {"words", "scheduling", "loading", "execution", "engine"},
     "llm": {"words", "tracing", "sampling", "chat", "engine", "rollouts"},
-    "async_llm": {"words", "system", "engine", "rollouts", "llm"},
-    "vllm_engine": {"words", "engine", "llm", "async_llm"},
+    "async_llm": {"words", "system", "lora", "engine", "rollouts", "llm"},
+    "vllm_engine": {"words", "lora", "engine", "llm", "async_llm"},
     "server": {"words", "system", "tracing", "tokenization", "chat", "engine", "rollouts", "async_llm"},
     "bundled": set(),
     "bench": {"words", "tracing", "loading", "attention", "sampling", "fast", "llm", "server"},

@@ -63,7 +63,9 @@ BAD_LLM = {
     "logprobs_mode": ["raw_logits", None, 1, ["raw"], ARRAY],
     "tracer": [5, print, NoRepr()],
     "tensor_parallel_size": [2, 0, "1", ARRAY, UNPRINTABLE],
-    "enable_lora": [True],
+    "enable_lora": [1, None, "yes"],
+    "max_loras": [0, 2, "1", UNPRINTABLE],
+    "max_lora_rank": [0, 32, None],
     "speculative_config": ["ngram", {}, {"method": "eagle"}, {"method": "ngram", "k": 1}, ARRAY],
     "hf_overrides": [{"num_hidden_layers": 1}],
     "runner": ["pooling"],
@@ -190,7 +192,7 @@ CALLS = [
     *each("'messages'", "missing", [ONE_TOKEN], lambda llm, p: llm.chat(sampling_params=p)),
     *each("'params'", "missing", ["a"], lambda llm, prompt: llm.beam_search(prompt)),
     *each("'beam_width'", "missing", [2], lambda llm, num: BeamSearchParams(max_tokens=num)),
-    *each("write priority=None", "surplus", [None], lambda llm, value: llm.generate("a", ONE_TOKEN, False, value)),
+    *each("write lora_request=None", "surplus", [None], lambda llm, value: llm.generate("a", ONE_TOKEN, False, value)),
     *each("write chat_template=None", "surplus", [None], lambda llm, value: llm.chat([HELLO], ONE_TOKEN, False, value)),
 ]
 

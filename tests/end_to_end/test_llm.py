@@ -862,7 +862,6 @@ def test_a_dict_that_was_changed_in_place_is_checked_with_the_request(llm, value
     ("argument", "way_out"),
     [
         ({"pipeline_parallel_size": 2}, "use tensor_parallel_size=N"),
-        ({"enable_lora": True}, "adapters are merged when the model is loaded"),
         ({"swap_space": 8}, "leave it out"),
     ],
 )

@@ -43,6 +43,7 @@ SAYS = {
     "llm_engine": [r"^Request 0: \['.+'\]$", r"^Request 2: \['.+', '.+'\]$"],
     "logits_processor": ["only_exclamation_marks: '!!!", "repeat_the_prompt: 'Once upon a timeOnce upon'"],
     "logprobs": [r"\* rank 1 ' a' 0\.\d+", "Sum: True", "Prompt: None True"],
+    "lora": [r"^Base: '.{20}", "^The adapters change the text: True True$"],
     "metrics": [r"vllm:generation_tokens \(counter\) = 30", r"vllm:num_requests_running \(gauge\) = 0"],
     "prefix_caching": ["Same texts: True", r"Cached tokens: \[\d\d, \d\d, \d\d, \d\d\]", "Cached tokens after the reset: 0$"],
     "priority": [r"^Order of the prompts: \[2, 1, 0\]$"],
@@ -68,8 +69,7 @@ REFUSED = {
     "disaggregated_prefill": "LLM(model='tiny-qwen3', kv_transfer_config=KVTransferConfig(kv_role='kv_both'))",
     "eagle": "LLM(model='tiny-qwen3', speculative_config={'method': 'eagle', 'model': 'x', 'num_speculative_tokens': 2})",
     "embed": "LLM(model='tiny-qwen3').embed(['Lily was'])",
-    "lora": "LLM(model='tiny-qwen3').generate('Once', lora_request=LoRARequest('stories', 1, 'adapter'))",
-    "multilora": "EngineArgs(model='tiny-qwen3', enable_lora=True, max_loras=1, max_lora_rank=8, max_cpu_loras=2)",
+    "lora_with_quantization_inference": "LLM(model='tiny-qwen3', quantization='bitsandbytes', enable_lora=True)",
     "pause_resume": "AsyncLLM('tiny-qwen3').pause_generation(mode='keep')",
     "prompt_embeds": "LLM(model='tiny-qwen3', enable_prompt_embeds=True)",
     "rlhf": "LLM(model='tiny-qwen3').collective_rpc('update_weight', args=('name', 'dtype', 'shape'))",
@@ -114,7 +114,6 @@ def test_what_a_script_needs_that_is_not_there_is_refused_with_the_way_out(name)
     names = {"LLM": LLM, "AsyncLLM": AsyncLLM, "EngineArgs": nanoinfer.EngineArgs}
     for source, imported in (
         ("nanoinfer.config", "KVTransferConfig"),
-        ("nanoinfer.lora.request", "LoRARequest"),
         ("nanoinfer.benchmarks.datasets", "get_samples"),
     ):
         exec(f"from {source} import {imported}", names)

@@ -181,11 +181,13 @@ def test_with_the_policy_deadline_the_earliest_runs_first_and_none_is_last():
     assert order_of(one, requests) == [2, 4, 1, 0, 3]
 
 
-@pytest.mark.parametrize("priority", [[1], [1, 2, 3], 5, "ab"])
+@pytest.mark.parametrize("priority", [[1], [1, 2, 3], "ab", [1, "a"]])
 def test_priorities_are_one_integer_per_prompt(priority):
     one = engine({"scheduling_policy": "priority"})
-    with pytest.raises(InvalidValueError, match="priority must be a list of one integer per prompt, 2, got"):
-        one.inputs.prepare_all([[5], [6]], SamplingParams(detokenize=False), priority)
+    with pytest.raises(
+        NanoinferError, match=r"priority must be (one, or one per prompt: got|an integer or None, got '(ab|a)')"
+    ):
+        one.inputs.prepare_all([[5], [6]], SamplingParams(detokenize=False), priority=priority)
 
 
 def test_a_priority_that_nobody_reads_is_refused_and_zero_is_not():

@@ -92,6 +92,7 @@ Terms2D terms_of_rows(const LinearCall& call, const Batch& batch) {
 extern "C" const int64_t tile_size = TILE, num_per_term = PER_TERM, scratch_bytes_per_input = WIDENS ? sizeof(float) : 0;
 
 extern "C" void linear(const LinearCall* call, const Batch& batch) {
+    multiply_by_a(*call, batch);
     const Terms2D x = terms_of_rows(*call, batch);
     const int64_t num_tiles = (call->num_out + TILE - 1) / TILE;
     // A small layer has few tiles, so its rows are divided, too, and every thread has some work.

@@ -1,9 +1,8 @@
-// What the kernels of linear layers do with their sums: out = residual + factor * activation(sums + bias).
+// What the kernels of linear layers do with their sums: out = residual + factor * activation(sums + bias + what adapters add).
 
 #pragma once
 
-#include "program.h"
-#include "vectors.h"
+#include "lora.h"
 
 namespace {
 
@@ -20,6 +19,7 @@ template <class Call>
 void write_outputs(const Call& call, const Batch& batch, int64_t row, int64_t first, Floats sums) {
     const int num = std::clamp<int64_t>(call.num_out - first, 0, LANES);
     if (call.bias) sums += load(call.bias + first, num);
+    if (has_adapters(call.adapted, batch)) add_products_with_b(*call.adapted, row, first, sums);
     sums = activated(sums, call.activation);
     if (const Number* factor = call.factor.template row<Number>(batch, row)) sums *= load(factor + first, num);
     if (const Number* residual = call.residual.template row<Number>(batch, row)) sums += load(residual + first, num);
@@ -35,6 +35,7 @@ struct LinearCall {
     const void* weight;              // [num_out / tile_size, num_in / num_per_term, tile_size, num_per_term], aligned to 64 bytes
     const Number* bias;              // [num_out] or null
     int64_t num_out, num_in, activation;  // num_in is a multiple of num_per_term
+    const Adapted* adapted;               // or null
 };
 
 extern "C" const int64_t sizeof_LinearCall = sizeof(LinearCall);

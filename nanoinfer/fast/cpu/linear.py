@@ -31,6 +31,7 @@ class LinearCall(ctypes.Structure):
         *((name, Slice) for name in ("x", "factor", "residual", "out")),
         *(("scratch", c_int64), ("weight", c_void_p), ("bias", c_void_p)),
         *((name, c_int64) for name in ("num_out", "num_in", "activation")),
+        ("adapted", c_void_p),
     )
 
 
@@ -57,6 +58,7 @@ class PackedLinear:
         self.num_in, self.num_out, self.dtype = num_in, fused.out_features, dtype
         self.scratch_bytes = scratch * num_in
         self._kernel, self._activation = library.linear, ACTIVATION_CODES[fused.activation]
+        self._adapters = adapters_of(fused, dtype)
         # [tiles, terms, tile, per_term]: a tile has each term of all its outputs in turn. The last one is padded with zeros.
         self._weight = first.weight.new_empty(-(-self.num_out // tile), num_in // per_term, tile, per_term)
         self._weight[-1] = 0
@@ -95,7 +97,7 @@ class PackedLinear:
         """
         arguments = LinearCall(
             x, factor, residual, out, scratch, self._weight.data_ptr(), None if self._bias is None else self._bias.data_ptr(),
-            self.num_out, self.num_in, self._activation,
+            self.num_out, self.num_in, self._activation, self._adapters and self._adapters.address,
         )  # fmt: skip
         return KernelCall(self._kernel, arguments)
 
@@ -125,6 +127,15 @@ class KernelLinear(nn.Module):
         arrays = (other.expand(out.shape).contiguous() for other in others.values())
         self._program(num_rows, (out, x.contiguous(), scratch_for(num_rows * packed.scratch_bytes, x), *arrays))
         return out
+
+
+def adapters_of(fused: FusedLinear, dtype: torch.dtype) -> Any:
+    """The adapters of the layers, a KernelAdapters, if requests may adapt one of them."""
+    if not any(hasattr(linear, "adapted") for linear in fused.linears):
+        return None
+    from nanoinfer.fast.cpu.lora import KernelAdapters
+
+    return KernelAdapters(fused, dtype)
 
 
 def scratch_for(num_bytes: int, like: Tensor) -> Tensor | None:

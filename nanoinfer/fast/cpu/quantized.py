@@ -21,7 +21,7 @@ from jaxtyping import Shaped, UInt8
 from torch import Tensor
 
 from nanoinfer.fast.cpu import native
-from nanoinfer.fast.cpu.linear import ACTIVATION_CODES
+from nanoinfer.fast.cpu.linear import ACTIVATION_CODES, adapters_of
 from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Slice, tile_definitions
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.loading.quantization import QuantizedWeight, quantized
@@ -37,6 +37,7 @@ class QuantizedLinearCall(ctypes.Structure):
         ("scratch", c_int64),
         *((name, c_void_p) for name in ("weight", "scales", "zeros", "bias")),
         *((name, c_int64) for name in ("num_out", "num_in", "group", "bits", "activation")),
+        ("adapted", c_void_p),
     )
 
 
@@ -58,12 +59,16 @@ class PackedQuantizedLinear:
         self._arrays = _tiled_integers(weight), _tiled(weight.scales), _tiled(weight.zeros)
         self._bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
         self._sizes = self.num_out, self.num_in, weight.group, bits, ACTIVATION_CODES[fused.activation]
+        self._adapters = adapters_of(fused, self.dtype)
 
     def call(self, *, x: Slice, out: Slice, scratch: int, factor: Slice = NOTHING, residual: Slice = NOTHING) -> KernelCall:
         """See PackedLinear.call."""
         pointers = (array.data_ptr() for array in self._arrays)
         bias = None if self._bias is None else self._bias.data_ptr()
-        return KernelCall(self._kernel, QuantizedLinearCall(x, factor, residual, out, scratch, *pointers, bias, *self._sizes))
+        adapted = self._adapters and self._adapters.address
+        return KernelCall(
+            self._kernel, QuantizedLinearCall(x, factor, residual, out, scratch, *pointers, bias, *self._sizes, adapted)
+        )
 
 
 def _tiled(array: Shaped[Tensor, "out columns"]) -> Shaped[Tensor, "tiles columns tile"]:

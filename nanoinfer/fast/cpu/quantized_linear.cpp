@@ -21,6 +21,7 @@ struct QuantizedLinearCall {
     const uint8_t* zeros;  // [num_out / TILE, num_in / group, TILE]: the integers that stand for 0
     const Number* bias;    // [num_out] or null
     int64_t num_out, num_in, group, bits, activation;
+    const Adapted* adapted;  // or null
 };
 
 namespace {
@@ -244,6 +245,7 @@ extern "C" void linear(const QuantizedLinearCall* call, const Batch& batch) {
     int8_t* integers = static_cast<int8_t*>(batch.arrays[layer.scratch]);
     float* scales = (float*)(integers + num_rows * layer.num_in);
     const Rows rows{integers, scales, (int32_t*)(scales + num_rows * num_groups)};
+    multiply_by_a(layer, batch);
 #pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < num_rows * num_groups; i++) {
         const Number* x = layer.x.row<Number>(batch, i / num_groups) + i % num_groups * layer.group;

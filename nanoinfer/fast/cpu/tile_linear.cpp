@@ -93,6 +93,7 @@ extern "C" void linear(const LinearCall* call, const Batch& batch) {
     const int64_t num_tiles = (call->num_out + TILE - 1) / TILE, num_steps = call->num_in / STEP;
     const int64_t num_blocks = (batch.num_rows + BLOCK - 1) / BLOCK, num_parts = (num_blocks + TASK_BLOCKS - 1) / TASK_BLOCKS;
     const bool is_laid_out = batch.num_rows > FEW_ROWS;
+    multiply_by_a(*call, batch);
     char* blocks = static_cast<char*>(batch.arrays[call->scratch]);
     if (is_laid_out) lay_out(*call, batch, blocks);
     alignas(LINE) float sums[2][2][TILE_ROWS][LANES];

@@ -1,4 +1,4 @@
-"""LoRA adapters in peft's format, merged into the weights while they are read.
+"""LoRA adapters in peft's format, merged into the weights while they are read. lora/ has adapters of single requests.
 
     merged = weight + strength * scale * B @ A,  scale = alpha / r, or alpha / sqrt(r) with use_rslora
 
@@ -48,8 +48,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 @dataclass(frozen=True)
-class _Update:
-    """B @ A * scale, of one adapter for one tensor."""
+class LowRankUpdate:
+    """B @ A * scale, of one adapter for one linear layer. The matrices are views of the adapter's file, in its dtype."""
 
     a: Tensor  # [r, in]
     b: Tensor  # [out, r]
@@ -63,37 +63,39 @@ class LoraWeights(Weights):
         self._base = base
         self._rules = rules
         self.has_empty_biases = base.has_empty_biases
-        self._updates: dict[str, list[_Update]] = defaultdict(list)
+        self._updates: dict[str, list[LowRankUpdate]] = defaultdict(list)
         tensor_names = {name.removeprefix(rules.prefix): name for name in base}
         for adapter, strength in adapters:
-            for module, update in _read_adapter(adapter).items():
+            for module, update in read_adapter(adapter).items():
                 name = tensor_names.get(f"{module}.weight".removeprefix(rules.prefix))
-                self._check_fit(adapter, module, name, update)
+                shape = base[name].shape if name is not None else None
+                is_transposed = name is not None and name.endswith(rules.transpose)
+                check_fit(adapter, module, update, shape[::-1] if shape is not None and is_transposed else shape)
                 self._updates[str(name)].append(replace(update, scale=update.scale * strength))
         super().__init__(base | {name: TensorInfo(base[name].shape, "F32") for name in self._updates})
-
-    def _check_fit(self, adapter: str, module: str, name: str | None, update: _Update) -> None:
-        expected = (update.b.shape[0], update.a.shape[1])
-        shape = None if name is None else self._base[name].shape
-        if name is not None and shape is not None and name.endswith(self._rules.transpose):
-            shape = shape[::-1]
-        if shape != expected:
-            found = "which the model does not have" if shape is None else f"of shape {list(shape)} in the model"
-            raise WeightsError(
-                f"the adapter {shown(adapter)} changes {shown(module)} of shape {list(expected)}, {found}; "
-                "use it with the base model that its adapter_config.json names"
-            )
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         weight = self._base.read(name, rows)
         for update in self._updates.get(name, ()):
             is_transposed = name.endswith(self._rules.transpose)  # [in, out]
-            change = update.a[:, rows].T @ update.b.T if is_transposed else update.b[rows] @ update.a
+            a, b = (update.a[:, rows], update.b) if is_transposed else (update.a, update.b[rows])
+            change = a.float().T @ b.float().T if is_transposed else b.float() @ a.float()
             weight = weight.float() + update.scale * change
         return weight
 
 
-def _read_adapter(name: str) -> dict[str, _Update]:
+def check_fit(adapter: str, module: str, update: LowRankUpdate, shape: tuple[int, ...] | None) -> None:
+    """Refuse an update of a layer with another shape, [out, in], or of one that the model does not have (None)."""
+    expected = (update.b.shape[0], update.a.shape[1])
+    if shape != expected:
+        found = "which the model does not have" if shape is None else f"of shape {list(shape)} in the model"
+        raise WeightsError(
+            f"the adapter {shown(adapter)} changes {shown(module)} of shape {list(expected)}, {found}; "
+            "use it with the base model that its adapter_config.json names"
+        )
+
+
+def read_adapter(name: str) -> dict[str, LowRankUpdate]:
     """Read an adapter. Returns the update of each module that it changes, with strength 1."""
     try:
         folder = locate(name)
@@ -123,13 +125,13 @@ def _read_adapter(name: str) -> dict[str, _Update]:
         if match is None or len(files[tensor_name].shape) != 2:
             raise UnsupportedError(f"{weights_path} has {first_ten([tensor_name])}, which is neither A nor B of a linear layer")
         module, part = match.groups()
-        parts[module][part] = files.read(tensor_name).float()
+        parts[module][part] = files.read(tensor_name)
     return {module: _update(config, config_path, module, **matrices) for module, matrices in parts.items()}
 
 
 def _update(
     config: dict[str, Any], config_path: Path, module: str, A: Tensor | None = None, B: Tensor | None = None
-) -> _Update:
+) -> LowRankUpdate:
     """Pair A and B of a module, with the scale that the config gives it."""
     if A is None or B is None or A.shape[0] != B.shape[1]:
         raise WeightsError(f"{shown(module)} in the adapter of {config_path} has no A and B that fit; download it again")
@@ -139,7 +141,7 @@ def _update(
         raise WeightsError(
             f"{shown(module)} has the rank {A.shape[0]}, but {config_path} says {shown(rank)}; download it again"
         )
-    return _Update(A, B, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    return LowRankUpdate(A, B, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
 def _for_module(config: dict[str, Any], key: str, patterns_key: str, module: str, config_path: Path) -> float:

@@ -1,12 +1,11 @@
 """LoRA adapters give the logits of W + scale * B A, computed here by hand. What changes more than that is refused by name."""
 
-import json
 import math
 
 import pytest
 import tiny_models
 import torch
-from safetensors.torch import save_file
+from lora_adapters import write_adapter
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
@@ -15,7 +14,6 @@ from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 
 PROMPT = torch.arange(1, 41) * 31 % tiny_models.VOCAB_SIZE
-CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "use_dora": False, "init_lora_weights": True}
 Q = "model.layers.0.self_attn.q_proj"
 UP = "model.layers.1.mlp.up_proj"
 
@@ -23,21 +21,6 @@ UP = "model.layers.1.mlp.up_proj"
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return tiny_models.save("qwen3", tmp_path_factory.mktemp("base"))
-
-
-def write_adapter(path, shapes, *, rank=4, ranks=None, seed=0, tensors=None, **config):
-    """Save an adapter of random matrices. Returns {module: (A, B)}."""
-    path.mkdir(exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
-    pairs, stored = {}, dict(tensors or {})
-    for module, (num_outputs, num_inputs) in shapes.items():
-        r = (ranks or {}).get(module, rank)
-        a, b = (torch.randn(size, generator=generator) / 8 for size in ((r, num_inputs), (num_outputs, r)))
-        pairs[module] = (a, b)
-        stored |= {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
-    save_file(stored, path / "adapter_model.safetensors")
-    (path / "adapter_config.json").write_text(json.dumps(CONFIG | config))
-    return pairs
 
 
 def change(model, pairs, scales):

@@ -1,0 +1,90 @@
+// What adapters of requests add to the sums of a linear layer, before its activation: scale * (x @ a.T) @ b.T, with the a and b of
+// each row's adapter. lora.py makes the arguments, and lora/layers.py has the plain definition.
+//
+// A layer first computes the products of each row with its adapter's a. The second product is added where the layer writes its
+// outputs. So an adapter takes no call and no array of its own, and a row without one is not touched.
+
+#pragma once
+
+#include "program.h"
+#include "vectors.h"
+
+constexpr int RANKS = 4;         // that are computed together. A rank is rounded up to a multiple of them
+constexpr int64_t OUTPUTS = 16;  // of b that lie together, a multiple of LANES
+
+// What one adapter changes in one linear layer. rank 0: nothing.
+struct LowRank {
+    const Number* a;  // [rank, num_in]
+    const Number* b;  // [outputs of the call / OUTPUTS, rank, OUTPUTS], from the vector on in which the layer begins
+    double scale;
+    int64_t rank;
+};
+
+// The rows of a step, the same for all layers.
+struct RowSlots {
+    int64_t num_rows;      // 0: no row has an adapter
+    const int64_t* slots;  // [num_rows]: where each row's adapter is, or -1
+    float* products;       // [num_rows, width of a call's products]
+};
+
+// The adapters of a call, which computes several layers side by side.
+struct Adapted {
+    const RowSlots* rows;
+    const LowRank* changes;  // [slots, num_layers]
+    const int64_t* starts;   // [num_layers + 1]: each layer's first output, and the end of the last
+    int64_t num_layers, max_rank;
+};
+
+namespace {
+
+// Whether a row of this step may have an adapter.
+inline bool has_adapters(const Adapted* adapted, const Batch& batch) {
+    return adapted && adapted->rows->num_rows == batch.num_rows;
+}
+
+// Products of a row with RANKS rows of a, each one sum over the inputs in their order.
+inline void multiply_row(const Number* x, const Number* a, int64_t num_in, float scale, float* products) {
+    Floats sums[RANKS] = {};
+    const int64_t num_whole = num_in / LANES * LANES, num_left = num_in - num_whole;
+    for (int64_t in = 0; in < num_whole; in += LANES) {
+        const Floats part = load(x + in);
+        for (int i = 0; i < RANKS; i++) sums[i] += part * load(a + i * num_in + in);
+    }
+    for (int i = 0; i < RANKS; i++) {
+        if (num_left) sums[i] += load(x + num_whole, num_left) * load(a + i * num_in + num_whole, num_left);
+        products[i] = sum(sums[i]) * scale;
+    }
+}
+
+// Compute the products with a. Every thread of the team calls this before it writes outputs.
+template <class Call>
+void multiply_by_a(const Call& call, const Batch& batch) {
+    if (!has_adapters(call.adapted, batch)) return;
+    const Adapted& adapted = *call.adapted;
+    const int64_t num_parts = adapted.max_rank / RANKS, width = adapted.num_layers * adapted.max_rank;
+#pragma omp for schedule(static) nowait
+    for (int64_t task = 0; task < batch.num_rows * adapted.num_layers * num_parts; task++) {
+        const int64_t row = task / num_parts / adapted.num_layers, layer = task / num_parts % adapted.num_layers;
+        const int64_t rank = task % num_parts * RANKS, slot = adapted.rows->slots[row];
+        if (slot < 0 || adapted.changes[slot * adapted.num_layers + layer].rank <= rank) continue;
+        const LowRank& change = adapted.changes[slot * adapted.num_layers + layer];
+        float* products = adapted.rows->products + row * width + layer * adapted.max_rank + rank;
+        multiply_row(call.x.template row<Number>(batch, row), change.a + rank * call.num_in, call.num_in, change.scale, products);
+    }
+    batch.barrier->wait(omp_get_num_threads());
+}
+
+// Add the products with b to a vector of a row's sums, from the output `first` on.
+inline void add_products_with_b(const Adapted& adapted, int64_t row, int64_t first, Floats& sums) {
+    const int64_t slot = adapted.rows->slots[row];
+    for (int64_t layer = 0; slot >= 0 && layer < adapted.num_layers; layer++) {
+        const int64_t start = adapted.starts[layer];
+        const LowRank& change = adapted.changes[slot * adapted.num_layers + layer];
+        if (first + LANES <= start || first >= adapted.starts[layer + 1]) continue;
+        const Number* b = change.b + (first / OUTPUTS - start / OUTPUTS) * change.rank * OUTPUTS + first % OUTPUTS;
+        const float* products = adapted.rows->products + (row * adapted.num_layers + layer) * adapted.max_rank;
+        for (int64_t i = 0; i < change.rank; i++) sums += products[i] * load(b + i * OUTPUTS);
+    }
+}
+
+}  // namespace

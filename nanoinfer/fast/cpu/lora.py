@@ -1,0 +1,86 @@
+"""The adapters of requests as the kernels of linear layers read them (lora.h).
+
+In: updates of linear layers (lora/layers.py), put into slots, and the slots of a step's rows. Out: the addresses of both, which
+stay the same, so that programs need not know when an adapter is loaded. The matrices have the kernel's dtype.
+"""
+
+import ctypes
+from ctypes import addressof, c_double, c_int64, c_void_p
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoinfer.fast.fuse import FusedLinear
+from nanoinfer.loading.formats.lora import LowRankUpdate
+
+RANKS, OUTPUTS = 4, 16  # as in lora.h
+
+
+class LowRank(ctypes.Structure):
+    _fields_ = (("a", c_void_p), ("b", c_void_p), ("scale", c_double), ("rank", c_int64))
+
+
+class RowSlots(ctypes.Structure):
+    _fields_ = (("num_rows", c_int64), ("slots", c_void_p), ("products", c_void_p))
+
+
+class Adapted(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("rows", "changes", "starts")),
+        *((name, c_int64) for name in ("num_layers", "max_rank")),
+    )
+
+
+class KernelRows:
+    """The slots of a step's rows, and memory for their products with a, which all kernels of a model share."""
+
+    def __init__(self) -> None:
+        self.width = 0  # products of a row
+        self.arguments = RowSlots()
+        self._arrays: tuple[Tensor, ...] = ()  # kept alive
+
+    def set(self, slots: list[int]) -> None:
+        self._arrays = torch.tensor(slots, dtype=torch.int64), torch.empty(len(slots) * self.width)
+        self.arguments.num_rows = len(slots)
+        self.arguments.slots, self.arguments.products = (array.data_ptr() for array in self._arrays)
+
+
+class KernelAdapters:
+    """The adapters of the layers that a kernel computes side by side. See lora/layers.py, KernelChanges.
+
+    Attributes:
+        address: of the kernel's argument.
+    """
+
+    def __init__(self, fused: FusedLinear, dtype: torch.dtype) -> None:
+        layers = [getattr(linear, "adapted", None) for linear in fused.linears]
+        rows = next(layer.rows for layer in layers if layer is not None)
+        rows.kernels = rows.kernels or KernelRows()
+        self._dtype, self._ends = dtype, [start + linear.out_features for linear, start in fused.starts()]
+        max_rank = -(-rows.max_rank // RANKS) * RANKS
+        rows.kernels.width = max(rows.kernels.width, len(layers) * max_rank)
+        self._starts = (c_int64 * (len(layers) + 1))(0, *self._ends)
+        self._changes = (LowRank * (rows.num_slots * len(layers)))()
+        self._arguments = Adapted(
+            addressof(rows.kernels.arguments), addressof(self._changes), addressof(self._starts), len(layers), max_rank
+        )
+        self.address = addressof(self._arguments)
+        self._arrays: dict[int, tuple[Tensor, ...]] = {}  # kept alive, by the place in _changes
+        for index, layer in enumerate(layers):
+            if layer is not None:
+                layer.kernels[self] = index
+
+    def put(self, slot: int, index: int, update: LowRankUpdate | None) -> None:
+        place = slot * len(self._ends) + index
+        if update is None:
+            self._changes[place] = LowRank()
+            self._arrays.pop(place, None)
+            return
+        start, end = self._starts[index], self._ends[index]
+        missing = -len(update.a) % RANKS  # ranks
+        a = F.pad(update.a, (0, 0, 0, missing)).to(self._dtype).contiguous()
+        b = F.pad(update.b.T, (start % OUTPUTS, -end % OUTPUTS, 0, missing)).to(self._dtype)
+        b = b.unflatten(1, (-1, OUTPUTS)).transpose(0, 1).contiguous()  # [vectors, rank, OUTPUTS]
+        self._arrays[place] = a, b
+        self._changes[place] = LowRank(a.data_ptr(), b.data_ptr(), update.scale, len(a))

@@ -1,0 +1,147 @@
+"""Which adapters an engine knows, which of them are in memory, and which rows of a step use them.
+
+In: LoRARequests, from any thread, and the steps, from the engine's thread. Out: checked Adapters, and the AdapterRows that the
+linear layers read. An adapter that does not fit is refused when a request names it, so that no step can fail by it.
+
+An adapter is read into one of max_loras slots by the first step that uses it. The slot is taken from the adapter that was least
+recently used. The scheduler (scheduler.py) makes sure that no step uses more adapters than there are slots.
+"""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
+from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.execution.parts import Parts
+from nanoinfer.loading.formats.lora import LowRankUpdate, check_fit, read_adapter
+from nanoinfer.loading.quantization import QuantizedLinear
+from nanoinfer.lora.layers import AdaptedLinear, AdapterRows
+from nanoinfer.lora.request import LoRARequest
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter that fits the model. updates: by the paths of the linear layers. digest: of all that changes an answer."""
+
+    request: LoRARequest
+    updates: dict[str, LowRankUpdate]
+    digest: str
+
+
+class Adapters:
+    """The adapters of one model, whose linear layers it changes in place, before fast/ compiles them.
+
+    An LM head and the experts of a mixture, which compute some rows only, cannot be adapted.
+    """
+
+    def __init__(self, model: Any, max_loras: int, max_rank: int) -> None:
+        self._rules = model.weight_rules
+        self._rows = AdapterRows(max_loras, max_rank)
+        weight = next(model.parameters())
+        self._device, self._dtype = weight.device, weight.dtype
+        self._layers = {
+            path: AdaptedLinear(module, self._rows)
+            for path, module in model.named_modules()
+            if isinstance(module, nn.Linear | QuantizedLinear)
+            and f"{path}.weight" != self._rules.head
+            and ".experts." not in path
+        }
+        self._lock = threading.Lock()
+        self._known: dict[int, Adapter] = {}  # by lora_int_id
+        self._slots: OrderedDict[Adapter, int] = OrderedDict()  # the least recently used first
+
+    def get(self, request: LoRARequest) -> Adapter:
+        """Return the adapter of a request. It is read and checked when its id is new.
+
+        Raises:
+            InvalidTypeError, InvalidValueError: not a LoRARequest, an id that another adapter has, or too high a rank.
+            UnsupportedError, CheckpointError, CheckpointNotFoundError, WeightsError: as LLM(lora=...) does.
+        """
+        if not isinstance(request, LoRARequest):
+            raise InvalidTypeError(f"lora_request must be a LoRARequest (nanoinfer.lora.request), got {shown(request)}")
+        with self._lock:
+            adapter = self._known.get(request.lora_int_id)
+            if adapter is None:
+                adapter = self._known[request.lora_int_id] = self._read(request)
+        if adapter.request != request:
+            raise InvalidValueError(
+                f"lora_int_id {request.lora_int_id} is {adapter.request}, got {request}; give each adapter an id of its own, "
+                "or remove the first one"
+            )
+        return adapter
+
+    def remove(self, lora_int_id: int) -> bool:
+        """Forget an adapter, for which running requests go on. Returns whether the id was known."""
+        with self._lock:
+            return self._known.pop(lora_int_id, None) is not None
+
+    def _read(self, request: LoRARequest) -> Adapter:
+        updates, digest = {}, hashlib.sha256()
+        for module, update in sorted(read_adapter(request.lora_path).items()):
+            path = module.removeprefix(self._rules.prefix)
+            if f"{path}.weight" == self._rules.head or ".experts." in path:
+                raise UnsupportedError(
+                    f"the adapter {shown(request.lora_path)} changes {shown(module)}, which an adapter of a request cannot: "
+                    "the head and experts are the same for all; use LLM(lora=path)"
+                )
+            check_fit(request.lora_path, module, update, self._layers[path].shape if path in self._layers else None)
+            if len(update.a) > self._rows.max_rank:
+                raise InvalidValueError(
+                    f"the adapter {shown(request.lora_path)} has the rank {len(update.a)}, and max_lora_rank is "
+                    f"{self._rows.max_rank}; load the model with max_lora_rank={len(update.a)}"
+                )
+            updates[path] = update
+            digest.update(f"{path} {update.scale} {update.a.shape} {update.a.dtype} {update.b.dtype}".encode())
+            for matrix in (update.a, update.b):
+                digest.update(matrix.contiguous().view(torch.uint8).numpy().data)
+        return Adapter(request, updates, digest.hexdigest())
+
+    def begin_step(self, runs: tuple[tuple[Adapter, int, int], ...], num_rows: int) -> None:
+        """Bring the adapters of a step into memory, and note its rows. runs: (adapter, first row, row after the last)."""
+        slots = [-1] * num_rows
+        used = {adapter for adapter, _, _ in runs}
+        for adapter, start, stop in runs:
+            if adapter not in self._slots:
+                self._place(adapter, used)
+            self._slots.move_to_end(adapter)
+            slots[start:stop] = [self._slots[adapter]] * (stop - start)
+        self._rows.set(slots, self._device)
+
+    def _place(self, adapter: Adapter, used: set[Adapter]) -> None:
+        if len(self._slots) == self._rows.num_slots:
+            del self._slots[next(other for other in self._slots if other not in used)]
+        slot = min(set(range(self._rows.num_slots)) - set(self._slots.values()))
+        for path, layer in self._layers.items():
+            update = adapter.updates.get(path)
+            if update is not None:
+                a, b = (matrix.to(self._device, self._dtype, copy=True) for matrix in (update.a, update.b))
+                update = replace(update, a=a, b=b)
+            layer.put(slot, update)
+        self._slots[adapter] = slot
+
+
+def with_adapters(parts: Parts, config: EngineConfig) -> Parts:
+    """Return parts whose model has adapters for requests, and whose runner brings them into memory."""
+    adapters = Adapters(parts.model, config.max_loras, config.max_lora_rank)
+    return replace(parts, runner_class=partial(AdapterRunner, adapters=adapters))
+
+
+@dataclass(eq=False)
+class AdapterRunner(ModelRunner):
+    """A runner of a model with adapters."""
+
+    adapters: Adapters = field(kw_only=True)
+
+    def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
+        self.adapters.begin_step(batch.adapters, len(batch.input_ids))
+        return super().forward(batch)

@@ -1,0 +1,90 @@
+"""The plain definition of adapters of requests: what each row's adapter adds to the output of a linear layer.
+
+    y = x @ W.T + (x @ A_i.T) @ B_i.T * scale_i,  for the rows of adapter i
+
+In: the model's linear layers, and the step's rows. Out: the layers' outputs, changed. The kernels of fast/cpu/lora.h compute
+the same. It knows no requests and no files.
+"""
+
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.loading.formats.lora import LowRankUpdate
+
+
+class KernelChanges(Protocol):
+    """The copy of the adapters that a kernel reads, which computes one linear layer or several side by side."""
+
+    def put(self, slot: int, index: int, update: LowRankUpdate | None) -> None:
+        """Keep a slot's update of the layer with this index. None: the adapter does not change the layer."""
+        ...
+
+
+class AdapterRows:
+    """Which slot, where an adapter is, each row of the step uses. All layers of a model share one.
+
+    Attributes:
+        num_rows: of the step, without padding.
+        by_slot: the indices of the rows of each slot that is used.
+        num_slots, max_rank: the limits of the slots.
+        kernels: what tells the kernels of it, if there are any.
+    """
+
+    def __init__(self, num_slots: int, max_rank: int) -> None:
+        self.num_slots, self.max_rank = num_slots, max_rank
+        self.num_rows = 0
+        self.by_slot: dict[int, Tensor] = {}
+        self.kernels: Any = None
+
+    def set(self, slots: list[int], device: torch.device) -> None:
+        """Note the step's rows, by the slot of each. -1 is a row without an adapter."""
+        self.num_rows = len(slots)
+        rows: dict[int, list[int]] = {}
+        for row, slot in enumerate(slots):
+            rows.setdefault(slot, []).append(row)
+        rows.pop(-1, None)
+        self.by_slot = {slot: torch.tensor(indices, device=device) for slot, indices in rows.items()}
+        if self.kernels is not None:
+            self.kernels.set(slots if rows else [])
+
+
+class AdaptedLinear:
+    """The adapters of one linear layer. It is a forward hook of the layer, unless a kernel computes the layer.
+
+    Attributes:
+        kernels: the kernels that compute the layer, each with the layer's index in it.
+    """
+
+    is_in_kernels = True  # so that fast/ does not leave a layer with this hook alone
+
+    def __init__(self, linear: Any, rows: AdapterRows) -> None:
+        self.rows = rows
+        self.shape = tuple(getattr(linear.weight, "integers", linear.weight).shape)  # [out, in]
+        self.kernels: WeakKeyDictionary[KernelChanges, int] = WeakKeyDictionary()
+        self._updates: dict[int, LowRankUpdate] = {}  # by slot
+        linear.adapted = self
+        linear.register_forward_hook(self)
+
+    def put(self, slot: int, update: LowRankUpdate | None) -> None:
+        """Keep an adapter's update of this layer in a slot, in the place of another one's. None: it has none."""
+        self._updates.pop(slot, None)
+        if update is not None:
+            self._updates[slot] = update
+        for kernel, index in self.kernels.items():
+            kernel.put(slot, index, update)
+
+    def __call__(self, linear: nn.Module, inputs: tuple[Tensor], out: Tensor) -> Tensor:
+        x = inputs[0]
+        for slot, rows in self.rows.by_slot.items():
+            if (update := self._updates.get(slot)) is not None:
+                if len(x) != self.rows.num_rows:
+                    raise UnsupportedError(
+                        f"a linear layer has {len(x)} rows in a step of {self.rows.num_rows}; adapters of requests need models "
+                        "whose layers compute every row, so use LLM(lora=path)"
+                    )
+                out[rows] += x[rows] @ update.a.T @ update.b.T * update.scale
+        return out

@@ -1,0 +1,46 @@
+"""LoRARequest: which adapter a request uses, and the request with it. The names and the module are vLLM's."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, check_integer, shown
+
+if TYPE_CHECKING:
+    from nanoinfer.engine.inputs import PreparedRequest
+    from nanoinfer.lora.adapters import Adapter, Adapters
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """An adapter for one request: `LLM(enable_lora=True).generate(prompt, lora_request=LoRARequest("sql", 1, "adapters/sql"))`.
+
+    Args:
+        lora_name: A name, for people.
+        lora_int_id: Identifies the adapter, >= 1. An id keeps its name and its path until it is removed.
+        lora_path: A folder as peft saves it, or a hub name.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        check_integer("lora_int_id", self.lora_int_id, 1, None, ">= 1")
+        for name in ("lora_name", "lora_path"):
+            if not isinstance(value := getattr(self, name), str):
+                raise InvalidTypeError(f"{name} must be a string, got {shown(value)}")
+            if not value:
+                raise InvalidValueError(f"{name} is empty; give the adapter's {name.removeprefix('lora_')}")
+
+
+def adapted(prepared: "PreparedRequest", request: LoRARequest, adapters: "Adapters | None") -> "PreparedRequest":
+    """Return a request with its adapter, whose digest separates its cached prefixes from others. Raises: as adapter_of does."""
+    adapter = adapter_of(request, adapters)
+    return replace(prepared, adapter=adapter, cache_salt=f"{adapter.digest}{prepared.cache_salt or ''}")
+
+
+def adapter_of(request: LoRARequest, adapters: "Adapters | None") -> "Adapter":
+    """Read and check an adapter, if it is new. Raises: InvalidValueError without enable_lora, else as Adapters.get does."""
+    if adapters is None:
+        raise InvalidValueError(f"lora_request={shown(request)} needs a model loaded with enable_lora=True")
+    return adapters.get(request)

@@ -1,0 +1,24 @@
+"""A scheduler that starts no more adapters than fit into memory. Pure bookkeeping, as scheduling/ is."""
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.sequence import Sequence
+
+
+def with_adapters(scheduler: type[Scheduler], config: EngineConfig) -> type[Scheduler]:
+    """Return the scheduler, in which at most max_loras adapters run at a time. Raises: UnsupportedError for several ranks."""
+    if config.tensor_parallel_size > 1:
+        raise UnsupportedError("enable_lora=True needs tensor_parallel_size=1; for several ranks use LLM(lora=path)")
+    return type(scheduler.__name__, (AdapterScheduler, scheduler), {"max_loras": config.max_loras})
+
+
+class AdapterScheduler(Scheduler):
+    """A sequence waits while it needs one adapter more than fit. Those behind it may pass it, as in vLLM."""
+
+    max_loras: int
+
+    def may_start(self, seq: Sequence) -> bool:
+        running = {other.adapter for other in self.running} - {None}
+        fits = seq.adapter is None or seq.adapter in running or len(running) < self.max_loras
+        return fits and super().may_start(seq)
