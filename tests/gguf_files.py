@@ -194,22 +194,43 @@ _LAYERS = {
 }
 _AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 _GEMMA3 = {"pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"} | _AFTER_ATTENTION
+_STATE = _AFTER_ATTENTION | {
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
+_WITH_STATES = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"}
 _OF = {"gemma3": _LAYERS | _GEMMA3, "gpt-oss": _LAYERS | _AFTER_ATTENTION}
+_OF |= dict.fromkeys(_WITH_STATES.values(), _LAYERS | _STATE)
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _OUTER |= {"transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm"}
 
 
 def architecture_of(config) -> str:
-    return {"gemma3_text": "gemma3", "gpt_oss": "gpt-oss"}.get(config.model_type, config.model_type)
+    names = {"gemma3_text": "gemma3", "gpt_oss": "gpt-oss"} | _WITH_STATES
+    return names.get(config.model_type, config.model_type)
 
 
 def gguf_name(name: str, architecture: str) -> str:
     """model.layers.0.mlp.up_proj.weight -> blk.0.ffn_up.weight"""
+    name = name + ".bias" if name.endswith("dt_bias") else name + "." if name.endswith("A_log") else name
     module, _, kind = name.rpartition(".")
     if module in _OUTER:
         return f"{_OUTER[module]}.{kind}"
     _, _, layer, module = module.split(".", 3)
-    return f"blk.{layer}.{_OF.get(architecture, _LAYERS)[module]}.{'weight' if kind == 'sinks' else kind}"
+    return f"blk.{layer}.{_OF.get(architecture, _LAYERS)[module]}.{'weight' if kind == 'sinks' else kind}".removesuffix(".")
 
 
 def metadata_of(config) -> dict:
@@ -222,7 +243,10 @@ def metadata_of(config) -> dict:
         sizes |= {"attention.layer_norm_epsilon": config.layer_norm_epsilon}
     else:
         sizes = {"embedding_length": config.hidden_size, "block_count": config.num_hidden_layers}
-        sizes |= {"feed_forward_length": config.intermediate_size, "context_length": config.max_position_embeddings}
+        sizes |= {
+            "feed_forward_length": getattr(config, "intermediate_size", None),
+            "context_length": config.max_position_embeddings,
+        }
         rope = config.rope_parameters
         if arch == "gemma3":
             sizes |= {"rope.freq_base_swa": rope["sliding_attention"]["rope_theta"], "attention.sliding_window_pattern": 3}
@@ -241,9 +265,19 @@ def metadata_of(config) -> dict:
             "attention.head_count_kv": config.num_key_value_heads,
             "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         }
+        if config.model_type in _WITH_STATES:
+            sizes |= {"ssm.conv_kernel": config.linear_conv_kernel_dim, "ssm.state_size": config.linear_key_head_dim}
+            sizes |= {"ssm.group_count": config.linear_num_key_heads, "ssm.time_step_rank": config.linear_num_value_heads}
+            sizes |= {"ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim}
+            sizes |= {"full_attention_interval": 4}
+            sizes |= {"rope.dimension_count": int(config.head_dim * rope["partial_rotary_factor"])}
+        if config.model_type in ("qwen3_5_moe_text", "qwen3_next"):
+            sizes |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
+            sizes |= {"expert_feed_forward_length": config.moe_intermediate_size}
+            sizes |= {"expert_shared_feed_forward_length": config.shared_expert_intermediate_size}
         if getattr(config, "head_dim", None):
             sizes |= {"attention.key_length": config.head_dim}
-    return common | {f"{arch}.{key}": one for key, one in sizes.items()}
+    return common | {f"{arch}.{key}": one for key, one in sizes.items() if one is not None}
 
 
 def tensors_of(model, type_name: str = "F32", blocks: tuple[str, ...] = ()) -> dict:
@@ -255,14 +289,15 @@ def tensors_of(model, type_name: str = "F32", blocks: tuple[str, ...] = ()) -> d
         blocks: block types for the matrices of layers, in turn.
     """
     config, tensors, num_blocks = model.config, {}, 0
-    weights = dict(part for one in model.state_dict().items() for part in parts_of(*one))
+    weights = dict(part for one in model.state_dict().items() for part in parts_of(*one, config))
     for name, weight in weights.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         is_conv1d = config.model_type == "gpt2" and name.split(".")[-2] in ("c_attn", "c_proj", "c_fc") and weight.ndim == 2
         stored = weight.T if is_conv1d else weight
         is_matrix = weight.ndim > 1 and not name.endswith(".bias")  # a bias of all experts has two axes
-        if config.model_type == "gemma3_text" and name.endswith("norm.weight"):
+        stored = with_states(name, stored, config) if config.model_type in _WITH_STATES else stored
+        if config.model_type in ("gemma3_text", *_WITH_STATES) and name.endswith("norm.weight") and "linear_attn" not in name:
             stored = weight + 1
         if config.model_type == "llama" and (".q_proj." in name or ".k_proj." in name):
             num_heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
@@ -279,8 +314,46 @@ def tensors_of(model, type_name: str = "F32", blocks: tuple[str, ...] = ()) -> d
     return tensors
 
 
-def parts_of(name: str, weight: torch.Tensor):
+def with_states(name: str, weight: torch.Tensor, config) -> torch.Tensor:
+    """A parameter of Qwen3.5 as conversion/qwen.py writes it: value heads tiled, and -exp(A_log)."""
+    if name.endswith("A_log"):
+        weight = -weight.exp()
+    if name.endswith("conv1d.weight"):
+        weight = weight.squeeze(1)
+    num_key_heads, num_heads = config.linear_num_key_heads, config.linear_num_value_heads
+    if config.model_type == "qwen3_next" or ".linear_attn." not in name or ".norm." in name:
+        return weight
+
+    def tiled(rows):
+        heads = rows.chunk(num_heads)
+        return torch.cat(
+            [
+                heads[k * (num_heads // num_key_heads) + v]
+                for v in range(num_heads // num_key_heads)
+                for k in range(num_key_heads)
+            ]
+        )
+
+    if name.endswith("out_proj.weight"):
+        return tiled(weight.T).T
+    if "qkv" in name or "conv1d" in name:
+        num_others = 2 * num_key_heads * config.linear_key_head_dim
+        return torch.cat([weight[:num_others], tiled(weight[num_others:])])
+    return tiled(weight)
+
+
+def parts_of(name: str, weight: torch.Tensor, config):
     """A parameter of transformers as the tensors of a file, which are views: gpt-oss's gates are among the rows of `up`."""
+    if name.endswith("in_proj_qkvz.weight"):  # the rows of each key head together
+        key_dim, num_values = config.linear_key_head_dim, config.linear_num_value_heads * config.linear_value_head_dim
+        sizes = [key_dim, key_dim, *[num_values // config.linear_num_key_heads] * 2]
+        q, k, v, z = (rows.flatten(0, 1) for rows in weight.unflatten(0, (config.linear_num_key_heads, -1)).split(sizes, 1))
+        return [(name.replace("qkvz", "qkv"), torch.cat([q, k, v])), (name.replace("qkvz", "z"), z)]
+    if ".experts." in name and config.model_type != "gpt_oss":
+        layer, _, projection = name.rpartition(".")
+        if projection == "down_proj":
+            return [(f"{name}.weight", weight)]
+        return [(f"{layer}.{one}_proj.weight", part) for one, part in zip(("gate", "up"), weight.chunk(2, 1), strict=True)]
     if ".experts." not in name:
         return [(name, weight)]
     kind = "bias" if name.endswith("_bias") else "weight"

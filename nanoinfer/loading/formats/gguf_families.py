@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoinfer.errors import UnsupportedError, WeightsError, shown
+from nanoinfer.errors import CheckpointError, UnsupportedError, WeightsError, shown
 from nanoinfer.loading.formats.gguf import GGUFFile
 from nanoinfer.models.rope import RopeConfig, rope_frequencies
 
@@ -23,11 +23,16 @@ _ARCHITECTURES = {
     "gpt2": ("GPT2LMHeadModel", "gpt2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
+    "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
+    "qwen3next": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),  # its projections are stored like those of Qwen3.5
 }
+WITH_STATES = ("qwen35", "qwen35moe", "qwen3next")
 
 # Keys of an architecture that change its arithmetic. 0 and absence mean without.
 _REFUSED = {"expert_count", "attention.sliding_window", "attention.scale", "logit_scale", "embedding_scale", "residual_scale"}
 _HONOURED = {"gemma3": {"attention.sliding_window"}, "gpt-oss": {"attention.sliding_window", "expert_count"}}
+_HONOURED |= {"qwen35moe": {"expert_count"}, "qwen3next": {"expert_count"}}
 
 _LLAMA_NAMES = {
     "token_embd": "embed_tokens",
@@ -50,14 +55,31 @@ _GEMMA3_NAMES = _LLAMA_NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_GPT_OSS_NAMES = _LLAMA_NAMES | {
-    "attn_sinks": "self_attn.sinks",
+_EXPERT_NAMES = _LLAMA_NAMES | {
     "post_attention_norm": "post_attention_layernorm",
-    "ffn_gate_inp": "mlp.router",
     "ffn_gate_exps": "mlp.experts.gate_proj",  # of all experts, which gguf_weights.py divides
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
+_GPT_OSS_NAMES = _EXPERT_NAMES | {"attn_sinks": "self_attn.sinks", "ffn_gate_inp": "mlp.router"}
+_QWEN_NEXT_NAMES = _EXPERT_NAMES | {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_WITHOUT_MODULE = ("attn_sinks", "ssm_a", "ssm_dt")  # tensors that are parameters of a layer itself
 _GPT2_NAMES = {
     "token_embd": "wte",
     "position_embd": "wpe",
@@ -70,8 +92,9 @@ _GPT2_NAMES = {
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
 }
-_NAMES = {"gpt2": _GPT2_NAMES, "gemma3": _GEMMA3_NAMES, "gpt-oss": _GPT_OSS_NAMES}  # and _LLAMA_NAMES
-_TENSOR = re.compile(r"(blk\.(?P<layer>\d{1,6})\.)?(?P<name>\w+)\.(?P<kind>weight|bias)")
+_NAMES = {"gpt2": _GPT2_NAMES, "gemma3": _GEMMA3_NAMES, "gpt-oss": _GPT_OSS_NAMES}  # others: _LLAMA_NAMES
+_NAMES |= dict.fromkeys(WITH_STATES, _QWEN_NEXT_NAMES)
+_TENSOR = re.compile(r"(blk\.(?P<layer>\d{1,6})\.)?(?P<name>\w+?)(?P<kind>|\.weight|\.bias)")
 
 LLAMA3_FACTORS = "rope_freqs.weight"  # not a weight: what Llama 3 divides each frequency by
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
@@ -79,14 +102,16 @@ _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def parameter_name(architecture: str, tensor_name: str) -> str:
+def parameter_name(file: GGUFFile, tensor_name: str) -> str:
     """The parameter that a tensor fills. An unknown name stays as it is, so that load_weights reports it."""
-    names, layers = _NAMES.get(architecture, _LLAMA_NAMES), "h" if architecture == "gpt2" else "layers"
+    names, layers = _NAMES.get(file.architecture, _LLAMA_NAMES), "h" if file.architecture == "gpt2" else "layers"
     match = _TENSOR.fullmatch(tensor_name)
+    if match and match["layer"] and file.get("nextn_predict_layers") and int(match["layer"]) >= (_num_layers(file) or 0):
+        return f"mtp.{tensor_name}"  # it drafts tokens, and is ignored (WeightRules)
     if match is None or match["name"] not in names:
         return tensor_name
     layer = "" if match["layer"] is None else f"{layers}.{int(match['layer'])}."
-    kind = "" if match["name"] == "attn_sinks" else f".{match['kind']}"
+    kind = "" if match["name"] in _WITHOUT_MODULE else match["kind"]
     return f"{layer}{names[match['name']]}{kind}"
 
 
@@ -112,8 +137,10 @@ def to_config(file: GGUFFile) -> dict[str, Any]:
     }
     if file.architecture == "gpt2":
         return config | _gpt2_sizes(file)
-    more = {"gemma3": _gemma3_fields, "gpt-oss": _gpt_oss_fields}.get(file.architecture)
     config |= _llama_sizes(file)
+    if file.architecture in WITH_STATES:
+        return config | _qwen_next_fields(file, config)
+    more = {"gemma3": _gemma3_fields, "gpt-oss": _gpt_oss_fields}.get(file.architecture)
     return config if more is None else config | more(file, config)
 
 
@@ -146,14 +173,14 @@ def _llama_sizes(file: GGUFFile) -> dict[str, Any]:
     head_dim, num_rotated = file.get("attention.key_length"), file.get("rope.dimension_count")
     if head_dim is None and type(hidden_size) is int and type(num_heads) is int and num_heads:
         head_dim = hidden_size // num_heads
-    if num_rotated not in (None, head_dim):
+    if num_rotated not in (None, head_dim) and file.architecture not in WITH_STATES:
         raise UnsupportedError(
             f"{file.path} rotates {shown(num_rotated)} of the {shown(head_dim)} numbers of a head, which is not supported"
         )
     return _without_none(
         hidden_size=hidden_size,
         intermediate_size=file.get("feed_forward_length"),
-        num_hidden_layers=file.get("block_count"),
+        num_hidden_layers=_num_layers(file),
         num_attention_heads=num_heads,
         num_key_value_heads=file.get("attention.head_count_kv"),
         head_dim=head_dim,
@@ -163,6 +190,12 @@ def _llama_sizes(file: GGUFFile) -> dict[str, Any]:
         attention_bias="blk.0.attn_output.bias" in file.tensors or None,  # Qwen2's biases have no key
         mlp_bias="blk.0.ffn_down.bias" in file.tensors or None,
     )
+
+
+def _num_layers(file: GGUFFile) -> Any:
+    """The blocks without those that draft tokens, which are the last."""
+    num_blocks, num_drafting = file.get("block_count"), file.get("nextn_predict_layers", 0)
+    return num_blocks - num_drafting if type(num_blocks) is type(num_drafting) is int else num_blocks
 
 
 def _gemma3_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
@@ -186,6 +219,29 @@ def _gpt_oss_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
         num_experts_per_tok=file.get("expert_used_count"),
         sliding_window=file.get("attention.sliding_window"),
         rope_parameters=config["rope_parameters"] | {"truncate": False},
+    )
+
+
+def _qwen_next_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    num_value_heads, value_size = file.get("ssm.time_step_rank"), file.get("ssm.inner_size")
+    num_rotated, head_dim = file.get("rope.dimension_count"), config.get("head_dim")
+    if any(type(size) is not int or not size for size in (num_value_heads, value_size, num_rotated, head_dim)):
+        raise CheckpointError(
+            f"ssm.time_step_rank, ssm.inner_size, rope.dimension_count and attention.key_length in {file.path} must be numbers "
+            f">= 1, got {shown([num_value_heads, value_size, num_rotated, head_dim])}; download it again"
+        )
+    return _without_none(
+        partial_rotary_factor=num_rotated / head_dim,
+        full_attention_interval=file.get("full_attention_interval"),
+        linear_num_key_heads=file.get("ssm.group_count"),
+        linear_num_value_heads=num_value_heads,
+        linear_key_head_dim=file.get("ssm.state_size"),
+        linear_value_head_dim=value_size // num_value_heads,
+        linear_conv_kernel_dim=file.get("ssm.conv_kernel"),
+        num_experts=file.get("expert_count"),
+        num_experts_per_tok=file.get("expert_used_count"),
+        moe_intermediate_size=file.get("expert_feed_forward_length"),
+        shared_expert_intermediate_size=file.get("expert_shared_feed_forward_length"),
     )
 
 

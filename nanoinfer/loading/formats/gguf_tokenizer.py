@@ -33,6 +33,7 @@ _WORDS = {
     "smollm": None,  # with each digit a word
     "qwen2": _ENGLISH + r"\p{N}" + _REST,
     "deepseek-r1-qwen": _ENGLISH + r"\p{N}" + _REST,
+    "qwen35": (_ENGLISH + r"\p{N}" + _REST).replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}"),
     "llama-bpe": _ENGLISH + r"\p{N}{1,3}" + _REST,
     "gpt-4o": _O200K + r"|\p{N}{1,3}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*"),  # gpt-oss
 }
@@ -98,7 +99,7 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], split: str) -> "tok
     elif words := _WORDS[split]:
         steps.insert(0, pre_tokenizers.Split(Regex(words), behavior="isolated"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
-    if split == "qwen2":
+    if split in ("qwen2", "qwen35"):
         backend.normalizer = normalizers.NFC()
     return backend
 

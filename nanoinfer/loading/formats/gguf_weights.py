@@ -8,27 +8,38 @@ minimum too. K blocks have 256 weights in groups of 16 or 32, and a scale for ea
 Source: ggml-quants.c of https://github.com/ggml-org/ggml, dequantize_row_*
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from nanoinfer.loading.formats.experts import unpack_fp4
 from nanoinfer.loading.formats.gguf import MAX_TENSORS, GGUFFile, GGUFTensor
-from nanoinfer.loading.formats.gguf_families import LLAMA3_FACTORS, parameter_name
+from nanoinfer.loading.formats.gguf_families import LLAMA3_FACTORS, WITH_STATES, parameter_name
 from nanoinfer.loading.quantization import QuantizedWeight
 from nanoinfer.loading.weights import TensorInfo, Weights
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _GPT2_LINEAR = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # [in, out] in GPT-2's checkpoints, [out, in] in GGUF
+_TILED = ("qwen35", "qwen35moe")  # architectures with value heads in another order
+_REORDERED = {"llama": (".q_proj.", ".k_proj.")} | dict.fromkeys(WITH_STATES, (".linear_attn.",))
 
 
 class GGUFWeights(Weights):
     """The tensors of a GGUF file under the names, and in the order, that the family's safetensors have them.
 
-    llama.cpp rotates neighbouring numbers of a head, (0, 1), (2, 3), ..., and Llama's checkpoints the two halves, (0, n/2),
-    (1, n/2 + 1), ... The files of the architecture "llama" have the rows of q and k in llama.cpp's order. It is undone here.
-    Gemma's norms have the 1 added that ZeroCentredRMSNorm adds, and the tensors of all experts of a layer are one.
+    Undone is what llama.cpp's converter changes:
+
+    rows of q and k    of "llama". llama.cpp rotates neighbouring numbers of a head, (0, 1), (2, 3), ..., and Llama's
+                       checkpoints the two halves, (0, n/2), (1, n/2 + 1), ...
+    norms              of Gemma 3, Qwen3-Next and Qwen3.5 have the 1 added that ZeroCentredRMSNorm adds
+    experts            of a layer are one tensor for each projection
+    value heads        of Qwen3.5: the first of each key head come first, then the second of each. In the checkpoint the value
+                       heads of a key head are together
+    b and a            of Qwen3-Next are one matrix, in which the rows of a key head are together
+    A_log              is stored as -exp(A_log)
     """
 
     has_integers = True
@@ -38,7 +49,7 @@ class GGUFWeights(Weights):
         self._tensors: dict[str, GGUFTensor] = {}
         for name, tensor in file.tensors.items():
             if name != LLAMA3_FACTORS:
-                self._tensors |= _divided(parameter_name(file.architecture, name), tensor)
+                self._tensors |= _parameters(parameter_name(file, name), tensor)
         # Mapped, not read. A private mapping, as torch has no read-only tensors.
         size = file.path.stat().st_size
         self._bytes = torch.from_file(str(file.path), shared=False, size=size, dtype=torch.uint8)
@@ -49,43 +60,67 @@ class GGUFWeights(Weights):
         shape = tensor.shape[::-1] if self._is_transposed(name) else tensor.shape
         if tensor.block_type.name not in _FLOATS:
             return TensorInfo(shape, "F32")
-        return TensorInfo(shape, tensor.block_type.name, is_mapped=not self._num_rotated_heads(name))
+        is_in_order = not any(part in name for part in _REORDERED.get(self._file.architecture, ()))
+        return TensorInfo(shape, tensor.block_type.name, is_mapped=is_in_order)
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         if self._is_transposed(name):
             return self._unpack(name).T[rows]
-        if num_heads := self._num_rotated_heads(name):
-            return _to_halves(self._unpack(name), num_heads)[rows]
-        is_zero_centred = self._file.architecture == "gemma3" and name.endswith("norm.weight")
-        return self._unpack(name, rows).float() - 1 if is_zero_centred else self._unpack(name, rows)
+        weight = self._unpack(name, rows)
+        if self._file.architecture in ("gemma3", *WITH_STATES):
+            if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+                return weight.float() - 1
+            if name.endswith("A_log"):
+                return (-weight.float()).log()
+            if self._has_tiled_inputs(name):
+                return weight[:, self._grouped(weight.shape[1])]
+        return weight
 
     def integers(self, name: str) -> QuantizedWeight | None:
         tensor = self._tensors[name]
         found = _WITHOUT_MINIMUM.get(tensor.block_type.name)
-        if found is None or found[0] == 5:  # a QuantizedWeight has 4 or 8 bits
+        if found is None or found[0] == 5 or self._has_tiled_inputs(name):  # a QuantizedWeight has 4 or 8 bits
             return None
         bits, zero, unpack = found
-        blocks = self._stored(name).reshape(-1, tensor.block_type.num_bytes)
+        blocks = self._rows(name, slice(None)).reshape(-1, tensor.block_type.num_bytes)
         integers, scales = unpack(blocks).view(tensor.shape), _half(blocks, 0).view(tensor.shape[0], -1)
-        if num_heads := self._num_rotated_heads(name):
-            integers, scales = _to_halves(integers, num_heads), _to_halves(scales, num_heads)
         return QuantizedWeight(bits, integers, scales, torch.full_like(scales, zero, dtype=torch.uint8))
 
     def _is_transposed(self, name: str) -> bool:
         return self._file.architecture == "gpt2" and name.endswith(_GPT2_LINEAR)
 
-    def _num_rotated_heads(self, name: str) -> int:
-        if self._file.architecture != "llama" or (".q_proj." not in name and ".k_proj." not in name):
-            return 0
-        num_heads = self._file.get("attention.head_count")
-        return num_heads if ".q_proj." in name else self._file.get("attention.head_count_kv", num_heads)
+    def _has_tiled_inputs(self, name: str) -> bool:
+        """Whether the inputs of a matrix are value heads in llama.cpp's order."""
+        return self._file.architecture in _TILED and name.endswith("linear_attn.out_proj.weight")
+
+    def _grouped(self, num_rows: int) -> Tensor:
+        """The place in the file of each row, or input, of the value heads."""
+        num_key_heads, num_heads = self._file.get("ssm.group_count"), self._file.get("ssm.time_step_rank")
+        return torch.arange(num_rows).view(num_heads // num_key_heads, num_key_heads, -1).transpose(0, 1).flatten()
+
+    def _order(self, name: str) -> Tensor | None:
+        """The row of the file that each row of a parameter is. None: they are in order."""
+        file, num_rows = self._file, self._tensors[name].shape[0]
+        leaf = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        if file.architecture == "llama" and leaf in ("q_proj", "k_proj"):
+            num_heads = file.get("attention.head_count")
+            num_heads = num_heads if leaf == "q_proj" else file.get("attention.head_count_kv", num_heads)
+            return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
+        if file.architecture == "qwen3next" and leaf in ("in_proj_b", "in_proj_a"):
+            heads = torch.arange(2 * num_rows).view(file.get("ssm.group_count"), 2, -1)
+            return heads[:, 0 if leaf == "in_proj_b" else 1].flatten()
+        if file.architecture in _TILED and leaf in ("in_proj_z", "in_proj_b", "in_proj_a", "A_log", "dt_bias"):
+            return self._grouped(num_rows)
+        if file.architecture in _TILED and leaf in ("in_proj_qkv", "conv1d"):  # the values are the last
+            num_values = file.get("ssm.inner_size")
+            return torch.cat([torch.arange(num_rows - num_values), num_rows - num_values + self._grouped(num_values)])
+        return None
 
     def _unpack(self, name: str, rows: slice = slice(None)) -> Tensor:
-        """Return rows of a tensor in the file's own order: in its dtype if it is a float, else in fp32."""
-        tensor, stored = self._tensors[name], self._stored(name)
+        """Return rows of a parameter: in the file's dtype if it is a float, else in fp32."""
+        tensor, stored = self._tensors[name], self._rows(name, rows)
         if dtype := _FLOATS.get(tensor.block_type.name):
-            return stored.view(dtype).view(tensor.shape)[rows]
-        stored = stored.view(tensor.shape[0], -1)[rows]  # a row is whole blocks
+            return stored.view(dtype).view(len(stored), *tensor.shape[1:])
         blocks = stored.reshape(-1, tensor.block_type.num_bytes)
         if tensor.block_type.name in _WITHOUT_MINIMUM:
             _, zero, integers = _WITHOUT_MINIMUM[tensor.block_type.name]
@@ -94,28 +129,29 @@ class GGUFWeights(Weights):
             weights = _OTHERS[tensor.block_type.name](blocks)
         return weights.view(len(stored), *tensor.shape[1:])
 
-    def _stored(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        return self._bytes[tensor.start : tensor.start + tensor.num_bytes]
+    def _rows(self, name: str, rows: slice) -> Tensor:
+        """Return rows of a parameter as they are stored, uint8 [rows, bytes of whole blocks]."""
+        tensor, order = self._tensors[name], self._order(name)
+        num_bytes = math.prod(tensor.shape[1:]) * tensor.block_type.num_bytes // tensor.block_type.num_weights
+        stored = self._bytes[tensor.start : tensor.start + tensor.num_bytes].view(-1, num_bytes)
+        return stored[rows] if order is None else stored[order[rows]]
 
 
-def _divided(name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
-    """The tensor by its name, or those of single experts by theirs if it has all experts of a layer."""
+def _parameters(name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
+    """The parameters that a tensor holds, by their names, each with its shape."""
     layer, found, projection = name.partition(".experts.")
-    if not found or tensor.shape[0] > MAX_TENSORS:
-        return {name: tensor}
-    num_experts, num_bytes = tensor.shape[0], tensor.num_bytes // tensor.shape[0]
-    return {
-        f"{layer}.experts.{i}.{projection}": GGUFTensor(
-            tensor.shape[1:], tensor.block_type, tensor.start + i * num_bytes, num_bytes
-        )
-        for i in range(num_experts)
-    }
-
-
-def _to_halves(weight: Tensor, num_heads: int) -> Tensor:
-    """Rows of each head from (0, 1), (2, 3), ... to the even ones and then the odd ones."""
-    return weight.view(num_heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+    if found and tensor.shape[0] <= MAX_TENSORS:
+        one = replace(tensor, shape=tensor.shape[1:], num_bytes=tensor.num_bytes // tensor.shape[0])
+        starts = [tensor.start + i * one.num_bytes for i in range(tensor.shape[0])]
+        return {f"{layer}.experts.{i}.{projection}": replace(one, start=start) for i, start in enumerate(starts)}
+    if name.endswith("linear_attn.in_proj_ba.weight"):
+        half = replace(tensor, shape=(tensor.shape[0] // 2, *tensor.shape[1:]))
+        return {name.replace("_ba.", "_b."): half, name.replace("_ba.", "_a."): half}
+    if name.endswith("linear_attn.conv1d.weight"):
+        tensor = replace(tensor, shape=(*tensor.shape[:1], 1, *tensor.shape[1:]))
+    elif name.endswith("mlp.shared_expert_gate.weight"):
+        tensor = replace(tensor, shape=(1, *tensor.shape[-1:]))
+    return {name: tensor}
 
 
 # ---- blocks [num_blocks, num_bytes] uint8 -> weights [num_blocks, num_weights] fp32

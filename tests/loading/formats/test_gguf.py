@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 import torch
 from gguf_files import floats, random_blocks
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
@@ -66,6 +67,48 @@ def test_logits_of_layers_that_slide_equal_transformers(family, blocks, tmp_path
         ours = loader.load_model(Checkpoint.open(str(path)), "float32")
         logits = ours.compute_logits(ours(long, torch.arange(len(long)), DenseAttention()))
         torch.testing.assert_close(logits, model(long[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_tied", "qwen3_5_moe", "qwen3_next"])
+def test_logits_of_models_with_states_equal_transformers(family, tmp_path):
+    overrides = {"num_hidden_layers": 4, "layer_types": None, "hidden_size": 64, "linear_value_head_dim": 16}
+    if "moe" in family or "next" in family:
+        overrides |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "mlp_only_layers": []}
+    model = tiny_models.build(family, **overrides)
+    with torch.inference_mode():
+        drafts = {"blk.4.eh_proj.weight": floats(torch.ones(2, 2)), "blk.4.attn_q.weight": floats(torch.ones(2, 2))}
+        mtp = {
+            f"{gguf_files.architecture_of(model.config)}.{key}": n
+            for key, n in (("block_count", 5), ("nextn_predict_layers", 1))
+        }
+        path = save(model, tmp_path, gguf_files.tensors_of(model) | drafts, **mtp)
+        ours = loader.load_model(Checkpoint.open(str(path)), "float32")
+        attention = DenseAttention(ours.config.state_shapes)
+        logits = ours.compute_logits(ours(PROMPT, torch.arange(len(PROMPT)), attention))
+        torch.testing.assert_close(logits, model(PROMPT[None]).logits[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["attn_qkv", "attn_gate", "ssm_out", "ssm_beta"])
+@pytest.mark.parametrize("block_type", ["Q8_0", "Q4_0", "Q4_K"])
+def test_blocks_of_value_heads_are_put_in_order_as_floats_are(name, block_type, tmp_path):
+    metadata = {"general.architecture": "qwen35", "qwen35.ssm.group_count": 2, "qwen35.ssm.time_step_rank": 8}
+    metadata |= {"qwen35.ssm.inner_size": 256}
+    shape = {"attn_qkv": (320, 256), "attn_gate": (256, 256), "ssm_out": (64, 256), "ssm_beta": (8, 256)}[name]
+    blocks, unpacked = random_blocks(block_type, shape, seed=6)
+    files = [
+        GGUFWeights(read_gguf(gguf_files.write(tmp_path / f"{i}.gguf", metadata, {f"blk.0.{name}.weight": tensor})))
+        for i, tensor in enumerate((blocks, floats(unpacked)))
+    ]
+    [parameter] = files[0]
+    whole = files[1].read(parameter)
+    assert not torch.equal(whole, unpacked)
+    for rows in (slice(None), slice(3, 7)):
+        torch.testing.assert_close(files[0].read(parameter, rows), whole[rows], atol=0, rtol=1e-6)
+        assert torch.equal(files[1].read(parameter, rows), whole[rows])
+    kept = files[0].integers(parameter)
+    assert (kept is None) == (block_type == "Q4_K" or name == "ssm_out")  # the groups of inputs would be of other heads
+    if kept is not None:
+        torch.testing.assert_close(kept.widened(), whole, atol=0, rtol=1e-6)
 
 
 @pytest.mark.parametrize("blocks", [("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"), ("Q4_K", "Q5_K", "Q6_K", "Q8_0")])
@@ -224,7 +267,7 @@ def test_a_variant_that_is_not_supported_is_refused_by_name(metadata, sentence, 
             {"general.architecture": "gemma2"},
             {},
             UnsupportedError,
-            "architecture 'gemma2'; llama, .*, gpt2, gemma3, gpt-oss are",
+            "architecture 'gemma2'; llama, .*, gpt-oss, qwen35, .* are",
         ),
         ({}, {}, UnsupportedError, "architecture 'None'"),
         ({"split.count": 3}, {}, UnsupportedError, "one of 3 parts.*llama-gguf-split --merge"),
@@ -325,6 +368,14 @@ def test_a_text_is_split_into_the_words_of_its_vocabulary(split, text, words):
     changes = {"tokenizer.ggml.pre": split, "tokenizer.ggml.bos_token_id": 1}
     backend = tokenizer_from_gguf(bundled_metadata(**changes), Path("x.gguf")).backend
     assert [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)] == words
+
+
+def test_qwen35_splits_and_normalises_text_as_transformers_tokenizer():
+    backend = tokenizer_from_gguf(bundled_metadata(**{"tokenizer.ggml.pre": "qwen35"}), Path("x.gguf")).backend
+    theirs = Qwen3_5Tokenizer().backend_tokenizer
+    for text in [*TEXTS, "ni\u0308n\u0303o it's", "\u0915\u094d\u0937 1234 \u0301!"]:
+        assert backend.normalizer.normalize_str(text) == theirs.normalizer.normalize_str(text)
+        assert backend.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenizer.pre_tokenize_str(text)
 
 
 def test_bos_and_eos_are_added_as_the_file_says():
