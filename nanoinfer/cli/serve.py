@@ -12,6 +12,7 @@ import typer
 
 from nanoinfer.cli.options import EngineOptions, ServedModelName, busy, check_packages, expand_options, load_async_llm
 from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.lora.request import LoRARequest, adapter_of
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 # The fields of ServerOptions that are arguments of AsyncLLM.
 ENGINE_ARGUMENTS = (
-    "max_num_seqs max_num_batched_tokens enable_prefix_caching batch_invariant seed max_num_queued_requests".split()
+    "max_num_seqs max_num_batched_tokens enable_prefix_caching batch_invariant seed max_num_queued_requests "
+    "enable_lora max_loras max_lora_rank".split()
 )
 
 
@@ -61,6 +63,15 @@ class ServerOptions:
     enable_weight_update: Annotated[
         bool,
         typer.Option("--enable-weight-update", help="Let clients pause the server, and replace its weights."),
+    ] = False
+    enable_lora: Annotated[bool, typer.Option("--enable-lora", help="Let a request's model be the name of an adapter.")] = False
+    max_loras: Annotated[int, typer.Option(min=1, help="Maximum number of these adapters in memory, and in a step.")] = 1
+    max_lora_rank: Annotated[int, typer.Option(min=1, help="Their highest rank.")] = 16
+    lora_modules: Annotated[
+        list[str] | None, typer.Option(help="An adapter of --enable-lora; may be given several times.", metavar="NAME=PATH")
+    ] = None
+    enable_lora_update: Annotated[
+        bool, typer.Option("--enable-lora-update", help="Let clients load adapters from any folder, and drop them.")
     ] = False
     reasoning_parser: Annotated[
         str | None, typer.Option(help="qwen3: parse <think> blocks; none. Default: by the model's chat template.")
@@ -133,6 +144,8 @@ def load_server_llm(engine: EngineOptions, options: ServerOptions, recorder: "Re
     """Load a server's model, and print the seed if it was drawn."""
     arguments = {name: getattr(options, name) for name in ENGINE_ARGUMENTS}
     async_llm = load_async_llm(engine, tracer=recorder, **arguments)
+    for adapter in lora_requests(options.lora_modules).values():
+        adapter_of(adapter, async_llm.engine.inputs.adapters)  # a bad one is refused before the server listens
     if options.seed is None:
         seed = async_llm.engine.seed
         print(f"seed {seed} was drawn; --seed {seed} gives the same answers", file=sys.stderr)
@@ -157,8 +170,21 @@ def make_settings(engine: EngineOptions, options: ServerOptions, recorder: "Rece
         reasoning_parser=options.reasoning_parser,
         tool_call_parser=options.tool_call_parser,
         weight_updates=engine.tensor_parallel_size if options.enable_weight_update else 0,
+        adapters=lora_requests(options.lora_modules),
+        lora_updates=options.enable_lora_update,
         recorder=recorder,
     )
+
+
+def lora_requests(modules: list[str] | None) -> dict[str, LoRARequest]:
+    """Return the adapters of --lora-modules by their names."""
+    requests: dict[str, LoRARequest] = {}
+    for number, module in enumerate(modules or [], start=1):
+        name, _, path = module.partition("=")
+        if not (name and path) or name in requests:
+            raise InvalidValueError(f"--lora-modules must be NAME=PATH with a new name, got {module!r}")
+        requests[name] = LoRARequest(name, number, path)
+    return requests
 
 
 def served_names(given: list[str] | None, model: str) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ In: HTTP requests. Out: responses. protocol.py defines what a request means, and
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from nanoinfer import __version__
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.lora.request import LoRARequest
 from nanoinfer.server.answers import Answers, Choices, ChoicesReply, Reply, respond
 from nanoinfer.server.choices import ChatChoices, ChatFormat, CompletionChoices, messages_of
 from nanoinfer.server.errors import ERRORS, MESSAGES_ERRORS, RequestError, add_error_handlers, describe_errors, json_response
@@ -56,6 +56,8 @@ class ServerSettings:
     tool_call_parser: str | None = None  # "hermes" or "none". None means the format that the chat template writes
     max_stored_responses: int = 0  # of /v1/responses, that a request can continue by their ids
     weight_updates: int = 0  # the number of ranks, if a trainer may pause the server and replace the weights. 0: it may not
+    adapters: dict[str, LoRARequest] = field(default_factory=dict)  # further names, which clients may change with lora_updates
+    lora_updates: bool = False
     recorder: RecentRecorder | None = None  # the LLM's tracer, from which answers are replayed. None means no replays
 
 
@@ -82,6 +84,10 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         from nanoinfer.server.weights import add_weights
 
         add_weights(app, async_llm, settings.weight_updates)
+    if settings.lora_updates:
+        from nanoinfer.server.adapters import add_adapters
+
+        add_adapters(app, async_llm, settings.adapters, settings.served_model_names)
     describe_errors(app.openapi())
     return app
 
@@ -95,13 +101,17 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
     async def generate(
         http: StrictRequest,
         body: CompletionRequest | ChatCompletionRequest,
-        prepares: Sequence[Callable[[SamplingParams], PreparedRequest]],
+        prepares: Sequence[Callable[..., PreparedRequest]],
         reply: Reply,
     ) -> Response:
         """Answer one prompt for each of prepares, which run in threads, as the checks of params do."""
+        check_model(body.model, settings)  # again: an adapter may have been dropped
+        lora_request = settings.adapters.get(body.model or "")
         params = await async_llm.threads.run(partial(to_sampling_params, body, default), is_large=http.is_large)
         answers = Answers(params.n, is_prompt_only=body.max_tokens == 0)
-        await answers.submit(async_llm, [partial(prepare, params) for prepare in prepares], is_large=http.is_large)
+        await answers.submit(
+            async_llm, [partial(prepare, params, lora_request=lora_request) for prepare in prepares], is_large=http.is_large
+        )
         if replays is not None:
             replays.add(answers)
         return await respond(http, answers, reply, is_stream=bool(body.stream))
@@ -225,12 +235,13 @@ def _add_information(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings
     metrics = Metrics(async_llm, settings.served_model_names[0])
 
     def card(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", **facts}
+        parent = {"parent": settings.served_model_names[0]} if name in settings.adapters else {}
+        return {"id": name, "object": "model", **facts, **parent}
 
     @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [card(name) for name in settings.served_model_names]})
+        return json_response({"object": "list", "data": list(map(card, (*settings.served_model_names, *settings.adapters)))})
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
@@ -268,8 +279,9 @@ def check_body(
 
 def check_model(name: str | None, settings: ServerSettings) -> str:
     """Return the model name that an answer contains. A model that is not served is refused."""
-    if name is not None and name not in settings.served_model_names:
-        served = ", ".join(settings.served_model_names)
+    names = (*settings.served_model_names, *settings.adapters)
+    if name is not None and name not in names:
+        served = ", ".join(names)
         raise RequestError(
             404, f"the model {name[:100]!r} is not served; this server has {served}", param="model", code="model_not_found"
         )

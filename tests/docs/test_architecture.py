@@ -44,14 +44,14 @@ ALLOWED = {
     "llm": {"words", "tracing", "sampling", "chat", "engine", "rollouts"},
     "async_llm": {"words", "system", "lora", "engine", "rollouts", "llm"},
     "vllm_engine": {"words", "lora", "engine", "llm", "async_llm"},
-    "server": {"words", "system", "tracing", "tokenization", "chat", "engine", "rollouts", "async_llm"},
+    "server": {"words", "system", "tracing", "tokenization", "chat", "lora", "engine", "rollouts", "async_llm"},
     "bundled": set(),
     "bench": {"words", "tracing", "loading", "attention", "sampling", "fast", "llm", "server"},
     "learn": {
         *("words", "scheduling", "attention", "sampling", "execution", "speculative", "structured", "engine"),
     },
     "cli": {
-        *("words", "system", "tracing", "scheduling", "attention", "models", "loading", "execution", "fast", "engine"),
+        *("words", "system", "tracing", "scheduling", "attention", "models", "loading", "execution", "lora", "fast", "engine"),
         *("llm", "async_llm", "server", "bench", "learn"),
     },
 }

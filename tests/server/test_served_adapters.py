@@ -1,0 +1,122 @@
+"""A request's model may be the name of an adapter, which clients load and drop while others are answered."""
+
+import http_server
+import pytest
+from lora_adapters import linear_shapes, write_adapter
+
+from nanoinfer import LLM, AsyncLLM
+from nanoinfer.cli.serve import ServerOptions, load_server_llm, lora_requests
+from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.loading.checkpoint import BUNDLED
+from nanoinfer.sampling_params import SamplingParams
+
+TEXT = "Once upon a time"
+BODY = {"prompt": TEXT, "max_tokens": 8, "temperature": 0}
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 6, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    path = tmp_path_factory.mktemp("adapters")
+    for name, seed in (("first", 1), ("second", 2)):
+        write_adapter(path / name, linear_shapes(BUNDLED / "tiny-qwen3"), seed=seed, lora_alpha=16)
+    return path
+
+
+@pytest.fixture(scope="module")
+def texts(folders):
+    """The texts of the plain model and of the merged ones."""
+    params = SamplingParams(max_tokens=8, temperature=0)
+    loras = {"tiny-qwen3": None, "first": folders / "first", "second": folders / "second"}
+    texts = {}
+    for name, lora in loras.items():
+        with LLM(lora=lora, kv_cache_memory=2**22) as llm:
+            texts[name] = llm.generate(TEXT, params, use_tqdm=False)[0].outputs[0].text
+    assert len(set(texts.values())) == 3
+    return texts
+
+
+@pytest.fixture(scope="module")
+def server(folders):
+    def load():
+        return AsyncLLM("tiny-qwen3", seed=0, enable_lora=True, max_loras=1, kv_cache_memory=2**22)
+
+    with http_server.serving(load, adapters=lora_requests([f"first={folders / 'first'}"]), lora_updates=True) as running:
+        yield running
+
+
+def answer(server, model, path="/v1/completions", body=BODY):
+    return server.post(path, body | {"model": model})
+
+
+def names(server):
+    return {card["id"]: card.get("parent") for card in server.get("/v1/models").json()["data"]}
+
+
+def test_the_model_of_a_request_chooses_its_adapter(server, texts):
+    for name in ("tiny-qwen3", "first", "alias", "first"):
+        response = answer(server, name).json()
+        assert (response["model"], response["choices"][0]["text"]) == (name, texts.get(name, texts["tiny-qwen3"]))
+    assert names(server) == {"tiny-qwen3": None, "alias": None, "first": "tiny-qwen3"}
+    assert server.get("/v1/models/first").json()["parent"] == "tiny-qwen3"
+    refused = answer(server, "second")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+    assert "this server has tiny-qwen3, alias, first" in refused.text
+
+
+def test_every_api_takes_the_name_of_an_adapter(server):
+    message = {"messages": CHAT["messages"], "max_tokens": 6, "temperature": 0}
+    response = {"input": "Hello", "max_output_tokens": 6, "temperature": 0}
+    for path, body, text_of in (
+        ("/v1/chat/completions", CHAT, lambda json: json["choices"][0]["message"]["content"]),
+        ("/v1/messages", message, lambda json: json["content"][0]["text"]),
+        ("/v1/responses", response, lambda json: json["output"][0]["content"][0]["text"]),
+    ):
+        plain, adapted = (answer(server, name, path, body).json() for name in ("tiny-qwen3", "first"))
+        assert (plain["model"], adapted["model"]) == ("tiny-qwen3", "first")
+        assert text_of(plain) != text_of(adapted)
+
+
+def test_adapters_are_loaded_and_dropped_while_the_server_runs(server, folders, texts):
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    second = {"lora_name": "second", "lora_path": str(folders / "second")}
+    loaded = server.post(load, second)
+    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'second' added successfully.")
+    assert answer(server, "second").json()["choices"][0]["text"] == texts["second"]
+    for body, status, sentence in (
+        (second, 400, "the name 'second' is taken"),
+        (second | {"lora_name": "alias"}, 400, "the name 'alias' is taken"),
+        (second | {"lora_name": "third", "lora_path": "/no/such/folder"}, 400, "no folder"),
+        (second | {"lora_name": ""}, 400, "lora_name is empty"),
+        ({"lora_name": "third"}, 400, "lora_path"),
+        (second | {"path": "a"}, 400, "path is an unknown field"),
+    ):
+        refused = server.post(load, body)
+        assert (refused.status_code, sentence in refused.text) == (status, True), refused.text
+    assert server.post(load, second | {"lora_path": str(folders / "first"), "load_inplace": True}).status_code == 200
+    assert answer(server, "second").json()["choices"][0]["text"] == texts["first"]
+    dropped = server.post(unload, {"lora_name": "second"})
+    assert (dropped.status_code, dropped.text) == (200, "Success: LoRA adapter 'second' removed successfully.")
+    assert server.post(unload, {"lora_name": "second"}).status_code == 404
+    assert answer(server, "second").status_code == 404
+    assert list(names(server)) == ["tiny-qwen3", "alias", "first"]
+
+
+def test_without_the_option_there_are_no_such_endpoints(folders):
+    with http_server.serving(lambda: AsyncLLM("tiny-qwen3", enable_lora=True, kv_cache_memory=2**22)) as running:
+        body = {"lora_name": "first", "lora_path": str(folders / "first")}
+        assert running.post("/v1/load_lora_adapter", body).status_code == 404
+
+
+def test_wrong_modules_end_the_start_with_a_sentence(folders):
+    from nanoinfer.cli.options import EngineOptions
+
+    for modules in (["first"], ["=path"], ["a=b", "a=c"]):
+        with pytest.raises(InvalidValueError, match="--lora-modules must be NAME=PATH with a new name"):
+            lora_requests(modules)
+    for options, sentence in (
+        (ServerOptions(lora_modules=[f"first={folders / 'first'}"]), "needs a model loaded with enable_lora=True"),
+        (ServerOptions(enable_lora=True, lora_modules=["first=/no/such/folder"]), "there is no folder '/no/such/folder'"),
+    ):
+        with pytest.raises(NanoinferError, match=sentence):
+            load_server_llm(EngineOptions(model="tiny-qwen3", kv_cache_memory=2**22), options)
