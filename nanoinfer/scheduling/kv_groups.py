@@ -58,6 +58,7 @@ class GroupedBlockManager(BlockManager):
 
     windows: tuple[int | None, ...] = (None,)
     chunk_size = 1
+    _asked: tuple[list[int], str | None, list[int]] = [], None, []  # match_prefix's last arguments, and the keys of the blocks
 
     def tables(self, seq: Sequence) -> list[list[int]]:
         """The block tables of a sequence, in the order of the groups."""
@@ -76,15 +77,19 @@ class GroupedBlockManager(BlockManager):
     # ---- prefixes
 
     def match_prefix(self, token_ids: list[int], cache_salt: str | None = None) -> Prefix:  # type: ignore[override]
-        keys: list[int] = []
+        if self._asked[:2] != (token_ids, cache_salt):  # else a waiting prompt, which is asked for at each step
+            self._asked = list(token_ids), cache_salt, []
+        keys = self._asked[2]
         found: list[list[int]] = [[] for _ in self.windows]  # of each group: its block of each key
         for start in range(0, len(token_ids) - self.block_size, self.block_size) if self.enable_prefix_caching else ():
-            keys.append(self._next_key(keys, token_ids, start, cache_salt))
+            if start == len(keys) * self.block_size:
+                keys.append(self._next_key(keys, token_ids, start, cache_salt))
+            key = keys[start // self.block_size]
             for group, blocks in enumerate(found):
-                blocks.append(self._cached.get((keys[-1], (group,)), (0, NO_BLOCK))[1])
+                blocks.append(self._cached.get((key, (group,)), (0, NO_BLOCK))[1])
             if any(blocks[-1] == NO_BLOCK and window is None for blocks, window in zip(found, self.windows, strict=True)):
                 break
-        for length in range(len(keys), 0, -1):
+        for length in range(len(found[0]), 0, -1):
             firsts = [self._first_reached(length * self.block_size, window) for window in self.windows]
             needed = [blocks[first:length] for first, blocks in zip(firsts, found, strict=True)]
             if not any(NO_BLOCK in blocks for blocks in needed):
@@ -182,7 +187,7 @@ class GroupedBlockManager(BlockManager):
     # ---- inside
 
     def _first_reached(self, position: int, window: int | None) -> int:
-        """The index of the first block that a query at this position reaches."""
+        """The index of the first block that a query at this position reaches: KVCache.num_blocks_before says the same."""
         return 0 if window is None else max(position - window + 1, 0) // self.block_size
 
     def _next_key(self, keys: list[int], token_ids: list[int], start: int, cache_salt: str | None) -> int:

@@ -9,6 +9,8 @@ import transformers
 
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.models import registry
+from nanoinfer.models.qwen import QwenForCausalLM
 
 FAMILIES = [family for family in tiny_models.FAMILIES if family.endswith("_window")]
 WINDOW, NUM_NEW = 24, 40
@@ -147,6 +149,26 @@ def test_a_text_of_4000_tokens_runs_in_the_blocks_of_a_window_and_a_chunk(tmp_pa
         assert most * 64 <= 512 + 64 + 256
     assert (len(request.output.outputs[0].token_ids), manager.num_blocks) == (NUM_NEW, num_blocks)
     assert len(seq.token_ids) == 4000
+
+
+@pytest.mark.parametrize("windows", [(WINDOW, WINDOW), (None, WINDOW)], ids=str)
+def test_a_model_file_that_slides_without_saying_so_in_its_config_is_computed_as_it_is_written(windows, tmp_path, monkeypatch):
+    """Nothing is freed, and compiled layers have the windows of the file, of which one KV group may have several."""
+
+    class Sliding(QwenForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            for layer, window in zip(self.layers, windows, strict=True):
+                layer.self_attn.window = window
+
+    monkeypatch.setattr(registry, "_registered", {"Qwen3ForCausalLM": Sliding})
+    path = tiny_models.save("qwen3", tmp_path)
+    llm = LLM(path, kv_cache_memory=2**24, **SIZES)
+    assert llm.info.windows == (None,)
+    expected = LLM(path, kv_cache_memory=2**24, enforce_eager=True, **SIZES).generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert [one.outputs[0].token_ids for one in llm.generate(PROMPTS, PARAMS, use_tqdm=False)] == [
+        one.outputs[0].token_ids for one in expected
+    ]
 
 
 def test_a_draft_model_with_windows_is_refused(path):

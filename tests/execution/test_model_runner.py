@@ -39,8 +39,8 @@ def llm_with(path, capture, **options):
     pages, _ = engine.executor.runner.cache.layer(0)
     num_blocks, block_size, num_kv_heads, head_dim = pages.shape
     cache = KVCache(
-        num_layers=2, num_blocks=num_blocks + 1, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim,
-        device=DEVICE,
+        num_layers=engine.executor.runner.cache.num_layers, num_blocks=num_blocks + 1, block_size=block_size,
+        num_kv_heads=num_kv_heads, head_dim=head_dim, device=DEVICE, groups=engine.executor.runner.cache.groups,
     )  # fmt: skip
     graphs = DecodeGraphs(engine.executor.info, max_num_rows=5, capture=capture)
     engine.executor.runner = ModelRunner(engine.executor.runner.model, cache, engine.executor.runner.backend, graphs)
@@ -70,6 +70,17 @@ def test_replayed_steps_give_the_tokens_of_steps_run_as_they_come(path):
     before = list(record.sizes)
     assert tokens_of(llm) == expected
     assert record.sizes == before
+
+
+def test_replayed_steps_of_a_model_with_windows_have_the_block_tables_of_every_kv_group(tmp_path):
+    record.sizes, record.draws = [], []
+    path = tiny_models.save("qwen3_window", tmp_path, sliding_window=40)  # three groups
+    prompts, params = [list(range(3, 63)), [7] * 26], SamplingParams(temperature=0, max_tokens=3, detokenize=False)
+    reference = LLM(str(path), attention_backend="reference", block_size=16, kv_cache_memory=MEMORY)
+    answers = [llm.generate(prompts, params, use_tqdm=False) for llm in (reference, llm_with(path, record))]
+    expected, replayed = ([output.outputs[0].token_ids for output in outputs] for outputs in answers)
+    assert replayed == expected
+    assert record.sizes
 
 
 def test_the_comparison_notices_a_recording_that_reads_old_tensors(path):

@@ -154,6 +154,23 @@ def test_prompts_with_different_salts_share_no_block_of_any_group():
     manager.free(first)
 
 
+def test_a_waiting_prompt_is_hashed_once_and_a_changed_one_again(monkeypatch):
+    manager = with_groups(BlockManager, (6,), 100)(12, 4)
+    seq, _ = computed(manager, range(21))
+    hashed = []
+    next_key = GroupedBlockManager._next_key
+    monkeypatch.setattr(GroupedBlockManager, "_next_key", lambda *given: hashed.append(given[3]) or next_key(*given))
+    tokens = [*range(20), 99]
+    hits = [len(manager.match_prefix(tokens)) for _ in range(3)]
+    assert (hits, hashed) == ([5, 5, 5], [0, 4, 8, 12, 16])
+    tokens[2] = 77  # in place
+    assert manager.match_prefix(tokens) == []
+    tokens[2] = 2
+    assert len(manager.match_prefix(tokens)) == 5
+    assert manager.match_prefix(tokens, "another tenant") == []
+    manager.free(seq)
+
+
 def test_methods_that_a_users_class_overrides_count_in_a_grouped_one_too():
     class EvictsLast(BlockManager):
         def choose_evicted(self, candidates):

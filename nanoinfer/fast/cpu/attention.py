@@ -254,10 +254,10 @@ class KernelStep(CPUStep):
 
     backend: KernelBackend
 
-    def as_step(self, group: int = 0) -> tuple[DecodeKernel, KernelDecodeRows] | None:
-        """The kernel that can compute the attention of a KV group, and its rows. None unless every sequence decodes."""
+    def as_step(self, window: int | None = None) -> tuple[DecodeKernel, KernelDecodeRows] | None:
+        """The kernel that can compute the attention of layers with this window, and its rows. None unless all decode."""
         if self.num_decodes < len(self.metadata.slot_mapping):
             return None
         kernel, (pages, _) = self.backend.kernel, self.cache.layer(0)
-        addresses, window = self.backend.addresses(self.cache), self.cache.groups[group].window
+        addresses = self.backend.addresses(self.cache)
         return kernel, kernel.rows(self.decode_rows, self.metadata.seq_lens_cpu, pages, window, addresses)

@@ -135,8 +135,9 @@ class CPUProgram:
         arrays: list[Any] = [self._fitted(*pair, num_rows) for pair in zip(given, self._inputs, strict=True)]
         arrays += [torch.empty(num_rows * width, dtype=self._dtype) for width in self._widths]
         arrays.append(scratch_for(num_rows * self._scratch_bytes, arrays[0]))
-        kernel, rows = self._step_of(attend)
-        if rows and (program := self._program_with(kernel, getattr(attend, "group_of", {}))) is not None:
+        group_of = getattr(attend, "group_of", {})
+        kernel, rows = self._step_of(attend, group_of)
+        if rows and (program := self._program_with(kernel, group_of)) is not None:
             program(num_rows, [*arrays, *rows])
         else:
             for part in self._parts:
@@ -165,16 +166,18 @@ class CPUProgram:
             tensor = tensor.expand(shape)
         return tensor.contiguous()
 
-    def _step_of(self, attend: Any) -> tuple[Any, Sequence[Any]]:
+    def _step_of(self, attend: Any, group_of: dict[int, int]) -> tuple[Any, Sequence[Any]]:
         """The kernel that can compute this step's attention inside of the program, and the rows of what depends on sequences:
-        those of the recurrences, and those of the attention for each KV group of the cache. Without rows, Python calls them.
+        those of the recurrences, and those of the attention for each KV group of the cache. Without rows, Python calls them,
+        such as where layers of a group have different windows, because the model's config does not name them.
         """
         steps = getattr(attend, "steps", [attend]) if self._attentions else []
         states = rows_of(attend) if self._recurrences else None
         if (self._recurrences and states is None) or not all(hasattr(step, "as_step") for step in steps):
             return None, ()
-        found = [step.as_step(group) for group, step in enumerate(steps)]
-        if None in found or not self._unread:
+        windows = {(group_of.get(one.layer, 0), one.options.get("window")) for one in self._attentions}
+        found = [step.as_step(dict(windows).get(group)) for group, step in enumerate(steps)]
+        if None in found or len(dict(windows)) < len(windows) or not self._unread:
             return None, ()
         return found[0][0] if found else None, [states, *(rows for _, rows in found)]
 

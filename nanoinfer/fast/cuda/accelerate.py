@@ -11,7 +11,6 @@ from typing import cast
 
 from torch import nn
 
-from nanoinfer.attention.kv_cache import kv_groups
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.parts import Parts
 from nanoinfer.fast.accelerate import CompileReport, compile_modules
@@ -42,8 +41,7 @@ def accelerate_on_cuda(parts: Parts, config: EngineConfig) -> Parts:
     report = compile_model(cast(nn.Module, parts.model))
     num_graph_rows = config.max_num_rows if parts.backend.supports_cuda_graph else 0
     make_decode_graphs = None
-    # The graphs' static inputs are the block tables of one KV group.
-    if num_graph_rows and getattr(parts.model, "supports_cuda_graph", True) and len(kv_groups(parts.model.config)) == 1:
+    if num_graph_rows and getattr(parts.model, "supports_cuda_graph", True):
         make_decode_graphs = partial(DecodeGraphs, max_num_rows=num_graph_rows, capture=CUDACapture())
     routes = make_routes(parts.device, parts.dtype, parts.model.config.vocab_size, num_graph_rows)
     return replace(parts, routes=(*parts.routes, *routes), make_decode_graphs=make_decode_graphs, report=report)

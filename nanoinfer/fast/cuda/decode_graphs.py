@@ -42,7 +42,7 @@ class DecodeGraphs:
         num_rows = len(batch.input_ids)
         size = next(size for size in self.sizes if size >= num_rows)
         if size not in self._graphs:
-            static_inputs = self._make_static_inputs(size, batch.input_ids.device)
+            static_inputs = self._make_static_inputs(size, 1 + len(batch.further_groups), batch.input_ids.device)
             self._fill(static_inputs, batch)
             graph = capture_graph(f"a decode step of {size} rows", lambda: run(static_inputs), self._capture)
             self._graphs[size] = static_inputs, graph
@@ -53,28 +53,31 @@ class DecodeGraphs:
         graph.replay()
         return graph.out[:num_rows]
 
-    def _make_static_inputs(self, size: int, device: torch.device) -> ForwardBatch:
+    def _make_static_inputs(self, size: int, num_groups: int, device: torch.device) -> ForwardBatch:
         """New tensors with padding rows only."""
 
         def rows(value: int, *shape: int) -> Int[Tensor, "..."]:
             return torch.full((size, *shape), value, dtype=torch.int64, device=device)
 
-        attention = AttentionMetadata(
-            query_start_loc=torch.arange(size + 1, device=device),
-            seq_lens=rows(1),
-            block_tables=rows(self._padding_block, self._max_blocks),
-            slot_mapping=rows(self._padding_slot),
-            max_query_len=1,
-            max_seq_len=self._max_model_len,
-            num_decodes=size,
-            query_start_loc_cpu=list(range(size + 1)),
-            seq_lens_cpu=[self._max_model_len] * size,
+        attention, *further = (
+            AttentionMetadata(
+                query_start_loc=torch.arange(size + 1, device=device),
+                seq_lens=rows(1),
+                block_tables=rows(self._padding_block, self._max_blocks),
+                slot_mapping=rows(self._padding_slot),
+                max_query_len=1,
+                max_seq_len=self._max_model_len,
+                num_decodes=size,
+                query_start_loc_cpu=list(range(size + 1)),
+                seq_lens_cpu=[self._max_model_len] * size,
+            )
+            for _ in range(num_groups)
         )
-        return ForwardBatch(rows(0), rows(0), torch.arange(size, device=device), attention, [])
+        return ForwardBatch(rows(0), rows(0), torch.arange(size, device=device), attention, [], tuple(further))
 
     def _fill(self, static_inputs: ForwardBatch, batch: ForwardBatch) -> None:
         """Copy a batch into the first rows, and make padding of the others: one token each, in the padding block."""
-        padding = (0, 0, 1, self._padding_slot, self._padding_block)
+        padding = (0, 0, *(1, self._padding_slot, self._padding_block) * (1 + len(batch.further_groups)))
         for static_input, new, value in zip(_inputs(static_inputs), _inputs(batch), padding, strict=True):
             static_input[len(new) :] = value
             static_input[tuple(map(slice, new.shape))] = new
@@ -82,5 +85,5 @@ class DecodeGraphs:
 
 def _inputs(batch: ForwardBatch) -> tuple[Tensor, ...]:
     """The tensors that change from step to step."""
-    attention = batch.attention
-    return batch.input_ids, batch.positions, attention.seq_lens, attention.slot_mapping, attention.block_tables
+    groups = (batch.attention, *batch.further_groups)
+    return batch.input_ids, batch.positions, *(x for one in groups for x in (one.seq_lens, one.slot_mapping, one.block_tables))
