@@ -108,10 +108,10 @@ class GroupedBlockManager(BlockManager):
         seq.prefix_keys = [key for key, _ in prefix]
         for group, table in enumerate(self.tables(seq)):
             table += [of_groups[group] for _, of_groups in prefix]
+            self._emit("BlocksShared", seq, table, group)
         for block in self._held(seq):
             self._reusable.pop(block, None)
             self._ref_counts[block] += 1
-        self._emit("BlocksShared", seq, self._held(seq))
 
     def cache_finished_blocks(self, seq: Sequence, num_tokens: int) -> None:
         """Add full blocks to the prefix cache, and free those that no query after the first num_tokens reaches."""
@@ -145,18 +145,18 @@ class GroupedBlockManager(BlockManager):
         return num_missing + len(self._shared_places(seq)) <= self.num_free_blocks
 
     def allocate(self, seq: Sequence, num_new_tokens: int) -> list[tuple[int, int]]:
-        copies, taken = [], []
+        copies = []
         for table, index in self._shared_places(seq):
             shared, table[index] = table[index], self._take()
             self._drop(shared)
             copies.append((shared, table[index]))
             if self.tracer is not None:
                 self.tracer.emit(tracing.BlockCopied(seq.sequence_id, *copies[-1]))
-        for table in self.tables(seq):
+        for group, table in enumerate(self.tables(seq)):
+            num_before = len(table)
             while len(table) * self.block_size < seq.num_computed_tokens + num_new_tokens:
                 table.append(self._take())
-                taken.append(table[-1])
-        self._emit("BlocksAllocated", seq, taken)
+            self._emit("BlocksAllocated", seq, table[num_before:], group)
         return copies
 
     def forget_cached(self, seq: Sequence) -> None:
@@ -205,6 +205,6 @@ class GroupedBlockManager(BlockManager):
         first = seq.num_computed_tokens // self.block_size
         return [(table, i) for table in self.tables(seq) for i in range(first, len(table)) if self._ref_counts[table[i]] > 1]
 
-    def _emit(self, event: str, seq: Sequence, blocks: list[int]) -> None:
+    def _emit(self, event: str, seq: Sequence, blocks: list[int], group: int = 0) -> None:
         if self.tracer is not None and blocks:
-            self.tracer.emit(getattr(tracing, event)(seq.sequence_id, tuple(blocks)))
+            self.tracer.emit(getattr(tracing, event)(seq.sequence_id, tuple(blocks), group))

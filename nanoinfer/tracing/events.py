@@ -10,7 +10,7 @@ search runs steps of its own, and emits the block events and BatchBuilt for them
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -44,10 +44,14 @@ class RequestAdded:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Some blocks of the KV cache, and the sequence whose they are."""
+    """Some blocks of the KV cache, and the sequence whose they are.
+
+    group: the KV group of their block table, for models with windows. Among them, -1 is a block that the window has left.
+    """
 
     sequence_id: str
     blocks: tuple[int, ...]
+    group: int = field(default=0, repr=False)
 
 
 class BlocksShared(_Blocks):

@@ -17,6 +17,9 @@ from nanoinfer.errors import InvalidValueError
 from nanoinfer.tracing import (
     BatchBuilt,
     BlocksAllocated,
+    BlocksCached,
+    BlocksReleased,
+    BlocksShared,
     EngineStarted,
     RequestAdded,
     StageApplied,
@@ -529,6 +532,39 @@ def check_pool(run, show, block_size):
         before, num_evicted = seen.content, num_evicted + len(evicted)
     assert "freed" in page.inner_text("#pool-news")  # after the last step all are free
     return num_evicted
+
+
+def test_blocks_of_several_kv_groups_have_their_groups_name_and_positions(show_events):
+    """Tables of two groups, of which the second has a window. A second sequence begins with the newest two blocks of each."""
+    page = show_events(
+        [
+            ENGINE,
+            RequestAdded("a", "", tuple(range(60)), ("x",) * 60, {}),
+            BlocksAllocated("a", (0, 1, 2, 3), 0),
+            BlocksAllocated("a", (4, 5, 6, 7), 1),
+            scheduled(0, a=60),
+            batch("a", range(60), ids=range(60), rows=(59,)),
+            BlocksCached("a", (0, 1, 2, 4, 5, 6)),
+            BlocksReleased("a", (4, 5)),
+            appended(60, "x"),
+            StepTimed(0, 0.001, 0.001, 0.01, 0.001, 0.001),
+            RequestAdded("b", "", tuple(range(50)), ("x",) * 50, {}),
+            BlocksShared("b", (0, 1, 2), 0),
+            BlocksShared("b", (-1, -1, 6), 1),
+            scheduled(1, b=2),
+            batch("b", [48, 49], ids=[8, 9], rows=(1,)),
+            StepTimed(1, 0.001, 0.001, 0.01, 0.001, 0.001),
+        ]
+    )
+    words = lambda block: page.get_attribute(f".block[data-block='{block}']", "aria-label")  # noqa: E731
+    assert "sequence a of KV group 0, positions 16–31" in words(1)
+    assert "sequence a of KV group 1, positions 32–47" in words(6)
+    assert "free" in words(5)
+    assert "sequence a was allocated blocks 4, 5, 6, 7 of KV group 1" in page.inner_text("#pool-news")
+    assert "6 in use, 2 free but cached" in page.inner_text("#pool-counts")
+    page.evaluate("goTo(1)")
+    assert "sequence b of KV group 1, positions 32–47" in words(6)
+    assert "sequence b had a prefix cache hit on block 6 of KV group 1" in page.inner_text("#pool-news")
 
 
 def test_pointing_at_a_block_shows_its_text(recorded, show):

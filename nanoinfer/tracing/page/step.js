@@ -77,32 +77,40 @@ function poolAt(step) {
     applyBlockEvent(pool, event);
     if (event.at > since && event.event !== "BatchBuilt") pool.news.push(event);
   }
-  for (const [id, table] of pool.tables) {
-    table.forEach((block, index) => {
-      if (block !== null) pool.holders.set(block, [...(pool.holders.get(block) ?? []), { id, from: index * BLOCK_SIZE }]);
-    });
+  for (const [id, own] of pool.tables) {
+    own.forEach((table, group) => table.forEach((block, index) => {
+      if (block >= 0) pool.holders.set(block, [...(pool.holders.get(block) ?? []), { id, group, from: index * BLOCK_SIZE }]);
+    }));
   }
   return pool;
 }
 
+/** tables: of each sequence, one for each KV group. A block that a window has left is -1 in them. */
 function applyBlockEvent({ tables, lengths, cached }, event) {
-  const { sequence_id: id, blocks } = event;
+  const { sequence_id: id, blocks, group = 0 } = event, own = tables.get(id) ?? [];
+  const append = () => tables.set(id, Object.assign([...own], { [group]: [...(own[group] ?? []), ...blocks] }));
+  const replace = change => tables.set(id, own.map(table => table.map(change)));
   switch (event.event) {
-    case "BlocksShared": tables.set(id, blocks); blocks.forEach(block => cached.add(block)); break;
-    case "BlocksAllocated": tables.set(id, [...(tables.get(id) ?? []), ...blocks]); break;
-    case "BlockCopied": tables.set(id, (tables.get(id) ?? []).map(b => (b === event.source ? event.target : b))); break;
+    case "BlocksShared": append(); namesOfBlocks(event).forEach(block => cached.add(block)); break;
+    case "BlocksAllocated": append(); break;
+    case "BlockCopied": replace(block => (block === event.source ? event.target : block)); break;
     case "BlockEvicted": cached.delete(event.block); break;
     case "BlocksCached": blocks.forEach(block => cached.add(block)); break;
-    case "BlocksForked": tables.set(id, blocks); lengths.set(id, lengths.get(event.parent_id) ?? 0); break;
+    case "BlocksForked":
+      tables.set(id, tables.get(event.parent_id) ?? [blocks]);
+      lengths.set(id, lengths.get(event.parent_id) ?? 0);
+      break;
     case "BlocksFreed": tables.delete(id); break;
-    case "BlocksReleased": tables.set(id, (tables.get(id) ?? []).map(b => (blocks.includes(b) ? null : b))); break;
+    case "BlocksReleased": replace(block => (blocks.includes(block) ? -1 : block)); break;
     case "BatchBuilt": event.sequence_ids.forEach((running, i) => lengths.set(running, event.seq_lens[i])); break;
   }
 }
 
 /** A block event as a sentence. */
-function newsWords({ event: kind, sequence_id: id, blocks = [], ...more }) {
-  const which = `${blocks.length === 1 ? "block" : "blocks"} ${blocks.join(", ")}`, who = `sequence ${id}`;
+function newsWords(event) {
+  const { event: kind, sequence_id: id, ...more } = event, blocks = namesOfBlocks(event), who = `sequence ${id}`;
+  const isOfOne = kind === "BlocksShared" || kind === "BlocksAllocated"; // the other events tell of all groups
+  const which = `${blocks.length === 1 ? "block" : "blocks"} ${blocks.join(", ")}${isOfOne ? groupWords(event) : ""}`;
   switch (kind) {
     case "BlocksShared": return `${who} had a prefix cache hit on ${which}`;
     case "BlocksAllocated": return `${who} was allocated ${which}`;
@@ -115,7 +123,9 @@ function newsWords({ event: kind, sequence_id: id, blocks = [], ...more }) {
   }
 }
 
-const namesOfBlocks = ({ blocks, block, target }) => blocks ?? [block ?? target];
+const namesOfBlocks = ({ blocks, block, target }) => blocks?.filter(one => one >= 0) ?? [block ?? target];
+const hasGroups = run.pool.some(({ group }) => group > 0);
+const groupWords = ({ group }) => (hasGroups ? ` of KV group ${group}` : "");
 const NEWS = { // in one word
   BlockEvicted: "evicted", BlocksShared: "hit", BlocksAllocated: "new", BlocksForked: "fork", BlockCopied: "copy",
 };
@@ -191,7 +201,7 @@ function showCell(cell, block, news) {
 function blockWords(block, holders, isCached, news) {
   const whose = holders.map(holder => {
     const num = numIn(holder), to = holder.from + num - 1;
-    return `sequence ${holder.id}, ${num ? `positions ${holder.from}–${to}` : "nothing yet"}`;
+    return `sequence ${holder.id}${groupWords(holder)}, ${num ? `positions ${holder.from}–${to}` : "nothing yet"}`;
   });
   const parts = [...(whose.length ? whose : ["free"]), ...(isCached ? ["in the prefix cache"] : [])];
   return `block ${block}${news ? ` (${news})` : ""}: ${parts.join("; ")}`;
