@@ -80,7 +80,7 @@ def test_gpt2_loads_with_and_without_the_transformer_prefix(tmp_path):
     assert torch.equal(logits_here(bare), logits_here(path))
 
 
-@pytest.mark.parametrize("family", ["qwen2_yarn", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2_yarn", "qwen3", "gpt_oss_window"])
 def test_config_json_is_read_as_older_transformers_wrote_it(family, tmp_path):
     path = tiny_models.save(family, tmp_path / "new")
     old = shutil.copytree(path, tmp_path / "old")

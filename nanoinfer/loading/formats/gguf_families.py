@@ -138,10 +138,8 @@ def to_config(file: GGUFFile) -> dict[str, Any]:
     if file.architecture == "gpt2":
         return config | _gpt2_sizes(file)
     config |= _llama_sizes(file)
-    if file.architecture in WITH_STATES:
-        return config | _qwen_next_fields(file, config)
-    more = {"gemma3": _gemma3_fields, "gpt-oss": _gpt_oss_fields}.get(file.architecture)
-    return config if more is None else config | more(file, config)
+    more = {"gemma3": _gemma3_fields, "gpt-oss": _gpt_oss_fields} | dict.fromkeys(WITH_STATES, _qwen_next_fields)
+    return config | more[file.architecture](file, config) if file.architecture in more else config
 
 
 def to_generation_config(file: GGUFFile) -> dict[str, Any]:
