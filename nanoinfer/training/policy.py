@@ -7,6 +7,7 @@ LLM(batch_invariant=True) with the same dtype for equal bits.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import trace
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
-from nanoinfer.models.layers import ZeroCentredRMSNorm
 from nanoinfer.sampling.stages import divided
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.training.functions import TrainedAttention, TrainedLinear, TrainedNorm, TrainedRotation
@@ -51,8 +51,6 @@ class Policy(nn.Module):
             for module, name in places:
                 setattr(module, name, parameter)
         config, weight = self.model.config, next(self.model.parameters())
-        if any(isinstance(module, ZeroCentredRMSNorm) for module in self.model.modules()):
-            raise UnsupportedError("a Policy has no gradients of zero-centred norms, as in Gemma 3; train another model")
         if bytes_per_slot(config) or any(group.window is not None for group in kv_groups(config)):
             raise UnsupportedError("a Policy attends to all tokens, and this model has windows or states; train another one")
         sizes = {"num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
@@ -60,13 +58,22 @@ class Policy(nn.Module):
         self._head = (TrainedLinear(FusedLinear(self.model.lm_head)),)  # in tuples: their parameters are those of the model
         self._layers = (_with_gradients(self.model),)
 
-    def forward(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[Float[Tensor, " num_following"]]:
+    def forward(
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+        masks: Sequence[Sequence[Sequence[int]]] | None = None,
+    ) -> list[Float[Tensor, " num_following"]]:
         """Return for each sequence of ids the log-probability of every token after the first, in fp32.
 
-        temperature: Divides the logits. > 0. See LLM.compute_logprobs, which returns the same numbers without gradients.
+        Args:
+            sequences: Prompts with their answers.
+            temperature: Divides the logits. > 0. See LLM.compute_logprobs, which returns the same numbers without gradients.
+            masks: For each sequence the sampling_mask of its answer, whose tokens then get their probability among the ids that
+                could be drawn. An LLM(logprobs_mode="processed") reports the same numbers for a request without penalties.
         """
-        longer = [list(ids) for ids in sequences if len(ids) > 1]
-        found = iter(self._logprobs(longer, [len(ids) for ids in longer], temperature) if longer else ())
+        given = [(list(ids), masks[i] if masks else ()) for i, ids in enumerate(sequences) if len(ids) > 1]
+        found = iter(self._logprobs(given, [len(ids) for ids, _ in given], temperature) if given else ())
         return [next(found) if len(ids) > 1 else torch.empty(0) for ids in sequences]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -75,9 +82,11 @@ class Policy(nn.Module):
             weight = getattr(module, leaf).detach()
             yield name, weight.T if name.endswith(self.model.weight_rules.transpose) else weight
 
-    def _logprobs(self, sequences: list[list[int]], lengths: list[int], temperature: float) -> Sequence[Tensor]:
+    def _logprobs(
+        self, given: list[tuple[list[int], Sequence[Sequence[int]]]], lengths: list[int], temperature: float
+    ) -> Sequence[Tensor]:
         config, size = self.model.config, self._backend.default_block_size
-        scratch = scratch_sequences(sequences, size)
+        scratch = scratch_sequences([ids for ids, _ in given], size)
         cache = KVCache(
             num_layers=config.num_hidden_layers,
             num_blocks=sum(len(seq.block_table) for seq in scratch),
@@ -95,6 +104,12 @@ class Policy(nn.Module):
         logits = self._head[0](hidden[rows]).float()
         if temperature != 1.0:
             logits = divided(logits, logits.new_full((len(logits),), temperature))
+        banned = torch.zeros(logits.shape if any(mask for _, mask in given) else (1, 1), dtype=torch.bool)
+        for (_, mask), end in zip(given, accumulate(num - 1 for num in lengths), strict=True):
+            for row, ids in enumerate(mask, end - len(mask)):
+                banned[row] = True
+                banned[row, ids] = False
+        logits = logits.masked_fill(banned, -torch.inf)
         found = logits.log_softmax(-1).gather(-1, batch.input_ids[rows + 1].unsqueeze(-1)).squeeze(-1)
         return found.split([num - 1 for num in lengths])
 

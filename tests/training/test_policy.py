@@ -1,9 +1,9 @@
 """A trainer's log-probabilities are the sampler's, bit by bit, and its gradients are torch's."""
 
-import itertools
 import random
 
 import pytest
+import ratio_under_load
 import tiny_models
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
-from nanoinfer.models.layers import RMSNorm
+from nanoinfer.models.layers import RMSNorm, ZeroCentredRMSNorm
 from nanoinfer.training.functions import KernelFunction, TrainedAttention, TrainedLinear, TrainedNorm, TrainedRotation
 from nanoinfer.training.policy import Policy
 
@@ -36,20 +36,18 @@ def filled(module):
 
 def linear(activation, *others, num=1, bias=True):
     linears = [filled(nn.Linear(16, 8, bias=bias)) for _ in range(num)]
-    parameters = [getattr(one, name) for one in linears for name in ("weight", "bias")]
     module = TrainedLinear(FusedLinear(*linears, activation=activation), others)
-    given = {name: numbers(5, 8 * num) for name in others}
-    return module, (numbers(5, 16), given), [*given.values(), *parameters]
+    return module, [numbers(5, 16)], {name: numbers(5, 8 * num) for name in others}, linears
 
 
 def norm(module):
-    return TrainedNorm(filled(module)), (numbers(5, 16), {}), list(module.parameters())
+    return TrainedNorm(filled(module)), [numbers(5, 16)], {}, [module]
 
 
 def rotation(has_norm):
     fused = FusedRotation(filled(RMSNorm(16, 1e-5)) if has_norm else None)
     cos, sin = numbers(5, 1, 8).repeat(1, 1, 2), numbers(5, 1, 8).repeat(1, 1, 2)
-    return TrainedRotation(fused), (numbers(5, 3, 16), {"cos": cos, "sin": sin}), [cos, sin, *fused.parameters()]
+    return TrainedRotation(fused), [numbers(5, 3, 16), cos, sin], {}, [fused]
 
 
 CASES = {
@@ -58,6 +56,7 @@ CASES = {
     "silu times factor plus residual": lambda: linear("silu", "factor", "residual"),
     "gelu": lambda: linear("gelu_tanh"),
     "rms norm": lambda: norm(RMSNorm(16, 1e-5)),
+    "zero-centred rms norm": lambda: norm(ZeroCentredRMSNorm(16, 1e-5)),
     "layer norm": lambda: norm(nn.LayerNorm(16)),
     "rotation": lambda: rotation(has_norm=False),
     "rotation after a norm": lambda: rotation(has_norm=True),
@@ -65,12 +64,21 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_forward_is_the_kernel_and_backward_the_derivative_of_its_definition(case):
-    module, (x, others), rest = CASES[case]()
+def test_forward_is_the_kernel_and_backward_the_derivative_of_its_definition(case, monkeypatch):
+    trained, inputs, others, modules = CASES[case]()
     with torch.no_grad():
-        assert torch.allclose(module(x, **others), module.plain(x, *rest), rtol=1e-4, atol=1e-4)
-    wide = [None if one is None else one.detach().double().requires_grad_() for one in (x, *rest)]
-    assert gradcheck(lambda *tensors: KernelFunction.apply(module.plain, module.plain, *tensors), wide)
+        assert torch.allclose(trained(*inputs, **others), trained.plain(*inputs, **others), rtol=1e-4, atol=1e-4)
+    parameters = [parameter for module in modules for parameter in module.double().parameters()]
+    given = [x.double().requires_grad_() for x in (*inputs, *others.values())]
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # in which an RMSNorm computes its mean
+
+    def plain(*tensors):
+        return trained.plain(*tensors[: len(inputs)], **dict(zip(others, tensors[len(inputs) :], strict=True)))
+
+    def compute(*tensors):
+        return KernelFunction.apply(plain, plain, len(given), *tensors)
+
+    assert gradcheck(compute, (*given, *parameters))
 
 
 def test_attention_has_the_derivative_of_its_definition():
@@ -78,7 +86,7 @@ def test_attention_has_the_derivative_of_its_definition():
     q, k, v = (numbers(4, heads, 8).double().requires_grad_() for heads in (4, 2, 2))
     parts = [DenseAttention()(0, *(x[start:end] for x in (q, k, v))) for start, end in ((0, 3), (3, 4))]
     assert torch.allclose(attention.plain(q, k, v), torch.cat(parts).double(), atol=1e-6)
-    assert gradcheck(lambda *tensors: KernelFunction.apply(attention.plain, attention.plain, *tensors), (q, k, v))
+    assert gradcheck(lambda *tensors: KernelFunction.apply(attention.plain, attention.plain, 3, *tensors), (q, k, v))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_tied"])
@@ -108,37 +116,54 @@ def test_gradients_are_those_of_the_model_file(tmp_path, family):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "qwen3_tied"])
 def test_the_ratio_is_exactly_one_under_load_and_after_each_step(tmp_path, family, dtype):
-    """n, top-p, penalties, preemptions, chunks and prefix hits change which tokens are drawn, and no log-probability."""
-    path = tiny_models.save(family, tmp_path)
-    rng = random.Random(0)
-    shared = [rng.randrange(96) for _ in range(24)]
-    prompts = [shared[: rng.randrange(1, 24)] + [rng.randrange(96) for _ in range(rng.randrange(1, 20))] for _ in range(8)]
-    kinds = itertools.cycle([{"n": 2}, {"top_p": 0.8}, {"repetition_penalty": 1.3, "frequency_penalty": 0.4}, {"top_k": 5}])
-    params = [SamplingParams(logprobs=0, max_tokens=16, seed=1, detokenize=False, **next(kinds)) for _ in prompts]
+    path = str(tiny_models.save(family, tmp_path))
+    rng, policy = random.Random(0), Policy(path, dtype)
     settings = {"kv_cache_memory": 2**17, "max_model_len": 64, "chunk_size": 16, "max_num_batched_tokens": 48, "block_size": 4}
-    policy = Policy(str(path), dtype)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)  # which counts no version of a tensor
     with LLM(path, dtype=dtype, batch_invariant=True, **settings) as llm:
         events = 0
         for version in range(2):
-            outputs = llm.generate(prompts, params, use_tqdm=False)
+            outputs = ratio_under_load.sample(llm, rng, num_prompts=8, num_ids=96, longest=28)
             events += sum(one.num_cached_tokens + one.metrics.num_preemptions for one in outputs)
-            answers = [(one.prompt_token_ids, answer) for one in outputs for answer in one.outputs]
-            found = policy([ids + answer.token_ids for ids, answer in answers])
-            for logprobs, (_, answer) in zip(found, answers, strict=True):
-                old = [entry[i].logprob for entry, i in zip(answer.logprobs, answer.token_ids, strict=True)]
-                ratio = (logprobs[-len(old) :].detach().double() - torch.tensor(old, dtype=torch.float64)).exp()
-                assert ratio.tolist() == [1.0] * len(old)
+            answers = ratio_under_load.answers_of(outputs)
+            found = policy([ids for ids, _ in answers])
+            assert set(ratio_under_load.ratios(answers, found)) == {1.0}
             torch.cat(found).mean().backward()
             optimizer.step()
-            moved = policy([ids + answer.token_ids for ids, answer in answers])
-            assert not torch.equal(torch.cat(moved), torch.cat(found)), "another policy has other numbers"
+            moved = policy([ids for ids, _ in answers])
+            assert set(ratio_under_load.ratios(answers, moved)) != {1.0}, "another policy has other numbers"
             assert llm.update_weights(policy.weights()) == version + 1
         assert events > 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_the_masks_the_ratio_is_exactly_one_where_top_p_and_bans_leave_few_ids(tmp_path, dtype):
+    path = str(tiny_models.save("qwen3_tied", tmp_path))
+    kinds = [{"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 5, "allowed_token_ids": list(range(40))}, {"top_p": 0.8}]
+    params = [
+        SamplingParams(temperature=0.7, logprobs=0, max_tokens=12, detokenize=False, return_sampling_mask=True, **kind)
+        for kind in kinds
+    ]
+    prompts, policy = [[5, 6, 7], [8, 9] * 9, [3], [7]], Policy(path, dtype)
+    with LLM(path, dtype=dtype, batch_invariant=True, logprobs_mode="processed", kv_cache_memory=2**21) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    answers = [one.outputs[0] for one in outputs]
+    texts, masks = (
+        [ids + one.token_ids for ids, one in zip(prompts, answers, strict=True)],
+        [one.sampling_mask for one in answers],
+    )
+    found = policy([*texts, [1]], temperature=0.7, masks=[*masks, []])
+    for one, with_mask, without in zip(answers, found, policy(texts, temperature=0.7), strict=False):
+        old = torch.tensor([entry[i].logprob for entry, i in zip(one.logprobs, one.token_ids, strict=True)])
+        assert torch.equal(with_mask[-12:], old)
+        assert (without[-12:] < old).any(), "without the mask the ratio is below 1"
+        assert torch.equal(with_mask[:-12], without[:-12]), "the prompt has no mask"
+    torch.cat(found).sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in policy.parameters())
+
+
 def test_models_without_all_gradients_are_refused(tmp_path):
-    with pytest.raises(UnsupportedError, match=r"no gradients of zero-centred norms"):
+    with pytest.raises(UnsupportedError, match=r"windows or states"):
         Policy(str(tiny_models.save("gemma3_window", tmp_path / "gemma")))
     with pytest.raises(UnsupportedError, match=r"layers.0.mlp.* cannot be traced.*train a model without experts"):
         Policy(str(tiny_models.save("qwen3_moe", tmp_path / "experts")))
