@@ -5,15 +5,16 @@ PYTHON ?= python3
 PROGRAMS := $(if $(filter Windows_NT,$(OS)),Scripts,bin)
 BIN := .venv/$(PROGRAMS)
 LOWEST := .venv-lowest/$(PROGRAMS)
+TRL := .venv-trl/$(PROGRAMS)
 PIP_INSTALL = -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 # With PYTHON=..., an environment of another version of Python is made anew.
 version_of = $(shell $(1) -c "import platform; print(platform.python_version())" 2> /dev/null)
 is_other = $(and $(filter-out file,$(origin PYTHON)),$(filter-out $(call version_of,$(PYTHON)),$(call version_of,$(1)/$(PROGRAMS)/python)))
-OTHERS := $(foreach venv,.venv .venv-lowest,$(if $(call is_other,$(venv)),$(venv)/installed))
+OTHERS := $(foreach venv,.venv .venv-lowest .venv-trl,$(if $(call is_other,$(venv)),$(venv)/installed))
 
-.PHONY: demo test test-lowest lint notebooks docs gpu clean $(OTHERS)
+.PHONY: demo test test-lowest test-trl lint notebooks docs gpu clean $(OTHERS)
 
 demo: .venv/installed
 	$(BIN)/nanoinfer generate "Once upon a time" --echo --seed 1
@@ -30,6 +31,12 @@ test: lint
 # The tests with the oldest dependencies that pyproject.toml allows. Triton 3.6's interpreter warns with numpy 1.25 and newer.
 test-lowest: .venv-lowest/installed-test
 	$(LOWEST)/python -m pytest -n auto --dist worksteal -W "ignore:Conversion of an array with ndim:DeprecationWarning"
+
+# The example with TRL, which is skipped elsewhere. examples/trl_grpo.py names the version.
+test-trl: CONSTRAINTS := constraints.txt
+test-trl: .venv-trl/installed-test
+	$(TRL)/python $(PIP_INSTALL) trl==1.16.0
+	$(TRL)/python -m pytest tests/end_to_end/test_examples.py -k trl
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .
@@ -54,13 +61,13 @@ gpu:
 	rm gpu-report.md
 
 clean:
-	rm -rf .venv .venv-lowest
+	rm -rf .venv .venv-lowest .venv-trl
 
 # The stamps make a second run start at once. A change of the requirements installs again.
-.venv/%: CONSTRAINTS := constraints.txt
+.venv/% .venv-trl/%: CONSTRAINTS := constraints.txt
 .venv-lowest/%: CONSTRAINTS := constraints-lowest.txt
 
-.venv/installed .venv-lowest/installed: %/installed: pyproject.toml constraints.txt constraints-lowest.txt
+.venv/installed .venv-lowest/installed .venv-trl/installed: %/installed: pyproject.toml constraints.txt constraints-lowest.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	@test "$$(uname)$(TORCH)" != Linux || command -v nvidia-smi > /dev/null || \
 		echo "On Linux, PyPI's torch brings 5 GB of CUDA libraries. TORCH=cpu takes PyTorch's build for CPUs: make demo TORCH=cpu"
@@ -70,7 +77,7 @@ clean:
 	$*/$(PROGRAMS)/python $(PIP_INSTALL) -e .
 	touch $@
 
-.venv/installed-test .venv-lowest/installed-test: %/installed-test: %/installed
+.venv/installed-test .venv-lowest/installed-test .venv-trl/installed-test: %/installed-test: %/installed
 	$*/$(PROGRAMS)/python $(PIP_INSTALL) -e ".[test]"
 	touch $@
 
