@@ -192,6 +192,13 @@ NOTEBOOKS = {
         ("block tables", "KV cache"),
         ("03", "13"),
     ),
+    "19_reinforcement_learning_with_an_engine": Header(
+        "what an advantage, a ratio and a clip are, why the ratio should be exactly 1 before a step, and what breaks it.",
+        40,
+        ("training/policy.py", "training/functions.py", "rollouts.py"),
+        ("weights", "sampler", "kernels"),
+        ("06", "09"),
+    ),
 }
 
 

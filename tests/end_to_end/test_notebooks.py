@@ -31,8 +31,9 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SOLUTIONS = sorted((FOLDER / "solutions").glob("[0-9]*.py"))
 PACKAGE = Path(nanoinfer.__file__).parent
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-BEFORE = {  # smaller products than those that measure a machine
+BEFORE = {  # smaller products than those that measure a machine, and one round of training
     "04_prefill_and_decode": "from nanoinfer.bench import roofline\nroofline.GEMM_SIZE['cpu'] = 256",
+    "19_reinforcement_learning_with_an_engine": "import os\nos.environ['ROUNDS'] = '1'",
 }
 
 
@@ -90,7 +91,7 @@ def test_what_the_cells_import_comes_with_the_extra():
     nodes = [node for cell in cells for node in ast.walk(ast.parse(cell))]
     modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
     modules |= {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
-    roots = {module.partition(".")[0] for module in modules} - {"nanoinfer", "drawing", *sys.stdlib_module_names}
+    roots = {module.partition(".")[0] for module in modules} - {"nanoinfer", "drawing", "grpo", *sys.stdlib_module_names}
     assert {"torch", "matplotlib"} <= roots
     assert not distributions_of(roots) - requirements_of("notebooks")
 
