@@ -105,12 +105,16 @@ class SchedulerConfig:
         return min(self.chunk_size, self.max_num_batched_tokens) if self.enable_chunked_prefill else self.max_num_batched_tokens
 
 
+_METHODS = "'ngram', 'draft_model' or 'mtp'"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     """Speculative decoding: which tokens are guessed, and how many. The tokens that are returned stay the same.
 
     Args:
         method: "ngram" repeats what followed the newest tokens when they occurred before. "draft_model" asks a smaller model.
+            "mtp" asks the layer for multi-token prediction that Qwen3.5's checkpoints have.
         num_speculative_tokens: The most tokens that are guessed per sequence and step, 1 .. 64.
         adaptive: Guess only as many as pay, by the time that steps take and by the share of guesses that were right.
         prompt_lookup_min: The fewest newest tokens that must have occurred before ("ngram").
@@ -126,15 +130,15 @@ class SpeculativeConfig:
     model: str | None = None
 
     def __post_init__(self) -> None:
-        if not is_one_of(self.method, ("ngram", "draft_model")):
-            raise InvalidValueError(f"speculative_config's method must be 'ngram' or 'draft_model', got {shown(self.method)}")
+        if not is_one_of(self.method, ("ngram", "draft_model", "mtp")):
+            raise InvalidValueError(f"speculative_config's method must be {_METHODS}, got {shown(self.method)}")
         check_integer("num_speculative_tokens", self.num_speculative_tokens, 1, 64, "in 1 .. 64")
         check_flag("adaptive", self.adaptive)
         check_integer("prompt_lookup_min", self.prompt_lookup_min, 1, None, ">= 1")
         low = self.prompt_lookup_min
         check_integer("prompt_lookup_max", self.prompt_lookup_max, low, None, f">= prompt_lookup_min ({low})")
         if (self.method == "draft_model") != isinstance(self.model, str):
-            way_out = "leave it out" if self.method == "ngram" else "pass a folder, a hub name or a bundled model"
+            way_out = "pass a folder, a hub name or a bundled model" if self.method == "draft_model" else "leave it out"
             raise InvalidValueError(
                 f"speculative_config's model, with method {self.method!r}, is {shown(self.model)}; {way_out}"
             )
@@ -147,7 +151,7 @@ class SpeculativeConfig:
         if not isinstance(given, Mapping):
             raise InvalidTypeError(f"speculative_config must be a dict such as {{'method': 'ngram'}}, got {shown(given)}")
         if "method" not in given:
-            raise InvalidValueError(f"speculative_config needs a method, 'ngram' or 'draft_model', got {shown(given)}")
+            raise InvalidValueError(f"speculative_config needs a method, {_METHODS}, got {shown(given)}")
         known = [field.name for field in fields(cls)]
         if unknown := [name for name in given if name not in known]:
             raise InvalidTypeError(f"speculative_config has no {shown(unknown[0])}; known are {', '.join(known)}")
@@ -331,8 +335,9 @@ class EngineArgs:
             in the model's file stops. `batch_independent` is then False.
         async_scheduling: Prepare a step while the one before it runs. The tokens are the same. None is True on a GPU only.
         speculative_config: Speculative decoding: guess tokens, and check several in one step. {"method": "ngram"} repeats
-            earlier text. {"method": "draft_model", "model": name} asks a smaller model with the same vocabulary. More keys:
-            nanoinfer.config.SpeculativeConfig. The tokens are those of plain decoding (see `LLM.batch_independent`).
+            earlier text. {"method": "draft_model", "model": name} asks a smaller model with the same vocabulary, and
+            {"method": "mtp"} a layer of Qwen3.5's own checkpoint. More keys: nanoinfer.config.SpeculativeConfig. The tokens are
+            those of plain decoding (see `LLM.batch_independent`).
         seed: For requests without their own seed, 0 .. 2**64 - 1. The same seed and the same calls give the same answers. None
             draws a seed from the operating system and logs it at level INFO.
         stages: The sampler's stages in their order. `[*STAGES, mine]`, from nanoinfer.sampling.sampler, adds your own.

@@ -73,41 +73,60 @@ def make_engine(
 
     Raises: as LLM() does, for the draft model too.
     """
+    drafter, speculative = None, config.speculative
+    if speculative is not None and speculative.method == "mtp":
+        from nanoinfer.loading.drafter import load_drafter
+
+        drafter = load_drafter(model, config)
     parts, draft = make_parts(model, config, shards), None
-    speculative = config.speculative
-    if speculative is not None and speculative.model is not None:
-        draft_config = EngineConfig(
-            attention_backend=config.attention_backend,
-            enforce_eager=config.enforce_eager,
-            cache=replace(config.cache, block_size=parts.block_size),
-            scheduler=replace(config.scheduler, batch_invariant=False),
-        )
-        draft = make_parts(_load_draft_model(config, model, tokenizer), draft_config)
+    if drafter is not None:
+        from nanoinfer.execution.mtp_runner import DrafterRunner, KeepingRunner
+
+        parts = replace(parts, runner_class=KeepingRunner)
+        draft = replace(parts, model=drafter, runner_class=DrafterRunner)
+    elif speculative is not None and speculative.model is not None:
+        draft = make_parts(_load_draft_model(config, model, tokenizer), _draft_config(config, parts))
     tracer = None if config.tracer is None else tracing.EventBuffer(config.tracer)
     executor = make_executor(parts, config, shards=shards, draft=draft, tokenizer=tokenizer, tracer=tracer)
     proposer: Proposer | None = None
     if draft is not None:
-        from nanoinfer.speculative.draft_model import DraftModelProposer
-
-        if hasattr(draft.model.config, "state_shapes"):
-            raise UnsupportedError(
-                "the draft model keeps states, which cannot go back to an earlier token; choose one with attention in all "
-                "layers, or use method 'ngram'"
-            )
-        draft_executor = make_executor(draft, draft_config, num_blocks=executor.info.num_blocks)
-        if draft_executor.info.windows != (None,):
-            raise UnsupportedError(
-                "the draft model has sliding windows, which free blocks that it would need again after a rejected draft; "
-                "choose one with full attention in every layer, or use method 'ngram'"
-            )
-        proposer = DraftModelProposer(draft_executor, config.scheduler)
+        proposer = _make_proposer(draft, config, executor)
     elif speculative is not None:
         from nanoinfer.speculative.ngram import NGramProposer
 
         proposer = NGramProposer(speculative)
-    engine = LLMEngine(executor, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, proposer=proposer, tracer=tracer)
-    engine.inputs.adapters = getattr(executor.runner, "adapters", None)
-    return engine
+    return LLMEngine(executor, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, proposer=proposer, tracer=tracer)
+
+
+def _draft_config(config: EngineConfig, parts: "Parts") -> EngineConfig:
+    return EngineConfig(
+        attention_backend=config.attention_backend,
+        enforce_eager=config.enforce_eager,
+        cache=replace(config.cache, block_size=parts.block_size),
+        scheduler=replace(config.scheduler, batch_invariant=False),
+    )
+
+
+def _make_proposer(draft: "Parts", config: EngineConfig, executor: "LocalExecutor") -> "Proposer":
+    """Make what drafts by a module of the executor's model, or by a smaller model."""
+    draft_executor = make_executor(draft, _draft_config(config, draft), num_blocks=executor.info.num_blocks)
+    if hasattr(draft.model, "target"):
+        from nanoinfer.speculative.mtp import MTPProposer
+
+        return MTPProposer(draft_executor, config.scheduler, executor.runner)
+    from nanoinfer.speculative.draft_model import DraftModelProposer
+
+    if hasattr(draft.model.config, "state_shapes"):
+        raise UnsupportedError(
+            "the draft model keeps states, which cannot go back to an earlier token; choose one with attention in all "
+            "layers, or use method 'ngram'"
+        )
+    if draft_executor.info.windows != (None,):
+        raise UnsupportedError(
+            "the draft model has sliding windows, which free blocks that it would need again after a rejected draft; "
+            "choose one with full attention in every layer, or use method 'ngram'"
+        )
+    return DraftModelProposer(draft_executor, config.scheduler)
 
 
 def make_parts(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "Parts":

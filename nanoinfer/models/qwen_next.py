@@ -10,11 +10,11 @@ Source: https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct, and the papers 
 checkpoints.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend, Recur
@@ -227,6 +227,59 @@ class QwenNextDecoderLayer(QwenDecoderLayer):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class QwenNextDrafter(nn.Module):
+    """Multi-token prediction: from a token and the model's hidden row before it, a row that tells the head the next token.
+
+        fc([norm(embedding of token t + 1), norm(hidden row t)]), then a layer with attention and a norm
+
+    The model's row is the one that the head reads, after the last norm. For a second draft, the module's own row takes its
+    place. The embedding, the angles and the head are the model's.
+
+    Source: https://arxiv.org/abs/2412.19437, section 2.2, in the form of Qwen's checkpoints, where the embedding comes first.
+    """
+
+    Config = QwenNextConfig
+    weight_rules = WeightRules(prefix="mtp.", embedding="", ignored=("model.", "lm_head."))
+    target: tuple[QwenForCausalLM]  # in a tuple, so that its parameters are not this module's
+
+    def __init__(self, config: QwenNextConfig) -> None:
+        super().__init__()
+        sparse = replace(
+            config, num_hidden_layers=1, layer_types=("full_attention",), decoder_sparse_step=1, mlp_only_layers=()
+        )
+        self.config = config = sparse if config.sparse_layers else replace(sparse, mlp_only_layers=(0,))
+        self.pre_fc_norm_embedding = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.pre_fc_norm_hidden = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.layers = decoder_layers(config, GatedDeltaNet)
+        self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, " num_tokens"],
+        positions: Int[Tensor, " num_tokens"],
+        attend: Recur,
+        hidden: Float[Tensor, "num_tokens hidden"],
+    ) -> Float[Tensor, "num_tokens hidden"]:
+        [model] = self.target
+        embedded = self.pre_fc_norm_embedding(model.embed_tokens(input_ids))
+        x = self.fc(torch.cat((embedded, self.pre_fc_norm_hidden(hidden)), dim=-1))
+        cos, sin = model.rotary_emb(positions, x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend)
+        return self.norm(x)
+
+    def compute_logits(self, hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
+        return self.target[0].compute_logits(hidden)
+
+
+def decoder_layers(config: QwenNextConfig, delta_net: type[GatedDeltaNet]) -> nn.ModuleList:
+    layers = nn.ModuleList(QwenNextDecoderLayer(config, layer, delta_net) for layer in range(config.num_hidden_layers))
+    for layer in config.sparse_layers:
+        layers[layer].mlp = MixtureOfExperts(config)
+    return layers
+
+
 class Qwen3_5ForCausalLM(QwenForCausalLM):
     """Qwen3.5's text model, with or without experts."""
 
@@ -234,14 +287,11 @@ class Qwen3_5ForCausalLM(QwenForCausalLM):
     weight_rules = WeightRules(prefix="model.", embedding="embed_tokens.weight", ignored=("mtp.",))
     supports_cuda_graph = False  # the state of each sequence is advanced in Python
     delta_net: type[GatedDeltaNet] = GatedDeltaNet
+    drafter_class = QwenNextDrafter
 
     def __init__(self, config: QwenNextConfig) -> None:
         super().__init__(config)
-        self.layers = nn.ModuleList(
-            QwenNextDecoderLayer(config, layer, self.delta_net) for layer in range(config.num_hidden_layers)
-        )
-        for layer in config.sparse_layers:
-            self.layers[layer].mlp = MixtureOfExperts(config)
+        self.layers = decoder_layers(config, self.delta_net)
         self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config.rotary_dim, config.rope)
 

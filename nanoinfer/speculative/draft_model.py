@@ -8,7 +8,7 @@ their probabilities are close, they draw the same token at every temperature.
 from dataclasses import dataclass, field, replace
 
 from nanoinfer.config import SchedulerConfig
-from nanoinfer.execution.executor import Executor
+from nanoinfer.execution.executor import Executor, StepOutput
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
@@ -26,6 +26,8 @@ class _Draft:
 class DraftModelProposer:
     """Runs the draft model, as a Proposer. config: how its prompts are cut."""
 
+    twin_class = Sequence
+
     def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
         info = executor.info
         self.block_manager = BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=False)
@@ -40,7 +42,7 @@ class DraftModelProposer:
         while running := [draft for draft in drafts if len(draft.token_ids) < draft.limit]:
             if (plan := self._plan(running)) is None:
                 break
-            output = self._executor.collect(self._executor.launch(plan, None))
+            output = self._compute(plan)
             for item in plan.scheduled:
                 item.sequence.num_computed_tokens += item.num_new_tokens
             sampled = {one.sequence: one for one in output.sequences}
@@ -62,18 +64,23 @@ class DraftModelProposer:
 
     def _twin(self, seq: Sequence) -> Sequence:
         """Return the sequence's twin with its tokens, whose keys and values stay valid up to the first wrong draft."""
-        twin = self._twins.get(seq)
-        if twin is None:
-            twin = self._twins[seq] = Sequence(
-                seq.request_id, seq.prompt_token_ids, replace(seq.params, logprobs=None, prompt_logprobs=None), seed=seq.seed,
-                max_num_tokens=seq.max_num_tokens, eos_token_ids=seq.eos_token_ids, index=seq.index,
-            )  # fmt: skip
+        twin = self._twins.get(seq) or self._new_twin(seq)
         num_equal = twin.num_computed_tokens
         while twin.token_ids[:num_equal] != seq.token_ids[:num_equal]:
             num_equal -= 1
         twin.num_computed_tokens = min(num_equal, len(seq.token_ids) - 1)  # the newest token is computed for its logits
         twin.token_ids = list(seq.token_ids)
         return twin
+
+    def _new_twin(self, seq: Sequence) -> Sequence:
+        twin = self._twins[seq] = self.twin_class(
+            seq.request_id, seq.prompt_token_ids, replace(seq.params, logprobs=None, prompt_logprobs=None), seed=seq.seed,
+            max_num_tokens=seq.max_num_tokens, eos_token_ids=seq.eos_token_ids, index=seq.index,
+        )  # fmt: skip
+        return twin
+
+    def _compute(self, plan: StepPlan) -> StepOutput:
+        return self._executor.collect(self._executor.launch(plan, None))
 
     def _plan(self, drafts: list[_Draft]) -> StepPlan | None:
         """Plan a step for the twins that fit. A twin that does not fit stops drafting. Returns None if none fits."""

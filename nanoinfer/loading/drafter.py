@@ -1,0 +1,37 @@
+"""The module of a checkpoint that predicts further tokens (`mtp.*`), for speculative_config={"method": "mtp"}."""
+
+from typing import Any
+
+import torch
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.loader import open_weights
+from nanoinfer.loading.weights import load_weights
+
+
+def load_drafter(model: Any, config: EngineConfig) -> Any:
+    """Load what drafts for a model from the same checkpoint. It shares the model's embedding and head.
+
+    Raises:
+        UnsupportedError: a family without such a module, a checkpoint without its weights, or adapters.
+        WeightsError: weights that do not fit.
+    """
+    way_out = "use method 'ngram', or 'draft_model' with a smaller model"
+    if not hasattr(model, "drafter_class"):
+        raise UnsupportedError(f"method 'mtp' needs Qwen3.5 or Qwen3-Next, got a {type(model).__name__}; {way_out}")
+    if config.enable_lora:
+        raise UnsupportedError(f"method 'mtp' drafts without adapters; leave enable_lora out, or {way_out}")
+    weights, rules = open_weights(Checkpoint.open(config.model, config.revision)), model.drafter_class.weight_rules
+    if not any(name.startswith(rules.prefix) for name in weights):
+        raise UnsupportedError(
+            f"method 'mtp' needs weights whose names begin with {rules.prefix!r}, and the checkpoint has none: transformers "
+            f"leaves them out when it saves a model; take the published checkpoint, or {way_out}"
+        )
+    with torch.device("meta"):
+        drafter = model.drafter_class(model.config)
+    weight = next(model.parameters())
+    load_weights(drafter, weights, rules, weight.dtype, weight.device)
+    drafter.target, drafter.bytes_kept_per_token = (model,), model.config.hidden_size * weight.dtype.itemsize
+    return drafter.to(weight.device).eval()

@@ -1,0 +1,70 @@
+"""Drafts by multi-token prediction: a layer of the checkpoint's own that reads the model's hidden rows (models/qwen_next.py).
+
+In: sequences. Out: draft token ids. The module computes a draft from the newest token and the hidden row before it, and another
+one from that draft and its own row. It has a KV cache and a twin of every sequence, as a draft model has (draft_model.py). The
+twin's tokens begin with the sequence's second one, so that token i of the twin goes with the model's row i.
+
+What it computed from its own rows is computed again from the model's rows, once the drafts are verified.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from nanoinfer.config import SchedulerConfig
+from nanoinfer.execution.executor import StepOutput
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
+from nanoinfer.speculative.draft_model import DraftModelProposer
+
+if TYPE_CHECKING:
+    from nanoinfer.execution.local_executor import LocalExecutor
+
+
+class _Twin(Sequence):
+    """A sequence without its first token, which counts for positions: the same random numbers are drawn."""
+
+    __slots__ = ()
+
+    @property
+    def num_new_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+
+class MTPProposer(DraftModelProposer):
+    """Runs the drafter, as a Proposer. target: the model's runner (a KeepingRunner)."""
+
+    twin_class = _Twin
+
+    def __init__(self, executor: "LocalExecutor", config: SchedulerConfig, target: Any) -> None:
+        super().__init__(executor, config)
+        self._runner: Any = executor.runner  # a DrafterRunner
+        self._target = target
+        self._sequences: dict[Sequence, Sequence] = {}  # of the twins that draft
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
+        """Return at most limits[i] draft ids for sequences[i], and no ids where the drafter's cache is full."""
+        self._sequences = {self._twin(seq): seq for seq in sequences}
+        limits = [limit if len(seq.token_ids) > 1 else 0 for seq, limit in zip(sequences, limits, strict=True)]
+        drafts = super().propose(sequences, limits)
+        for twin, seq in self._sequences.items():
+            twin.num_computed_tokens = min(twin.num_computed_tokens, len(seq.token_ids) - 1)
+        return drafts
+
+    def _twin(self, seq: Sequence) -> Sequence:
+        if (twin := self._twins.get(seq)) is None:
+            twin = self._new_twin(seq)
+            twin.num_pending_tokens = 1  # the token that it lacks
+        twin.token_ids = seq.token_ids[1:]
+        twin.num_computed_tokens = min(twin.num_computed_tokens, max(len(twin.token_ids) - 1, 0))
+        return twin
+
+    def _compute(self, plan: StepPlan) -> StepOutput:
+        self._runner.take(plan, self._target.kept, [self._slots(item) for item in plan.scheduled])
+        return super()._compute(plan)
+
+    def _slots(self, item: ScheduledSequence) -> list[int]:
+        """Where the model's rows are that a twin's new tokens follow. []: the newest token is a draft."""
+        seq, start = self._sequences[item.sequence], item.sequence.num_computed_tokens
+        if start >= len(seq.token_ids) - 1:
+            return []
+        size = self._target.cache.block_size
+        return [seq.block_table[i // size] * size + i % size for i in range(start, start + item.num_new_tokens)]
