@@ -11,6 +11,7 @@
 
 constexpr int RANKS = 4;         // that are computed together. A rank is rounded up to a multiple of them
 constexpr int64_t OUTPUTS = 16;  // of b that lie together, a multiple of LANES
+constexpr int FETCH_VECTORS = 3;  // of b that are fetched ahead: about those of the next tile
 
 // What one adapter changes in one linear layer. rank 0: nothing.
 struct LowRank {
@@ -83,7 +84,10 @@ inline void add_products_with_b(const Adapted& adapted, int64_t row, int64_t fir
         if (first + LANES <= start || first >= adapted.starts[layer + 1]) continue;
         const Number* b = change.b + (first / OUTPUTS - start / OUTPUTS) * change.rank * OUTPUTS + first % OUTPUTS;
         const float* products = adapted.rows->products + (row * adapted.num_layers + layer) * adapted.max_rank;
-        for (int64_t i = 0; i < change.rank; i++) sums += products[i] * load(b + i * OUTPUTS);
+        for (int64_t i = 0; i < change.rank; i++) {
+            __builtin_prefetch(b + (i + FETCH_VECTORS * change.rank) * OUTPUTS, 0, 2);
+            sums += products[i] * load(b + i * OUTPUTS);
+        }
     }
 }
 
