@@ -96,18 +96,19 @@ _NAMES = {"gpt2": _GPT2_NAMES, "gemma3": _GEMMA3_NAMES, "gpt-oss": _GPT_OSS_NAME
 _NAMES |= dict.fromkeys(WITH_STATES, _QWEN_NEXT_NAMES)
 _TENSOR = re.compile(r"(blk\.(?P<layer>\d{1,6})\.)?(?P<name>\w+?)(?P<kind>|\.weight|\.bias)")
 
-LLAMA3_FACTORS = "rope_freqs.weight"  # not a weight: what Llama 3 divides each frequency by
+_LLAMA3_FACTORS = "rope_freqs.weight"  # what Llama 3 divides each frequency by
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 # Llama 3.1, 3.2 and 3.3 have these. The file has only the factors that follow from them, and the largest is `factor`.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def parameter_name(file: GGUFFile, tensor_name: str) -> str:
-    """The parameter that a tensor fills. An unknown name stays as it is, so that load_weights reports it."""
+def parameter_name(file: GGUFFile, tensor_name: str) -> str | None:
+    """The parameter that a tensor fills, or None if it is not read. An unknown name stays, so that load_weights reports it."""
     names, layers = _NAMES.get(file.architecture, _LLAMA_NAMES), "h" if file.architecture == "gpt2" else "layers"
     match = _TENSOR.fullmatch(tensor_name)
-    if match and match["layer"] and file.get("nextn_predict_layers") and int(match["layer"]) >= (_num_layers(file) or 0):
-        return f"mtp.{tensor_name}"  # it drafts tokens, and is ignored (WeightRules)
+    drafts = match and match["layer"] and file.get("nextn_predict_layers") and int(match["layer"]) >= (_num_layers(file) or 0)
+    if drafts or tensor_name == _LLAMA3_FACTORS:
+        return None
     if match is None or match["name"] not in names:
         return tensor_name
     layer = "" if match["layer"] is None else f"{layers}.{int(match['layer'])}."
@@ -256,14 +257,14 @@ def _rope(file: GGUFFile, head_dim: Any) -> dict[str, Any]:
             original_max_position_embeddings=scaling.get("original_context_length"),
             **{name: scaling.get(key) for key, name in _YARN.items()},
         )
-    if LLAMA3_FACTORS in file.tensors:
+    if _LLAMA3_FACTORS in file.tensors:
         rope |= _llama3_rope(file, rope["rope_theta"], head_dim)
     return rope
 
 
 def _llama3_rope(file: GGUFFile, theta: Any, head_dim: Any) -> dict[str, Any]:
     """Llama 3's rope_parameters, from the factors that the file has. Refuse factors that are not Llama 3's."""
-    tensor = file.tensors[LLAMA3_FACTORS]
+    tensor = file.tensors[_LLAMA3_FACTORS]
     is_expected = isinstance(theta, float) and theta > 1 and type(head_dim) is int and tensor.shape == (head_dim // 2,)
     if is_expected and tensor.block_type.name == "F32" and head_dim <= 2**16:
         with file.path.open("rb") as content:
@@ -275,7 +276,7 @@ def _llama3_rope(file: GGUFFile, theta: Any, head_dim: Any) -> dict[str, Any]:
             expected = rope_frequencies(head_dim, RopeConfig(theta)) / rope_frequencies(head_dim, scaled)
             if np.allclose(factors, expected.numpy(), rtol=1e-4):
                 return rope
-    raise UnsupportedError(f"{LLAMA3_FACTORS} in {file.path} is not Llama 3's table of frequencies, and not supported")
+    raise UnsupportedError(f"{_LLAMA3_FACTORS} in {file.path} is not Llama 3's table of frequencies, and not supported")
 
 
 def _as_decimal(value: Any) -> Any:

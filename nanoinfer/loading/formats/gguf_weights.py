@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanoinfer.loading.formats.experts import unpack_fp4
 from nanoinfer.loading.formats.gguf import MAX_TENSORS, GGUFFile, GGUFTensor
-from nanoinfer.loading.formats.gguf_families import LLAMA3_FACTORS, WITH_STATES, parameter_name
+from nanoinfer.loading.formats.gguf_families import WITH_STATES, parameter_name
 from nanoinfer.loading.quantization import QuantizedWeight
 from nanoinfer.loading.weights import TensorInfo, Weights
 
@@ -47,9 +47,9 @@ class GGUFWeights(Weights):
     def __init__(self, file: GGUFFile) -> None:
         self._file = file
         self._tensors: dict[str, GGUFTensor] = {}
-        for name, tensor in file.tensors.items():
-            if name != LLAMA3_FACTORS:
-                self._tensors |= _parameters(parameter_name(file, name), tensor)
+        for stored, tensor in file.tensors.items():
+            if (name := parameter_name(file, stored)) is not None:
+                self._tensors |= _parameters(name, tensor)
         # Mapped, not read. A private mapping, as torch has no read-only tensors.
         size = file.path.stat().st_size
         self._bytes = torch.from_file(str(file.path), shared=False, size=size, dtype=torch.uint8)
