@@ -59,6 +59,8 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     block_manager_cls: "type[BlockManager] | None" = None
+    prefix_cache_dir: str | None = None
+    prefix_cache_size: int = 4 * 2**30
 
     def __post_init__(self) -> None:
         check_integer("block_size", self.block_size, 1, None, ">= 1", or_none=True)
@@ -68,6 +70,11 @@ class CacheConfig:
         # The range is open at 0, so the lower bound is the smallest number above it.
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, math.ulp(0.0), 1.0, "in (0, 1]")
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
+        check_integer("prefix_cache_size", self.prefix_cache_size, 1, None, ">= 1")
+        if self.prefix_cache_dir is not None and not (isinstance(self.prefix_cache_dir, str) and self.enable_prefix_caching):
+            raise InvalidValueError(
+                f"prefix_cache_dir must be a folder, with enable_prefix_caching, got {shown(self.prefix_cache_dir)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,6 +330,8 @@ class EngineArgs:
             on a CPU: twice as many tokens in the same memory as with bfloat16, and half of it to read for each new token.
         gpu_memory_utilization: Share of the GPU's memory for weights and cache, in (0, 1]. No effect on a CPU.
         enable_prefix_caching: Compute common prefixes of prompts once. None is the default.
+        prefix_cache_dir: A folder that keeps the cached prefixes for the next process (docs/usage.md).
+        prefix_cache_size: The most bytes that the files in prefix_cache_dir may take.
         batch_invariant: Require that a token's logits have the same bits wherever its sequence's tokens are computed: in any
             batch, as prompt or as answer, after a prefix hit and after a preemption. So `logprobs` of an answer equal
             `prompt_logprobs` of the same text. The attention then computes one query at a time. A prompt of 1,024 tokens takes
@@ -376,6 +385,8 @@ class EngineArgs:
     kv_cache_dtype: str = CacheConfig.kv_cache_dtype
     gpu_memory_utilization: float = CacheConfig.gpu_memory_utilization
     enable_prefix_caching: bool | None = CacheConfig.enable_prefix_caching
+    prefix_cache_dir: str | os.PathLike[str] | None = None
+    prefix_cache_size: int = CacheConfig.prefix_cache_size
     batch_invariant: bool = SchedulerConfig.batch_invariant
     attention_backend: str = "auto"
     enforce_eager: bool = False
@@ -397,7 +408,7 @@ class EngineArgs:
         import torch  # takes a second, for which importing this file does not wait
 
         given: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(EngineArgs)}
-        for name in ("model", "tokenizer"):
+        for name in ("model", "tokenizer", "prefix_cache_dir"):
             if isinstance(path := given[name], os.PathLike):
                 given[name] = os.fspath(path)
         for name in ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "enable_chunked_prefill"):

@@ -78,7 +78,7 @@ PLACEHOLDERS = {
     **dict.fromkeys(("PyNcclCommunicator", "StatelessProcessGroup"), _WEIGHTS),
     "AttentionConfig": "use LLM(attention_backend=...)",
     "CompilationConfig": "nanoinfer compiles by itself; leave it out, or use LLM(enforce_eager=True) to run the model's file",
-    "KVTransferConfig": "the KV cache stays in one process; leave it out",
+    "KVTransferConfig": "the KV cache stays in one process; prefix_cache_dir keeps prefixes in files",
     "ModelRegistry": "use nanoinfer.register_model(name, Model), as notebook 12a does",
     "ProfilerConfig": _PROFILE,
     "StructuredOutputsConfig": "llguidance is the one backend; leave it out",

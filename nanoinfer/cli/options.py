@@ -136,6 +136,12 @@ class EngineOptions:
     kv_cache_memory: Annotated[
         int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Memory for the KV cache: 1G, 512M or bytes.")
     ] = None
+    prefix_cache_dir: Annotated[
+        str | None, typer.Option(help="Keep cached prefixes in this folder, for the next process.", metavar="FOLDER")
+    ] = None
+    prefix_cache_size: Annotated[
+        int, typer.Option(parser=parse_size, metavar="SIZE", help="The most that its files may take: 4G, 512M or bytes.")
+    ] = 4 * 2**30
     scheduling_policy: SchedulingPolicy = "fcfs"
     scheduler_cls: SchedulerCls = None
     block_manager_cls: BlockManagerCls = None

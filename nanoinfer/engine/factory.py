@@ -78,6 +78,11 @@ def make_engine(
         from nanoinfer.loading.drafter import load_drafter
 
         drafter = load_drafter(model, config)
+    keep_blocks = None
+    if config.cache.prefix_cache_dir is not None:
+        from nanoinfer.execution.block_files import keeper
+
+        keep_blocks = keeper(model, config)
     parts, draft = make_parts(model, config, shards), None
     if drafter is not None:
         from nanoinfer.execution.mtp_runner import DrafterRunner, KeepingRunner
@@ -95,7 +100,10 @@ def make_engine(
         from nanoinfer.speculative.ngram import NGramProposer
 
         proposer = NGramProposer(speculative)
-    return LLMEngine(executor, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, proposer=proposer, tracer=tracer)
+    config = config if keep_blocks is None else keep_blocks(executor)
+    engine = LLMEngine(executor, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, proposer=proposer, tracer=tracer)
+    engine.inputs.adapters = getattr(executor.runner, "adapters", None)
+    return engine
 
 
 def _draft_config(config: EngineConfig, parts: "Parts") -> EngineConfig:

@@ -201,6 +201,7 @@ class LLMEngine:
                 self.abort(*self._requests)
             finally:  # also if the user's tracer raises
                 self.guard.is_closed = True
+                self.block_manager.close()
                 self._in_flight = self.speculator = None
                 del self.executor
 

@@ -289,7 +289,7 @@ TASKS = [
         "03",
         "enter full blocks into the prefix cache, so that match_prefix finds them.\n\n"
         "seq.prefix_keys has the keys of the blocks that were entered or found before. self._cached maps (parent key, tuple\n"
-        "of ids) to (key, block), self._content maps a block to its entry in _cached, and next(self._new_key) is a new key.",
+        "of ids) to (key, block), self._content maps a block to its entry in _cached, and self._new_key(entry) is a new key.",
         (
             "Blocks len(seq.prefix_keys) .. num_tokens // block_size - 1 are full and not yet entered.",
             "The parent of the first block is seq.cache_salt or _ROOT, that of a later one the last of seq.prefix_keys.",

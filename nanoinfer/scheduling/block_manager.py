@@ -14,7 +14,8 @@ slot `block_table[i // block_size] * block_size + i % block_size`. There are thr
     table    [       7        |        2        ]         7 is full and has a key, 2 is being filled
 
 A subclass may override choose_evicted, which decides what the prefix cache forgets, and extend start and evict to count hits:
-LLM(block_manager_cls=...). kv_groups.py has the block tables of models with sliding windows.
+LLM(block_manager_cls=...). kv_groups.py has the block tables of models with sliding windows,
+and stored_blocks.py a prefix cache that goes on in files.
 
 Source: PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180. The keys differ from vLLM's, which are hashes.
 """
@@ -49,7 +50,7 @@ class BlockManager:
         # Free blocks: empty ones, which are taken first, and cached ones, the least recently used first.
         self._empty = deque(range(num_blocks))
         self._reusable: OrderedDict[int, None] = OrderedDict()
-        self._new_key = count()
+        self._keys = count()
         self._cached: dict[tuple[int | str, tuple[int, ...]], tuple[int, int]] = {}  # (parent key, ids) -> (key, block)
         self._content: dict[int, tuple[int | str, tuple[int, ...]]] = {}  # block -> its entry in _cached
 
@@ -152,7 +153,7 @@ class BlockManager:
             content = (parent, tuple(seq.token_ids[start : start + self.block_size]))
             if content not in self._cached:
                 block = seq.block_table[index]
-                self._cached[content] = (next(self._new_key), block)
+                self._cached[content] = (self._new_key(content), block)
                 self._content[block] = content
                 cached.append(block)
             # If another sequence filled a block with the same tokens first, its block stays in the cache, and this chain
@@ -199,7 +200,13 @@ class BlockManager:
             self._drop(seq.block_table.pop())
         seq.prefix_keys.clear()
 
+    def close(self) -> None:
+        """The engine ends (stored_blocks.py)."""
+
     # ---- inside
+
+    def _new_key(self, content: tuple[int | str, tuple[int, ...]]) -> int:
+        return next(self._keys)
 
     def _shared_blocks_to_write(self, seq: Sequence) -> range | list[int]:
         """Return the indices of the shared blocks that the next tokens are written to, at most one after a fork."""

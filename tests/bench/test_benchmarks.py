@@ -7,7 +7,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import compare, lora, report, sampler, speculation, weights
+from benchmarks import compare, lora, prefix_cache_dir, report, sampler, speculation, weights
 
 pytestmark = pytest.mark.slow
 
@@ -82,3 +82,8 @@ def test_adapters_of_requests_are_measured_beside_the_plain_model(qwen3_path):
     medians = lora.measure(str(qwen3_path), "float32", rows=3, adapters=2, rank=4, tokens=2, rounds=1)
     assert list(medians) == ["plain", "no row with an adapter", "2 adapters"]
     assert min(medians.values()) > 0
+
+
+def test_a_restart_with_the_prefixes_of_a_folder_is_measured(qwen3_path):
+    medians = prefix_cache_dir.measure(str(qwen3_path), "float32", num_tokens=200, rounds=1)
+    assert list(medians)[-3:] == ["first token, cold", "in memory", "after a restart"]

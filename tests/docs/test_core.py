@@ -21,7 +21,8 @@ OPTIONAL = """
     fast/ chat/ server/ cli/ bench/ bundled/ distributed/ speculative/ loading/formats/ loading/hub.py
     structured/grammar.py structured/mask.py engine/beam_search.py tracing/events.py tracing/recorder.py tracing/viewer.py
     models/gpt2.py models/llama.py models/qwen_moe.py async_llm.py rollouts.py loading/update.py training/ system/pages.py
-    lora/ engine/reading.py attention/states.py scheduling/state_slots.py models/gated_delta.py models/qwen_next.py
+    lora/ engine/reading.py scheduling/stored_blocks.py execution/block_files.py
+    attention/states.py scheduling/state_slots.py models/gated_delta.py models/qwen_next.py
     models/gemma3.py models/gpt_oss.py
 """.split()
 

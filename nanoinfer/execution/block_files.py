@@ -1,0 +1,308 @@
+"""Files with the contents of cache blocks, so that a restarted engine finds the prefixes of the one before it.
+
+In: a KVCache and block ids, from stored_blocks.py. Out: one file per block, whose name is the block's key:
+
+    "nanokv1\\n" | key, 32 bytes | SHA-256 of all the rest, 32 bytes | keys and values, layer by layer, as the cache has them
+
+A thread writes them, and the engine waits for it only in close(). A file gets its name when it is whole, by a rename. It is
+read by mmap, and believed only if its length, key and checksum are right. Nothing is unpickled.
+
+Several processes may share a folder. Who writes holds a lock on the file "lock", which the system releases when a process is
+killed. It contains the number of bytes in the folder, and is raised before they are written, so that the limit always holds.
+When it is reached, the files that were used longest ago are removed. Who reads needs no lock, and any file may be gone.
+"""
+
+import hashlib
+import inspect
+import logging
+import mmap
+import os
+import queue
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line, shown
+from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.execution.local_executor import LocalExecutor
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
+from nanoinfer.scheduling.stored_blocks import with_store
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"nanokv1\n"
+HEADER_BYTES = len(MAGIC) + 64
+WAITING_BYTES = 2**28  # of copied blocks that wait to be written. What comes while they wait is left out
+_NAME = re.compile(r"[0-9a-f]{64}\.kv")
+
+
+class BlockFiles:
+    """The BlockStore of a folder."""
+
+    def __init__(self, cache: KVCache, folder: str, max_bytes: int, fingerprint: bytes) -> None:
+        """max_bytes: the most that all files in the folder may take. Raises: InvalidValueError if it cannot be used."""
+        self.fingerprint = fingerprint
+        self.counts = {"external_prefix_cache_hits": 0, "prefix_cache_read_bytes": 0, "prefix_cache_written_bytes": 0}
+        self._pages = [pages for layer in range(cache.num_layers) for pages in cache.layer(layer)]
+        self._file_bytes = HEADER_BYTES + sum(pages[0].nbytes for pages in self._pages)
+        self._max_bytes, self.max_blocks = max_bytes, max_bytes // self._file_bytes
+        if not self.max_blocks:
+            raise InvalidValueError(
+                f"prefix_cache_size must be at least {self._file_bytes} bytes, which a block takes, got {max_bytes}"
+            )
+        self._folder = private_folder(folder)
+        self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self._pid, self._is_closed, self._last_error = os.getpid(), False, ""
+        self._waiting: queue.Queue[int | None] = queue.Queue(max(2, WAITING_BYTES // self._file_bytes))
+        self._copies: dict[int, Callable[[], Tensor]] = {}  # of what waits or is being written, by key
+        self._thread = threading.Thread(target=self._write_all, name="nanoinfer block files", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        return not self._is_closed and os.getpid() == self._pid  # a forked process has no thread that would write
+
+    # ---- called by the engine
+
+    def find(self, key: int) -> Tensor | None:
+        path = self._path(key)
+        if (copy := self._copies.get(key)) is not None:
+            return copy()
+        try:
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch warns of memory that cannot be written
+            if len(mapped) != self._file_bytes:
+                raise ValueError(f"it has {len(mapped)} bytes instead of {self._file_bytes}")
+            content = torch.frombuffer(mapped, dtype=torch.uint8, offset=HEADER_BYTES)
+            if mapped[:HEADER_BYTES] != header(key, content):
+                raise ValueError("its key or its checksum is wrong")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            logger.warning("the block file %s is damaged, and is removed: %s", path, first_line(error))
+            self.discard(key)
+            return None
+        self.counts["prefix_cache_read_bytes"] += self._file_bytes
+        return content
+
+    def fill(self, block: int, content: Tensor) -> None:
+        for pages in self._pages:
+            page = pages[block]
+            page.copy_(content[: page.nbytes].view(page.dtype).view(page.shape))
+            content = content[page.nbytes :]
+
+    def touch(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            with suppress(OSError):
+                stamp(self._path(key))
+
+    def keep(self, key: int, block: int, *, wait: bool = False) -> None:
+        if (wait or not self._waiting.full()) and key not in self._copies and not self._has(key):
+            self._copies[key] = self._copy_of(block)
+            self._waiting.put(key)
+
+    def discard(self, key: int) -> None:
+        self._copies.pop(key, None)
+        with suppress(OSError):
+            self._path(key).unlink()
+
+    def close(self) -> None:
+        if self.is_open:
+            self._is_closed = True
+            self._waiting.put(None)
+            self._thread.join()
+            self._pages.clear()  # the memory of the KV cache
+
+    def _copy_of(self, block: int) -> Callable[[], Tensor]:
+        """Begin to copy a block to the CPU. Returns what waits for the copy."""
+        content = torch.cat([pages[block].reshape(-1).view(torch.uint8) for pages in self._pages])
+        if content.device.type == "cpu":
+            return lambda: content
+        copy = torch.empty(content.shape, dtype=torch.uint8, pin_memory=True).copy_(content, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(content.device))
+
+        def wait() -> Tensor:
+            copied.synchronize()
+            return copy
+
+        return wait
+
+    def _has(self, key: int) -> bool:
+        with suppress(OSError):
+            return self._path(key).stat().st_size == self._file_bytes  # others remain of a system that lost its power
+        return False
+
+    def _path(self, key: int) -> Path:
+        return self._folder / f"{key:064x}.kv"
+
+    # ---- in the thread
+
+    def _write_all(self) -> None:
+        self._try(self._shrink, self._max_bytes)  # after a process that was killed
+        while (key := self._waiting.get()) is not None:
+            if (copy := self._copies.get(key)) is not None:
+                self._try(self._write, key, copy)
+            if self._copies.pop(key, None) is None:
+                self.discard(key)  # as someone did meanwhile
+        os.close(self._lock)
+
+    def _try(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function while no other process writes. If it fails, log why, once for each reason, and go on."""
+        import fcntl
+
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            (self._folder / "writing").unlink(missing_ok=True)  # what a process that was killed has left half-written
+            function(*arguments)
+        except Exception as error:
+            if (reason := f"{type(error).__name__}: {first_line(error)}") != self._last_error:
+                logger.warning("blocks cannot be kept in %s: %s", self._folder, reason)
+            self._last_error = reason
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _write(self, key: int, copy: Callable[[], Tensor]) -> None:
+        path, temporary, content = self._path(key), self._folder / "writing", copy()
+        if self._has(key):  # another process was faster
+            return
+        num_bytes = self._read_size()
+        if num_bytes + self._file_bytes > self._max_bytes:
+            num_bytes = self._shrink(min(self._max_bytes - self._file_bytes, self._max_bytes * 9 // 10))
+        self._write_size(num_bytes + self._file_bytes)
+        try:
+            with open(temporary, "xb", opener=partial(os.open, mode=0o600)) as file:
+                file.write(header(key, content))
+                file.write(content.numpy().data)
+            stamp(temporary)
+            temporary.rename(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self.counts["prefix_cache_written_bytes"] += self._file_bytes
+
+    def _shrink(self, limit: int) -> int:
+        """Remove the files that were used longest ago, until the others take at most `limit` bytes. Returns what they take."""
+        files = []
+        for entry in os.scandir(self._folder):
+            if _NAME.fullmatch(entry.name):
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    files.append((status.st_mtime_ns, status.st_size, entry.path))
+        num_bytes = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
+            if num_bytes <= limit:
+                break
+            Path(path).unlink(missing_ok=True)
+            num_bytes -= size
+        self._write_size(num_bytes)
+        return num_bytes
+
+    def _read_size(self) -> int:
+        text = os.pread(self._lock, 32, 0)
+        return int(text) if text.strip().isdigit() else self._shrink(self._max_bytes)
+
+    def _write_size(self, num_bytes: int) -> None:
+        os.pwrite(self._lock, f"{num_bytes:<31}\n".encode(), 0)
+
+
+def header(key: int, content: Tensor) -> bytes:
+    """Return what a file begins with."""
+    start = MAGIC + key.to_bytes(32, "big")
+    return start + _sha256(content, start)
+
+
+def stamp(path: Path) -> None:
+    """Mark a file as used now. The clock that the system has for files is too coarse for the order of two blocks."""
+    now = time.time_ns()
+    os.utime(path, ns=(now, now))
+
+
+def private_folder(name: str) -> Path:
+    """Return a folder that nobody else can read, and make it if there is none. Raises: InvalidValueError."""
+    folder = Path(name).expanduser()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", error)  # without the whole name
+        raise InvalidValueError(f"prefix_cache_dir must be a folder that can be made, got {shown(name)}: {reason}") from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise InvalidValueError(
+            f"prefix_cache_dir must be a folder that only you can read and write, because its contents are private and are "
+            f"believed, got {shown(name)} with mode {status.st_mode & 0o777:o}; name a new folder, or use chmod 700"
+        )
+    return folder
+
+
+# ---- what decides the bits of a block
+
+
+def keeper(model: Any, config: EngineConfig) -> Callable[[LocalExecutor], EngineConfig]:
+    """Return what changes a config, given the executor, so that its block manager has a store.
+
+    Call it before the model's modules are replaced, because it reads the weights.
+
+    Raises:
+        InvalidValueError, UnsupportedError: For what the files do not support, here or in the call.
+    """
+    if sys.platform == "win32":
+        raise UnsupportedError("prefix_cache_dir needs the file locks of Linux or macOS; leave it out")
+    if config.tensor_parallel_size > 1:
+        raise UnsupportedError("prefix_cache_dir with tensor_parallel_size > 1 is not supported; leave one of the two out")
+    if any(getattr(model.config, "layer_windows", ())) or hasattr(model.config, "state_shapes"):
+        raise UnsupportedError(
+            "prefix_cache_dir needs full attention in every layer, and this model has sliding windows or states; leave it out"
+        )
+    names, weights = zip(*model.named_parameters(), strict=True)
+    with ThreadPoolExecutor() as pool:
+        digests = [*pool.map(_sha256, weights)]
+    # Every file of this package counts, and that of a model of your own: whoever changes an engine forgets to count versions.
+    files = [path for path in sorted(Path(__file__).parents[1].rglob("*")) if path.suffix in (".py", ".cpp", ".h")]
+    with suppress(OSError, TypeError):  # a class of a notebook has no file
+        files.append(Path(inspect.getfile(type(model))))
+    digests += [hashlib.sha256(path.read_bytes()).digest() for path in files]
+    what = (names, type(model), model.config, config.enforce_eager, config.quantization, config.scheduler.chunk_grid)
+    return partial(_with_files, config=config, identity=[repr(what).encode(), *digests])
+
+
+@torch.inference_mode()
+def _with_files(executor: LocalExecutor, config: EngineConfig, identity: list[bytes]) -> EngineConfig:
+    info, runner = executor.info, executor.runner
+    # The keys and values of a fixed prompt, to which another processor, compiler, library or kernel gives other bits.
+    num, is_invariant = min(info.block_size, info.max_model_len), config.scheduler.batch_invariant
+    seq = Sequence("probe", [i % info.vocab_size for i in range(num)], SamplingParams(), seed=0, max_num_tokens=num)
+    BlockManager(1, info.block_size).allocate(seq, num)
+    plan = StepPlan((ScheduledSequence(seq, num),))
+    runner.forward(ForwardBatch.build(plan, info.block_size, executor.device, has_single_queries=is_invariant))
+    pages = [pages for layer in range(runner.cache.num_layers) for pages in runner.cache.layer(layer)]
+    threads = None if executor.batch_independent else torch.get_num_threads()
+    what = (info.device, info.attention_backend, pages[0].shape[1:], pages[0].dtype, is_invariant, threads, torch.__version__)
+    digest = hashlib.sha256(b"".join([repr(what).encode(), *identity, *(_sha256(one[0]) for one in pages)])).digest()
+    settings = config.cache
+    assert settings.prefix_cache_dir is not None
+    files = BlockFiles(runner.cache, settings.prefix_cache_dir, settings.prefix_cache_size, digest)
+    manager = with_store(settings.block_manager_cls or BlockManager, files)
+    return replace(config, cache=replace(settings, block_manager_cls=manager))
+
+
+def _sha256(tensor: Tensor, start: bytes = b"") -> bytes:
+    """Return the digest of some bytes and a tensor's."""
+    digest = hashlib.sha256(start)
+    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()

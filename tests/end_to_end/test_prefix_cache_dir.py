@@ -1,0 +1,210 @@
+"""Prefixes that outlive the process: the bits of a prefix hit, what must not be found, refusals."""
+
+import gc
+import logging
+
+import pytest
+import tiny_models
+from lora_adapters import linear_shapes, write_adapter
+from safetensors.torch import load_file
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.errors import InvalidValueError, UnsupportedError
+from nanoinfer.lora.request import LoRARequest
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = {"kv_cache_memory": 2**21, "block_size": 4, "dtype": "float32", "seed": 0}
+PROMPT = [i * i % 60 for i in range(1, 42)]  # ten blocks of 4, and a token
+OTHER = [i * i * i % 60 for i in range(1, 42)]
+PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=1, detokenize=False)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """Two checkpoints with different weights."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    return [tiny_models.save("qwen3", folder / str(seed), seed=seed) for seed in (1, 2)]
+
+
+@pytest.fixture
+def load(paths, tmp_path):
+    def load(path=paths[0], **settings):
+        return LLM(path, **SETTINGS | {"prefix_cache_dir": tmp_path / "kv"} | settings)
+
+    return load
+
+
+def answer(llm, prompt=PROMPT, **prompt_fields):
+    """The answer with its log-probabilities, and how many tokens of the prompt were found."""
+    [output] = llm.generate({"prompt_token_ids": prompt} | prompt_fields, PARAMS, use_tqdm=False)
+    return output.outputs, output.num_cached_tokens
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"kv_cache_dtype": "int8", "attention_backend": "reference"},
+        {"enforce_eager": True},
+        {"attention_backend": "reference", "chunk_size": 16},
+        {"batch_invariant": True},
+        {"speculative_config": {"method": "ngram"}},
+    ],
+    ids=str,
+)
+def test_a_restarted_engine_gives_the_bits_of_a_prefix_hit(load, settings):
+    with load(**settings) as llm:
+        cold, num_cold = answer(llm)
+        warm, num_warm = answer(llm)
+    with load(**settings) as llm:
+        again, num_again = answer(llm)
+        assert answer(llm)[1] == 40
+        counts = llm.engine.block_manager.store.counts
+    assert (num_cold, num_warm, num_again) == (0, 40, 40)
+    assert again == warm
+    assert counts["external_prefix_cache_hits"] == 40  # once: then they are in memory
+    if "batch_invariant" in settings:
+        assert again == cold
+
+
+def test_blocks_that_were_evicted_are_found_again(load):
+    block_bytes = 2 * 2 * 4 * 2 * 16 * 4
+    with load(kv_cache_memory=14 * block_bytes) as llm:
+        answer(llm)
+        expected = answer(llm)
+        assert answer(llm, OTHER)[1] == 0  # it takes the blocks
+        assert answer(llm) == expected
+        other = answer(llm, OTHER)
+    with load(kv_cache_memory=14 * block_bytes) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in [PROMPT, OTHER] * 3], PARAMS, use_tqdm=False)
+    assert [(one.outputs, one.num_cached_tokens) for one in outputs] == [expected, other] * 3
+
+
+@pytest.fixture(scope="module")
+def filled(paths, tmp_path_factory):
+    """A folder with the prefixes of an engine."""
+    folder = tmp_path_factory.mktemp("filled") / "kv"
+    with LLM(paths[0], **SETTINGS, prefix_cache_dir=folder) as llm:
+        answer(llm)
+    with LLM(paths[0], **SETTINGS, prefix_cache_dir=folder) as llm:
+        assert answer(llm)[1] == 40
+    return folder
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8", "attention_backend": "reference"}, {"attention_backend": "reference"},
+        {"block_size": 8}, {"chunk_size": 8}, {"batch_invariant": True}, {"enforce_eager": True}, {"path": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_nothing_is_found_by_an_engine_that_would_compute_other_bits(load, filled, paths, other):
+    with load(paths[other.pop("path", 0)], **other, prefix_cache_dir=filled) as llm:
+        assert answer(llm)[1] == 0
+
+
+def test_one_changed_number_in_the_weights_is_another_model(load, paths):
+    with load() as llm:
+        answer(llm)
+    with load() as llm:
+        expected = answer(llm)
+        tensors = load_file(paths[0] / "model.safetensors")
+        name = next(name for name in tensors if name.endswith("up_proj.weight"))
+        tensors[name][0, 0] += 1
+        llm.update_weights([(name, tensors[name])])
+        assert [answer(llm)[1] for _ in range(2)] == [0, 40]
+        changed = answer(llm)
+    with load() as llm:  # nothing that the new weights have computed was kept
+        assert answer(llm) == expected != changed
+    assert expected[1] == 40
+
+
+def test_a_salt_separates_tenants_over_a_restart(load):
+    with load() as llm:
+        answer(llm, cache_salt="a")
+    with load() as llm:
+        assert [answer(llm, cache_salt=salt)[1] for salt in ("b", "a")] == [0, 40]
+        assert answer(llm)[1] == 0
+
+
+def test_an_adapter_finds_its_own_prefixes_over_a_restart(load, paths, tmp_path):
+    shapes, requests = linear_shapes(paths[0]), []
+    for seed in (1, 2):
+        write_adapter(tmp_path / str(seed), shapes, seed=seed)
+        requests.append(LoRARequest(str(seed), seed, str(tmp_path / str(seed))))
+
+    def num_found(request):
+        with load(enable_lora=True) as llm:
+            [output] = llm.generate({"prompt_token_ids": PROMPT}, PARAMS, use_tqdm=False, lora_request=request)
+        return output.num_cached_tokens
+
+    first, second = requests
+    assert [num_found(request) for request in (first, second, None, first)] == [0, 0, 0, 40]
+
+
+def test_an_llm_that_is_dropped_keeps_its_prefixes(load):
+    llm = load()
+    expected = [answer(llm) for _ in range(2)][1]
+    del llm
+    gc.collect()
+    with load() as llm:
+        assert answer(llm) == expected
+
+
+def test_damaged_files_are_computed_again(load, tmp_path, caplog):
+    with load() as llm:
+        expected, _ = answer(llm)
+        third = llm.engine.block_manager.match_prefix(PROMPT)[2][0]
+    path = tmp_path / "kv" / f"{third:064x}.kv"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with load() as llm:
+        found, num_found = answer(llm)
+        assert (found[0].token_ids, num_found) == (expected[0].token_ids, 8)
+    assert sum("is damaged" in record.message for record in caplog.records if record.levelno == logging.WARNING) == 1
+    for other in (tmp_path / "kv").glob("*.kv"):
+        other.write_bytes(b"")
+    for num_found in (0, 40):
+        with load() as llm:
+            assert answer(llm)[1] == num_found
+
+
+def test_a_reset_and_sleep_leave_the_folder(load):
+    with load() as llm:
+        answer(llm)
+        llm.reset_prefix_cache()
+        assert answer(llm)[1] == 0
+        answer(llm, OTHER)
+    with load() as llm:
+        assert [answer(llm, OTHER)[1], answer(llm)[1]] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"prefix_cache_size": 1000}, InvalidValueError, "prefix_cache_size must be at least 2[0-9]{3} bytes, which a block"),
+        ({"prefix_cache_size": 0}, InvalidValueError, "prefix_cache_size must be >= 1, got 0"),
+        ({"prefix_cache_dir": 5}, InvalidValueError, "prefix_cache_dir must be a folder, with enable_prefix_caching, got 5"),
+        ({"enable_prefix_caching": False}, InvalidValueError, "prefix_cache_dir must be a folder, with enable_prefix_caching"),
+        (
+            {"prefix_cache_dir": "/proc/none"},
+            InvalidValueError,
+            "prefix_cache_dir must be a folder that can be made, got",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused(load, settings, error, message):
+    with pytest.raises(error, match=message):
+        load(**settings)
+
+
+@pytest.mark.parametrize("family", ["mistral_window", "qwen3_5"])
+def test_models_without_full_attention_in_every_layer_are_refused(load, family, tmp_path):
+    path = tiny_models.save(family, tmp_path / family)
+    with pytest.raises(UnsupportedError, match="prefix_cache_dir needs full attention in every layer"):
+        load(path)

@@ -1,0 +1,214 @@
+"""Blocks with a store: by hand, then the state machines of machines.py with a store that loses what it likes."""
+
+import hashlib
+from array import array
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.stored_blocks import with_store
+from tests.scheduling import machines
+
+
+class DictStore:
+    """A BlockStore in a dict of keys, with the contents of a machine's memory, or with block ids where there is none."""
+
+    def __init__(self, memory=None, contents=None, max_blocks=100, fingerprint=bytes(32)):
+        self.contents = {} if contents is None else contents
+        self.max_blocks, self.fingerprint, self.is_open, self.counts = max_blocks, fingerprint, True, Counter()
+        self.memory, self.filled, self.touched = memory, [], []
+
+    def slots(self, block):
+        size = self.memory.manager.block_size
+        return slice(block * size, (block + 1) * size)
+
+    def find(self, key):
+        assert self.is_open
+        return self.contents.get(key)
+
+    def fill(self, block, content):
+        self.filled.append(block)
+        if self.memory is not None:
+            self.memory.slots[self.slots(block)] = content
+
+    def touch(self, keys):
+        self.touched = list(keys)
+
+    def keep(self, key, block, *, wait=False):
+        assert self.is_open
+        self.contents[key] = f"block {block}" if self.memory is None else self.memory.slots[self.slots(block)]
+
+    def discard(self, key):
+        self.contents.pop(key, None)
+
+    def close(self):
+        self.is_open = False
+
+
+def manager_with(contents=None, num_blocks=8, base=BlockManager, **store):
+    return with_store(base, DictStore(contents=contents, **store))(num_blocks, 2)
+
+
+def run(manager, token_ids, cache_salt=None):
+    """Compute a sequence, as steps do. Returns it and the number of tokens that were found."""
+    seq = Sequence("r", list(token_ids), SamplingParams(), seed=0, max_num_tokens=1000, cache_salt=cache_salt)
+    prefix = manager.match_prefix(seq.token_ids, cache_salt)
+    manager.start(seq, prefix)
+    seq.num_computed_tokens = len(prefix) * manager.block_size
+    manager.allocate(seq, seq.num_new_tokens)
+    seq.num_computed_tokens = len(token_ids)
+    manager.cache_finished_blocks(seq, len(token_ids))
+    return seq, len(prefix) * manager.block_size
+
+
+def test_another_manager_finds_what_the_first_one_had_in_memory():
+    first = manager_with()
+    seq, num_found = run(first, [5, 6, 7, 8, 9])
+    assert num_found == 0
+    first.free(seq)
+    first.close()
+    second = manager_with(first.store.contents)
+    seq, num_found = run(second, [5, 6, 7, 8, 1])
+    assert (num_found, second.store.filled) == (4, seq.block_table[:2])
+    assert second.store.touched == seq.prefix_keys[::-1]  # the first block of a prompt is the last that the store may lose
+    assert run(second, [5, 6, 7, 8, 1])[1] == 4
+    assert len(second.store.filled) == 2  # now they are in memory
+    assert run(second, [5, 7, 7, 8, 1])[1] == 0
+
+
+def test_a_key_is_the_digest_of_fingerprint_salt_and_all_tokens():
+    def digest(before, *token_ids):
+        return hashlib.sha256(before + array("q", token_ids).tobytes()).digest()
+
+    for salt, root in ((None, bytes(32)), ("tenant", bytes(32) + b"tenant")):
+        seq, _ = run(manager_with(), [5, 6, 7, 8, 9], salt)
+        first = digest(hashlib.sha256(root).digest(), 5, 6)
+        assert [key.to_bytes(32, "big") for key in seq.prefix_keys] == [first, digest(first, 7, 8)]
+    assert run(manager_with(fingerprint=b"x" * 32), [5, 6, 7])[0].prefix_keys != run(manager_with(), [5, 6, 7])[0].prefix_keys
+
+
+def test_requests_with_another_salt_find_nothing_in_the_store():
+    first = manager_with()
+    first.free(run(first, [5, 6, 7], "a")[0])
+    first.close()
+    found = {salt: run(manager_with(dict(first.store.contents)), [5, 6, 7], salt)[1] for salt in (None, "a", "b")}
+    assert found == {None: 0, "a": 2, "b": 0}
+
+
+def test_what_is_evicted_is_kept_and_found_again():
+    manager = manager_with(num_blocks=3)
+    manager.free(run(manager, [5, 6, 7, 8, 9])[0])
+    assert manager.store.contents == {}
+    manager.free(run(manager, [1, 2, 3, 4, 5])[0])
+    assert len(manager.store.contents) == 2
+    assert run(manager, [5, 6, 7, 8, 9])[1] == 4
+
+
+def test_a_block_in_memory_is_used_after_one_that_was_evicted_before_it():
+    class FirstFirst(BlockManager):
+        def choose_evicted(self, candidates):
+            return min(candidates)
+
+    manager = manager_with(num_blocks=4, base=FirstFirst)
+    manager.free(run(manager, [5, 6, 7, 8])[0])
+    manager.free(run(manager, [1, 1, 1, 1, 1])[0])  # two empty blocks, and the one of 5 and 6
+    [kept] = manager.store.contents.values()
+    assert kept == "block 0"
+    seq, num_found = run(manager, [5, 6, 7, 8, 9])
+    assert (num_found, len(manager.store.filled)) == (4, 1)
+    assert seq.block_table[1] == 1
+
+
+def test_nothing_is_read_for_a_sequence_that_has_no_room():
+    first = manager_with()
+    first.free(run(first, [5, 6, 7, 8, 9])[0])
+    first.close()
+    second = manager_with(first.store.contents, num_blocks=3)
+    other, _ = run(second, [1, 2, 3])
+    assert second.match_prefix([5, 6, 7, 8, 9]) == []
+    assert second.store.filled == []
+    second.free(other)
+    assert len(second.match_prefix([5, 6, 7, 8, 9])) == 2
+
+
+def test_only_the_most_recently_used_blocks_are_kept_at_the_end_if_there_is_no_room_for_all():
+    manager = manager_with(max_blocks=3)
+    for token_ids in ([5, 6, 7, 8, 9], [1, 2, 3, 4, 5]):
+        manager.free(run(manager, token_ids)[0])
+    manager.close()
+    contents = manager.store.contents
+    assert [run(manager_with(dict(contents)), token_ids)[1] for token_ids in ([5, 6, 7, 8, 9], [1, 2, 3, 4, 5])] == [2, 4]
+
+
+def test_blocks_of_a_sequence_that_failed_are_kept_nowhere():
+    manager = manager_with(num_blocks=3)
+    manager.free(run(manager, [5, 6, 7])[0])
+    manager.free(run(manager, [1, 2, 3, 4, 5])[0])
+    seq, num_found = run(manager, [5, 6, 7])
+    assert num_found == 2
+    manager.forget_cached(seq)
+    manager.free(seq)
+    assert run(manager, [5, 6, 7])[1] == 0
+
+
+def test_a_reset_leaves_the_store():
+    manager = manager_with(num_blocks=3)
+    manager.free(run(manager, [5, 6, 7])[0])
+    manager.free(run(manager, [1, 2, 3, 4, 5])[0])
+    assert len(manager.store.contents) == 1
+    manager.reset_prefix_cache()
+    manager.free(run(manager, [5, 6, 7])[0])
+    assert run(manager, [1, 2, 3, 4, 5])[1] == 0
+    manager.close()
+    assert len(manager.store.contents) == 1
+
+
+class StoredMemory(machines.Memory):
+    """What a cache holds, beside what a store does."""
+
+    def __init__(self, manager):
+        super().__init__(manager)
+        manager.store.memory = self
+
+
+def new_manager(*sizes):
+    return with_store(BlockManager, DictStore())(*sizes)
+
+
+class StoredBlocks(machines.Blocks):
+    block_manager_cls = staticmethod(new_manager)
+    memory_cls = StoredMemory
+
+    @precondition(lambda self: self.manager.store.contents)
+    @rule(data=st.data())
+    def lose(self, data):
+        self.manager.store.discard(data.draw(st.sampled_from(sorted(self.manager.store.contents))))
+
+    @rule()
+    def restart(self):
+        for seq in self.alive:
+            self.manager.free(seq)
+        self.alive = []
+        self.manager.close()
+        contents = self.manager.store.contents
+        self.manager = self.block_manager_cls(self.NUM_BLOCKS, self.BLOCK_SIZE)
+        self.memory = self.memory_cls(self.manager)
+        self.manager.store.contents = contents
+
+
+@pytest.mark.slow
+def test_every_token_is_where_its_block_table_says_whatever_the_store_loses():
+    run_state_machine_as_test(StoredBlocks, settings=settings(stateful_step_count=40, **machines.SETTINGS))
+
+
+@pytest.mark.slow
+def test_a_scheduler_keeps_its_rules_with_a_store():
+    machine = type("StoredLoad", (machines.Load,), {"memory_cls": StoredMemory})
+    machines.check_scheduler(Scheduler, staticmethod(new_manager), machine, max_examples=50)
