@@ -119,7 +119,7 @@ def _prefill_kernel(
     head = tl.program_id(2)
     if first < num_queries:
         queries = first + tl.arange(0, ROWS)
-        positions = seq_len - num_queries + queries
+        positions = tl.minimum(seq_len - num_queries + queries, seq_len - 1)  # beyond it, a window has no keys: 0 / 0
         dims = tl.arange(0, DIM)
         inside = (queries[:, None] < num_queries) & (dims[None, :] < HEAD_DIM)
         tokens = (start + queries).to(tl.int64)

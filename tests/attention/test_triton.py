@@ -55,7 +55,6 @@ def test_paged_attention_equals_the_definition(dtype, head_dim, heads):
     assert error_of(RAGGED, head_dim=head_dim, heads=heads, dtype=dtype) < TOLERANCE[dtype]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # of rows that pad a tile
 @pytest.mark.parametrize(("window", "has_sinks"), [(20, False), (100, True), (None, True)])
 def test_windows_and_sinks_equal_the_definition_and_freed_blocks_are_not_read(window, has_sinks):
     lengths = [(15, 1), (299, 1), (0, 65), (200, 100)]
