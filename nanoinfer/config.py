@@ -71,10 +71,8 @@ class CacheConfig:
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, math.ulp(0.0), 1.0, "in (0, 1]")
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
         check_integer("prefix_cache_size", self.prefix_cache_size, 1, None, ">= 1")
-        if self.prefix_cache_dir is not None and not (isinstance(self.prefix_cache_dir, str) and self.enable_prefix_caching):
-            raise InvalidValueError(
-                f"prefix_cache_dir must be a folder, with enable_prefix_caching, got {shown(self.prefix_cache_dir)}"
-            )
+        if (folder := self.prefix_cache_dir) is not None and not (isinstance(folder, str) and self.enable_prefix_caching):
+            raise InvalidValueError(f"prefix_cache_dir must be a folder, with enable_prefix_caching, got {shown(folder)}")
 
 
 @dataclass(frozen=True, kw_only=True)

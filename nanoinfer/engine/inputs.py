@@ -33,10 +33,7 @@ if TYPE_CHECKING:
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text: {"prompt": "Once upon a time"}.
-
-    cache_salt: such as a tenant's name. The request shares cached prefixes only with those that have the same one.
-    """
+    """A prompt as text: {"prompt": "Once upon a time"}. Only requests with the same cache_salt share cached prefixes."""
 
     prompt: str
     cache_salt: NotRequired[str | None]
@@ -197,11 +194,8 @@ class InputProcessor:
                 raise InvalidPromptError(
                     f"a prompt's dict holds prompt (a string) or prompt_token_ids (ids), got {shown(prompt)}"
                 )
-            salt = prompt.get("cache_salt")
-            if salt is not None and not (isinstance(salt, str) and salt):
-                raise InvalidPromptError(
-                    f"cache_salt must be a non-empty string, got {shown(salt)}; leave it out to share prefixes"
-                )
+            if (salt := prompt.get("cache_salt")) is not None and not (isinstance(salt, str) and salt):
+                raise InvalidPromptError(f"cache_salt must be a non-empty string, got {shown(salt)}; leave it out")
             for name in prompt.keys() & NEUTRAL_VALUES["a prompt"].keys():
                 check_neutral(name, prompt[name], NEUTRAL_VALUES["a prompt"][name])
             return (text, _token_ids(token_ids)) if token_ids is not None else self._parse(text)

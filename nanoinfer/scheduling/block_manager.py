@@ -14,8 +14,7 @@ slot `block_table[i // block_size] * block_size + i % block_size`. There are thr
     table    [       7        |        2        ]         7 is full and has a key, 2 is being filled
 
 A subclass may override choose_evicted, which decides what the prefix cache forgets, and extend start and evict to count hits:
-LLM(block_manager_cls=...). kv_groups.py has the block tables of models with sliding windows,
-and stored_blocks.py a prefix cache that goes on in files.
+LLM(block_manager_cls=...). kv_groups.py has block tables for sliding windows, stored_blocks.py a prefix cache in files.
 
 Source: PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180. The keys differ from vLLM's, which are hashes.
 """
