@@ -102,14 +102,14 @@ class Policy(nn.Module):
         hidden = self._layers[0](batch.input_ids, batch.positions, attend)
         rows = torch.cat([part[:-1] for part in torch.arange(len(hidden)).split(lengths)])
         logits = self._head[0](hidden[rows]).float()
-        if temperature != 1.0:
-            logits = divided(logits, logits.new_full((len(logits),), temperature))
         banned = torch.zeros(logits.shape if any(mask for _, mask in given) else (1, 1), dtype=torch.bool)
         for (_, mask), end in zip(given, accumulate(num - 1 for num in lengths), strict=True):
             for row, ids in enumerate(mask, end - len(mask)):
                 banned[row] = True
                 banned[row, ids] = False
-        logits = logits.masked_fill(banned, -torch.inf)
+        logits = logits.masked_fill(banned, -torch.inf)  # first: a division depends on the largest logit that is left
+        if temperature != 1.0:
+            logits = divided(logits, logits.new_full((len(logits),), temperature))
         found = logits.log_softmax(-1).gather(-1, batch.input_ids[rows + 1].unsqueeze(-1)).squeeze(-1)
         return found.split([num - 1 for num in lengths])
 
