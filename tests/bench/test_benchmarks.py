@@ -7,7 +7,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import compare, lora, prefix_cache_dir, report, sampler, speculation, weights
+from benchmarks import compare, contexts, lora, prefix_cache_dir, report, sampler, speculation, weights
 
 pytestmark = pytest.mark.slow
 
@@ -87,3 +87,12 @@ def test_adapters_of_requests_are_measured_beside_the_plain_model(qwen3_path):
 def test_a_restart_with_the_prefixes_of_a_folder_is_measured(qwen3_path):
     medians = prefix_cache_dir.measure(str(qwen3_path), "float32", num_tokens=200, rounds=1)
     assert list(medians)[-3:] == ["first token, cold", "in memory", "after a restart"]
+
+
+@pytest.mark.parametrize("name", contexts.MODELS)
+def test_decode_steps_are_timed_after_short_and_long_texts(name):
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes = contexts.SIZES | small | {"max_position_embeddings": 1024}
+    steps = contexts.measure(name, "float32", [5, 600], 3, sizes)
+    assert len(steps) == 2
+    assert min(steps) > 0

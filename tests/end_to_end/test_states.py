@@ -226,6 +226,11 @@ def test_the_weights_of_a_model_that_drafts_are_not_read(path, tmp_path):
     [
         ({"layer_types": ["linear_attention"] * 3}, CheckpointError, "full_attention at least once"),
         ({"layer_types": ["full_attention"]}, CheckpointError, "for each of 3 layers"),
+        (
+            {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]},
+            CheckpointError,
+            "linear_attention, full_attention for",
+        ),
         ({"linear_num_value_heads": 3}, CheckpointError, "multiple of linear_num_key_heads"),
         ({"linear_key_head_dim": 0}, CheckpointError, "linear_key_head_dim"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.2}}, CheckpointError, "even part of 16"),
