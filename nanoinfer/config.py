@@ -254,8 +254,6 @@ class EngineConfig:
             )
         check_integer("tensor_parallel_size", self.tensor_parallel_size, 1, None, ">= 1")
         check_flag("enable_lora", self.enable_lora)
-        check_integer("max_loras", self.max_loras, 1, None, ">= 1")
-        check_integer("max_lora_rank", self.max_lora_rank, 1, None, ">= 1")
         if (self.max_loras, self.max_lora_rank) != (1, 16) and not self.enable_lora:
             raise InvalidValueError("max_loras and max_lora_rank need enable_lora=True; pass it, or leave them out")
         check_integer("max_model_len", self.max_model_len, 1, None, ">= 1", or_none=True)

@@ -60,8 +60,6 @@ _LLM: dict[str, tuple[object, ...]] = {
     "enable_prompt_embeds": (False,),
     "enable_sleep_mode": (False, True),  # sleep() needs no preparation
     "max_cpu_loras": (None, 1, 2),  # those beyond max_loras stay in their files
-    "lora_dtype": ("auto",),
-    "fully_sharded_loras": (False,),
     "kv_transfer_config": (None,),
     "profiler_config": (None,),
     "limit_mm_per_prompt": (None, {}),

@@ -28,7 +28,6 @@ from nanoinfer.vllm_compat import NEUTRAL_VALUES, check_neutral
 
 if TYPE_CHECKING:
     from nanoinfer.chat.tools import Tool, ToolChoice
-    from nanoinfer.lora.request import LoRARequest
     from nanoinfer.structured.grammar import GrammarCompiler, GrammarState
 
 
@@ -92,7 +91,7 @@ class InputProcessor:
         return self.compile_grammar(self.prepare_prompt(prompt, params, priority, **options))
 
     def prepare_prompt(
-        self, prompt: Any, params: SamplingParams, priority: int | None = None, lora_request: "LoRARequest | None" = None
+        self, prompt: Any, params: SamplingParams, priority: int | None = None, lora_request: Any = None
     ) -> PreparedRequest:
         """Parse, tokenise and check one prompt. A prompt that is too long is not refused, see PreparedRequest.error.
 
@@ -110,8 +109,7 @@ class InputProcessor:
         params = params.clone()  # the caller may change theirs while the request runs
         bad_words = self._check(token_ids, params)
         error = self._too_long(len(token_ids), text) if len(token_ids) >= self._info.max_model_len else None
-        cache_salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
-        salt = cache_salt and f"/{cache_salt}"  # unlike that of an adapter
+        salt = f"/{prompt['cache_salt']}" if isinstance(prompt, dict) and prompt.get("cache_salt") else None  # not an adapter's
         prepared = PreparedRequest(text, token_ids, params, bad_words, error, int(priority or 0), cache_salt=salt)
         if lora_request is not None:
             from nanoinfer.lora.request import adapted

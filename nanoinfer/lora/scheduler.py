@@ -1,13 +1,21 @@
 """A scheduler that starts no more adapters than fit into memory. Pure bookkeeping, as scheduling/ is."""
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import UnsupportedError
+from nanoinfer.errors import UnsupportedError, check_integer
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 
 
 def with_adapters(scheduler: type[Scheduler], config: EngineConfig) -> type[Scheduler]:
-    """Return the scheduler, in which at most max_loras adapters run at a time. Raises: UnsupportedError for several ranks."""
+    """Return the scheduler, in which at most max_loras adapters run at a time.
+
+    Raises: InvalidValueError: a limit below 1. UnsupportedError: several ranks, or drafts by a layer of the model, which reads
+    what adapters change.
+    """
+    if config.speculative is not None and config.speculative.method == "mtp":
+        raise UnsupportedError("enable_lora=True with speculative_config's method 'mtp' is not supported; use 'ngram'")
+    check_integer("max_loras", config.max_loras, 1, None, ">= 1")
+    check_integer("max_lora_rank", config.max_lora_rank, 1, None, ">= 1")
     if config.tensor_parallel_size > 1:
         raise UnsupportedError("enable_lora=True needs tensor_parallel_size=1; for several ranks use LLM(lora=path)")
     return type(scheduler.__name__, (AdapterScheduler, scheduler), {"max_loras": config.max_loras})
