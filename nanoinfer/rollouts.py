@@ -82,7 +82,7 @@ def update_weights(self: "LLM", pairs: Iterable[tuple[str, Tensor]]) -> int:
     _begin_update(self.engine, weights)
     for name in weights:
         runner.on_all_ranks(update.fill, name, weights.read(name))
-    return _updated(self.engine)
+    return _finish_update(self.engine)
 
 
 def update_weights_from_path(self: "LLM", path: str) -> int:
@@ -98,11 +98,11 @@ def update_weights_from_path(self: "LLM", path: str) -> int:
     weights = update.open_path(update.origin_of(runner.model), path)
     _begin_update(self.engine, weights, must_be_whole=not update.is_file(path))
     runner.on_all_ranks(update.fill_from, path)
-    return _updated(self.engine)
+    return _finish_update(self.engine)
 
 
 def _begin_update(engine: LLMEngine, weights: Weights, *, must_be_whole: bool = False) -> None:
-    """Check everything, then refuse requests until _updated."""
+    """Check everything, then refuse requests until _finish_update."""
     origin = update.origin_of(_runner_of(engine).model)
     if engine.num_unfinished:
         raise NanoinferError(
@@ -121,7 +121,8 @@ def _begin_update(engine: LLMEngine, weights: Weights, *, must_be_whole: bool = 
     engine.refusals["weights"] = WeightsMissingError(half_updated)
 
 
-def _updated(engine: LLMEngine) -> int:
+def _finish_update(engine: LLMEngine) -> int:
+    _runner_of(engine).on_all_ranks(update.finish)
     engine.refusals.pop("weights", None)
     engine.weights_version += 1
     return engine.weights_version

@@ -11,6 +11,7 @@ import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import assert_nothing_is_left
+from transformers import AutoModelForCausalLM
 
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError, UnsupportedError, WeightsError
@@ -101,6 +102,14 @@ def test_ten_updates_give_the_bits_of_a_fresh_engine_in_the_same_memory(checkpoi
     assert wanted[0] != wanted[1]
     with load(first, dtype=dtype) as llm:
         assert_ten_updates_take_no_memory(llm, first, second, wanted)
+
+
+def test_the_parameters_of_transformers_own_mixture_are_taken(checkpoints):
+    """Which has all experts of a layer in one tensor."""
+    first, second = checkpoints("qwen3_moe")
+    with load(first) as llm:
+        llm.update_weights(AutoModelForCausalLM.from_pretrained(second).named_parameters())
+        assert answers(llm) == fresh_answers(second)
 
 
 def test_after_an_update_that_failed_halfway_no_request_is_answered_until_all_weights_are_given(

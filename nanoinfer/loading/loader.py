@@ -156,10 +156,10 @@ def open_weights(checkpoint: Checkpoint) -> Weights:
         from nanoinfer.loading.formats.packed import open_packed
 
         files = open_packed(stored, settings, checkpoint.config_path)
-    if find_model(checkpoint.config).weight_rules.has_fused_experts:
+    if (form := find_model(checkpoint.config).weight_rules.fused_experts) is not None:
         from nanoinfer.loading.formats.experts import ExpertWeights
 
-        files = ExpertWeights(files)
+        files = ExpertWeights(files, form)
     return files
 
 

@@ -2,7 +2,7 @@
 
 In: a runner whose model came from load_configured, and tensors by the names that its checkpoint has. Out: the same model with
 other numbers. Names, shapes, transposed matrices, tied heads and parts of ranks follow the rules of loading (weights.py).
-`check` runs on rank 0 before anything changes, and `fill`, `fill_from` and `release` on every rank.
+`check` runs on rank 0 before anything changes, and `fill`, `fill_from`, `finish` and `release` on every rank.
 """
 
 import sys
@@ -85,7 +85,8 @@ def check(origin: Origin, weights: Weights) -> bool:
 
 def divided(origin: Origin, weights: Weights) -> Weights:
     """Return the same tensors, with those divided that a checkpoint of this family has for several parameters at once."""
-    return ExpertWeights(weights) if origin.model_class.weight_rules.has_fused_experts else weights
+    form = origin.model_class.weight_rules.fused_experts
+    return weights if form is None else ExpertWeights(weights, form)
 
 
 def _parameters(origin: Origin) -> dict[str, torch.nn.Parameter]:
@@ -121,13 +122,21 @@ def open_path(origin: Origin, path: str) -> Weights:
 
 
 def fill(runner: Any, name: str, tensor: Tensor) -> None:
-    """Replace one weight on this rank."""
+    """Replace one weight on this rank. After the last one comes `finish`."""
     _fill(runner.model, GivenWeights([(name, tensor)]))
 
 
 def fill_from(runner: Any, path: str) -> None:
-    """Replace the weights on this rank by those of a file or a checkpoint, of which it reads its part."""
+    """Replace the weights on this rank by those of a file or a checkpoint, of which it reads its part. Then comes `finish`."""
     _fill(runner.model, open_path(runner.model.origin, path))
+
+
+@torch.inference_mode()
+def finish(runner: Any) -> None:
+    """Renew what kernels computed from the weights on this rank."""
+    for module in runner.model.modules():
+        if (kernel := getattr(module, "kernel", None)) is not None:
+            kernel.lay_out_weights()
 
 
 @torch.inference_mode()
@@ -144,9 +153,6 @@ def _fill(model: Any, weights: Weights) -> None:
                 packed.write(leaf, values, start)
             if (parameter := getattr(module, leaf)) is not None:  # None: it is only in the kernels' layout
                 parameter.copy_(values)
-    for module in model.modules():
-        if (kernel := getattr(module, "kernel", None)) is not None:  # its copies of weights are in a form of its own
-            kernel.lay_out_weights()
 
 
 def release(runner: Any, *, weights: bool) -> None:

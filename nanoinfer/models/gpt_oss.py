@@ -125,7 +125,7 @@ class GptOssDecoderLayer(QwenDecoderLayer):
 
 class GptOssForCausalLM(QwenForCausalLM):
     Config = GptOssConfig
-    weight_rules = WeightRules(prefix="model.", embedding="embed_tokens.weight", has_fused_experts=True)
+    weight_rules = WeightRules(prefix="model.", embedding="embed_tokens.weight", fused_experts="interleaved")
     supports_cuda_graph = False  # what is computed depends on the router
 
     def __init__(self, config: GptOssConfig) -> None:

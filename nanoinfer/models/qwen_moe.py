@@ -9,7 +9,7 @@ Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538, and the papers of
 checkpoints.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -126,6 +126,7 @@ def sum_of_experts(
 
 class QwenMoeForCausalLM(QwenForCausalLM):
     Config = QwenMoeConfig
+    weight_rules = replace(QwenForCausalLM.weight_rules, fused_experts="halves")
     supports_cuda_graph = False  # what is computed depends on the router
 
     def __init__(self, config: QwenMoeConfig) -> None:

@@ -22,7 +22,7 @@ from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 from nanoinfer.models.gated_delta import DeltaRecurrence
 from nanoinfer.models.layers import RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, apply_rotary, sigmoid
 from nanoinfer.models.qwen import QwenAttention, QwenDecoderLayer, QwenForCausalLM, shared_fields
-from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeConfig, expert_fields
+from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeConfig, QwenMoeForCausalLM, expert_fields
 from nanoinfer.models.registry import WeightRules
 
 LAYER_TYPES = ("linear_attention", "full_attention")
@@ -284,7 +284,7 @@ class Qwen3_5ForCausalLM(QwenForCausalLM):
     """Qwen3.5's text model, with or without experts."""
 
     Config = QwenNextConfig
-    weight_rules = WeightRules(prefix="model.", embedding="embed_tokens.weight", ignored=("mtp.",))
+    weight_rules = replace(QwenMoeForCausalLM.weight_rules, ignored=("mtp.",))
     supports_cuda_graph = False  # the state of each sequence is advanced in Python
     delta_net: type[GatedDeltaNet] = GatedDeltaNet
     drafter_class = QwenNextDrafter

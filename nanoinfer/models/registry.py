@@ -7,7 +7,7 @@ with a `config` that has the fields of ModelConfig. `register_model` adds a mode
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ class WeightRules:
         transpose: endings of tensors stored as [in, out]. A linear layer has [out, in].
         skip: endings of tensors that are not weights.
         ignored: beginnings of tensors that are weights of something else, such as a model that drafts tokens.
-        has_fused_experts: whether one tensor has all experts of a layer, as in gpt-oss (loading/formats/experts.py).
+        fused_experts: the form of tensors that have all experts of a layer (loading/formats/experts.py).
     """
 
     prefix: str
@@ -36,7 +36,7 @@ class WeightRules:
     transpose: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    has_fused_experts: bool = False
+    fused_experts: Literal["interleaved", "halves"] | None = None
 
 
 # architecture in config.json -> "module:class", imported when it is first used

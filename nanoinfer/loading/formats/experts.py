@@ -1,13 +1,20 @@
-"""Tensors of all experts of a layer, as gpt-oss stores them, as a matrix and a bias for each expert.
+"""Tensors of all experts of a layer, as a matrix and a bias for each expert.
 
 In: Weights with such tensors. Out: Weights with the names that the model's experts have. All others pass through.
+
+gpt-oss stores them "interleaved":
 
     gate_up_proj       [experts, in, 2 * out]  the even outputs are those of gate_proj, the odd ones those of up_proj
     gate_up_proj_bias  [experts, 2 * out]
     down_proj          [experts, in, out]
     down_proj_bias     [experts, out]
 
-A checkpoint in MXFP4 has in place of a matrix numbers of 4 bits, and a scale for 32 inputs of each output:
+transformers' Qwen models have them in memory in "halves", and so have some checkpoints of Qwen3.5:
+
+    gate_up_proj       [experts, 2 * out, in]  the first half of the outputs are those of gate_proj, the others those of up_proj
+    down_proj          [experts, out, in]
+
+A checkpoint of gpt-oss in MXFP4 has in place of a matrix numbers of 4 bits, and a scale for 32 inputs of each output:
 
     *_proj_blocks      uint8 [experts, outputs, in / 32, 16]  two numbers in a byte, the lower bits first
     *_proj_scales      uint8 [experts, outputs, in / 32]      weight = FP4[number] * 2 ** (scale - 127)
@@ -16,6 +23,7 @@ bfloat16 holds such a weight exactly. Source: https://arxiv.org/abs/2310.10537, 
 """
 
 import re
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,10 +35,6 @@ _POWERS = torch.tensor([2.0 ** (scale - 127) for scale in range(256)])  # torch.
 
 _TENSOR = re.compile(r"(?P<layer>.+\.experts\.)(?P<projection>gate_up_proj|down_proj)(?P<kind>|_bias|_blocks)")
 _NUM_AXES = {"": 3, "_bias": 2, "_blocks": 4}
-_OUTPUTS = {  # which of a tensor's outputs a projection has
-    "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
-    "down_proj": {"down_proj": slice(None)},
-}
 _MAX_TENSORS = 2**20  # after the division. gpt-oss-120b has 28,000
 
 
@@ -42,9 +46,9 @@ def unpack_fp4(numbers: Tensor, scales: Tensor) -> Tensor:
 class ExpertWeights(Weights):
     """The tensors of `base`, with those of all experts divided. One of an unexpected form keeps its name."""
 
-    def __init__(self, base: Weights) -> None:
+    def __init__(self, base: Weights, form: Literal["interleaved", "halves"]) -> None:
         super().__init__(base)
-        self._base = base
+        self._base, self._form = base, form
         self._sources: dict[str, tuple[str, int, slice]] = {}  # name -> a tensor of `base`, the expert, its outputs
         for name, info in base.items():
             match = _TENSOR.fullmatch(name)
@@ -65,8 +69,16 @@ class ExpertWeights(Weights):
             inputs = (32 * info.shape[2],)
         elif not match["kind"]:
             inputs, num_outputs = (info.shape[1],), info.shape[2]
+            if self._form == "halves":
+                inputs, num_outputs = (num_outputs,), info.shape[1]
         leaf, dtype = ("weight" if inputs else "bias"), ("BF16" if match["kind"] == "_blocks" else info.dtype)
-        for projection, outputs in _OUTPUTS[match["projection"]].items():
+        half = num_outputs // 2
+        parts = {"down_proj": slice(None)}  # which of the outputs a projection has
+        if match["projection"] == "gate_up_proj" and self._form == "interleaved":
+            parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+        elif match["projection"] == "gate_up_proj":
+            parts = {"gate_proj": slice(0, half), "up_proj": slice(half, None)}
+        for projection, outputs in parts.items():
             own = TensorInfo((len(range(num_outputs)[outputs]), *inputs), dtype)
             for expert in range(num_experts):
                 self[f"{match['layer']}{expert}.{projection}.{leaf}"] = own
@@ -81,7 +93,8 @@ class ExpertWeights(Weights):
             blocks = tensor[outputs][rows]  # [rows, groups, 16]
             [scales] = self._base.read(_scales_of(source), slice(expert, expert + 1))
             return unpack_fp4(torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2), scales[outputs][rows]).flatten(1)
-        return (tensor if source.endswith("_bias") else tensor.T)[outputs][rows]
+        is_transposed = self._form == "interleaved" and not source.endswith("_bias")
+        return (tensor.T if is_transposed else tensor)[outputs][rows]
 
 
 def _scales_of(name: str) -> str:

@@ -1,4 +1,4 @@
-"""gpt-oss: tensors of all experts and MXFP4 become the experts' own, as transformers means them."""
+"""Tensors of all experts, and MXFP4, become the experts' own, as transformers means them."""
 
 import json
 
@@ -61,8 +61,21 @@ def test_four_bits_and_a_power_of_two_by_hand():
     base |= {"mlp.experts.down_proj_scales": weights.TensorInfo((1, 1, 1), "U8")}
     stored = {"mlp.experts.down_proj_blocks": [0x21, 0xF9, *[0] * 14], "mlp.experts.down_proj_scales": [129]}
     base.read = lambda name, rows: torch.tensor(stored[name], dtype=torch.uint8).view(base[name].shape)[rows]
-    read = ExpertWeights(base).read("mlp.experts.0.down_proj.weight")
+    read = ExpertWeights(base, "interleaved").read("mlp.experts.0.down_proj.weight")
     assert read.tolist() == [[2.0, 4.0, -2.0, -24.0, *[0.0] * 28]]
+
+
+def test_experts_in_halves_are_those_that_are_stored_one_by_one(tmp_path):
+    """As transformers has them in memory, and as checkpoints of Qwen3.5 have them."""
+    path, model = tmp_path, tiny_models.build("qwen3_5_moe")
+    model.save_pretrained(path)
+    one_by_one = {name: weight.clone() for name, weight in load(path).named_parameters()}
+    fused = {name: weight.contiguous() for name, weight in model.named_parameters()}
+    assert fused[LAYER + "gate_up_proj"].dim() == 3
+    save_file(fused, path / "model.safetensors")
+    found = dict(load(path).named_parameters())
+    assert found.keys() == one_by_one.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in one_by_one.items())
 
 
 def test_logits_of_mxfp4_equal_transformers(saved):
