@@ -11,6 +11,7 @@ The public vocabulary:
 
     llm.py                LLM: generate, stream, chat, beam_search
     rollouts.py           LLM's methods for those who train with it: update_weights, sleep, pause, compute_logprobs
+    pooling.py            LLM's embeddings and scores: embed, score
     async_llm.py          AsyncLLM: the same for asyncio, many requests at once
     sampling_params.py    what one request may ask for
     outputs.py            RequestOutput, CompletionOutput, Delta, RequestMetrics

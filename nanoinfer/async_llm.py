@@ -35,6 +35,7 @@ from nanoinfer.vllm_compat import arguments_of, check_argument_names
 
 if TYPE_CHECKING:
     from nanoinfer.lora.request import LoRARequest
+    from nanoinfer.pooling import EmbeddingRequestOutput, PoolingParams
 
 NUM_GRAMMAR_THREADS = 8  # most of them wait for the one process that tries new grammars, and give up after MAX_WAIT_SECONDS
 # An event costs tens of microseconds of CPU in the event loop, and as much in a client on the same machine. So a token is held
@@ -126,15 +127,38 @@ class AsyncLLM:
         params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
         num_answers = params.n if isinstance(params, SamplingParams) else 1  # prepare_prompt refuses anything else
         prepare = partial(self.engine.inputs.prepare_prompt, prompt, params, priority, lora_request)
-        text_or_ids = prompt.get("prompt") or prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
-        is_large = isinstance(text_or_ids, str | list) and len(text_or_ids) > LARGE
-        stream = await self.submit(prepare, num_answers=num_answers, request_id=request_id, is_large=is_large)
+        stream = await self.submit(prepare, num_answers=num_answers, request_id=request_id, is_large=is_large_prompt(prompt))
         try:
             async for deltas in stream:
                 if (output := stream.output_with(deltas)) is not None:
                     yield output
         finally:
             stream.close()
+
+    async def embed(
+        self,
+        prompt: PromptType,
+        pooling_params: "PoolingParams | None" = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> "EmbeddingRequestOutput":
+        """Compute a text's embedding. The arguments and errors are those of LLM.embed and of generate."""
+        from nanoinfer import pooling
+        from nanoinfer.engine import reading
+
+        def prepare() -> PreparedRequest:
+            pooler, params = pooling.Pooler(self.llm), pooling_params or pooling.PoolingParams()
+            return reading.prepare_all([prompt], partial(pooler.prepare, params=params, priority=priority))[0]
+
+        stream = await self.submit(prepare, num_answers=1, request_id=request_id, is_large=is_large_prompt(prompt))
+        try:
+            async for _ in stream:
+                pass
+        finally:
+            stream.close()
+        reading.check([stream.output])
+        return pooling.embedding_output(stream.request_id, stream.prepared)
 
     async def submit(
         self,
@@ -401,6 +425,12 @@ class RequestStream:
         assert self.request is not None, "it has deltas"
         prompt, prompt_token_ids = self.prepared.prompt, self.prepared.prompt_token_ids
         return RequestOutput(self.request_id, prompt, prompt_token_ids, answers, False, self.request.metrics)
+
+
+def is_large_prompt(prompt: PromptType) -> bool:
+    """Whether small prompts must not wait for this one."""
+    text_or_ids = prompt.get("prompt") or prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+    return isinstance(text_or_ids, str | list) and len(text_or_ids) > LARGE
 
 
 def merged(deltas: list[Delta]) -> list[Delta]:

@@ -7,7 +7,7 @@ import gc
 import logging
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -28,7 +28,7 @@ from nanoinfer.vllm_compat import arguments_of, check_argument_names
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from nanoinfer import rollouts
+    from nanoinfer import pooling, rollouts
     from nanoinfer.chat.messages import Message
     from nanoinfer.chat.tools import Tool, ToolChoice
     from nanoinfer.execution.executor import ExecutorInfo
@@ -57,7 +57,7 @@ class LLM:
         config = args.to_config()
         self._engine: LLMEngine | None = None
         self._engine, checkpoint = load_engine(config)
-        self._generation_config = checkpoint.generation_config
+        self.checkpoint = replace(checkpoint, gguf=None)  # a GGUF file's header is large
         self._default_params: SamplingParams | None = None  # as soon as they are asked for
         self._name = config.model or checkpoint.path.name
 
@@ -285,7 +285,7 @@ class LLM:
             return self._default_params.clone()
         names = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
         names["max_new_tokens"] = "max_tokens"
-        given: dict[str, Any] = {ours: self._generation_config.get(theirs) for theirs, ours in names.items()}
+        given: dict[str, Any] = {ours: self.checkpoint.generation_config.get(theirs) for theirs, ours in names.items()}
         given = {name: value for name, value in given.items() if value is not None}
         try:
             self._default_params = SamplingParams(**given, detokenize=has_tokenizer)
@@ -296,7 +296,8 @@ class LLM:
             logger.info("sampling defaults from the checkpoint's generation_config.json: %s", defaults)
         return self._default_params.clone()
 
-    if TYPE_CHECKING:  # the methods for those who train with an engine, imported when one is used
+    if TYPE_CHECKING:  # methods that are imported when one is used
+        embed, score = pooling.embed, pooling.score
         compute_logprobs = rollouts.compute_logprobs
         is_sleeping, sleep, wake_up = rollouts.is_sleeping, rollouts.sleep, rollouts.wake_up
         pause, resume = rollouts.pause, rollouts.resume
@@ -304,12 +305,13 @@ class LLM:
     else:
 
         def __getattr__(self, name: str) -> object:
-            from nanoinfer import rollouts
+            from nanoinfer import pooling, rollouts
             from nanoinfer.vllm_names import no_attribute
 
-            if name not in rollouts.__all__:
-                no_attribute(self, name)
-            return getattr(rollouts, name).__get__(self)
+            for module in (pooling, rollouts):
+                if name in module.__all__:
+                    return getattr(module, name).__get__(self)
+            no_attribute(self, name)
 
     # ---- running
 

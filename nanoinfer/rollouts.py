@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.model_runner import ModelRunner
     from nanoinfer.llm import LLM
+    from nanoinfer.sampling.routes import HeadRows
 
 __all__ = [
     *("compute_logprobs", "is_sleeping", "pause", "resume", "sleep", "update_weights", "update_weights_from_path", "wake_up"),
@@ -245,7 +246,7 @@ def compute_logprobs(self: "LLM", prompts: PromptType | Sequence[PromptType], te
     prepared = reading.prepare_all(
         prompts, lambda prompt: reading.prepare(inputs, prompt, _LogprobsReader(float(temperature)), max_model_len)
     )
-    reading.check(self._complete(prepared, use_tqdm=False))
+    reading.check(request.output for request in self._complete(prepared, use_tqdm=False))
     return [one.reader.values for one in prepared]
 
 
@@ -256,7 +257,7 @@ class _LogprobsReader:
         self.values: list[float] = []
         self._temperature = temperature
 
-    def read(self, executor: "LocalExecutor", hidden: Tensor, part: PromptRows) -> None:
+    def read(self, executor: "LocalExecutor", hidden: Tensor, part: PromptRows, ends: "HeadRows", row: int | None) -> None:
         num_tokens = len(part.sequence.prompt_token_ids)
         part = replace(part, stop=min(part.stop, part.start + num_tokens - 1 - part.position))  # the last has no successor
         found = executor.prompt_logprobs(hidden, part, num_top=0, temperature=self._temperature)

@@ -30,9 +30,10 @@ _GENERATE: dict[str, tuple[object, ...]] = {
     "tokenization_kwargs": (None, {}),
 }
 _LLM: dict[str, tuple[object, ...]] = {
-    "runner": ("generate", "auto"),
-    "task": ("generate", "auto", None),
-    "convert": ("none", "auto"),
+    "runner": ("generate", "auto", "pooling"),  # every LLM generates, embeds and scores
+    "task": ("generate", "auto", None, "embed", "embedding", "score"),
+    "convert": ("none", "auto", "embed"),
+    "pooler_config": (None,),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "data_parallel_backend": ("mp",),
@@ -88,6 +89,8 @@ NEUTRAL_VALUES: dict[str, dict[str, tuple[object, ...]]] = {
         "trace_headers": (None,),
     },
     "reset_prefix_cache()": {"reset_running_requests": (False, True)},  # a reset is possible while requests run
+    **{owner: {**_GENERATE, "lora_request": (None,)} for owner in ("embed()", "score()")},
+    "PoolingParams": {"task": (None, "embed", "score"), "use_activation": (None,)},
     "beam_search()": {"lora_request": (None,), "use_tqdm": (False,), "concurrency_limit": (None,)},
     "SamplingParams": {
         "spaces_between_special_tokens": (True,),

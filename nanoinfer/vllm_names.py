@@ -63,9 +63,11 @@ HOMES = {
     "process_dict_updates": "nanoinfer.sampling.logits_processors",
     **dict.fromkeys(MODULES["v1.sample.logits_processor"].split(), "nanoinfer.sampling.logits_processors"),
     **dict.fromkeys(MODULES["v1.metrics.reader"].split(), "nanoinfer.engine.metrics"),
+    **dict.fromkeys(("PoolingParams", "PoolingRequestOutput"), "nanoinfer.pooling"),
+    **dict.fromkeys(("EmbeddingRequestOutput", "ScoringRequestOutput"), "nanoinfer.pooling"),
 }
 
-_POOLING = "nanoinfer generates text and computes no embeddings, scores or classes; use transformers or sentence-transformers"
+_POOLING = "use LLM.embed() for embeddings and LLM.score() for scores; nanoinfer computes no classes or rewards"
 _WEIGHTS = "use LLM.update_weights(pairs), or LLM.update_weights_from_path(folder)"
 _SLEEP = "use LLM.sleep() and LLM.wake_up()"
 _INSIDE = "nanoinfer has no workers to call; llm.engine.executor is the executor, and its model_runner.model the model"
@@ -73,8 +75,7 @@ _PROFILE = "nanoinfer has no profiler of its own; use torch.profiler around gene
 
 # The other names, which do nothing but say what to do instead.
 PLACEHOLDERS = {
-    **dict.fromkeys(("PoolingParams", "PoolingRequestOutput", "EmbeddingRequestOutput"), _POOLING),
-    **dict.fromkeys(("ClassificationRequestOutput", "ScoringRequestOutput"), _POOLING),
+    "ClassificationRequestOutput": _POOLING,
     **dict.fromkeys(("PyNcclCommunicator", "StatelessProcessGroup"), _WEIGHTS),
     "AttentionConfig": "use LLM(attention_backend=...)",
     "CompilationConfig": "nanoinfer compiles by itself; leave it out, or use LLM(enforce_eager=True) to run the model's file",
@@ -92,7 +93,7 @@ PLACEHOLDERS = {
 
 # Methods and attributes of vLLM's LLM and AsyncLLM.
 METHODS = {
-    **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), _POOLING),
+    **dict.fromkeys(("encode", "classify", "reward"), _POOLING),
     **dict.fromkeys(("sleep", "wake_up"), _SLEEP),
     **dict.fromkeys(("collective_rpc", "apply_model", "llm_engine", "model_config", "vllm_config"), _INSIDE),
     **dict.fromkeys(("init_weight_transfer_engine", "update_weights", "reload_weights"), _WEIGHTS),
@@ -111,7 +112,7 @@ WAYS_OUT = {
     "runner": _POOLING,
     "task": _POOLING,
     "convert": _POOLING,
-    "lora_request": "beams use the model as it was loaded; use LLM(model, lora=path)",
+    "lora_request": "beams and embeddings use the model as it was loaded; use LLM(model, lora=path)",
     "pipeline_parallel_size": _RANKS,
     "data_parallel_size": _RANKS,
     "distributed_executor_backend": "use tensor_parallel_size=N, under torchrun or not; docs/scaling.md says how to use Ray",
@@ -121,7 +122,9 @@ WAYS_OUT = {
     "load_format": "the format of a checkpoint is read from its files; for random weights, use nanoinfer bench --random-model",
     "config_format": "a checkpoint needs Hugging Face's config.json",
     "tokenizer_mode": "a checkpoint needs Hugging Face's tokenizer.json",
-    "hf_overrides": "copy the checkpoint, and change its config.json",
+    "hf_overrides": "copy the checkpoint, and change its config.json; Qwen3-Reranker needs none",
+    "use_activation": "the checkpoint's modules.json says whether embeddings are normalised",
+    "pooler_config": "the checkpoint's modules.json and 1_Pooling/config.json say how hidden rows are pooled",
     "override_generation_config": "use SamplingParams for each call",
     "enable_prompt_embeds": _IDS,
     "prompt_embeds": _IDS,

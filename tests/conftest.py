@@ -41,6 +41,7 @@ if importlib.util.find_spec("beartype"):  # `make gpu` takes the Python at hand
         shape_checks.start_test()
 
 
+import pooling_cases  # noqa: E402
 import tiny_models  # noqa: E402
 import tool_cases  # noqa: E402
 
@@ -84,6 +85,16 @@ def qwen3_path(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tools_path(tmp_path_factory):
     return tool_cases.save_checkpoint(tmp_path_factory.mktemp("tools"))
+
+
+@pytest.fixture(scope="session")
+def reranker_path(tmp_path_factory):
+    return pooling_cases.save_reranker(tmp_path_factory.mktemp("reranker"))
+
+
+@pytest.fixture(scope="session")
+def embedding_path(reranker_path, tmp_path_factory):
+    return pooling_cases.save_embedding(reranker_path, tmp_path_factory.mktemp("embedding") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -9,18 +9,24 @@ from dataclasses import replace
 from typing import Any
 
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest, as_list, with_prompt_index
-from nanoinfer.engine.request import Request
 from nanoinfer.errors import InvalidPromptError, NanoinferError
+from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
 
 def prepare(
-    inputs: InputProcessor, prompt: Any, reader: Any, max_model_len: int, priority: int | None = None
+    inputs: InputProcessor,
+    prompt: Any,
+    reader: Any,
+    max_model_len: int,
+    *,
+    priority: int | None = None,
+    timeout: float | None = None,
 ) -> PreparedRequest:
     """Prepare a prompt of at most max_model_len tokens. A longer one is not refused, see PreparedRequest.error."""
-    prepared, error = inputs.prepare_prompt(prompt, PARAMS, priority), None
+    prepared, error = inputs.prepare_prompt(prompt, replace(PARAMS, timeout=timeout), priority), None
     if (num := len(prepared.prompt_token_ids)) > max_model_len:
         error = f"This model's maximum context length is {max_model_len} tokens. However, the text has {num} tokens; shorten it"
     return replace(prepared, reader=reader, error=error)
@@ -37,10 +43,10 @@ def prepare_all(prompts: Any, prepare_one: Callable[[Any], PreparedRequest]) -> 
     return prepared
 
 
-def check(requests: Iterable[Request]) -> None:
-    """Raises: NanoinferError for a request that did not read its prompt to the end."""
-    for request in requests:
-        assert request.output is not None, "it has ended"
-        answer = request.output.outputs[0]
+def check(outputs: Iterable[RequestOutput | None]) -> None:
+    """Raises: NanoinferError for a request whose prompt was not read to its end."""
+    for output in outputs:
+        assert output is not None, "it has ended"
+        answer = output.outputs[0]
         if answer.finish_reason not in ("stop", "length"):
             raise NanoinferError(f"the prompt was not read to its end: {answer.error or answer.finish_reason}")

@@ -33,8 +33,12 @@ PROMPT_LOGITS = 2**22  # logits of a prompt that are computed at a time for prom
 class PromptReader(Protocol):
     """Reads the hidden rows of one prompt (Sequence.reader), as rollouts.py and pooling.py do."""
 
-    def read(self, executor: "LocalExecutor", hidden: Float[Tensor, "num_tokens hidden"], part: PromptRows) -> None:
-        """Read a chunk's rows of a step, in order. After a preemption it begins again, at position 0."""
+    def read(self, executor: "LocalExecutor", hidden: Tensor, part: PromptRows, ends: HeadRows, row: int | None) -> None:
+        """Read the rows of a chunk, which are valid until it returns. After a preemption it begins again, at position 0.
+
+        ends, row: If the chunk ends the prompt, row is that of its last token in ends, whose logits are computed for all
+            prompts of the step at once when they are first read.
+        """
         ...
 
 
@@ -88,7 +92,7 @@ class LocalExecutor:
             forwarded = time.perf_counter()
             rows = self.runner.head_rows(hidden, batch.logits_indices)
             tokens, top_logprobs, traced = self._sample(rows, plan)
-            prompt_logprobs = self._read_prompts(plan, hidden)
+            prompt_logprobs = self._read_prompts(plan, batch, hidden)
             sampled = time.perf_counter() - forwarded - traced
         reads_tokens = any(
             seq.sampling_reads_output or seq.params.logprobs is not None or seq.params.return_sampling_mask
@@ -165,13 +169,18 @@ class LocalExecutor:
         self._previous_sampling_batch = batch
         return self.sampler(rows, batch, tracer), [], tracer.seconds if tracer else 0.0
 
-    def _read_prompts(self, plan: StepPlan, hidden: Float[Tensor, "num_tokens hidden"]) -> list[PromptLogprobs]:
+    def _read_prompts(
+        self, plan: StepPlan, batch: ForwardBatch, hidden: Float[Tensor, "num_tokens hidden"]
+    ) -> list[PromptLogprobs]:
         """Compute the log-probabilities of prompts that were requested, and give other rows to their readers."""
-        found = []
+        found: list[PromptLogprobs] = []
+        if not plan.prompt_rows:
+            return found
+        ends, row_of = self.runner.head_rows(hidden, batch.logits_indices), {seq: row for row, (seq, _) in enumerate(plan.rows)}
         for part in plan.prompt_rows:
             seq, num_top = part.sequence, part.sequence.params.prompt_logprobs
             if seq.reader is not None:
-                seq.reader.read(self, hidden, part)
+                seq.reader.read(self, hidden, part, ends, row_of.get(seq))
             elif num_top is not None:
                 logprobs = self.prompt_logprobs(hidden, part, self.info.vocab_size if num_top == -1 else num_top)
                 found.append(PromptLogprobs(seq, part.position + 1, logprobs))

@@ -168,7 +168,10 @@ def on_meta(checkpoint: Checkpoint) -> tuple[Any, Weights]:
     model_class, config = read_config(checkpoint)
     files = open_weights(checkpoint)
     _compare_sizes(config, files, checkpoint.config_path)
-    is_tied = head_is_tied(config.tie_word_embeddings, files, model_class.weight_rules)
+    rules = model_class.weight_rules
+    is_tied = head_is_tied(config.tie_word_embeddings, files, rules)
+    if not any(name.removeprefix(rules.prefix) == rules.head for name in files) and (checkpoint.path / "modules.json").exists():
+        is_tied = True  # an embedding model, whose head nobody reads
     with torch.device("meta"):
         return model_class(dataclasses.replace(config, tie_word_embeddings=is_tied)), files
 

@@ -7,7 +7,7 @@ it never starts, the streams are closed, so that the engine frees their blocks.
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_json
@@ -115,11 +115,20 @@ async def respond(request: Request, answers: Answers, reply: "Reply", *, is_stre
     """Answer an HTTP request whose prompts are submitted."""
     if is_stream:
         return EventStream(answers, reply.events(answers))
+
+    async def whole() -> Response:
+        return json_response(reply.whole(answers))
+
+    return await respond_whole(request, answers, whole)
+
+
+async def respond_whole(request: Request, answers: Answers, make: Callable[[], Awaitable[Response]]) -> Response:
+    """Wait for the answers to end, and return the response that is made then."""
     try:
         outputs = await until_disconnect(request, answers.finished())
     finally:
         answers.close()
-    return Response(status_code=CLIENT_CLOSED_REQUEST) if outputs is None else json_response(reply.whole(answers))
+    return Response(status_code=CLIENT_CLOSED_REQUEST) if outputs is None else await make()
 
 
 class Reply(Protocol):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
@@ -25,6 +25,7 @@ from nanoinfer.server.messages import CountTokensRequest, MessagesReply, Message
 from nanoinfer.server.messages import to_chat as messages_to_chat
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.server.page import Replays, add_page
+from nanoinfer.server.pooling import TextsRequest, add_pooling
 from nanoinfer.server.protocol import (
     MAX_TOKENIZED,
     ChatCompletionRequest,
@@ -78,6 +79,7 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     replays = None if settings.recorder is None else Replays(settings.recorder)
     add_page(app, async_llm, settings.served_model_names[0], replays)
     _add_generation(app, async_llm, settings, replays)
+    add_pooling(app, async_llm, partial(check_texts_body, settings=settings))
     _add_tokenizer(app, async_llm, settings)
     _add_information(app, async_llm, settings)
     if settings.weight_updates:
@@ -132,12 +134,6 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
         return await answer_chat(http, body, choices_reply(body, ChatChoices(body, chat_format, tokenizer)))
 
     _add_chat_apis(app, async_llm, settings, chat_format, answer_chat)
-
-    @app.post("/v1/embeddings", include_in_schema=False)
-    async def unsupported(http: Request) -> Response:
-        raise RequestError(
-            404, f"{http.url.path} is not supported; use /v1/chat/completions or /v1/completions", code="unsupported"
-        )
 
 
 def _add_chat_apis(
@@ -269,12 +265,20 @@ def check_length(tokens: list[int], most: int) -> list[int]:
 
 
 def check_body(
-    body: SamplingRequest | CountTokensRequest | TokenizeRequest | DetokenizeRequest, settings: ServerSettings
+    body: SamplingRequest | CountTokensRequest | TextsRequest | TokenizeRequest | DetokenizeRequest, settings: ServerSettings
 ) -> str:
     """Refuse unknown fields of a body, and a model that is not served. Returns the model name that an answer contains."""
     if not settings.ignore_unknown_fields:
         body.check_unknown_fields()
     return check_model(body.model, settings)
+
+
+def check_texts_body(body: TextsRequest, settings: ServerSettings) -> str:
+    """Check a body as check_body does, and refuse adapters."""
+    model = check_body(body, settings)
+    if model in settings.adapters:
+        raise RequestError(400, f"{model} is an adapter, which embeddings and scores do not use; name the model", param="model")
+    return model
 
 
 def check_model(name: str | None, settings: ServerSettings) -> str:

@@ -36,7 +36,7 @@ _MESSAGES = "/v1/messages"
 _MESSAGES_TYPES = {403: "permission_error", 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 _PARAMETERS = SamplingParams.__dataclass_fields__.keys() | {
     "stream_options", "top_logprobs", "messages", "tools", "tool_choice", "chat_template_kwargs", "continue_final_message",
-    "priority",
+    "priority", "dimensions", "truncate_prompt_tokens", "instruction",
 }  # fmt: skip
 _SUBJECT = re.compile(r"(?:each (?:\w+ )?of )?(\w+)")
 _PATH = re.compile(r"(?<![\w.<])(?:[A-Za-z]:)?[/\\][\w.-]+(?:[/\\][\w.-]+)+")
@@ -185,8 +185,10 @@ def add_error_handlers(app: FastAPI) -> None:
 def _prompt_of(request: Request) -> str:
     """Return the field that holds the prompt."""
     path = request.url.path
-    if path.startswith("/v1/responses"):
+    if path.startswith(("/v1/responses", "/v1/embeddings")):
         return "input"
+    if path.endswith(("/score", "/rerank")):
+        return "documents"
     return "messages" if "/chat/" in path or path.startswith(_MESSAGES) else "prompt"
 
 

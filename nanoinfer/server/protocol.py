@@ -69,6 +69,11 @@ Prompt = Annotated[
 ]
 
 
+def as_prompts(prompt: Any) -> list[str | list[int]]:
+    """The list of prompts, also if there is only one."""
+    return [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else prompt
+
+
 def form_of_content(content: object) -> str | None:
     return "<text>" if isinstance(content, str) else "<parts>" if isinstance(content, list) else None
 
@@ -193,8 +198,7 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompts(self) -> list[dict[str, object]]:
         """The list of prompts as InputProcessor reads them, also if there is only one."""
-        is_one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
-        prompts = [self.prompt] if is_one else self.prompt
+        prompts = as_prompts(self.prompt)
         names = ["prompt" if isinstance(prompt, str) else "prompt_token_ids" for prompt in prompts]
         return [{name: prompt, "cache_salt": self.cache_salt} for name, prompt in zip(names, prompts, strict=True)]
 

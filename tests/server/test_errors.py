@@ -113,7 +113,6 @@ def assert_refused(response, status, message, param=None, code=None):
         ("/detokenize", {"tokens": ["a"]}, 400, "tokens.0: Input should be a valid integer", "tokens", None),
         ("/tokenize", {"prompt": "x", "add_special_token": True}, 400, "did you mean add_special_tokens?", "add_special_token",
          "unknown_parameter"),
-        ("/v1/embeddings", {"input": "x"}, 404, "/v1/embeddings is not supported", None, "unsupported"),
         ("/v1/nothing", {}, 404, "there is no /v1/nothing; /openapi.json describes the paths", None, None),
         ("/health", {}, 405, "Method Not Allowed", None, None),
     ],

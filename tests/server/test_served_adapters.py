@@ -64,6 +64,12 @@ def test_the_model_of_a_request_chooses_its_adapter(server, texts):
     assert "this server has tiny-qwen3, alias, first" in refused.text
 
 
+def test_embeddings_of_an_adapter_are_refused(server):
+    refused = answer(server, "first", "/v1/embeddings", {"input": "Hello"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+    assert answer(server, "tiny-qwen3", "/v1/embeddings", {"input": "Hello"}).status_code == 200
+
+
 def test_every_api_takes_the_name_of_an_adapter(server):
     message = {"messages": CHAT["messages"], "max_tokens": 6, "temperature": 0}
     response = {"input": "Hello", "max_output_tokens": 6, "temperature": 0}

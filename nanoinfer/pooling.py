@@ -1,0 +1,376 @@
+"""LLM's embeddings and scores: one prefill of each text, of which nothing is cached.
+
+In: texts, and an LLM, of which `embed` and `score` are methods (LLM.__getattr__ finds them). Out: vectors and numbers, under
+vLLM's names. Nothing here is imported by an LLM that only generates.
+
+The files of sentence-transformers in a checkpoint say what is made of the hidden rows. Without them it is the last token's row,
+normalised, as in vLLM. A reranker is asked whether a document answers a query, in the template of Qwen3-Reranker
+(https://huggingface.co/Qwen/Qwen3-Reranker-0.6B). Its score is the probability of "yes", and not of "no", as the next token.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nanoinfer.engine import reading
+from nanoinfer.engine.inputs import PreparedRequest, PromptType
+from nanoinfer.errors import (
+    CheckpointError,
+    InvalidTypeError,
+    InvalidValueError,
+    UnsupportedError,
+    check_integer,
+    out_of_range,
+    shown,
+)
+from nanoinfer.loading.checkpoint import MAX_JSON_BYTES, Checkpoint, check_file, read_json
+from nanoinfer.scheduling.step_plan import PromptRows
+from nanoinfer.vllm_compat import check_argument_names, named_arguments
+
+if TYPE_CHECKING:
+    from nanoinfer.execution.local_executor import LocalExecutor
+    from nanoinfer.llm import LLM
+    from nanoinfer.sampling.routes import HeadRows
+
+__all__ = ["embed", "score"]
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"  # the default of rerankers
+_BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. Note "
+    'that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+@named_arguments
+@dataclass(frozen=True, kw_only=True)
+class PoolingParams:
+    """What is computed of a text.
+
+    Args:
+        dimensions: How many first elements of the embedding are kept, and normalised again, for models that were trained for
+            it (Matryoshka). None is all.
+        truncate_prompt_tokens: How many first tokens of a text are kept, apart from those that the tokenizer or the template
+            adds at its end. -1 is the model's length. None refuses texts that are longer than that.
+    """
+
+    dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("dimensions", self.dimensions, 1, None, ">= 1", or_none=True)
+        check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, None, "-1, or >= 1", or_none=True)
+        if self.truncate_prompt_tokens == 0:
+            raise out_of_range("truncate_prompt_tokens", 0, "-1, or >= 1")
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """embedding: hidden_size numbers, or `dimensions` of them."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    """score: of a reranker a probability, 0 .. 1, and of an embedding model the cosine of both texts, -1 .. 1."""
+
+    score: float
+
+
+@dataclass(frozen=True)
+class PoolingRequestOutput:
+    """What was computed of a text, or of a pair of texts, whose ids follow each other in prompt_token_ids."""
+
+    request_id: str
+    outputs: Any
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput):
+    """A text and its embedding."""
+
+    outputs: EmbeddingOutput
+
+
+class ScoringRequestOutput(PoolingRequestOutput):
+    """A query with a document, and their score."""
+
+    outputs: ScoringOutput
+
+
+@check_argument_names("embed()")
+def embed(
+    self: "LLM",
+    prompts: PromptType | Sequence[PromptType],
+    use_tqdm: bool = True,
+    *,
+    pooling_params: PoolingParams | None = None,
+    truncate_prompt_tokens: int | None = None,
+) -> list[EmbeddingRequestOutput]:
+    """Compute the embedding of each text, and return them in the order of the texts.
+
+    Args:
+        prompts: As for generate(), of at most max_model_len tokens each. They are read as they are: if a model wants an
+            instruction before a query, it is a part of the text.
+        use_tqdm: Show a progress bar.
+        truncate_prompt_tokens: The same as in pooling_params, as in vLLM.
+
+    Raises:
+        InvalidPromptError, InvalidTypeError, InvalidValueError: As generate does, and for texts that are too long.
+        UnsupportedError: The checkpoint says that something else is to be computed.
+    """
+    params = pooling_params or PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens)
+    prepared = reading.prepare_all(prompts, partial(Pooler(self).prepare, params=params))
+    requests = self._complete(prepared, use_tqdm)
+    reading.check(request.output for request in requests)
+    return [embedding_output(request.request_id, one) for request, one in zip(requests, prepared, strict=True)]
+
+
+def embedding_output(request_id: str, prepared: PreparedRequest) -> EmbeddingRequestOutput:
+    """Return the embedding of a text that was read to its end."""
+    return EmbeddingRequestOutput(request_id, EmbeddingOutput(prepared.reader.embedding.tolist()), prepared.prompt_token_ids)
+
+
+@check_argument_names("score()")
+def score(
+    self: "LLM",
+    queries: str | Sequence[str],
+    documents: str | Sequence[str],
+    use_tqdm: bool = True,
+    *,
+    pooling_params: PoolingParams | None = None,
+    truncate_prompt_tokens: int | None = None,
+    instruction: str | None = None,
+) -> list[ScoringRequestOutput]:
+    """Compute how well each document fits its query. There is one query for all documents, or one for each.
+
+    A checkpoint whose modules.json has Pooling is an embedding model, which reads each text alone. Any other one is a reranker,
+    which reads each pair.
+
+    Args:
+        use_tqdm, pooling_params, truncate_prompt_tokens: As for embed().
+        instruction: What a reranker shall judge by. None is INSTRUCTION.
+
+    Raises: As embed does.
+    """
+    params = pooling_params or PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens)
+    scoring = Scoring(Pooler(self), queries, documents, params, instruction)
+    prepared = reading.prepare_all(scoring.prepares, lambda prepare: prepare())
+    requests = self._complete(prepared, use_tqdm)
+    reading.check(request.output for request in requests)
+    outputs = []
+    for value, texts in zip(scoring.scores(prepared), scoring.texts, strict=True):
+        ids = [token_id for text in texts for token_id in prepared[text].prompt_token_ids]
+        outputs.append(ScoringRequestOutput(requests[texts[-1]].request_id, ScoringOutput(value), ids))
+    return outputs
+
+
+# ---- what a checkpoint wants to be computed
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How hidden rows become a vector, and which ids are the answers of a reranker.
+
+    mode: "lasttoken" or "mean". is_embedding: whether the checkpoint says so. answer_ids: of "no" and "yes", if it has them.
+    """
+
+    mode: str = "lasttoken"
+    normalize: bool = True
+    is_embedding: bool = False
+    answer_ids: tuple[object, object] | None = None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "Pooling":
+        """Read modules.json. Raises: UnsupportedError for what is not supported, CheckpointError for damaged files."""
+        if checkpoint.config.get("is_causal") is False or checkpoint.config.get("use_bidirectional_attention"):
+            raise UnsupportedError(f"{checkpoint.config_path} wants attention to later tokens; use sentence-transformers")
+        path = checkpoint.path / "modules.json"
+        if not path.exists():
+            return cls()
+        modules = _modules(path)
+        for name in modules.keys() - {"Transformer", "Pooling", "Normalize", "LogitScore"}:
+            raise UnsupportedError(
+                f"{path} has the module {shown(name)}; Transformer, Pooling, Normalize and LogitScore may be"
+            )
+        is_embedding, answers = "Pooling" in modules, modules.get("LogitScore")
+        answer_ids = None if answers is None else (answers.get("false_token_id"), answers.get("true_token_id"))
+        return cls(
+            _mode(modules["Pooling"], path) if is_embedding else cls.mode, "Normalize" in modules, is_embedding, answer_ids
+        )
+
+
+def _modules(path: Path) -> dict[str, dict[str, Any]]:
+    """The modules of sentence-transformers: the name of each one's class -> its settings."""
+    check_file(path, MAX_JSON_BYTES)
+    try:
+        folders = {str(one["type"]).rpartition(".")[2]: str(one["path"]) for one in json.loads(path.read_text("utf-8"))}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} must be a list of modules with a type and a path; download it again") from error
+    for folder in folders.values():
+        if folder != Path(folder).name:
+            raise CheckpointError(f"{path} names {shown(folder)}, outside its folder; download it again")
+    files = {name: path.parent / folder / "config.json" for name, folder in folders.items()}
+    return {name: read_json(file) if file.exists() else {} for name, file in files.items()}
+
+
+def _mode(settings: dict[str, Any], path: Path) -> str:
+    """The mode of a Pooling, by its newer or its older settings."""
+    wanted = [settings["pooling_mode"]] if "pooling_mode" in settings else []
+    wanted += [
+        name.removeprefix("pooling_mode_") for name, value in settings.items() if value is True and name != "include_prompt"
+    ]
+    known = {"lasttoken": "lasttoken", "mean": "mean", "mean_tokens": "mean"}
+    if len(wanted) != 1 or wanted[0] not in known:
+        raise UnsupportedError(f"{path} wants the pooling {shown(wanted)}; lasttoken or mean is supported")
+    return known[wanted[0]]
+
+
+# ---- texts to requests
+
+
+class Pooler:
+    """Prepares texts for one LLM. Any thread may call it."""
+
+    def __init__(self, llm: "LLM") -> None:
+        """Raises: as Pooling.of does."""
+        engine: Any = llm.engine  # with a LocalExecutor
+        self.pooling = Pooling.of(llm.checkpoint)
+        self._hidden_size = engine.executor.runner.model.config.hidden_size
+        self._inputs, self._tokenizer, self._max_model_len = engine.inputs, engine.tokenizer, engine.max_model_len
+
+    def prepare(self, prompt: Any, params: PoolingParams, **options: Any) -> PreparedRequest:
+        """Prepare a text to be embedded. options: those of reading.prepare."""
+        if not isinstance(params, PoolingParams):
+            raise InvalidTypeError(f"pooling_params must be PoolingParams, got {shown(params)}")
+        if (params.dimensions or 1) > self._hidden_size:
+            raise out_of_range("dimensions", params.dimensions, f"at most the model's {self._hidden_size}")
+        if (most := self._most_tokens(params)) is not None:
+            content = prompt.get("prompt_token_ids", prompt.get("prompt")) if isinstance(prompt, dict) else prompt
+            if isinstance(content, str) and self._tokenizer is not None:
+                one, bare = (self._tokenizer.encode("a", add_special_tokens=add) for add in (True, False))
+                start = next(i for i in range(len(one)) if one[i : i + len(bare)] == bare)
+                ids = self._framed(content, one[:start], one[start + len(bare) :], most)
+                prompt = {"prompt": content, "prompt_token_ids": ids}
+            elif isinstance(content, list):
+                prompt = content[:most]
+        reader = _EmbeddingReader(self.pooling, params.dimensions)
+        return reading.prepare(self._inputs, prompt, reader, self._max_model_len, **options)
+
+    def prepare_pair(
+        self, query: str, document: str, instruction: str, params: PoolingParams, **options: Any
+    ) -> PreparedRequest:
+        """Prepare a pair for a reranker. Raises: UnsupportedError for a model without its answers."""
+        answer_ids: Any = None
+        if self._tokenizer is not None:
+            answer_ids = tuple(self._tokenizer.backend.token_to_id(answer) for answer in ("no", "yes"))
+        if answer_ids is None or None in answer_ids or self.pooling.answer_ids not in (None, answer_ids):
+            raise UnsupportedError(
+                "this model is no reranker that answers by the tokens 'yes' and 'no', as Qwen3-Reranker does, and its "
+                "modules.json has no Pooling; use one of these, or embed()"
+            )
+        text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+        before, after = (self._tokenizer.encode(part, add_special_tokens=False) for part in (_BEFORE, _AFTER))
+        ids = self._framed(text, before, after, self._most_tokens(params))
+        prompt = {"prompt": _BEFORE + text + _AFTER, "prompt_token_ids": ids}
+        return reading.prepare(self._inputs, prompt, _ScoreReader(answer_ids), self._max_model_len, **options)
+
+    def _most_tokens(self, params: PoolingParams) -> int | None:
+        most = params.truncate_prompt_tokens
+        if (most or 0) > self._max_model_len:
+            raise out_of_range("truncate_prompt_tokens", most, f"at most the model's {self._max_model_len}")
+        return self._max_model_len if most == -1 else most
+
+    def _framed(self, text: str, before: list[int], after: list[int], most: int | None) -> list[int]:
+        """The ids of a text between others, of which the text alone is truncated."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, max_tokens=most or self._max_model_len)
+        num = len(ids) if most is None else max(most - len(before) - len(after), 0)
+        return [*before, *ids[:num], *after]
+
+
+class Scoring:
+    """The scores of one call. prepares: of the requests that it needs. texts: for each score the indices of its requests."""
+
+    def __init__(
+        self,
+        pooler: Pooler,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        params: PoolingParams,
+        instruction: str | None = None,
+        **options: Any,
+    ) -> None:
+        """options: those of reading.prepare. Raises: InvalidTypeError, InvalidValueError."""
+        first, second = ([one] if isinstance(one, str) else list(one) for one in (queries, documents))
+        for text in (*first, *second):
+            if not isinstance(text, str):
+                raise InvalidTypeError(f"queries and documents must be strings, got {shown(text)}")
+        if not second or len(first) not in (1, len(second)):
+            raise InvalidValueError(f"there must be one query, or one for each document, got {len(first)} for {len(second)}")
+        if pooler.pooling.is_embedding:
+            if instruction is not None:
+                raise InvalidValueError("instruction is for rerankers, and this is an embedding model; write it into the query")
+            self.prepares = [partial(pooler.prepare, text, params, **options) for text in (*first, *second)]
+            self.texts: list[tuple[int, ...]] = [(i % len(first), len(first) + i) for i in range(len(second))]
+        else:
+            pairs = [(first[i % len(first)], document) for i, document in enumerate(second)]
+            self.prepares = [
+                partial(pooler.prepare_pair, *pair, instruction or INSTRUCTION, params, **options) for pair in pairs
+            ]
+            self.texts = [(i,) for i in range(len(second))]
+
+    def scores(self, prepared: Sequence[PreparedRequest]) -> list[float]:
+        """Return the scores when the requests were read to their ends."""
+        found = []
+        for texts in self.texts:
+            readers = [prepared[text].reader for text in texts]
+            if len(readers) == 1:
+                found.append(float(readers[0].score))
+            else:
+                found.append(float(torch.cosine_similarity(readers[0].embedding, readers[1].embedding, dim=0)))
+        return found
+
+
+class _EmbeddingReader:
+    """Makes a text's rows one vector: its last row, or the sum of all."""
+
+    def __init__(self, pooling: Pooling, dimensions: int | None) -> None:
+        self._pooling, self._dimensions = pooling, dimensions
+        self._vector = torch.empty(0)
+        self._num_tokens = 0
+
+    def read(self, executor: "LocalExecutor", hidden: Tensor, part: PromptRows, ends: "HeadRows", row: int | None) -> None:
+        if self._pooling.mode == "lasttoken":
+            self._vector = hidden[part.stop - 1].float().clone()
+            return
+        rows = hidden[part.start : part.stop].float().sum(0)
+        self._vector = self._vector + rows if part.position else rows
+        self._num_tokens = part.position + part.stop - part.start
+
+    @property
+    def embedding(self) -> Tensor:
+        """[dimensions], fp32."""
+        mean = self._vector if self._pooling.mode == "lasttoken" else self._vector / self._num_tokens
+        kept = mean[: self._dimensions]
+        return torch.nn.functional.normalize(kept, dim=0) if self._pooling.normalize else kept
+
+
+class _ScoreReader:
+    """Reads the probability of an answer of two. answer_ids: of "no" and "yes". score: of "yes"."""
+
+    score: Tensor
+
+    def __init__(self, answer_ids: tuple[int, int]) -> None:
+        self._answer_ids = list(answer_ids)
+
+    def read(self, executor: "LocalExecutor", hidden: Tensor, part: PromptRows, ends: "HeadRows", row: int | None) -> None:
+        if row is not None:
+            self.score = ends.logits[row, self._answer_ids].softmax(-1)[1]

@@ -1,0 +1,158 @@
+"""The endpoints that read texts instead of answering them: /v1/embeddings, /v1/score and /v1/rerank.
+
+In: OpenAI's, vLLM's and Jina's fields. Out: vectors and scores. Each text is a request like those of the other endpoints, with
+their limits, priorities and errors.
+"""
+
+import base64
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from fastapi import FastAPI
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from starlette.responses import Response
+
+from nanoinfer.async_llm import AsyncLLM
+from nanoinfer.engine.inputs import PreparedRequest
+from nanoinfer.pooling import Pooler, PoolingParams, Scoring
+from nanoinfer.server.answers import Answers, respond_whole
+from nanoinfer.server.errors import json_response
+from nanoinfer.server.limits import StrictRequest
+from nanoinfer.server.protocol import INT64, MAX_PROMPTS, Body, Prompt, add_accepted_fields, as_prompts
+
+
+def _text_of(document: object) -> object:
+    return document["text"] if isinstance(document, dict) and document.keys() == {"text"} else document  # Jina's form
+
+
+Texts = Annotated[list[Annotated[str, BeforeValidator(_text_of)]], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+
+
+class TextsRequest(Body):
+    """The fields of all these endpoints."""
+
+    model_config = ConfigDict(json_schema_extra=add_accepted_fields)
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
+    timeout: float | None = None
+
+
+class EmbeddingRequest(TextsRequest):
+    """The body of /v1/embeddings."""
+
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+
+
+class ScoreRequest(TextsRequest):
+    """The body of /v1/score, in which text_1 and text_2 are other names of queries and documents."""
+
+    queries: str | Texts | None = None
+    documents: str | Texts | None = None
+    text_1: str | Texts | None = None
+    text_2: str | Texts | None = None
+    instruction: str | None = None
+
+    @model_validator(mode="after")
+    def take_other_names(self) -> Self:
+        if (self.queries is None) == (self.text_1 is None) or (self.documents is None) == (self.text_2 is None):
+            raise ValueError("give queries and documents, or text_1 and text_2")
+        self.queries, self.documents = self.queries or self.text_1, self.documents or self.text_2
+        return self
+
+
+class RerankRequest(TextsRequest):
+    """The body of /v1/rerank."""
+
+    query: str
+    documents: Texts
+    top_n: Annotated[int, Field(ge=0)] | None = None  # 0: all, as in vLLM
+    return_documents: bool | None = None
+    instruction: str | None = None
+
+
+def add_pooling(app: FastAPI, async_llm: AsyncLLM, check_body: Callable[[TextsRequest], str]) -> None:
+    """Add the endpoints. check_body refuses unknown fields and models, and returns the model's name."""
+
+    @app.post("/v1/embeddings")
+    async def embeddings(http: StrictRequest, body: EmbeddingRequest) -> Response:
+        model = check_body(body)
+        pooler = await async_llm.threads.run(partial(Pooler, async_llm.llm), is_large=http.is_large)
+        params = PoolingParams(dimensions=body.dimensions, truncate_prompt_tokens=body.truncate_prompt_tokens)
+        prepare = partial(pooler.prepare, params=params, priority=body.priority, timeout=body.timeout)
+
+        def fields_of(prepared: list[PreparedRequest]) -> dict[str, Any]:
+            found = [one.reader.embedding.numpy(force=True) for one in prepared]
+            vectors = [_base64(one) if body.encoding_format == "base64" else one.tolist() for one in found]
+            return {"data": [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(vectors)]}
+
+        return await _read(http, async_llm, model, [partial(prepare, prompt) for prompt in as_prompts(body.input)], fields_of)
+
+    @app.post("/score", include_in_schema=False)
+    @app.post("/v1/score")
+    async def score(http: StrictRequest, body: ScoreRequest) -> Response:
+        def fields_of(scores: list[float]) -> dict[str, Any]:
+            return {"data": [{"object": "score", "index": i, "score": one} for i, one in enumerate(scores)]}
+
+        return await _score(http, async_llm, check_body(body), body, body.queries, fields_of)
+
+    @app.post("/v2/rerank", include_in_schema=False)
+    @app.post("/rerank", include_in_schema=False)
+    @app.post("/v1/rerank")
+    async def rerank(http: StrictRequest, body: RerankRequest) -> Response:
+        def fields_of(scores: list[float]) -> dict[str, Any]:
+            order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
+            results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
+            if body.return_documents is not False:
+                results = [one | {"document": {"text": body.documents[one["index"]]}} for one in results]
+            return {"results": results}
+
+        return await _score(http, async_llm, check_body(body), body, body.query, fields_of)
+
+
+async def _score(
+    http: StrictRequest,
+    async_llm: AsyncLLM,
+    model: str,
+    body: ScoreRequest | RerankRequest,
+    queries: Any,
+    fields_of: Callable[[list[float]], dict[str, Any]],
+) -> Response:
+    def scoring_of() -> Scoring:
+        params = PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
+        options = {"priority": body.priority, "timeout": body.timeout}
+        return Scoring(Pooler(async_llm.llm), queries, body.documents or (), params, body.instruction, **options)
+
+    scoring = await async_llm.threads.run(scoring_of, is_large=http.is_large)
+    return await _read(http, async_llm, model, scoring.prepares, lambda prepared: fields_of(scoring.scores(prepared)))
+
+
+async def _read(
+    http: StrictRequest,
+    async_llm: AsyncLLM,
+    model: str,
+    prepares: Sequence[Callable[[], PreparedRequest]],
+    fields_of: Callable[[list[PreparedRequest]], dict[str, Any]],
+) -> Response:
+    """Read the texts, and answer with the fields that are made of them."""
+    answers = Answers(1)
+
+    def whole() -> Response:
+        prepared = [stream.prepared for stream in answers.streams]
+        num = sum(len(one.prompt_token_ids) for one in prepared)
+        head = {"id": answers.id, "object": "list", "created": int(time.time()), "model": model}
+        return json_response(head | fields_of(prepared) | {"usage": {"prompt_tokens": num, "total_tokens": num}})
+
+    await answers.submit(async_llm, list(prepares), is_large=http.is_large)
+    return await respond_whole(http, answers, partial(async_llm.threads.run, whole, is_large=http.is_large))
+
+
+def _base64(vector: "np.ndarray[Any, np.dtype[np.float32]]") -> str:
+    """As OpenAI's client reads it: fp32, the lowest byte first."""
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
