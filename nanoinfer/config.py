@@ -254,7 +254,7 @@ class EngineConfig:
             )
         check_integer("tensor_parallel_size", self.tensor_parallel_size, 1, None, ">= 1")
         check_flag("enable_lora", self.enable_lora)
-        if (self.max_loras, self.max_lora_rank) != (1, 16) and not self.enable_lora:
+        if not (self.enable_lora or (is_one_of(self.max_loras, (1,)) and is_one_of(self.max_lora_rank, (16,)))):
             raise InvalidValueError("max_loras and max_lora_rank need enable_lora=True; pass it, or leave them out")
         check_integer("max_model_len", self.max_model_len, 1, None, ">= 1", or_none=True)
         check_flag("enforce_eager", self.enforce_eager)

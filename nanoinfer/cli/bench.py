@@ -69,8 +69,8 @@ DEFAULT_WORKLOADS = "A,B16"
 RandomModel = Annotated[
     str | None,
     typer.Option(
-        help="Random weights instead of a model: gpt2, gpt2-medium, qwen2.5-0.5b or qwen3-0.6b.",
-        autocompletion=complete_from("gpt2", "gpt2-medium", "qwen2.5-0.5b", "qwen3-0.6b"),
+        help="Random weights instead of a model: gpt2, gpt2-medium, qwen2.5-0.5b, qwen3-0.6b or qwen3.5-0.8b.",
+        autocompletion=complete_from("gpt2", "gpt2-medium", "qwen2.5-0.5b", "qwen3-0.6b", "qwen3.5-0.8b"),
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

@@ -40,13 +40,13 @@ logger = logging.getLogger(__name__)
 L = TypeVar("L", "LLM", "AsyncLLM")
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str | int) -> int:
     """Read a number of bytes, where K, M, G and T are powers of 1,024.
 
     >>> parse_size("1.5G"), parse_size("512MiB"), parse_size("4096")
     (1610612736, 536870912, 4096)
     """
-    matched = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?(?:([KMGT])(?:I?B)?)?", text.strip().upper())
+    matched = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?(?:([KMGT])(?:I?B)?)?", str(text).strip().upper())
     if matched is None:
         raise typer.BadParameter(f"{text!r} is not a size; give bytes, such as 536870912, or 512M, or 1.5G")
     number, unit = matched.groups()

@@ -15,14 +15,12 @@ def load_drafter(model: Any, config: EngineConfig) -> Any:
     """Load what drafts for a model from the same checkpoint. It shares the model's embedding and head.
 
     Raises:
-        UnsupportedError: a family without such a module, a checkpoint without its weights, or adapters.
+        UnsupportedError: a family without such a module, or a checkpoint without its weights.
         WeightsError: weights that do not fit.
     """
     way_out = "use method 'ngram', or 'draft_model' with a smaller model"
     if not hasattr(model, "drafter_class"):
         raise UnsupportedError(f"method 'mtp' needs Qwen3.5 or Qwen3-Next, got a {type(model).__name__}; {way_out}")
-    if config.enable_lora:
-        raise UnsupportedError(f"method 'mtp' drafts without adapters; leave enable_lora out, or {way_out}")
     weights, rules = open_weights(Checkpoint.open(config.model, config.revision)), model.drafter_class.weight_rules
     if not any(name.startswith(rules.prefix) for name in weights):
         raise UnsupportedError(

@@ -68,7 +68,7 @@ BAD_LLM = {
     "max_lora_rank": [0, 32, None],
     "speculative_config": ["ngram", {}, {"method": "eagle"}, {"method": "ngram", "k": 1}, ARRAY],
     "hf_overrides": [{"num_hidden_layers": 1}],
-    "runner": ["pooling"],
+    "runner": ["draft"],
     "generation_config": ["vllm"],
     "no_such_argument": [1],
     "modle": ["tiny-qwen3"],
