@@ -291,7 +291,7 @@ class EngineArgs:
 
     Args:
         model: A folder with config.json and safetensors, a .gguf file, a hub name, or a bundled model ("tiny-qwen3",
-            "tiny-gpt2"). None is tiny-qwen3. GPT-2, Llama, Mistral, Qwen2, Qwen2.5, Qwen3 and Qwen's MoE are supported.
+            "tiny-gpt2"). None is tiny-qwen3. docs/supported.md lists the families.
         tokenizer: Folder or hub name of a different tokenizer. A model without one takes token ids and detokenize=False.
         revision: Branch, tag or commit of a hub model.
         dtype: "auto" (the checkpoint's own, or float32 on a CPU that is slow at it), "float32"/"float", "bfloat16",

@@ -38,6 +38,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line, shown
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.local_executor import LocalExecutor
+from nanoinfer.loading.quantization import QuantizedLinear
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.sequence import Sequence
@@ -113,7 +114,9 @@ class BlockFiles:
                 stamp(self._path(key))
 
     def keep(self, key: int, block: int, *, wait: bool = False) -> None:
-        if (wait or not self._waiting.full()) and key not in self._copies and not self._has(key):
+        if self._has(key):
+            self.touch((key,))
+        elif (wait or not self._waiting.full()) and key not in self._copies:
             self._copies[key] = self._copy_of(block)
             self._waiting.put(key)
 
@@ -159,8 +162,8 @@ class BlockFiles:
         while (key := self._waiting.get()) is not None:
             if (copy := self._copies.get(key)) is not None:
                 self._try(self._write, key, copy)
-            if self._copies.pop(key, None) is None:
-                self.discard(key)  # as someone did meanwhile
+                if self._copies.pop(key, None) is None:
+                    self.discard(key)  # as someone did meanwhile
         os.close(self._lock)
 
     def _try(self, function: Callable[..., object], *arguments: Any) -> None:
@@ -176,7 +179,8 @@ class BlockFiles:
                 logger.warning("blocks cannot be kept in %s: %s", self._folder, reason)
             self._last_error = reason
         finally:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def _write(self, key: int, copy: Callable[[], Tensor]) -> None:
         path, temporary, content = self._path(key), self._folder / "writing", copy()
@@ -270,8 +274,10 @@ def keeper(model: Any, config: EngineConfig) -> Callable[[LocalExecutor], Engine
             "prefix_cache_dir needs full attention in every layer, and this model has sliding windows or states; leave it out"
         )
     names, weights = zip(*model.named_parameters(), strict=True)
+    rounded = [module.weight for module in model.modules() if isinstance(module, QuantizedLinear)]
+    integers = [tensor for weight in rounded for tensor in (weight.integers, weight.scales, weight.zeros)]
     with ThreadPoolExecutor() as pool:
-        digests = [*pool.map(_sha256, weights)]
+        digests = [*pool.map(_sha256, [*weights, *integers])]
     # Every file of this package counts, and that of a model of your own: whoever changes an engine forgets to count versions.
     files = [path for path in sorted(Path(__file__).parents[1].rglob("*")) if path.suffix in (".py", ".cpp", ".h")]
     with suppress(OSError, TypeError):  # a class of a notebook has no file

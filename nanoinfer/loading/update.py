@@ -153,6 +153,8 @@ def _fill(model: Any, weights: Weights) -> None:
                 packed.write(leaf, values, start)
             if (parameter := getattr(module, leaf)) is not None:  # None: it is only in the kernels' layout
                 parameter.copy_(values)
+                if (copy := getattr(parameter, "in_fp32", None)) is not None:  # of sinks, whose address kernels have
+                    copy.copy_(parameter)
 
 
 def release(runner: Any, *, weights: bool) -> None:

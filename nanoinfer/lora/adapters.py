@@ -8,7 +8,6 @@ recently used. The scheduler (scheduler.py) makes sure that no step uses more ad
 """
 
 import hashlib
-import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -56,7 +55,6 @@ class Adapters:
             and f"{path}.weight" != self._rules.head
             and ".experts." not in path
         }
-        self._lock = threading.Lock()
         self._known: dict[int, Adapter] = {}  # by lora_int_id
         self._slots: OrderedDict[Adapter, int] = OrderedDict()  # the least recently used first
 
@@ -69,10 +67,9 @@ class Adapters:
         """
         if not isinstance(request, LoRARequest):
             raise InvalidTypeError(f"lora_request must be a LoRARequest (nanoinfer.lora.request), got {shown(request)}")
-        with self._lock:
-            adapter = self._known.get(request.lora_int_id)
-            if adapter is None:
-                adapter = self._known[request.lora_int_id] = self._read(request)
+        adapter = self._known.get(request.lora_int_id)
+        if adapter is None:  # reading takes long, so nobody waits for it, and of two that read it the first one counts
+            adapter = self._known.setdefault(request.lora_int_id, self._read(request))
         if adapter.request != request:
             raise InvalidValueError(
                 f"lora_int_id {request.lora_int_id} is {adapter.request}, got {request}; give each adapter an id of its own, "
@@ -82,8 +79,7 @@ class Adapters:
 
     def remove(self, lora_int_id: int) -> bool:
         """Forget an adapter, for which running requests go on. Returns whether the id was known."""
-        with self._lock:
-            return self._known.pop(lora_int_id, None) is not None
+        return self._known.pop(lora_int_id, None) is not None
 
     def _read(self, request: LoRARequest) -> Adapter:
         updates, digest = {}, hashlib.sha256()
@@ -100,6 +96,7 @@ class Adapters:
                     f"the adapter {shown(request.lora_path)} has the rank {len(update.a)}, and max_lora_rank is "
                     f"{self._rows.max_rank}; load the model with max_lora_rank={len(update.a)}"
                 )
+            update = replace(update, a=update.a.clone(), b=update.b.clone())  # the file may change
             updates[path] = update
             digest.update(f"{path} {update.scale} {update.a.shape} {update.a.dtype} {update.b.dtype}".encode())
             for matrix in (update.a, update.b):

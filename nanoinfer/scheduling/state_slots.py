@@ -89,7 +89,7 @@ class StateSlots(BlockManager):
         of_drafts = {position: self._take_slot() for position in drafts}
         writes = {end: self._slot_to_write(seq)} | of_drafts
         boundary = end - end % self.block_size
-        if start < boundary < end and self.enable_prefix_caching and self.num_free_slots:
+        if start < boundary < end and self.enable_prefix_caching and seq.reader is None and self.num_free_slots:
             writes = {boundary: self._take_slot()} | writes
         seq.state_writes = writes
         return copies

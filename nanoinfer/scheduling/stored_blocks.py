@@ -88,7 +88,7 @@ class StoredBlocks(BlockManager):
         return block
 
     def forget_cached(self, seq: Sequence) -> None:
-        for key in seq.prefix_keys:
+        for key in seq.prefix_keys if self.store.is_open else ():
             self.store.discard(key)
         super().forget_cached(seq)
 
@@ -131,5 +131,9 @@ def _keep_all(store: BlockStore, free: Iterable[int], content: dict[int, Any], c
     """Keep the free blocks that are cached, or the most recently used ones for which there is room, and close the store."""
     if store.is_open:
         for block in [*free][-store.max_blocks :]:
-            store.keep(cached[content[block]][0], block, wait=True)
+            if (entry := content.get(block)) is not None:
+                key, _ = cached[entry]
+                store.keep(key, block, wait=True)
+                if content.get(block) != entry:  # at the end of a process, an engine's thread may still take blocks
+                    store.discard(key)
         store.close()

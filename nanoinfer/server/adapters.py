@@ -3,7 +3,7 @@
     POST /v1/load_lora_adapter     {"lora_name": name, "lora_path": folder}: a request's model may have this name from now on
     POST /v1/unload_lora_adapter   {"lora_name": name}: requests that use it go on, and no others get it
 
-Whoever may call them may make this server read any folder. Use them with --api-key.
+Whoever may call them may make this server read any folder, and download any repository of the hub. Use them with --api-key.
 """
 
 import asyncio

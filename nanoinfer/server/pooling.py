@@ -63,7 +63,8 @@ class ScoreRequest(TextsRequest):
     def take_other_names(self) -> Self:
         if (self.queries is None) == (self.text_1 is None) or (self.documents is None) == (self.text_2 is None):
             raise ValueError("give queries and documents, or text_1 and text_2")
-        self.queries, self.documents = self.queries or self.text_1, self.documents or self.text_2
+        self.queries = self.text_1 if self.queries is None else self.queries
+        self.documents = self.text_2 if self.documents is None else self.documents
         return self
 
 
@@ -124,10 +125,13 @@ async def _score(
     queries: Any,
     fields_of: Callable[[list[float]], dict[str, Any]],
 ) -> Response:
+    documents = body.documents
+    assert documents is not None, "take_other_names has seen to it"
+
     def scoring_of() -> Scoring:
         params = PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
         options = {"priority": body.priority, "timeout": body.timeout}
-        return Scoring(Pooler(async_llm.llm), queries, body.documents or (), params, body.instruction, **options)
+        return Scoring(Pooler(async_llm.llm), queries, documents, params, body.instruction, **options)
 
     scoring = await async_llm.threads.run(scoring_of, is_large=http.is_large)
     return await _read(http, async_llm, model, scoring.prepares, lambda prepared: fields_of(scoring.scores(prepared)))

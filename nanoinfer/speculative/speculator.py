@@ -72,7 +72,7 @@ class StepCost:
             self.seconds_per_row = max((rows_times_seconds - rows * average_seconds) / variance, 0.0)
         else:  # all steps had the same number of rows
             self.seconds_per_row *= FADING
-            self.seconds_per_draft_token *= FADING
+        self.seconds_per_draft_token *= FADING  # so that it is measured again
 
     def time_proposal(self, proposer: Proposer, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
         """Return proposer.propose(sequences, limits), and measure the time that it takes."""

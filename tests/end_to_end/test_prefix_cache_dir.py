@@ -2,11 +2,12 @@
 
 import gc
 import logging
+import shutil
 
 import pytest
 import tiny_models
 from lora_adapters import linear_shapes, write_adapter
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.errors import InvalidValueError, UnsupportedError
@@ -120,6 +121,22 @@ def test_one_changed_number_in_the_weights_is_another_model(load, paths):
     with load() as llm:  # nothing that the new weights have computed was kept
         assert answer(llm) == expected != changed
     assert expected[1] == 40
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8", "dtype": "bfloat16", "enforce_eager": True}], ids=str)
+def test_weights_behind_the_last_keys_count_too(load, tmp_path, settings):
+    """No key or value of a probe shows them."""
+    path = tiny_models.save("qwen3", tmp_path / "model", hidden_size=64, intermediate_size=96)
+    with load(path, **settings) as llm:
+        answer(llm)
+    other = shutil.copytree(path, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors[max(name for name in tensors if name.endswith("down_proj.weight"))] *= 2
+    save_file(tensors, other / "model.safetensors")
+    with load(other, **settings) as llm:
+        assert answer(llm)[1] == 0
+    with load(path, **settings) as llm:
+        assert answer(llm)[1] == 40
 
 
 def test_a_salt_separates_tenants_over_a_restart(load):

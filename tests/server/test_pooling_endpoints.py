@@ -81,6 +81,7 @@ ERRORS = [
     ("/v1/embeddings", {"input": ["a"] * 9}, None, None, "9 answers are requested, and at most 8 may run or wait"),
     ("/v1/embeddings", {"messages": []}, None, "input", "Field required"),
     ("/v1/score", {"queries": "a"}, None, None, "give queries and documents, or text_1 and text_2"),
+    ("/v1/score", {"queries": [], "documents": "a"}, None, None, "one query, or one for each document"),
     ("/v1/score", {"queries": "a", "documents": []}, None, None, "one query, or one for each document"),
     ("/v1/score", {"text_1": ["a", "b"], "text_2": "c"}, None, None, "one query, or one for each document"),
     ("/v1/rerank", PAIRS | {"instruction": "x"}, None, "instruction", "instruction is for rerankers"),
@@ -112,6 +113,7 @@ def test_score_has_vllms_fields(reranker, scores):
             assert found["data"] == [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores)]
             assert found.keys() == {"id", "object", "created", "model", "data", "usage"}
     assert reranker.post("/score", {"text_1": QUERY, "text_2": DOCUMENTS[2]}).json()["data"][0]["score"] == scores[2]
+    assert reranker.post("/score", {"queries": "", "documents": ""}).status_code == 200
     judged = reranker.post("/score", {"text_1": QUERY, "text_2": DOCUMENTS[2], "instruction": "Judge"}).json()["data"]
     assert judged[0]["score"] != scores[2]
 

@@ -87,11 +87,14 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, out: Tensor, k_pages: Tensor, v_page
 
 
 def _in_fp32(sinks: Sinks | None) -> tuple[Tensor | None, int | None]:
-    """Sinks as the kernels read them, and their address."""
+    """Sinks as the kernels read them, and their address. A copy belongs to the parameter (loading/update.py renews it)."""
     if sinks is None:
         return None, None
-    sinks = sinks.detach().float().contiguous()
-    return sinks, sinks.data_ptr()
+    if (copy := getattr(sinks, "in_fp32", None)) is None:
+        copy = sinks.detach().float().contiguous()
+        if copy.data_ptr() != sinks.data_ptr():
+            sinks.in_fp32 = copy  # type: ignore[attr-defined]
+    return copy, copy.data_ptr()
 
 
 def _with_whole_heads(*tensors: Tensor) -> Iterator[Tensor]:

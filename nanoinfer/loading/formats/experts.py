@@ -28,6 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from nanoinfer.loading.quantization import QuantizedWeight
 from nanoinfer.loading.weights import TensorInfo, Weights
 
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -49,6 +50,7 @@ class ExpertWeights(Weights):
     def __init__(self, base: Weights, form: Literal["interleaved", "halves"]) -> None:
         super().__init__(base)
         self._base, self._form = base, form
+        self.has_empty_biases, self.has_integers = base.has_empty_biases, base.has_integers
         self._sources: dict[str, tuple[str, int, slice]] = {}  # name -> a tensor of `base`, the expert, its outputs
         for name, info in base.items():
             match = _TENSOR.fullmatch(name)
@@ -95,6 +97,9 @@ class ExpertWeights(Weights):
             return unpack_fp4(torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2), scales[outputs][rows]).flatten(1)
         is_transposed = self._form == "interleaved" and not source.endswith("_bias")
         return (tensor.T if is_transposed else tensor)[outputs][rows]
+
+    def integers(self, name: str) -> QuantizedWeight | None:
+        return None if name in self._sources else self._base.integers(name)
 
 
 def _scales_of(name: str) -> str:

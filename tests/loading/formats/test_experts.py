@@ -78,6 +78,15 @@ def test_experts_in_halves_are_those_that_are_stored_one_by_one(tmp_path):
     assert all(torch.equal(found[name], weight) for name, weight in one_by_one.items())
 
 
+def test_what_is_not_divided_stays_what_its_file_says():
+    base = weights.Weights({"mlp.down_proj.weight": weights.TensorInfo((2, 2), "F32")})
+    base.has_integers = base.has_empty_biases = True
+    base.integers = lambda name: f"the integers of {name}"
+    divided = ExpertWeights(base, "halves")
+    assert (divided.has_integers, divided.has_empty_biases) == (True, True)
+    assert divided.integers("mlp.down_proj.weight") == "the integers of mlp.down_proj.weight"
+
+
 def test_logits_of_mxfp4_equal_transformers(saved):
     path, model = saved
     ours = load(path)
