@@ -38,7 +38,6 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line, shown
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.local_executor import LocalExecutor
-from nanoinfer.loading.quantization import QuantizedLinear
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.sequence import Sequence
@@ -274,7 +273,8 @@ def keeper(model: Any, config: EngineConfig) -> Callable[[LocalExecutor], Engine
             "prefix_cache_dir needs full attention in every layer, and this model has sliding windows or states; leave it out"
         )
     names, weights = zip(*model.named_parameters(), strict=True)
-    rounded = [module.weight for module in model.modules() if isinstance(module, QuantizedLinear)]
+    found = [getattr(module, "weight", None) for module in model.modules()]
+    rounded: list[Any] = [weight for weight in found if hasattr(weight, "integers")]  # QuantizedWeights are no parameters
     integers = [tensor for weight in rounded for tensor in (weight.integers, weight.scales, weight.zeros)]
     with ThreadPoolExecutor() as pool:
         digests = [*pool.map(_sha256, [*weights, *integers])]
