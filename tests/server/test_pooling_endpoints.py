@@ -2,6 +2,7 @@
 
 import base64
 from array import array
+from threading import Semaphore
 
 import http_server
 import pytest
@@ -66,6 +67,7 @@ def test_embeddings_are_the_same_beside_chats_and_leave_nothing(embedder, wanted
     found = embedder.post("/v1/embeddings", {"input": TEXTS}).json()
     assert [one["embedding"] for one in found["data"]] == wanted[0]
     for chat in chats:
+        assert chat.recv(1)  # it has come, so waiting waits for it
         chat.close()
     embedder.wait_until_idle()
 
@@ -132,8 +134,11 @@ def test_rerank_has_vllms_and_jinas_fields(reranker, scores, path):
     assert len(reranker.post(path, PAIRS | {"top_n": 0}).json()["results"]) == 4
 
 
-def test_a_reader_that_leaves_and_one_that_is_too_late_leave_nothing(embedder, reranker):
+def test_a_reader_that_leaves_and_one_that_is_too_late_leave_nothing(embedder, monkeypatch):
+    are_added, add = Semaphore(0), embedder.async_llm.engine.scheduler.add
+    monkeypatch.setattr(embedder.async_llm.engine.scheduler, "add", lambda seq: (add(seq), are_added.release()))
     connection = embedder.open_stream({"input": ["a little dog " * 100] * 8}, "/v1/embeddings")
+    assert all(are_added.acquire(timeout=60) for _ in range(8))
     connection.close()
     embedder.wait_until_idle()
     late = embedder.post("/v1/embeddings", {"input": "a little dog", "timeout": 1e-9})

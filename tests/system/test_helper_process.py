@@ -57,7 +57,11 @@ class WhenStopped(threading.Thread):
 
     def run(self):
         while not self.is_cancelled:
-            if self.stat.read_text().rpartition(")")[2].split()[0] == "T":
+            try:
+                state = self.stat.read_text().rpartition(")")[2].split()[0]
+            except OSError:  # the process has ended, and its Popen has seen it
+                return
+            if state == "T":
                 self.kill()
                 return
             time.sleep(0.001)
