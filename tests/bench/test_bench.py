@@ -9,6 +9,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+import tiny_models
 import torch
 import transformers
 from typer.testing import CliRunner
@@ -23,6 +24,7 @@ from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.tracing import Recorder, StepScheduled
 
 pytestmark = pytest.mark.slow
 
@@ -105,6 +107,37 @@ def test_the_parts_of_a_step_have_hand_checked_counts(gpt2_path):
     assert parts["LM head"].num_operations == 2 * 3 * 48 * vocab_size
     prefill = {part.name: part for part in roofline.count(model, torch.float32, num_seqs=1, num_new=4, context=4)}
     assert prefill["attention"].num_operations == (1 + 2 + 3 + 4) * 4 * 48 * 2
+
+
+def parts_of(family, folder, **step):
+    model = loader.on_meta(Checkpoint.open(str(tiny_models.save(family, folder / family))))[0]
+    return {part.name: part for part in roofline.count(model, torch.float32, **step)}
+
+
+def test_windows_states_and_experts_have_hand_checked_counts(tmp_path):
+    """A window of 24; two layers with a state of 4 x 12 x 8 and 80 x 3 numbers, and one of attention; 3 of 8 experts."""
+    attention = parts_of("mistral_window", tmp_path, num_seqs=3, num_new=1, context=100)["attention"]
+    assert attention.num_bytes == 3 * 24 * 2 * (2 * 2 * 8) * 4  # sequences, tokens, layers, a token's k and v, bytes
+    assert attention.num_operations == 3 * 24 * 2 * 4 * (4 * 8)
+    attention = parts_of("mistral_window", tmp_path, num_seqs=1, num_new=10, context=100)["attention"]
+    assert attention.num_bytes == 33 * 2 * (2 * 2 * 8) * 4  # the first of the ten sees 23 tokens before it
+    attention = parts_of("mistral_window", tmp_path, num_seqs=1, num_new=26, context=26)["attention"]
+    assert attention.num_operations == (sum(range(1, 25)) + 24 + 24) * 2 * 4 * (4 * 8)
+    attention = parts_of("qwen3_5", tmp_path, num_seqs=3, num_new=1, context=100)["attention"]
+    assert attention.num_bytes == 3 * 100 * (2 * 2 * 16) * 4 + 2 * 3 * 2 * (4 * 12 * 8 + 80 * 3) * 4
+    mlp = parts_of("qwen3_moe", tmp_path, num_seqs=1, num_new=1, context=1)["MLP"]
+    assert mlp.num_bytes == 2 * (3 * (3 * 48 * 32) + 8 * 48) * 4  # layers, experts and router
+
+
+def test_all_sequences_of_a_workload_run_at_once_in_the_memory_that_bench_takes(tmp_path):
+    workload = described(num_prompts=16, input_len="60", output_len="4")
+    large_states = {"linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 32}
+    for family, overrides in (("qwen3_5", large_states), ("gemma3_window", {})):
+        path, recorder = str(tiny_models.save(family, tmp_path / family, **overrides)), Recorder()
+        with offline.load(path, [workload], dtype="auto", device="cpu", tracer=recorder) as llm:
+            run_workload(llm, workload, 1)
+        scheduled = [event for event in recorder.events if isinstance(event, StepScheduled)]
+        assert [event.num_new_tokens for event in scheduled[-3:]] == [(1,) * 16] * 3
 
 
 def test_a_part_takes_as_long_as_the_slower_of_reading_and_computing():
