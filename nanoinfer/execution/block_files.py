@@ -5,7 +5,8 @@ In: a KVCache and block ids, from stored_blocks.py. Out: one file per block, who
     "nanokv1\\n" | key, 32 bytes | SHA-256 of all the rest, 32 bytes | keys and values, layer by layer, as the cache has them
 
 A thread writes them, and the engine waits for it only in close(). A file gets its name when it is whole, by a rename. It is
-read by mmap, and believed only if its length, key and checksum are right. Nothing is unpickled.
+read as a whole, and believed only if its length, key and checksum are right. It is not mapped, because a mapped file ends this
+process by SIGBUS when another one truncates it, or its disk is gone. Nothing is unpickled.
 
 Several processes may share a folder. Who writes holds a lock on the file "lock", which the system releases when a process is
 killed. It contains the number of bytes in the folder, and is raised before they are written, so that the limit always holds.
@@ -15,7 +16,6 @@ When it is reached, the files that were used longest ago are removed. Who reads 
 import hashlib
 import inspect
 import logging
-import mmap
 import os
 import queue
 import re
@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,12 +86,11 @@ class BlockFiles:
         if (copy := self._copies.get(key)) is not None:
             return copy()
         try:
-            with path.open("rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch warns of memory that cannot be written
-            if len(mapped) != self._file_bytes:
-                raise ValueError(f"it has {len(mapped)} bytes instead of {self._file_bytes}")
-            content = torch.frombuffer(mapped, dtype=torch.uint8, offset=HEADER_BYTES)
-            if mapped[:HEADER_BYTES] != header(key, content):
+            data = np.fromfile(path, np.uint8, self._file_bytes + 1)
+            if len(data) != self._file_bytes:
+                raise ValueError(f"it has not {self._file_bytes} bytes")
+            content = torch.from_numpy(data[HEADER_BYTES:])
+            if data[:HEADER_BYTES].tobytes() != header(key, content):
                 raise ValueError("its key or its checksum is wrong")
         except FileNotFoundError:
             return None
