@@ -303,7 +303,7 @@ def _with_files(executor: LocalExecutor, config: EngineConfig, identity: list[by
     settings = config.cache
     assert settings.prefix_cache_dir is not None
     files = BlockFiles(runner.cache, settings.prefix_cache_dir, settings.prefix_cache_size, digest)
-    manager = with_store(settings.block_manager_cls or BlockManager, files)
+    manager = with_store(settings.block_manager_cls or BlockManager, files, config.scheduler.max_num_batched_tokens)
     return replace(config, cache=replace(settings, block_manager_cls=manager))
 
 

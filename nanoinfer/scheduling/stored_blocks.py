@@ -8,6 +8,9 @@ In and out: as block_manager.py, whose methods these extend. It knows keys and b
 
 The key of a block is the SHA-256 digest of the store's fingerprint, of the salt, and of all tokens up to the end of the block.
 So every process that would compute the same block has the same key for it.
+
+Others wait while a step reads. So while sequences run, a step that has read as many tokens as it may compute starts no more.
+The sequence that it has read for starts in a later step, and finds these blocks in memory.
 """
 
 import hashlib
@@ -44,25 +47,27 @@ class BlockStore(Protocol):
     def close(self) -> None: ...  # writes what it has not written yet
 
 
-def with_store(base: type[BlockManager], store: BlockStore) -> type[BlockManager]:
-    """Return a block manager that also keeps blocks in the store."""
-    return type(base.__name__, (StoredBlocks, base), {"store": store})
+def with_store(base: type[BlockManager], store: BlockStore, max_tokens_per_step: int) -> type[BlockManager]:
+    """Return a block manager that also keeps blocks in the store. max_tokens_per_step: after which a step reads no more."""
+    return type(base.__name__, (StoredBlocks, base), {"store": store, "max_tokens_per_step": max_tokens_per_step})
 
 
 class StoredBlocks(BlockManager):
     """A BlockManager with a store."""
 
     store: BlockStore
+    max_tokens_per_step: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._num_tokens_read = 0  # in this step
         # Without a reference to the manager, so that this also happens when an LLM is dropped, or its process ends.
         self._keep_all = weakref.finalize(self, _keep_all, self.store, self._reusable, self._content, self._cached)
 
     def match_prefix(self, token_ids: list[int], cache_salt: str | None = None) -> list[tuple[int, int]]:
         """Return the longest chain of blocks in memory and store, and read the latter, if there is room for all tokens."""
         matched = super().match_prefix(token_ids, cache_salt)
-        num_in_memory = len(matched)
+        num_in_memory, others_run = len(matched), self.num_free_blocks < self.num_blocks
         if not self.store.is_open or not self.can_start(len(token_ids), matched):
             return matched
         for _, block in matched:  # held until all are read, so that none is taken for another
@@ -72,7 +77,7 @@ class StoredBlocks(BlockManager):
             content = parent, tuple(token_ids[start : start + self.block_size])
             if content in self._cached:  # the block before it was evicted, and this one was not
                 self._hold(self._cached[content][1])
-            elif not self._read(content):
+            elif (others_run and self._num_tokens_read >= self.max_tokens_per_step) or not self._read(content):
                 break
             matched.append(self._cached[content])
         for _, block in reversed(matched):  # as in free(), the start of a prompt stays longest
@@ -80,6 +85,15 @@ class StoredBlocks(BlockManager):
         if len(matched) > num_in_memory:
             self.store.touch(key for key, _ in reversed(matched))
         return matched
+
+    def can_start(self, num_tokens: int, prefix: list[tuple[int, int]], *, num_kept_free: int = 0) -> bool:
+        if self._num_tokens_read >= self.max_tokens_per_step and self.num_free_blocks < self.num_blocks:
+            return False  # there may be more to read
+        return super().can_start(num_tokens, prefix, num_kept_free=num_kept_free)
+
+    def cache_finished_blocks(self, seq: Sequence, num_tokens: int) -> None:
+        super().cache_finished_blocks(seq, num_tokens)
+        self._num_tokens_read = 0  # because the step was launched
 
     def choose_evicted(self, candidates: Collection[int]) -> int:
         block = super().choose_evicted(candidates)
@@ -123,6 +137,7 @@ class StoredBlocks(BlockManager):
         block = self._take()
         self.store.fill(block, found)
         self._cached[content], self._content[block] = (key, block), content
+        self._num_tokens_read += self.block_size
         self.store.counts["external_prefix_cache_hits"] += self.block_size
         return True
 

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
+from nanoinfer.config import SchedulerConfig
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -52,8 +53,8 @@ class DictStore:
         self.is_open = False
 
 
-def manager_with(contents=None, num_blocks=8, base=BlockManager, **store):
-    return with_store(base, DictStore(contents=contents, **store))(num_blocks, 2)
+def manager_with(contents=None, num_blocks=8, base=BlockManager, max_tokens_per_step=100, **store):
+    return with_store(base, DictStore(contents=contents, **store), max_tokens_per_step)(num_blocks, 2)
 
 
 def run(manager, token_ids, cache_salt=None):
@@ -138,6 +139,32 @@ def test_nothing_is_read_for_a_sequence_that_has_no_room():
     assert len(second.match_prefix([5, 6, 7, 8, 9])) == 2
 
 
+def test_while_sequences_run_a_step_reads_a_limited_number_of_tokens_and_a_later_one_goes_on():
+    prompt = list(range(100, 111))
+    first = manager_with(num_blocks=12)
+    first.free(run(first, prompt)[0])
+    first.close()
+    manager = manager_with(first.store.contents, num_blocks=12, max_tokens_per_step=4)
+    scheduler = Scheduler(SchedulerConfig(), manager)
+
+    def step(*new):
+        for request_id, token_ids in new:
+            scheduler.add(Sequence(request_id, token_ids, SamplingParams(), seed=0, max_num_tokens=20))
+        num_before, plan = len(manager.store.filled), scheduler.schedule()
+        scheduler.commit(plan)
+        for item in plan.scheduled:
+            scheduler.append(item.sequence, 7)
+        started = {item.sequence.request_id: item.sequence.num_cached_tokens for item in plan.scheduled}
+        return started, len(manager.store.filled) - num_before
+
+    assert step(("running", [1, 2])) == ({"running": 0}, 0)
+    assert step(("long", prompt), ("later", [3, 4])) == ({"running": 0}, 2)
+    assert step() == ({"running": 0}, 2)
+    assert step() == ({"running": 0, "long": 10, "later": 0}, 1)
+    alone = manager_with(first.store.contents, num_blocks=12, max_tokens_per_step=4)
+    assert run(alone, prompt)[1] == 10  # nobody waits for it
+
+
 def test_only_the_most_recently_used_blocks_are_kept_at_the_end_if_there_is_no_room_for_all():
     manager = manager_with(max_blocks=3)
     for token_ids in ([5, 6, 7, 8, 9], [1, 2, 3, 4, 5]):
@@ -179,7 +206,7 @@ class StoredMemory(machines.Memory):
 
 
 def new_manager(*sizes):
-    return with_store(BlockManager, DictStore())(*sizes)
+    return with_store(BlockManager, DictStore(), max_tokens_per_step=3)(*sizes)
 
 
 class StoredBlocks(machines.Blocks):
