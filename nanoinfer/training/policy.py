@@ -6,6 +6,7 @@ engine rounds it, and the operations are those of functions.py. It runs on a CPU
 LLM(batch_invariant=True) with the same dtype for equal bits.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -42,9 +43,9 @@ class Policy(nn.Module):
         UnsupportedError: A part of the model that cannot be traced, such as experts, or that has no kernel here, or windows.
     """
 
-    def __init__(self, model: str | None = None, dtype: str = "auto") -> None:
+    def __init__(self, model: str | os.PathLike[str] | None = None, dtype: str = "auto") -> None:
         super().__init__()
-        self.model: Any = load_model(Checkpoint.open(model), dtype)
+        self.model: Any = load_model(Checkpoint.open(None if model is None else os.fspath(model)), dtype)
         for places in self.model.origin.places.values():
             module, name = places[0]
             parameter = nn.Parameter(getattr(module, name).detach().clone())  # what was loaded may be a view of the file

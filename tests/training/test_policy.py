@@ -92,7 +92,7 @@ def test_attention_has_the_derivative_of_its_definition():
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_tied"])
 def test_gradients_are_those_of_the_model_file(tmp_path, family):
     path = tiny_models.save(family, tmp_path)
-    policy, plain = Policy(str(path), "float32"), load_model(Checkpoint.open(str(path)), "float32")
+    policy, plain = Policy(path, "float32"), load_model(Checkpoint.open(str(path)), "float32")
     for parameter in plain.parameters():
         parameter.data = parameter.clone()
         parameter.requires_grad_()
@@ -158,6 +158,6 @@ def test_with_the_masks_the_ratio_is_exactly_one_where_top_p_and_bans_leave_few_
 
 def test_models_without_all_gradients_are_refused(tmp_path):
     with pytest.raises(UnsupportedError, match=r"windows or states"):
-        Policy(str(tiny_models.save("gemma3_window", tmp_path / "gemma")))
+        Policy(tiny_models.save("gemma3_window", tmp_path / "gemma"))
     with pytest.raises(UnsupportedError, match=r"layers.0.mlp.* cannot be traced.*train a model without experts"):
-        Policy(str(tiny_models.save("qwen3_moe", tmp_path / "experts")))
+        Policy(tiny_models.save("qwen3_moe", tmp_path / "experts"))
