@@ -38,7 +38,7 @@ What is imported when it is used:
     fast/                 the same numbers in less time: traced and fused layers, C++ and Triton kernels, CUDA graphs
     chat/                 messages, chat templates, tools, and answers as messages
     structured/           the form that an answer must have: JSON schema, regex, choice, grammar
-    speculative/          speculative decoding: n-gram and draft-model proposers, and when drafts pay. No torch
+    speculative/          speculative decoding: proposers of drafts (n-gram, draft model, mtp), and when they pay. No torch
     lora/                 a LoRA adapter for each request: which are in memory, and what they add to linear layers
     distributed/          one model on several ranks
     tracing/              events, Recorder, the HTML replay

@@ -300,7 +300,7 @@ class EngineArgs:
         lora: LoRA adapters in peft's format, merged into the weights for all requests: a folder or hub name, a list, or a dict
             of strengths, such as {"adapter": 0.5}. docs/checkpoints.md says what is supported.
         enable_lora: Let each request have an adapter of its own, generate(lora_request=...).
-        max_loras: The most of these adapters in memory, and in a step.
+        max_loras: The most of these adapters in a step. Their matrices are beside the weights, where kernels read them.
         max_lora_rank: Their highest rank.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
         tensor_parallel_size: Number of processes, or GPUs, among which the model is split (docs/scaling.md).

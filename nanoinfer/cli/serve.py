@@ -65,7 +65,7 @@ class ServerOptions:
         typer.Option("--enable-weight-update", help="Let clients pause the server, and replace its weights."),
     ] = False
     enable_lora: Annotated[bool, typer.Option("--enable-lora", help="Let a request's model be the name of an adapter.")] = False
-    max_loras: Annotated[int, typer.Option(min=1, help="Maximum number of these adapters in memory, and in a step.")] = 1
+    max_loras: Annotated[int, typer.Option(min=1, help="Maximum number of these adapters in a step.")] = 1
     max_lora_rank: Annotated[int, typer.Option(min=1, help="Their highest rank.")] = 16
     lora_modules: Annotated[
         list[str] | None, typer.Option(help="An adapter of --enable-lora; may be given several times.", metavar="NAME=PATH")
