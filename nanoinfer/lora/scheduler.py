@@ -1,9 +1,12 @@
 """A scheduler that starts no more adapters than fit into memory. Pure bookkeeping, as scheduling/ is."""
 
+from collections import deque
+from collections.abc import Iterator
+
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError, check_integer
 from nanoinfer.scheduling.scheduler import Scheduler
-from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 
 
 def with_adapters(scheduler: type[Scheduler], config: EngineConfig) -> type[Scheduler]:
@@ -26,7 +29,10 @@ class AdapterScheduler(Scheduler):
 
     max_loras: int
 
-    def may_start(self, seq: Sequence) -> bool:
-        running = {other.adapter for other in self.running} - {None}
-        fits = seq.adapter is None or seq.adapter in running or len(running) < self.max_loras
-        return fits and super().may_start(seq)
+    def order_waiting(self, waiting: deque[Sequence]) -> Iterator[Sequence]:
+        running = {seq.adapter for seq in self.running} - {None}
+        for seq in super().order_waiting(waiting):
+            if seq.adapter is None or seq.adapter in running or len(running) < self.max_loras:
+                yield seq
+                if seq.adapter is not None and seq.status is SequenceStatus.RUNNING:
+                    running.add(seq.adapter)

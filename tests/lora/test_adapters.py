@@ -8,6 +8,7 @@ import torch
 from lora_adapters import linear_shapes, write_adapter
 
 from nanoinfer import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.errors import (
     CheckpointNotFoundError,
     InvalidTypeError,
@@ -18,6 +19,10 @@ from nanoinfer.errors import (
 )
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.lora.request import LoRARequest
+from nanoinfer.lora.scheduler import with_adapters
+from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.vllm_engine import LLMEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
@@ -136,6 +141,27 @@ def test_no_step_has_more_adapters_than_max_loras_and_all_requests_end(qwen3):
     assert [next(iter(names)) for i, names in enumerate(seen) if i == 0 or names != seen[i - 1]] == [
         "adapter0", "adapter1", "adapter2"
     ]  # fmt: skip
+
+
+def test_running_adapters_are_counted_once_in_a_step_however_many_requests_wait():
+    class Counting(list):
+        num_passes = 0
+
+        def __iter__(self):
+            self.num_passes += 1
+            return super().__iter__()
+
+    def num_passes(num_waiting):
+        scheduler_cls = with_adapters(Scheduler, EngineConfig(enable_lora=True, max_loras=2))
+        scheduler = scheduler_cls(SchedulerConfig(), BlockManager(99, 4))
+        scheduler.running = Counting()
+        for i, adapter in enumerate(["a", None, "b", "a", *["c"] * num_waiting, None]):
+            scheduler.add(Sequence(str(i), [1, 2], SamplingParams(), seed=0, max_num_tokens=3, adapter=adapter))
+        plan = scheduler.schedule()
+        assert [item.sequence.adapter for item in plan.scheduled] == ["a", None, "b", "a", None]
+        return scheduler.running.num_passes
+
+    assert num_passes(30) == num_passes(1)
 
 
 def test_the_least_recently_used_adapter_is_replaced(qwen3):
