@@ -95,7 +95,7 @@ class InputProcessor:
     ) -> PreparedRequest:
         """Parse, tokenise and check one prompt. A prompt that is too long is not refused, see PreparedRequest.error.
 
-        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError, and for an adapter as lora.request.adapted does.
+        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError, and for an adapter as lora.request.adapter_of does.
         """
         text, token_ids = self._parse(prompt)
         if not isinstance(params, SamplingParams):
@@ -112,9 +112,9 @@ class InputProcessor:
         salt = f"/{prompt['cache_salt']}" if isinstance(prompt, dict) and prompt.get("cache_salt") else None  # not an adapter's
         prepared = PreparedRequest(text, token_ids, params, bad_words, error, int(priority or 0), cache_salt=salt)
         if lora_request is not None:
-            from nanoinfer.lora.request import adapted
+            from nanoinfer.lora.request import adapted, adapter_of
 
-            prepared = adapted(prepared, lora_request, self.adapters)
+            prepared = adapted(prepared, adapter_of(lora_request, self.adapters))
         return prepared
 
     def compile_grammar(self, prepared: PreparedRequest) -> PreparedRequest:

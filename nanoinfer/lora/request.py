@@ -33,9 +33,8 @@ class LoRARequest:
                 raise InvalidValueError(f"{name} is empty; give the adapter's {name.removeprefix('lora_')}")
 
 
-def adapted(prepared: "PreparedRequest", request: LoRARequest, adapters: "Adapters | None") -> "PreparedRequest":
-    """Return a request with its adapter, whose digest separates its cached prefixes from others. Raises: as adapter_of does."""
-    adapter = adapter_of(request, adapters)
+def adapted(prepared: "PreparedRequest", adapter: "Adapter") -> "PreparedRequest":
+    """Return a request with its adapter, whose digest separates its cached prefixes from others."""
     return replace(prepared, adapter=adapter, cache_salt=f"{adapter.digest}{prepared.cache_salt or ''}")
 
 

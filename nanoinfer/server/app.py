@@ -16,7 +16,7 @@ from starlette.responses import Response
 from nanoinfer import __version__
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
-from nanoinfer.lora.request import LoRARequest
+from nanoinfer.lora.request import LoRARequest, adapted, adapter_of
 from nanoinfer.server.answers import Answers, Choices, ChoicesReply, Reply, respond
 from nanoinfer.server.choices import ChatChoices, ChatFormat, CompletionChoices, messages_of
 from nanoinfer.server.errors import ERRORS, MESSAGES_ERRORS, RequestError, add_error_handlers, describe_errors, json_response
@@ -109,11 +109,16 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
         """Answer one prompt for each of prepares, which run in threads, as the checks of params do."""
         check_model(body.model, settings)  # again: an adapter may have been dropped
         lora_request = settings.adapters.get(body.model or "")
+        # Found before anything is awaited, because another client may drop the adapter meanwhile.
+        adapter = None if lora_request is None else adapter_of(lora_request, inputs.adapters)
         params = await async_llm.threads.run(partial(to_sampling_params, body, default), is_large=http.is_large)
         answers = Answers(params.n, is_prompt_only=body.max_tokens == 0)
-        await answers.submit(
-            async_llm, [partial(prepare, params, lora_request=lora_request) for prepare in prepares], is_large=http.is_large
-        )
+
+        def prepare_adapted(prepare: Callable[..., PreparedRequest]) -> PreparedRequest:
+            prepared = prepare(params)
+            return prepared if adapter is None else adapted(prepared, adapter)
+
+        await answers.submit(async_llm, [partial(prepare_adapted, prepare) for prepare in prepares], is_large=http.is_large)
         if replays is not None:
             replays.add(answers)
         return await respond(http, answers, reply, is_stream=bool(body.stream))

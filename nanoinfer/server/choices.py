@@ -17,7 +17,6 @@ from nanoinfer.chat.parsing import END_THINK, ChatParser, calls_as_hermes
 from nanoinfer.chat.tools import after_thinking
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest, TokensPrompt
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.lora.request import LoRARequest
 from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.errors import RequestError
@@ -70,13 +69,7 @@ class ChatFormat:
             )
         return inputs.render_chat(messages_of(request.messages), tools=tools, **request.rendering, **limit)
 
-    def prepare(
-        self,
-        request: ChatCompletionRequest,
-        inputs: InputProcessor,
-        params: SamplingParams,
-        lora_request: LoRARequest | None = None,
-    ) -> PreparedRequest:
+    def prepare(self, request: ChatCompletionRequest, inputs: InputProcessor, params: SamplingParams) -> PreparedRequest:
         """Render and check the conversation, and constrain the answer by a grammar where calls are required or strict."""
         prompt = self.render(request, inputs)
         if self.reasoning and params.structured_outputs is not None:
@@ -88,7 +81,7 @@ class ChatFormat:
             "auto" if request.tool_choice is None else request.tool_choice,
             parallel_tool_calls=request.parallel_tool_calls is not False,
         )
-        return inputs.prepare_prompt({**prompt, "cache_salt": request.cache_salt}, params, request.priority, lora_request)
+        return inputs.prepare_prompt({**prompt, "cache_salt": request.cache_salt}, params, request.priority)
 
 
 def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:

@@ -1,5 +1,7 @@
 """A request's model may be the name of an adapter, which clients load and drop while others are answered."""
 
+import shutil
+
 import http_server
 import pytest
 from lora_adapters import linear_shapes, write_adapter
@@ -9,6 +11,8 @@ from nanoinfer.cli.serve import ServerOptions, load_server_llm, lora_requests
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.server import app
+from nanoinfer.server.protocol import to_sampling_params
 
 TEXT = "Once upon a time"
 BODY = {"prompt": TEXT, "max_tokens": 8, "temperature": 0}
@@ -106,6 +110,26 @@ def test_adapters_are_loaded_and_dropped_while_the_server_runs(server, folders, 
     assert server.post(unload, {"lora_name": "second"}).status_code == 404
     assert answer(server, "second").status_code == 404
     assert list(names(server)) == ["tiny-qwen3", "alias", "first"]
+
+
+def test_an_adapter_that_is_dropped_while_a_request_waits_answers_it_and_is_forgotten(server, folders, texts, monkeypatch):
+    shutil.copytree(folders / "second", folders / "gone")
+    assert server.post("/v1/load_lora_adapter", {"lora_name": "gone", "lora_path": str(folders / "gone")}).status_code == 200
+    known = server.async_llm.engine.inputs.adapters
+    get, ids = known.get, []
+    monkeypatch.setattr(known, "get", lambda request: (ids.append(request.lora_int_id), get(request))[1])
+
+    def drop_first(*arguments):
+        assert server.post("/v1/unload_lora_adapter", {"lora_name": "gone"}).status_code == 200
+        shutil.rmtree(folders / "gone")
+        return to_sampling_params(*arguments)
+
+    monkeypatch.setattr(app, "to_sampling_params", drop_first)  # in the thread that prepares the request
+    assert answer(server, "gone").json()["choices"][0]["text"] == texts["second"]
+    monkeypatch.undo()
+    assert ids
+    assert not any(known.remove(number) for number in ids)
+    assert answer(server, "gone").json()["error"]["code"] == "model_not_found"
 
 
 def test_without_the_option_there_are_no_such_endpoints(folders):
