@@ -40,7 +40,7 @@ class Adapter:
 class Adapters:
     """The adapters of one model, whose linear layers it changes in place, before fast/ compiles them.
 
-    An LM head and the experts of a mixture, which compute some rows only, cannot be adapted.
+    An LM head and the experts of a mixture cannot be adapted.
     """
 
     def __init__(self, model: Any, max_loras: int, max_rank: int) -> None:
@@ -51,9 +51,7 @@ class Adapters:
         self._layers = {
             path: AdaptedLinear(module, self._rows)
             for path, module in model.named_modules()
-            if isinstance(module, nn.Linear | QuantizedLinear)
-            and f"{path}.weight" != self._rules.head
-            and ".experts." not in path
+            if isinstance(module, nn.Linear | QuantizedLinear) and not self._is_for_all(path)
         }
         self._known: dict[int, Adapter] = {}  # by lora_int_id
         self._slots: OrderedDict[Adapter, int] = OrderedDict()  # the least recently used first
@@ -81,11 +79,15 @@ class Adapters:
         """Forget an adapter, for which running requests go on. Returns whether the id was known."""
         return self._known.pop(lora_int_id, None) is not None
 
+    def _is_for_all(self, path: str) -> bool:
+        """Whether a linear layer is the head or of an expert, which compute some rows only."""
+        return f"{path}.weight" == self._rules.head or ".experts." in path
+
     def _read(self, request: LoRARequest) -> Adapter:
         updates, digest = {}, hashlib.sha256()
         for module, update in sorted(read_adapter(request.lora_path).items()):
             path = module.removeprefix(self._rules.prefix)
-            if f"{path}.weight" == self._rules.head or ".experts." in path:
+            if self._is_for_all(path):
                 raise UnsupportedError(
                     f"the adapter {shown(request.lora_path)} changes {shown(module)}, which an adapter of a request cannot: "
                     "the head and experts are the same for all; use LLM(lora=path)"
