@@ -60,7 +60,7 @@ _LLM: dict[str, tuple[object, ...]] = {
     "disable_chunked_mm_input": (False, True),  # there are no images
     "enable_prompt_embeds": (False,),
     "enable_sleep_mode": (False, True),  # sleep() needs no preparation
-    "max_cpu_loras": (None, 1, 2),  # those beyond max_loras stay in their files
+    "max_cpu_loras": (None, 1, 2),  # all that were named are kept
     "kv_transfer_config": (None,),
     "profiler_config": (None,),
     "limit_mm_per_prompt": (None, {}),

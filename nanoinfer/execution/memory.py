@@ -47,7 +47,9 @@ def size_cache(
     if config.max_model_len is not None and config.max_model_len > limit:
         raise InvalidValueError(f"max_model_len must be <= {limit}, the positions this model knows, got {config.max_model_len}")
     is_cuda, requested = parts.device.type == "cuda", config.cache.kv_cache_memory
-    step_bytes = peak_step_bytes(parts.model, config, parts.device, parts.routes) if is_cuda else 0
+    step_bytes = parts.reserved_bytes
+    if is_cuda:
+        step_bytes += peak_step_bytes(parts.model, config, parts.device, parts.routes)
     memory = memory_for_cache(parts.device, requested, config.cache.gpu_memory_utilization, step_bytes=step_bytes)
     if shards is not None and not is_cuda and requested is None:
         memory //= shards.communicator.size  # each process sees the same free memory
@@ -137,7 +139,7 @@ def memory_for_cache(
         spare = int(total * gpu_memory_utilization) - (total - free) - step_bytes
         way_out = "lower kv_cache_memory, or leave it out"
     else:
-        free = available_cpu_memory()
+        free = available_cpu_memory() - step_bytes
         spare = min(DEFAULT_CPU_MEMORY, free // 2)
         way_out = "lower kv_cache_memory, or leave it out to take at most half of what is free"
     if kv_cache_memory is None:

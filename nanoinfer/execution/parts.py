@@ -34,6 +34,7 @@ class Parts:
         is_batch_independent: whether a prompt's rows were found to have the same bits in any batch, on this machine. The plain
             parts promise nothing, because torch's products depend on the number of rows.
         report: what was compiled. None: nothing was tried.
+        reserved_bytes: memory on the device that the runner takes later.
         runner_class: makes the runner, from the arguments of ModelRunner. Ranks that share a model have their own.
     """
 
@@ -46,6 +47,7 @@ class Parts:
     make_decode_graphs: Callable[[ExecutorInfo], StepGraphs] | None = None
     is_batch_independent: bool = False
     report: object = None
+    reserved_bytes: int = 0
     runner_class: Callable[..., ModelRunner] = ModelRunner
 
     @property

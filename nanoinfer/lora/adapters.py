@@ -30,7 +30,10 @@ from nanoinfer.lora.request import LoRARequest
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter that fits the model. updates: by the paths of the linear layers. digest: of all that changes an answer."""
+    """An adapter that fits the model.
+
+    updates: by the paths of the linear layers, on the CPU in the model's dtype. digest: of all that changes an answer.
+    """
 
     request: LoRARequest
     updates: dict[str, LowRankUpdate]
@@ -53,6 +56,10 @@ class Adapters:
             for path, module in model.named_modules()
             if isinstance(module, nn.Linear | QuantizedLinear) and not self._is_for_all(path)
         }
+        # What full slots take: on a CPU each adapter twice, as it was read and as kernels read it.
+        num_copies = 2 if weight.device.type == "cpu" else 1
+        num_sides = sum(sum(layer.shape) for layer in self._layers.values())
+        self.num_bytes = num_copies * max_loras * max_rank * num_sides * weight.dtype.itemsize
         self._known: dict[int, Adapter] = {}  # by lora_int_id
         self._slots: OrderedDict[Adapter, int] = OrderedDict()  # the least recently used first
 
@@ -98,10 +105,10 @@ class Adapters:
                     f"the adapter {shown(request.lora_path)} has the rank {len(update.a)}, and max_lora_rank is "
                     f"{self._rows.max_rank}; load the model with max_lora_rank={len(update.a)}"
                 )
-            update = replace(update, a=update.a.clone(), b=update.b.clone())  # the file may change
-            updates[path] = update
-            digest.update(f"{path} {update.scale} {update.a.shape} {update.a.dtype} {update.b.dtype}".encode())
-            for matrix in (update.a, update.b):
+            a, b = (matrix.to(self._dtype, copy=True) for matrix in (update.a, update.b))  # the file may change
+            updates[path] = update = replace(update, a=a, b=b)
+            digest.update(f"{path} {update.scale} {a.shape}".encode())
+            for matrix in (a, b):
                 digest.update(matrix.contiguous().view(torch.uint8).numpy().data)
         return Adapter(request, updates, digest.hexdigest())
 
@@ -123,8 +130,7 @@ class Adapters:
         for path, layer in self._layers.items():
             update = adapter.updates.get(path)
             if update is not None:
-                a, b = (matrix.to(self._device, self._dtype, copy=True) for matrix in (update.a, update.b))
-                update = replace(update, a=a, b=b)
+                update = replace(update, a=update.a.to(self._device), b=update.b.to(self._device))
             layer.put(slot, update)
         self._slots[adapter] = slot
 
@@ -132,7 +138,7 @@ class Adapters:
 def with_adapters(parts: Parts, config: EngineConfig) -> Parts:
     """Return parts whose model has adapters for requests, and whose runner brings them into memory."""
     adapters = Adapters(parts.model, config.max_loras, config.max_lora_rank)
-    return replace(parts, runner_class=partial(AdapterRunner, adapters=adapters))
+    return replace(parts, runner_class=partial(AdapterRunner, adapters=adapters), reserved_bytes=adapters.num_bytes)
 
 
 @dataclass(eq=False)

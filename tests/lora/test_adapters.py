@@ -6,6 +6,7 @@ import pytest
 import tiny_models
 import torch
 from lora_adapters import linear_shapes, write_adapter
+from safetensors.torch import load_file
 
 from nanoinfer import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanoinfer.config import EngineConfig, SchedulerConfig
@@ -17,6 +18,7 @@ from nanoinfer.errors import (
     UnsupportedError,
     WeightsError,
 )
+from nanoinfer.execution import memory
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.lora.request import LoRARequest
 from nanoinfer.lora.scheduler import with_adapters
@@ -185,6 +187,23 @@ def test_an_id_has_one_adapter_until_it_is_removed(qwen3):
     engine = LLMEngine(llm)
     assert (engine.remove_lora(1), engine.remove_lora(1)) == (True, False)
     assert tokens(llm, lora_request=other) == merged_tokens(base, [adapters[1]] * 8) != first
+
+
+def test_the_kv_cache_leaves_room_for_full_slots_in_the_models_dtype(qwen3, monkeypatch):
+    base, adapters = qwen3
+    monkeypatch.setattr(memory, "available_cpu_memory", lambda: 2**22)
+    with_slots, plain = (
+        LLM(base, dtype="bfloat16", block_size=4, **settings)
+        for settings in ({"enable_lora": True, "max_loras": 3, "max_lora_rank": 6}, {})
+    )
+    update = next(iter(with_slots.engine.inputs.adapters.get(adapters[2]).updates.values()))
+    assert (len(update.a), update.a.dtype, update.b.dtype) == (6, torch.bfloat16, torch.bfloat16)
+    matrices = load_file(f"{adapters[2].lora_path}/adapter_model.safetensors").values()
+    num_bytes = 3 * 2 * sum(matrix.bfloat16().nbytes for matrix in matrices)  # 3 slots, each for what was read and the kernels'
+    block_bytes = plain.info.num_cache_bytes / plain.info.num_blocks
+    assert abs(plain.info.num_cache_bytes - num_bytes / 2 - with_slots.info.num_cache_bytes) <= block_bytes
+    with pytest.raises(InvalidValueError, match=f"but {2**22 - num_bytes} are free"):
+        LLM(base, dtype="bfloat16", kv_cache_memory=2**22, enable_lora=True, max_loras=3, max_lora_rank=6)
 
 
 # ---- the prefix cache
