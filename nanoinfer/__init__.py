@@ -27,7 +27,7 @@ What every token needs. docs/reading.md walks through it:
     scheduling/           sequences, cache blocks, and which sequences run in a step. No torch
     execution/            a step's plan -> tensors, the model, sampled tokens
     attention/            the paged KV cache and the backends that read it
-    models/               GPT-2, Llama and Qwen as in a textbook
+    models/               GPT-2, Llama, Qwen, Gemma 3 and gpt-oss as in a textbook
     sampling/             logits -> token ids, stage by stage
     tokenization/         text -> token ids, token ids -> text. No torch
     loading/              checkpoints -> weights: folders, hub names, GGUF, GPTQ, AWQ, FP8, LoRA
@@ -43,8 +43,8 @@ What is imported when it is used:
     distributed/          one model on several ranks
     tracing/              events, Recorder, the HTML replay
     server/               `nanoinfer serve`: OpenAI's API over HTTP
-    cli/                  the `nanoinfer` command: generate, chat, serve, explain, models, inspect, bench, learn, doctor
-    bench/                `nanoinfer bench`: throughput, latency, the roofline, a server
+    cli/                  the `nanoinfer` command: generate, chat, serve, batch, explain, models, inspect, bench, learn, doctor
+    bench/                `nanoinfer bench`: throughput, latency, the roofline, the ladder, a server
     learn/                `nanoinfer learn`: functions of the engine to write, in a workbook that checks them
     training/             a model to be trained, whose log-probabilities have the engine's bits
     bundled/              tiny-gpt2, tiny-qwen3, and the grammar of the stories they were trained on
