@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from nanoinfer.chat.harmony import ASSISTANT
 from nanoinfer.chat.template import apply_chat_template
 from nanoinfer.chat.tools import Tool, ToolChoice, tool_call_grammar, tool_schemas, with_tool_arguments
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, UnsupportedError, check_flag, shown
@@ -31,8 +32,12 @@ def render_chat(
     chat_template_kwargs: Mapping[str, object] | None = None,
     tools: Sequence[Tool] | None = None,
     max_tokens: int | None = None,
+    answer_begin: str = "",
 ) -> "TokensPrompt":
-    """Render one conversation as a prompt. The arguments are those of LLM.chat, and max_tokens of Tokenizer.encode."""
+    """Render one conversation as a prompt, which ends with answer_begin.
+
+    The other arguments are those of LLM.chat, and max_tokens of Tokenizer.encode.
+    """
     conversation = [with_tool_arguments(message) for message in with_text_content(messages)]
     if tokenizer is None:
         raise InvalidPromptError("this checkpoint has no tokenizer, so there is no chat template; use token ids")
@@ -59,6 +64,7 @@ def render_chat(
         tools=tool_schemas(tools) if tools else None,
         **(chat_template_kwargs or {}),
     )
+    text += answer_begin
     # The template has written every special token: adding BOS here would duplicate it.
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)}
 
@@ -95,6 +101,8 @@ def constrain_calls(
     grammar = tool_call_grammar(tools, tool_choice, prompt=prompt, parallel_tool_calls=parallel_tool_calls)
     if grammar is None:
         return params
+    if ASSISTANT in prompt:
+        raise UnsupportedError("required and strict tool calls are not supported in gpt-oss's format; use tool_choice 'auto'")
     if params.structured_outputs is not None:
         raise InvalidValueError("structured_outputs cannot be used with required or strict tool calls; use one of them")
     return replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))

@@ -66,7 +66,11 @@ class ChatParser:
 
     Attributes:
         has_tool_calls: Whether a call is complete.
+        end_of_reasoning: The text of the token that ends it.
     """
+
+    end_of_reasoning = END_THINK
+    _call_end = END_TOOL_CALL
 
     def __init__(
         self, prompt: str = "", *, reasoning: bool = True, tool_calls: bool = True, parallel_tool_calls: bool = True
@@ -201,9 +205,9 @@ class ChatParser:
                     self.has_tool_calls = True
                     self._parse_next = self._parse_call_end
                     return True
-            elif char == "<" and self._may_begin(END_TOOL_CALL, position):  # the JSON is malformed
+            elif char == "<" and self._may_begin(self._call_end, position):  # the JSON is malformed
                 self._add_arguments(self._take(position))
-                if not self._buffer.startswith(END_TOOL_CALL):
+                if not self._buffer.startswith(self._call_end):
                     return False
                 self._depth = 0
                 self._parse_next = self._parse_call_end
@@ -284,20 +288,23 @@ class ChatParser:
 
 
 def parse_chat_answer(text: str, prompt: str = "") -> dict[str, Any]:
-    """Parse a whole answer, in the format of Qwen3 (hermes), into an assistant message that can join the conversation.
+    """Parse a whole answer, in Qwen3's format (hermes) or gpt-oss's, into an assistant message that can join the conversation.
 
     >>> parse_chat_answer("<think>\\nEasy.\\n</think>\\n\\nFour.")["content"]
     'Four.'
 
     Args:
-        text: The text of an answer of LLM.chat.
+        text: The text of an answer of LLM.chat. gpt-oss's needs SamplingParams(skip_special_tokens=False).
         prompt: RequestOutput.prompt. Some chat templates end it with <think>.
 
     Returns:
         A dict like OpenAI's message: role, content, and if the answer has them, reasoning and tool_calls. Each tool call is
         {"id": ..., "type": "function", "function": {"name": ..., "arguments": JSON text}}.
     """
-    return ChatParser(prompt).push(text, is_last=True).message()
+    from nanoinfer.chat.harmony import ASSISTANT, CHANNEL, HarmonyParser
+
+    is_harmony = ASSISTANT in prompt or text.startswith(CHANNEL)
+    return (HarmonyParser if is_harmony else ChatParser)(prompt).push(text, is_last=True).message()
 
 
 def calls_as_hermes(template: str) -> bool:

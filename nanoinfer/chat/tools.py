@@ -81,7 +81,7 @@ def with_tool_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 
     The arguments of calls are objects instead of JSON text. Text that is no JSON object, or very long, stays, so that a
     conversation goes on after a malformed call. A null is left out, but the content of a call is "". "reasoning" becomes
-    "reasoning_content" too.
+    "reasoning_content" too, and before a call without content also "thinking", which gpt-oss's template reads.
     """
     message = {name: value for name, value in message.items() if value is not None}
     if message.get("role") == "assistant":
@@ -90,6 +90,8 @@ def with_tool_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
         message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
     if "reasoning" in message:
         message.setdefault("reasoning_content", message["reasoning"])
+        if message.get("tool_calls") and not message.get("content"):
+            message.setdefault("thinking", message["reasoning"])
     return message
 
 

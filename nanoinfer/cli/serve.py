@@ -74,10 +74,10 @@ class ServerOptions:
         bool, typer.Option("--enable-lora-update", help="Let clients load adapters from any folder, and drop them.")
     ] = False
     reasoning_parser: Annotated[
-        str | None, typer.Option(help="qwen3: parse <think> blocks; none. Default: by the model's chat template.")
+        str | None, typer.Option(help="qwen3 (<think>), openai_gptoss (channels) or none. Default: by the chat template.")
     ] = None
     tool_call_parser: Annotated[
-        str | None, typer.Option(help="hermes: parse <tool_call> blocks; none. Default: by the model's chat template.")
+        str | None, typer.Option(help="hermes (<tool_call>), openai (channels) or none. Default: by the chat template.")
     ] = None
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin whose web pages may call the server, or *; may be given several times.")

@@ -53,8 +53,8 @@ class ServerSettings:
     max_body_bytes: int = 2**22  # of a request
     ignore_unknown_fields: bool = False  # accept every field of a body, instead of those alone that are known
     cors_origins: tuple[str, ...] = ()  # origins whose web pages may call the server, or "*"
-    reasoning_parser: str | None = None  # "qwen3" or "none". None means the format that the chat template writes
-    tool_call_parser: str | None = None  # "hermes" or "none". None means the format that the chat template writes
+    reasoning_parser: str | None = None  # "qwen3", "openai_gptoss" or "none". None: by the chat template
+    tool_call_parser: str | None = None  # "hermes", "openai" or "none". None: by the chat template
     max_stored_responses: int = 0  # of /v1/responses, that a request can continue by their ids
     weight_updates: int = 0  # the number of ranks, if a trainer may pause the server and replace the weights. 0: it may not
     adapters: dict[str, LoRARequest] = field(default_factory=dict)  # further names, which clients may change with lora_updates

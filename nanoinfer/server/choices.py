@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nanoinfer.async_llm import RequestStream
+from nanoinfer.chat.harmony import CHANNEL, FINAL, HarmonyParser
 from nanoinfer.chat.messages import constrain_calls, with_text_content
 from nanoinfer.chat.parsing import END_THINK, ChatParser, calls_as_hermes
 from nanoinfer.chat.tools import after_thinking
@@ -29,36 +30,45 @@ LOWEST = -9999.0  # instead of -inf, which JSON does not have. The value is vLLM
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Which fields are parsed from the answers of a model. The rest of the text is content."""
+    """Which fields are parsed from the answers of a model. The rest of the text is content. parser: for the model's format."""
 
     reasoning: bool
     tool_calls: bool
+    parser: type[ChatParser] = ChatParser
 
     @classmethod
     def choose(cls, template: str, reasoning_parser: str | None, tool_call_parser: str | None) -> "ChatFormat":
         """Choose by vLLM's names of parsers, or by the format that the chat template writes where the name is None."""
+        names = reasoning_parser, tool_call_parser
         for option, name, known in (
-            ("--reasoning-parser", reasoning_parser, "qwen3"),
-            ("--tool-call-parser", tool_call_parser, "hermes"),
+            ("--reasoning-parser", reasoning_parser, ("qwen3", "openai_gptoss")),
+            ("--tool-call-parser", tool_call_parser, ("hermes", "openai")),
         ):
-            if name not in (None, "none", known):
-                raise InvalidValueError(f"{option} must be {known} or none, got {name!r}; without it, the template decides")
+            if name not in (None, "none", *known):
+                raise InvalidValueError(
+                    f"{option} must be {', '.join(known)} or none, got {name!r}; without it, the template decides"
+                )
+        is_named = ["openai" in name for name in names if name not in (None, "none")]  # for each, whether it is harmony
+        if len({*is_named}) > 1:
+            raise InvalidValueError(f"--reasoning-parser {names[0]} and --tool-call-parser {names[1]} parse different formats")
+        is_harmony = is_named[0] if is_named else CHANNEL in template and names != ("none", "none")
         return cls(
-            reasoning=END_THINK in template if reasoning_parser is None else reasoning_parser != "none",
-            tool_calls=calls_as_hermes(template) if tool_call_parser is None else tool_call_parser != "none",
+            reasoning=is_harmony or END_THINK in template if reasoning_parser is None else reasoning_parser != "none",
+            tool_calls=is_harmony or calls_as_hermes(template) if tool_call_parser is None else tool_call_parser != "none",
+            parser=HarmonyParser if is_harmony else ChatParser,
         )
 
     def make_parser(self, request: ChatCompletionRequest, prompt: str) -> ChatParser:
         """Make the parser for one answer to this rendered prompt."""
-        return ChatParser(
+        return self.parser(
             prompt,
             reasoning=self.reasoning,
             tool_calls=self.tool_calls and bool(_offered_tools(request)),
             parallel_tool_calls=request.parallel_tool_calls is not False,
         )
 
-    def render(self, request: ChatCompletionRequest, inputs: InputProcessor, **limit: int) -> TokensPrompt:
-        """Render the conversation, and refuse tools that the model does not know. limit: max_tokens, as in Tokenizer.encode."""
+    def render(self, request: ChatCompletionRequest, inputs: InputProcessor, **more: Any) -> TokensPrompt:
+        """Render the conversation, and refuse tools that the model does not know. more: arguments of render_chat."""
         tools = _offered_tools(request)
         if tools and not self.tool_calls:
             raise RequestError(
@@ -67,12 +77,16 @@ class ChatFormat:
                 param="tools",
                 code="unsupported",
             )
-        return inputs.render_chat(messages_of(request.messages), tools=tools, **request.rendering, **limit)
+        return inputs.render_chat(messages_of(request.messages), tools=tools, **request.rendering, **more)
 
     def prepare(self, request: ChatCompletionRequest, inputs: InputProcessor, params: SamplingParams) -> PreparedRequest:
         """Render and check the conversation, and constrain the answer by a grammar where calls are required or strict."""
-        prompt = self.render(request, inputs)
-        if self.reasoning and params.structured_outputs is not None:
+        is_harmony, is_structured = self.parser is HarmonyParser, params.structured_outputs is not None
+        skips_reasoning = is_harmony and is_structured and request.rendering["add_generation_prompt"]
+        prompt = self.render(request, inputs, answer_begin=FINAL if skips_reasoning else "")
+        if is_harmony:
+            params = replace(params, skip_special_tokens=False)
+        elif self.reasoning and params.structured_outputs is not None:
             params = replace(params, structured_outputs=after_thinking(params.structured_outputs, prompt["prompt"] or ""))
         params = constrain_calls(
             params,

@@ -24,7 +24,6 @@ from pydantic import (
 )
 from pydantic_core import to_json
 
-from nanoinfer.chat.parsing import END_THINK
 from nanoinfer.outputs import CompletionOutput, Delta
 from nanoinfer.server.answers import Answers
 from nanoinfer.server.blocks import (
@@ -393,7 +392,7 @@ class ResponsesReply(BlockReply):
         token_ids = answers.outputs[0].outputs[0].token_ids
         num_reasoning = 0
         if self._tokenizer is not None and any(block.kind == "reasoning" for block in blocks.all):
-            end = self._tokenizer.backend.token_to_id(END_THINK)
+            end = self._tokenizer.backend.token_to_id(self._format.parser.end_of_reasoning)
             num_reasoning = token_ids.index(end) + 1 if end in token_ids else len(token_ids)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {

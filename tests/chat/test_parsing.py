@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoinfer.chat import parsing
+from nanoinfer.chat.harmony import HarmonyParser
 from nanoinfer.chat.parsing import ChatParser, parse_chat_answer
 
 NIGHT = '<tool_call>\n{"name": "night", "arguments": {}}\n</tool_call>'
@@ -19,7 +20,7 @@ def call(arguments: str, name: str = "f") -> str:
 
 def parse(pieces: list[str], prompt: str = "", **kwargs) -> tuple[str, str, list[tuple[str, str]]]:
     """(reasoning, content, [(name, arguments)]) of a stream, accumulated as a client does."""
-    parser = ChatParser(prompt, **kwargs)
+    parser = (HarmonyParser if prompt.endswith(("<|message|>", "assistant")) else ChatParser)(prompt, **kwargs)
     content = reasoning = ""
     calls: list[dict] = []
     deltas = [parser.push(piece) for piece in pieces] + [parser.push("", is_last=True)]
@@ -84,6 +85,34 @@ CASES = {
     "malformed arguments": ("", call("{a: [1") + NIGHT, ("", "", [("f", "{a: [1}\n"), ("night", "{}")])),
 }
 
+HARMONY = "<|end|><|start|>assistant"
+THOUGHT, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+HARMONY_CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "<|end|>"}'
+CASES |= {
+    "gpt-oss thinks": (HARMONY, f"{THOUGHT}Hm.\n{HARMONY}{FINAL} Four. \n<|return|>", ("Hm.", " Four.", [])),
+    "gpt-oss's last mark is not in the text": (HARMONY, f"{THOUGHT}Hm.{HARMONY}{FINAL}Four.\n", ("Hm.", "Four.\n", [])),
+    "gpt-oss calls": (HARMONY, f"{THOUGHT}Hm.{HARMONY}{HARMONY_CALL}", ("Hm.", "", [("f", '{"a": "<|end|>"}')])),
+    "gpt-oss calls in the role": (
+        HARMONY,
+        " to=functions.f<|channel|>analysis json<|message|>{}<|call|>",
+        ("", "", [("f", "{}")]),
+    ),
+    "gpt-oss says what it calls": (
+        HARMONY,
+        f"<|channel|>commentary<|message|>I look.{HARMONY}{HARMONY_CALL}<|call|>",
+        ("", "I look.", [("f", '{"a": "<|end|>"}')]),
+    ),
+    "gpt-oss writes several messages": (HARMONY, f"{THOUGHT}a{HARMONY}{THOUGHT}b < c{HARMONY}{FINAL}d", ("a\nb < c", "d", [])),
+    "gpt-oss calls in malformed JSON": (HARMONY, HARMONY_CALL[:-10] + f"a]{HARMONY}{FINAL}b", ("", "b", [("f", '{"a": a]')])),
+    "gpt-oss's header names a form": (HARMONY, "<|channel|>final <|constrain|>json<|message|>{}", ("", "{}", [])),
+    "gpt-oss is cut in a header": (HARMONY, "<|channel|>ana", ("", "", [])),
+    "gpt-oss is cut in a mark": (HARMONY, f"{THOUGHT}Hm. <|en", ("Hm. <|en", "", [])),
+    "gpt-oss writes no header": (HARMONY, "Four.", ("", "Four.", [])),
+    "gpt-oss writes JSON only": (HARMONY, '{"a": 1}', ("", '{"a": 1}', [])),
+    "gpt-oss's prompt has begun the final message": (f"{HARMONY}{FINAL}", "Four.\n", ("", "Four.\n", [])),
+    "gpt-oss's prompt has begun to think": (f"{HARMONY}{THOUGHT}", f"Hm.{HARMONY}{FINAL}Four.", ("Hm.", "Four.", [])),
+}
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_text_is_parsed_the_same_whole_and_by_characters(case):
@@ -94,9 +123,14 @@ def test_a_text_is_parsed_the_same_whole_and_by_characters(case):
 
 PIECES = ["<think>", "</think>", "<tool_call>", "</tool_call>", "\n", " ", "<", "{", "}", '"', "\\", "a", "{}", NIGHT, WEATHER]
 PIECES += ['{"name": "f"', ', "arguments": ', "[", "]", "<tool", "</"]
+PIECES += [HARMONY, THOUGHT, FINAL, HARMONY_CALL, "<|call|>", "<|", "<|message|>", "to="]
 
 
-@given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join), st.data(), st.sampled_from(["", "<think>\n"]))
+@given(
+    st.lists(st.sampled_from(PIECES), max_size=14).map("".join),
+    st.data(),
+    st.sampled_from(["", "<think>\n", HARMONY, HARMONY + FINAL]),
+)
 def test_no_split_changes_the_message(text, data, prompt):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -106,6 +140,11 @@ def test_no_split_changes_the_message(text, data, prompt):
 @given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
 def test_without_parsers_an_answer_is_its_text(text):
     assert parse(list(text), "<think>", reasoning=False, tool_calls=False) == ("", text, [])
+
+
+def test_a_header_that_never_ends_is_content():
+    text = "<|channel|>" + "a" * 50_000
+    assert parse(list(text), HARMONY) == parse([text], HARMONY) == ("", text, [])
 
 
 def test_text_is_held_back_only_while_a_tag_may_begin():
@@ -153,6 +192,11 @@ def test_without_parallel_tool_calls_the_first_remains():
     expected = ("", "", [("weather", '{"city": "Paris"}')])
     assert parse([WEATHER + NIGHT + NIGHT], parallel_tool_calls=False) == expected
     assert parse(list(WEATHER + NIGHT + NIGHT), parallel_tool_calls=False) == expected
+
+
+def test_a_whole_answer_of_gpt_oss_is_known_by_its_channels():
+    assert parse_chat_answer(f"{THOUGHT}Hm.{HARMONY}{FINAL}Four.")["reasoning"] == "Hm."
+    assert parse_chat_answer("Four.", HARMONY + FINAL)["content"] == "Four."
 
 
 def test_a_message_has_openais_fields():

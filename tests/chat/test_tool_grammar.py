@@ -157,6 +157,6 @@ def test_messages_become_what_templates_read():
     messages = [message('{"a": 1}'), message("{a"), message("[1]"), {"role": "user", "content": "Hello"}]
     read = [with_tool_arguments(one) for one in messages]
     assert [one["tool_calls"][0]["function"]["arguments"] for one in read[:3]] == [{"a": 1}, "{a", "[1]"]
-    assert read[0].keys() == {"content", "role", "reasoning", "reasoning_content", "tool_calls"}
+    assert read[0].keys() == {"content", "role", "reasoning", "reasoning_content", "thinking", "tool_calls"}
     assert (read[0]["content"], read[0]["reasoning_content"]) == ("", "Hm.")
     assert read[3] == {"role": "user", "content": "Hello"}

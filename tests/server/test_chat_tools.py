@@ -9,6 +9,7 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from tool_cases import NAMED, QUESTION, TOOLS, check_call
 
+from nanoinfer.chat.harmony import HarmonyParser
 from nanoinfer.server.choices import ChatFormat
 
 pytestmark = pytest.mark.slow
@@ -133,6 +134,11 @@ def test_tools_of_a_model_without_them_get_400(client):
         ("{{ tools }} <tool_call><function=f><parameter=a>", None, None, ChatFormat(False, False)),
         ("{{ messages }}", "qwen3", "hermes", ChatFormat(True, True)),
         (r'</think> <tool_call> "arguments"', "none", "none", ChatFormat(False, False)),
+        ("<|channel|>", None, None, ChatFormat(True, True, HarmonyParser)),
+        ("<|channel|>", None, "none", ChatFormat(True, False, HarmonyParser)),
+        ("<|channel|>", "none", "none", ChatFormat(False, False)),
+        ("<|channel|>", None, "hermes", ChatFormat(False, True)),
+        ("{{ messages }}", "openai_gptoss", "openai", ChatFormat(True, True, HarmonyParser)),
     ],
 )
 def test_the_template_decides_what_is_parsed_unless_a_parser_is_named(template, reasoning_parser, tool_call_parser, expected):
@@ -140,8 +146,10 @@ def test_the_template_decides_what_is_parsed_unless_a_parser_is_named(template, 
 
 
 def test_an_unknown_parser_is_refused():
-    with pytest.raises(ValueError, match=r"--tool-call-parser must be hermes or none, got 'llama3'"):
+    with pytest.raises(ValueError, match=r"--tool-call-parser must be hermes, openai or none, got 'llama3'"):
         ChatFormat.choose("", None, "llama3")
+    with pytest.raises(ValueError, match="--reasoning-parser qwen3 and --tool-call-parser openai parse different formats"):
+        ChatFormat.choose("", "qwen3", "openai")
 
 
 def test_tokenize_counts_the_tools(tool_server):

@@ -1,0 +1,153 @@
+"""gpt-oss over HTTP: channels become reasoning, content and tool calls in every API, whole and streamed."""
+
+import json
+
+import http_server
+import pytest
+import tiny_models
+import torch
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from tool_cases import BUNDLED, NAMED, QUESTION, TOOLS, WEATHER, check_call
+from transformers import AutoTokenizer
+
+from nanoinfer import AsyncLLM
+from nanoinfer.sampling.logits_processors import LogitsProcessor, process_dict_updates
+
+pytestmark = pytest.mark.slow
+
+MARKS = [f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "return", "call")]
+# What gpt-oss's template writes, without its system message.
+TEMPLATE = """
+{%- for tool in tools or [] %}<|start|>developer<|message|>{{ tool | tojson }}<|end|>{% endfor %}
+{%- for message in messages %}
+    {%- if message.role == "tool" %}<|start|>functions.weather to=assistant<|channel|>commentary<|message|>
+    {%- elif message.tool_calls %}
+        {%- if message.content and message.thinking %}{{ raise_exception("content and thinking") }}{% endif %}
+        {%- if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif %}
+        {%- set call = message.tool_calls[0].function -%}
+        <|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>
+        {{- call.arguments | tojson }}<|call|>
+    {%- elif message.role == "assistant" %}<|start|>assistant<|channel|>final<|message|>
+    {%- else %}<|start|>{{ message.role }}<|message|>
+    {%- endif %}
+    {%- if not message.tool_calls %}{{ message.content }}<|end|>{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+CHAT = {"model": "tiny-qwen3", "messages": QUESTION}
+CALL = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo", "days": 1}<|call|>'
+THOUGHT = "<|channel|>analysis<|message|>A warm day.<|end|><|start|>assistant"
+
+
+class Scripted(LogitsProcessor):
+    """Every answer is the script."""
+
+    script: tuple[int, ...] = ()
+
+    def __init__(self, vllm_config, device, is_pin_memory):
+        self.answers = {}
+
+    def is_argmax_invariant(self):
+        return False
+
+    def update_state(self, batch_update):
+        process_dict_updates(self.answers, batch_update, lambda params, prompt, output: output)
+
+    def apply(self, logits):
+        for row, output in self.answers.items():
+            if len(output) < len(self.script):
+                logits[row] = -torch.inf
+                logits[row, self.script[len(output)]] = 0
+        return logits
+
+
+@pytest.fixture(scope="module")
+def harmony_server(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gpt_oss")
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+    tokenizer.chat_template = TEMPLATE
+    ends = tokenizer.convert_tokens_to_ids(["<|return|>", "<|call|>"])
+    tiny_models.save("gpt_oss_window", path, vocab_size=len(tokenizer), eos_token_id=ends)
+    tokenizer.save_pretrained(path)
+    with http_server.serving(lambda: AsyncLLM(path, kv_cache_memory=2**24, logits_processors=[Scripted])) as running:
+        yield running
+
+
+@pytest.fixture
+def say(harmony_server, monkeypatch):
+    def say(text):
+        ids = harmony_server.async_llm.llm.get_tokenizer()(text, add_special_tokens=False)["input_ids"]
+        monkeypatch.setattr(Scripted, "script", tuple(ids))
+
+    return say
+
+
+@pytest.fixture
+def client(harmony_server):
+    with http_server.new_client(harmony_server, strict=False) as client:
+        yield client
+
+
+def test_channels_are_reasoning_and_content_whole_and_streamed(client, say):
+    say(f"{THOUGHT}<|channel|>final<|message|>It is warm.<|return|>")
+    whole = client.chat.completions.create(**CHAT).choices[0]
+    assert (whole.message.reasoning, whole.message.content, whole.finish_reason) == ("A warm day.", "It is warm.", "stop")
+    chunks = [chunk.choices[0].delta for chunk in client.chat.completions.create(**CHAT, stream=True)]
+    assert "".join(chunk.content or "" for chunk in chunks) == "It is warm."
+    assert "".join(getattr(chunk, "reasoning", "") for chunk in chunks) == "A warm day."
+
+
+def test_a_call_goes_there_and_back(client, harmony_server, say):
+    say(THOUGHT + CALL)
+    whole = client.chat.completions.create(**CHAT, tools=TOOLS).choices[0]
+    [call] = whole.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo", "days": 1})
+    assert (whole.finish_reason, whole.message.content, whole.message.reasoning) == ("tool_calls", None, "A warm day.")
+    state = ChatCompletionStreamState()
+    for chunk in client.chat.completions.create(**CHAT, tools=TOOLS, stream=True):
+        state.handle_chunk(chunk)
+    [streamed] = state.get_final_completion().choices[0].message.tool_calls
+    assert (streamed.function.name, streamed.function.arguments) == (call.function.name, call.function.arguments)
+
+    say("<|channel|>final<|message|>Warm.<|return|>")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "20 degrees"}
+    again = CHAT | {"messages": [*QUESTION, whole.message.model_dump(), result], "tools": TOOLS}
+    answer = client.chat.completions.create(**again, extra_body={"return_token_ids": True})
+    prompt = harmony_server.post("/detokenize", {"tokens": answer.prompt_token_ids}).json()["prompt"]
+    assert "<|start|>assistant<|channel|>analysis<|message|>A warm day.<|end|>" in prompt
+    assert '<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Oslo"' in prompt
+    assert answer.choices[0].message.content == "Warm."
+
+
+def test_messages_and_responses_have_the_blocks(client, harmony_server, say):
+    say(THOUGHT + CALL)
+    tool = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": False}
+    response = client.responses.create(model="tiny-qwen3", input="How warm is Oslo?", tools=[tool])
+    reasoning, call = response.output
+    assert (reasoning.type, call.type, call.name, json.loads(call.arguments)["days"]) == (
+        "reasoning",
+        "function_call",
+        "weather",
+        1,
+    )
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+    say(f"{THOUGHT}<|channel|>final<|message|>It is warm.<|return|>")
+    found = harmony_server.post("/v1/messages", CHAT | {"max_tokens": 100}).json()
+    assert [block["type"] for block in found["content"]] == ["thinking", "text"]
+    assert found["content"][1]["text"] == "It is warm."
+
+
+def test_a_form_is_that_of_the_final_message(client, harmony_server, say):
+    say("")
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER}}
+    answer = client.chat.completions.create(**CHAT, response_format=form, extra_body={"return_token_ids": True})
+    check_call("weather", answer.choices[0].message.content)
+    prompt = harmony_server.post("/detokenize", {"tokens": answer.prompt_token_ids}).json()["prompt"]
+    assert prompt.endswith("<|start|>assistant<|channel|>final<|message|>")
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_calls_cannot_be_required(harmony_server, choice):
+    refused = harmony_server.post("/v1/chat/completions", CHAT | {"tools": TOOLS, "tool_choice": choice})
+    assert refused.status_code == 400
+    assert "not supported in gpt-oss's format; use tool_choice 'auto'" in refused.json()["error"]["message"]
