@@ -190,6 +190,16 @@ def test_a_rerankers_score_is_the_probability_of_yes_in_qwens_template(reranker_
         assert_nothing_is_left(llm)
 
 
+def test_a_step_computes_the_logits_once_for_scores_and_tokens(reranker_path):
+    with LLM(reranker_path, **SETTINGS) as llm:
+        wanted = llm.score(QUERIES, DOCUMENTS, use_tqdm=False)
+        model, num_rows = llm.engine.executor.runner.model, []
+        compute = model.compute_logits
+        model.compute_logits = lambda hidden: (num_rows.append(len(hidden)), compute(hidden))[1]
+        assert [one.outputs for one in llm.score(QUERIES, DOCUMENTS, use_tqdm=False)] == [one.outputs for one in wanted]
+        assert sum(num_rows) == len(QUERIES)
+
+
 def test_an_embedding_models_score_is_the_cosine(embedding_path):
     with LLM(embedding_path, **SETTINGS) as llm:
         query, *documents = vectors(llm.embed([QUERIES[0], *DOCUMENTS], use_tqdm=False))

@@ -36,8 +36,7 @@ class PromptReader(Protocol):
     def read(self, executor: "LocalExecutor", hidden: Tensor, part: PromptRows, ends: HeadRows, row: int | None) -> None:
         """Read the rows of a chunk, which are valid until it returns. After a preemption it begins again, at position 0.
 
-        ends, row: If the chunk ends the prompt, row is that of its last token in ends, whose logits are computed for all
-            prompts of the step at once when they are first read.
+        ends, row: If the chunk ends the prompt, row is that of its last token in ends, the rows that the step samples.
         """
         ...
 
@@ -91,8 +90,8 @@ class LocalExecutor:
             hidden = self.runner.forward(batch)
             forwarded = time.perf_counter()
             rows = self.runner.head_rows(hidden, batch.logits_indices)
+            prompt_logprobs = self._read_prompts(plan, hidden, rows)  # before the sampler writes into the logits
             tokens, top_logprobs, traced = self._sample(rows, plan)
-            prompt_logprobs = self._read_prompts(plan, batch, hidden)
             sampled = time.perf_counter() - forwarded - traced
         reads_tokens = any(
             seq.sampling_reads_output or seq.params.logprobs is not None or seq.params.return_sampling_mask
@@ -169,14 +168,12 @@ class LocalExecutor:
         self._previous_sampling_batch = batch
         return self.sampler(rows, batch, tracer), [], tracer.seconds if tracer else 0.0
 
-    def _read_prompts(
-        self, plan: StepPlan, batch: ForwardBatch, hidden: Float[Tensor, "num_tokens hidden"]
-    ) -> list[PromptLogprobs]:
+    def _read_prompts(self, plan: StepPlan, hidden: Float[Tensor, "num_tokens hidden"], ends: HeadRows) -> list[PromptLogprobs]:
         """Compute the log-probabilities of prompts that were requested, and give other rows to their readers."""
         found: list[PromptLogprobs] = []
         if not plan.prompt_rows:
             return found
-        ends, row_of = self.runner.head_rows(hidden, batch.logits_indices), {seq: row for row, (seq, _) in enumerate(plan.rows)}
+        row_of = {seq: row for row, (seq, _) in enumerate(plan.rows)}
         for part in plan.prompt_rows:
             seq, num_top = part.sequence, part.sequence.params.prompt_logprobs
             if seq.reader is not None:

@@ -20,8 +20,6 @@ class HeadRows:
     Attributes:
         hidden: the output of the model's last layer.
         head: maps `hidden` to the model's logits, in the model's dtype.
-        is_raw: whether the logits are the model's own and are needed for nothing but the choice. False once the stages before
-            the temperature have been applied, or if log-probabilities are read from the logits.
     """
 
     def __init__(
@@ -32,13 +30,17 @@ class HeadRows:
     ) -> None:
         """processed_logits: fp32, the result of the stages before the temperature. None: `logits` are the model's own."""
         self.hidden, self.head = hidden, head
-        self.is_raw = processed_logits is None
         self._logits = processed_logits
 
     @classmethod
     def of_logits(cls, logits: Float[Tensor, "num_rows vocab"]) -> "HeadRows":
         """Rows whose logits are known. The stages may write into them if they are fp32."""
         return cls(logits, lambda hidden: hidden)
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether nothing but the choice needs the logits. False once they were read, or stages have been applied to them."""
+        return self._logits is None
 
     @property
     def logits(self) -> Float[Tensor, "num_rows vocab"]:
