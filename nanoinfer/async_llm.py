@@ -16,7 +16,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -35,7 +35,7 @@ from nanoinfer.vllm_compat import arguments_of, check_argument_names
 
 if TYPE_CHECKING:
     from nanoinfer.lora.request import LoRARequest
-    from nanoinfer.pooling import EmbeddingRequestOutput, PoolingParams
+    from nanoinfer.pooling import EmbeddingRequestOutput, Pooler, PoolingParams
 
 NUM_GRAMMAR_THREADS = 8  # most of them wait for the one process that tries new grammars, and give up after MAX_WAIT_SECONDS
 # An event costs tens of microseconds of CPU in the event loop, and as much in a client on the same machine. So a token is held
@@ -148,8 +148,8 @@ class AsyncLLM:
         from nanoinfer.engine import reading
 
         def prepare() -> PreparedRequest:
-            pooler, params = pooling.Pooler(self.llm), pooling_params or pooling.PoolingParams()
-            return reading.prepare_all([prompt], partial(pooler.prepare, params=params, priority=priority))[0]
+            params = pooling_params or pooling.PoolingParams()
+            return reading.prepare_all([prompt], partial(self.pooler.prepare, params=params, priority=priority))[0]
 
         stream = await self.submit(prepare, num_answers=1, request_id=request_id, is_large=is_large_prompt(prompt))
         try:
@@ -159,6 +159,13 @@ class AsyncLLM:
             stream.close()
         reading.check([stream.output])
         return pooling.embedding_output(stream.request_id, stream.prepared)
+
+    @cached_property
+    def pooler(self) -> "Pooler":
+        """What prepares texts for embeddings and scores, by the checkpoint's files. Raises: as LLM.embed does."""
+        from nanoinfer.pooling import Pooler
+
+        return Pooler(self.llm)
 
     async def submit(
         self,

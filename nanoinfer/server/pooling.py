@@ -16,8 +16,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from nanoinfer.async_llm import AsyncLLM
-from nanoinfer.engine.inputs import PreparedRequest
-from nanoinfer.pooling import Pooler, PoolingParams, Scoring
+from nanoinfer.engine.inputs import PreparedRequest, PromptType
+from nanoinfer.pooling import PoolingParams, Scoring
 from nanoinfer.server.answers import Answers, respond_whole
 from nanoinfer.server.errors import json_response
 from nanoinfer.server.limits import StrictRequest
@@ -84,9 +84,10 @@ def add_pooling(app: FastAPI, async_llm: AsyncLLM, check_body: Callable[[TextsRe
     @app.post("/v1/embeddings")
     async def embeddings(http: StrictRequest, body: EmbeddingRequest) -> Response:
         model = check_body(body)
-        pooler = await async_llm.threads.run(partial(Pooler, async_llm.llm), is_large=http.is_large)
         params = PoolingParams(dimensions=body.dimensions, truncate_prompt_tokens=body.truncate_prompt_tokens)
-        prepare = partial(pooler.prepare, params=params, priority=body.priority, timeout=body.timeout)
+
+        def prepare(prompt: PromptType) -> PreparedRequest:
+            return async_llm.pooler.prepare(prompt, params, priority=body.priority, timeout=body.timeout)
 
         def fields_of(prepared: list[PreparedRequest]) -> dict[str, Any]:
             found = [one.reader.embedding.numpy(force=True) for one in prepared]
@@ -131,7 +132,7 @@ async def _score(
     def scoring_of() -> Scoring:
         params = PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
         options = {"priority": body.priority, "timeout": body.timeout}
-        return Scoring(Pooler(async_llm.llm), queries, documents, params, body.instruction, **options)
+        return Scoring(async_llm.pooler, queries, documents, params, body.instruction, **options)
 
     scoring = await async_llm.threads.run(scoring_of, is_large=http.is_large)
     return await _read(http, async_llm, model, scoring.prepares, lambda prepared: fields_of(scoring.scores(prepared)))

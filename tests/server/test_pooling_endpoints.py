@@ -8,7 +8,7 @@ import http_server
 import pytest
 
 from nanoinfer import LLM, AsyncLLM
-from nanoinfer.pooling import PoolingParams
+from nanoinfer.pooling import Pooling, PoolingParams
 
 SETTINGS = {"dtype": "float32", "kv_cache_memory": 2**22, "seed": 0}
 TEXTS = ["Once upon a time", "a little dog", "The ball was red."]
@@ -98,6 +98,13 @@ def test_a_wrong_request_gets_400_and_says_which_field(embedder, path, body, cod
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["param"]) == (400, code, param), error
     assert words in error["message"]
+
+
+def test_the_files_of_a_checkpoint_are_read_by_the_first_request_alone(embedder, monkeypatch):
+    bodies = {"/v1/embeddings": {"input": "a"}, "/v1/score": {"queries": "a", "documents": "b"}}
+    first = {path: embedder.post(path, body).json()["data"] for path, body in bodies.items()}
+    monkeypatch.setattr(Pooling, "of", None)
+    assert {path: embedder.post(path, body).json()["data"] for path, body in bodies.items()} == first
 
 
 def test_a_wrong_model_is_not_found_and_a_paused_engine_answers_503(embedder):
