@@ -20,7 +20,9 @@ MAX_STOPPED_SECONDS = 3.0  # after which a renderer that neither replies nor end
 MAX_WAIT_SECONDS = 5.0  # for the chats of others
 MAX_BYTES = 2**28  # beyond what the renderer takes before its first template
 MAX_CHARACTERS = 2**23
-LARGE_REQUEST = 2**17  # characters from which on a chat has a renderer of its own, so that others do not wait for it
+# Characters from which on a chat has a renderer of its own, so that others do not wait for it. They include the template, so
+# they are twice work_threads.LARGE, lest a small chat with a long template waits for large ones.
+LARGE_REQUEST = 2**17
 
 
 def apply_chat_template(
