@@ -29,7 +29,7 @@ for change in ({"k_stride": 24}, {"v": k[:3]}, {"slots": slots.int()}):
 """
 
 
-OPTIONS = {"Qwen3-0.6B": ("90", "bfloat16"), "head_dim 256": ("80", "float32")}
+OPTIONS = {"Qwen3-0.6B": ("90", "bfloat16"), "head_dim 256": ("80", "float32"), "gpt-oss-20b": ("100", "bfloat16")}
 TABLES = f"""
 import sys
 from tests import simulated_gpu
@@ -54,7 +54,7 @@ def printed():
 @pytest.mark.parametrize("model", OPTIONS)
 def test_kernels_compile_within_the_limits_of_an_architecture(printed, model):
     rows = [line for line in printed[0][model].splitlines() if line.startswith("| `")]
-    assert len(rows) == 7
+    assert len(rows) == (6 if model == "gpt-oss-20b" else 7)  # its MLP has no kernel
     assert all(f"| {OPTIONS[model][1]} | {model} |" in row for row in rows)
 
 
