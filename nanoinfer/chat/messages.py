@@ -101,7 +101,7 @@ def constrain_calls(
     grammar = tool_call_grammar(tools, tool_choice, prompt=prompt, parallel_tool_calls=parallel_tool_calls)
     if grammar is None:
         return params
-    if ASSISTANT in prompt:
+    if prompt.endswith(ASSISTANT):
         raise UnsupportedError("required and strict tool calls are not supported in gpt-oss's format; use tool_choice 'auto'")
     if params.structured_outputs is not None:
         raise InvalidValueError("structured_outputs cannot be used with required or strict tool calls; use one of them")

@@ -197,6 +197,8 @@ def test_without_parallel_tool_calls_the_first_remains():
 def test_a_whole_answer_of_gpt_oss_is_known_by_its_channels():
     assert parse_chat_answer(f"{THOUGHT}Hm.{HARMONY}{FINAL}Four.")["reasoning"] == "Hm."
     assert parse_chat_answer("Four.", HARMONY + FINAL)["content"] == "Four."
+    about_it = "<|im_start|>user\nWhat is <|start|>assistant?<|im_end|>\n<|im_start|>assistant\n"
+    assert parse_chat_answer("<think>Hm.</think>Four.", about_it)["reasoning"] == "Hm."
 
 
 def test_a_message_has_openais_fields():
