@@ -44,7 +44,7 @@ class HarmonyParser(ChatParser):
             self._buffer = header
 
     def _parse_start(self) -> bool:
-        """A header, up to <|message|>. Text that is none is content, and so is the beginning of one that is too long."""
+        """Parse a header, up to <|message|>. Text that is not a header is content, as is a header that is too long."""
         header, has_begun, rest = self._buffer.partition(MESSAGE)
         text, is_short = header.lstrip(), len(header) < LONG_HEADER
         if not any(text.startswith(begin) or begin.startswith(text) for begin in ("<|", "to=")):
@@ -69,7 +69,7 @@ class HarmonyParser(ChatParser):
         self._parse_next = self._parse_content
 
     def _parse_content(self) -> bool:
-        """The text of a message, up to the mark that ends it."""
+        """Parse the text of a message, up to the mark that ends it."""
         mark = _MARK.search(self._buffer)
         end = mark.start() if mark else self._buffer.rfind("<")
         may_be_mark = mark or (end >= 0 and any(self._may_begin(one, end) for one in _MARKS))
