@@ -6,9 +6,11 @@ engine rounds it, and the operations are those of functions.py. It runs on a CPU
 LLM(batch_invariant=True) with the same dtype for equal bits.
 """
 
+import math
 import os
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, fx, nn
 
 from nanoinfer.attention.kv_cache import KVCache, bytes_per_slot, kv_groups
-from nanoinfer.errors import UnsupportedError
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, check_number, shown
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.batch_independence import scratch_sequences
 from nanoinfer.fast.cpu.attention import KernelBackend
@@ -72,16 +74,37 @@ class Policy(nn.Module):
             temperature: Divides the logits. > 0. See LLM.compute_logprobs, which returns the same numbers without gradients.
             masks: For each sequence the sampling_mask of its answer, whose tokens then get their probability among the ids that
                 could be drawn. An LLM(logprobs_mode="processed") reports the same numbers for a request without penalties.
+
+        Raises:
+            InvalidTypeError, InvalidValueError: Not lists of this model's ids, too many, or masks that do not fit.
         """
-        given = [(list(ids), masks[i] if masks else ()) for i, ids in enumerate(sequences) if len(ids) > 1]
-        found = iter(self._logprobs(given, [len(ids) for ids, _ in given], temperature) if given else ())
-        return [next(found) if len(ids) > 1 else torch.empty(0) for ids in sequences]
+        check_number("temperature", temperature, math.ulp(0.0), math.inf, "finite and > 0")
+        if masks is not None and len(masks) != len(sequences):
+            raise InvalidValueError(f"masks must be one per sequence, got {len(masks)} for {len(sequences)}")
+        given = [(self._ids(ids, len(mask)), mask) for ids, mask in zip(sequences, masks or repeat(()), strict=False)]
+        several = [one for one in given if len(one[0]) > 1]
+        found = iter(self._logprobs(several, [len(ids) for ids, _ in several], temperature) if several else ())
+        return [next(found) if len(ids) > 1 else torch.empty(0) for ids, _ in given]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights for LLM.update_weights."""
         for name, [(module, leaf), *_] in self.model.origin.places.items():
             weight = getattr(module, leaf).detach()
             yield name, weight.T if name.endswith(self.model.weight_rules.transpose) else weight
+
+    def _ids(self, given: Any, num_masked: int) -> list[int]:
+        """Return the ids of a sequence whose answer has a mask of `num_masked` tokens. Raises: as forward does."""
+        ids, config = given.tolist() if isinstance(given, Tensor) else given, self.model.config
+        if not isinstance(ids, list | tuple) or not all(isinstance(i, Integral) for i in ids):
+            raise InvalidTypeError(f"a sequence must be a list of token ids, got {shown(ids)}; a tokenizer encodes text")
+        if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
+            raise InvalidValueError(f"this model's token ids are 0 .. {config.vocab_size - 1}, got {shown(ids)}")
+        if not num_masked + 1 <= max(1, len(ids)) <= config.max_position_embeddings:
+            raise InvalidValueError(
+                f"a sequence must have at most {config.max_position_embeddings} tokens, and more than its mask, got {len(ids)} "
+                f"tokens and a mask of {num_masked}"
+            )
+        return list(ids)
 
     def _logprobs(
         self, given: list[tuple[list[int], Sequence[Sequence[int]]]], lengths: list[int], temperature: float

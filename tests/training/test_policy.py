@@ -11,7 +11,7 @@ from torch.autograd import gradcheck
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
-from nanoinfer.errors import UnsupportedError
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
@@ -161,3 +161,37 @@ def test_models_without_all_gradients_are_refused(tmp_path):
         Policy(tiny_models.save("gemma3_window", tmp_path / "gemma"))
     with pytest.raises(UnsupportedError, match=r"layers.0.mlp.* cannot be traced.*train a model without experts"):
         Policy(tiny_models.save("qwen3_moe", tmp_path / "experts"))
+
+
+REFUSED = {
+    "text": (["Once"], {}, InvalidTypeError, r"list of token ids, got 'Once'; a tokenizer encodes text"),
+    "no list": ([5, 6], {}, InvalidTypeError, r"list of token ids, got 5"),
+    "no integers": ([[5.0, 6.0]], {}, InvalidTypeError, r"list of token ids, got \[5\.0, 6\.0\]"),
+    "beyond the vocabulary": ([[5, 96]], {}, InvalidValueError, r"token ids are 0 \.\. 95, got \[5, 96\]"),
+    "negative": ([[5, -1]], {}, InvalidValueError, r"token ids are 0 \.\. 95"),
+    "too long": ([[5] * 5000], {}, InvalidValueError, r"at most \d+ tokens.*got 5000 tokens"),
+    "greedy": ([[5, 6]], {"temperature": 0}, InvalidValueError, r"temperature must be finite and > 0, got 0"),
+    "masks of others": ([[5, 6]], {"masks": []}, InvalidValueError, r"masks must be one per sequence, got 0 for 1"),
+    "a mask of a longer answer": (
+        [[5, 6], [7, 8]],
+        {"masks": [[], [[8], [8]]]},
+        InvalidValueError,
+        r"got 2 tokens and a mask of 2",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def small_policy(tmp_path_factory):
+    return Policy(tiny_models.save("qwen3_tied", tmp_path_factory.mktemp("small")), "float32")
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_sequences_that_would_give_other_numbers_are_refused(small_policy, case):
+    sequences, more, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        small_policy(sequences, **more)
+
+
+def test_a_tensor_of_ids_is_a_sequence(small_policy):
+    assert torch.equal(small_policy([torch.tensor([5, 6, 7])])[0], small_policy([[5, 6, 7]])[0])
