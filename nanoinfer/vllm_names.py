@@ -69,7 +69,8 @@ HOMES = {
 
 _POOLING = "use LLM.embed() for embeddings and LLM.score() for scores; nanoinfer computes no classes or rewards"
 _WEIGHTS = "use LLM.update_weights(pairs), or LLM.update_weights_from_path(folder)"
-_SLEEP = "use LLM.sleep() and LLM.wake_up()"
+_BETWEEN_STEPS = "; with AsyncLLM: await async_llm.between_steps(lambda: async_llm.llm.METHOD())"
+_PAUSE = "use LLM.pause() and LLM.resume(); with AsyncLLM: its pause(), and between_steps(async_llm.llm.resume)"
 _INSIDE = "nanoinfer has no workers to call; llm.engine.executor is the executor, and its model_runner.model the model"
 _PROFILE = "nanoinfer has no profiler of its own; use torch.profiler around generate(), or LLM(tracer=Recorder()) for its steps"
 
@@ -91,14 +92,15 @@ PLACEHOLDERS = {
     "random_uuid": "use str(uuid.uuid4())",
 }
 
-# Methods and attributes of vLLM's LLM and AsyncLLM.
+# Methods and attributes of vLLM's LLM and AsyncLLM. Some are missing in our AsyncLLM alone.
 METHODS = {
     **dict.fromkeys(("encode", "classify", "reward"), _POOLING),
-    **dict.fromkeys(("sleep", "wake_up"), _SLEEP),
+    **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), f"use LLM.sleep() and LLM.wake_up(){_BETWEEN_STEPS}"),
     **dict.fromkeys(("collective_rpc", "apply_model", "llm_engine", "model_config", "vllm_config"), _INSIDE),
-    **dict.fromkeys(("init_weight_transfer_engine", "update_weights", "reload_weights"), _WEIGHTS),
+    **dict.fromkeys(("init_weight_transfer_engine", "update_weights", "reload_weights"), _WEIGHTS + _BETWEEN_STEPS),
     **dict.fromkeys(("start_profile", "stop_profile"), _PROFILE),
-    **dict.fromkeys(("pause_generation", "resume_generation"), "use LLM.pause() and LLM.resume()"),
+    **dict.fromkeys(("pause_generation", "resume_generation", "resume"), _PAUSE),
+    "reset_prefix_cache": f"use LLM.reset_prefix_cache(){_BETWEEN_STEPS}",
     "get_tokenizer": "use async_llm.llm.get_tokenizer()",
     "preprocess_chat": "use llm.render_chat(messages)",
 }
