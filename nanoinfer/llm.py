@@ -354,9 +354,9 @@ class LLM:
                 now = time.perf_counter()
                 if use_tqdm and (not pending or now - last_shown > bar.mininterval):
                     last_shown = now
-                    sequences = [seq for request in requests for seq in request.sequences]
-                    num_input = sum(len(seq.prompt_token_ids) for seq in sequences if seq.num_output_tokens and seq.index == 0)
-                    num_output = sum(seq.num_output_tokens for seq in sequences)
+                    begun = [request for request in requests if request.metrics.first_token_time is not None]
+                    num_input = sum(len(request.sequences[0].prompt_token_ids) for request in begun)
+                    num_output = sum(request.num_output_tokens for request in begun)
                     seconds = now - start
                     speed = f"input {num_input / seconds:.1f} tok/s, output {num_output / seconds:.1f} tok/s"
                     bar.set_postfix_str(speed, refresh=num_pending == len(pending))

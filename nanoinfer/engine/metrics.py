@@ -125,8 +125,8 @@ def _totals_of(request: Request) -> dict[str, int]:
     """What a request has added to the counters. A prompt counts from its first token on."""
     first = request.sequences[0]
     num_prompt = len(first.prompt_token_ids) if request.metrics.first_token_time is not None else 0
-    num_generated = sum(seq.num_output_tokens for seq in request.sequences)
-    num_queried = num_prompt if first.params.prompt_logprobs is None else 0  # these need every row of the prompt
+    reads_prompt = first.reader is not None or first.params.prompt_logprobs is not None  # which needs every row of it
+    num_queried = 0 if reads_prompt else num_prompt
     num_preemptions = sum(seq.num_preemptions for seq in request.sequences)
-    counts = (num_prompt, num_generated, num_queried, first.num_cached_tokens, num_preemptions)
+    counts = (num_prompt, request.num_output_tokens, num_queried, first.num_cached_tokens, num_preemptions)
     return dict(zip(_TOTALS, counts, strict=True))

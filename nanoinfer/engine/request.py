@@ -66,6 +66,11 @@ class Request:
                 self._prompt_detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
                 self._prompt_detokenizer.push(prompt_token_ids[0])
 
+    @property
+    def num_output_tokens(self) -> int:
+        """The number of tokens of all answers. The one that ends a request whose prompt is read is not an answer's."""
+        return sum(seq.num_output_tokens for seq in self.sequences if seq.reader is None)
+
     def advance(
         self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None = None, mask: list[int] | None = None
     ) -> Stop | None:
@@ -121,7 +126,7 @@ class Request:
         """Make the output if every answer has finished, and the stream's next Delta."""
         if all(answer.stop for answer in self._answers):
             self.metrics.finished_time = time.perf_counter()
-            self.metrics.num_output_tokens = sum(seq.num_output_tokens for seq in self.sequences)
+            self.metrics.num_output_tokens = self.num_output_tokens
             self.metrics.num_cached_tokens = self.sequences[0].num_cached_tokens
             self.metrics.num_preemptions = sum(seq.num_preemptions for seq in self.sequences)
             self.output = RequestOutput(

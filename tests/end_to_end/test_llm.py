@@ -610,6 +610,14 @@ def test_the_counters_are_those_of_the_requests(qwen3_path):
     stream.close()
     after = metrics()
     assert after == now | {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
+    llm.embed([5] * 10, use_tqdm=False)
+    llm.compute_logprobs([[5] * 10])
+    assert metrics() == after | {"prompt_tokens": 40}, "they generate nothing, and look nothing up in the cache"
+
+
+def test_the_progress_of_embeddings_counts_no_output(qwen3_path, capsys):
+    LLM(qwen3_path, kv_cache_memory=MEMORY).embed([[5], [6, 7]])
+    assert re.search(r"2/2 .*input [0-9.]+ tok/s, output 0\.0 tok/s", capsys.readouterr().err)
 
 
 def test_latencies_are_counted_in_buckets_up_to_their_bounds(qwen3_path):
