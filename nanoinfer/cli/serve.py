@@ -142,6 +142,8 @@ def serve(
 
 def load_server_llm(engine: EngineOptions, options: ServerOptions, recorder: "RecentRecorder | None" = None) -> "AsyncLLM":
     """Load a server's model, and print the seed if it was drawn."""
+    if (options.lora_modules or options.enable_lora_update) and not options.enable_lora:
+        raise InvalidValueError("--lora-modules and --enable-lora-update need --enable-lora; add it, or leave them out")
     arguments = {name: getattr(options, name) for name in ENGINE_ARGUMENTS}
     async_llm = load_async_llm(engine, tracer=recorder, **arguments)
     for adapter in lora_requests(options.lora_modules).values():

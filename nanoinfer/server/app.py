@@ -195,7 +195,7 @@ def _add_chat_apis(
 
 
 def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) -> None:
-    engine = async_llm.engine
+    engine, vocab_size = async_llm.engine, async_llm.llm.info.vocab_size
 
     def tokenizer() -> Any:
         if engine.tokenizer is None:
@@ -228,6 +228,8 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) 
         return await async_llm.threads.run(partial(detokenized, body), is_large=http.is_large)
 
     def detokenized(body: DetokenizeRequest) -> Response:
+        if (largest := max(body.tokens, default=0)) >= vocab_size:
+            raise RequestError(400, f"this model's token ids are 0 .. {vocab_size - 1}, got {largest}", param="tokens")
         return json_response({"prompt": tokenizer().decode(body.tokens, skip_special_tokens=False)})
 
 

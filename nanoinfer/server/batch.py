@@ -27,7 +27,7 @@ from pydantic_core import from_json, to_json
 from starlette.types import ASGIApp, Message
 
 from nanoinfer.errors import EngineDeadError, InvalidValueError
-from nanoinfer.server.errors import error_body
+from nanoinfer.server.errors import error_body, validation_message
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ def check_requests(path: Path) -> tuple[str, int]:
             try:
                 request = BatchRequest.model_validate(from_json(line))
             except ValidationError as error:
-                first = error.errors()[0]
-                problems.append(f"line {number}: {'.'.join(map(str, first['loc']))}: {first['msg']}"[:200])
+                message, _ = validation_message([one | {"loc": ("line", *one["loc"])} for one in error.errors()])
+                problems.append(f"line {number}: {message}"[:200])
             except ValueError as error:
                 problems.append(f"line {number} is not JSON: {error}"[:200])
             else:

@@ -23,6 +23,7 @@ from nanoinfer.errors import (
     InvalidPromptError,
     NanoinferError,
     QueueFullError,
+    shown,
 )
 from nanoinfer.sampling_params import SamplingParams
 
@@ -155,6 +156,8 @@ def add_error_handlers(app: FastAPI) -> None:
         param = _prompt_of(request) if code == "context_length_exceeded" else param
         if (error.status_code, message) == (404, "Not Found"):  # Starlette's
             message = f"there is no {request.url.path[:100]}; /openapi.json describes the paths, and / is a web page"
+        elif error.status_code == 405:
+            message = f"{request.url.path[:100]} does not take {request.method}; use {(error.headers or {}).get('Allow')}"
         response = error_response(error.status_code, message, param=param, code=code, path=request.url.path)
         response.headers.update(error.headers or {})
         return response
@@ -197,7 +200,9 @@ def validation_message(errors: Sequence[Any]) -> tuple[str, str | None]:
     lines = []
     for error in errors[:MAX_ERRORS]:
         field = ".".join(str(part) for part in error["loc"][1:] if not str(part).startswith("<"))  # <ids> is a form of a field
-        message = str(error["msg"]).removeprefix("Value error, ")
+        message, value = str(error["msg"]).removeprefix("Value error, "), error.get("input", [])
+        if error["type"] != "value_error" and (value is None or isinstance(value, str | int | float)):
+            message += f", got {shown(value)}"
         lines.append((f"{field}: {message}" if field else message)[:MAX_CHARACTERS])
     if len(errors) > MAX_ERRORS:
         lines.append(f"and {len(errors) - MAX_ERRORS} more")

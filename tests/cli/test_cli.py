@@ -104,7 +104,7 @@ def test_another_model_can_be_named():
     ("options", "sentence"),
     [
         (["--model", "/nope"], "there is no folder '/nope'"),
-        (["--lora", "/nope=0.5"], "--lora: there is no folder '/nope'; give an adapter's folder, as peft saves it"),
+        (["--lora", "/nope=0.5"], "there is no folder '/nope'; give an adapter's folder, as peft saves it"),
         (["--quantization", "int2"], "--quantization must be 'int8' or 'int4', got 'int2'"),
         (["--kv-cache-memory", "8"], "--kv-cache-memory"),
         (["--model", "not a name"], "neither a folder nor a possible hub name"),

@@ -177,7 +177,7 @@ def test_rows_that_a_dead_engine_has_not_answered_are_unfinished():
         ("{\n", "line 1 is not JSON"),
         ("[1]\n", "line 1: "),
         ('{"custom_id": "a", "method": "POST", "url": "/v1/completions"}\n', "line 1: body: Field required"),
-        ('{"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {}}\n', "line 1: url: "),
+        ('{"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {}}\n', "got '/v1/embeddings'"),
         ('{"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}\n', "line 1: method: "),
         ('{"custom_id": 1, "method": "POST", "url": "/v1/completions", "body": {}}\n', "line 1: custom_id: "),
         (

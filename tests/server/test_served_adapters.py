@@ -145,8 +145,12 @@ def test_wrong_modules_end_the_start_with_a_sentence(folders):
         with pytest.raises(InvalidValueError, match="--lora-modules must be NAME=PATH with a new name"):
             lora_requests(modules)
     for options, sentence in (
-        (ServerOptions(lora_modules=[f"first={folders / 'first'}"]), "needs a model loaded with enable_lora=True"),
-        (ServerOptions(enable_lora=True, lora_modules=["first=/no/such/folder"]), "there is no folder '/no/such/folder'"),
+        (
+            ServerOptions(lora_modules=[f"first={folders / 'first'}"]),
+            "^--lora-modules and --enable-lora-update need --enable-lora",
+        ),
+        (ServerOptions(enable_lora_update=True), "need --enable-lora; add it, or leave them out"),
+        (ServerOptions(enable_lora=True, lora_modules=["first=/no/such/folder"]), "^there is no folder '/no/such/folder'"),
     ):
         with pytest.raises(NanoinferError, match=sentence):
             load_server_llm(EngineOptions(model="tiny-qwen3", kv_cache_memory=2**22), options)

@@ -101,7 +101,7 @@ def read_adapter(name: str) -> dict[str, LowRankUpdate]:
         folder = locate(name)
     except CheckpointError as error:
         reason = str(error).partition(";")[0]
-        raise CheckpointNotFoundError(f"lora: {reason}; give an adapter's folder, as peft saves it, or its hub name") from error
+        raise CheckpointNotFoundError(f"{reason}; give an adapter's folder, as peft saves it, or its hub name") from error
     config_path, weights_path = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     if not config_path.exists():
         raise CheckpointNotFoundError(f"{folder} has no adapter_config.json; a LoRA adapter is a folder as peft saves it")
