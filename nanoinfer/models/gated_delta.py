@@ -16,6 +16,8 @@ Source: Yang, Kautz and Hatamizadeh 2024, https://arxiv.org/abs/2412.06464. The 
 https://arxiv.org/abs/2406.06484, section 3.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -103,23 +105,14 @@ class DeltaRecurrence(nn.Module):
 
     runs_untraced = True  # what it computes depends on the sequences of the step
 
-    def __init__(
-        self,
-        layer: int,
-        *,
-        num_key_heads: int,
-        num_value_heads: int,
-        key_dim: int,
-        value_dim: int,
-        kernel_size: int,
-        eps: float,
-    ) -> None:
+    def __init__(self, config: Any, layer: int) -> None:
+        """config: a QwenNextConfig. layer: counted among the layers that have a state."""
         super().__init__()
-        self.layer = layer  # counted among the layers that have a state
-        self.num_key_heads, self.num_value_heads = num_key_heads, num_value_heads
-        self.key_dim, self.value_dim = key_dim, value_dim
-        self.kernel_size = kernel_size  # of the convolution
-        self.eps = eps
+        self.layer = layer
+        self.num_key_heads, self.num_value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.kernel_size = config.linear_conv_kernel_dim
+        self.eps = config.rms_norm_eps
 
     def forward(
         self,

@@ -161,15 +161,7 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(self.num_value_heads))
         self.norm = RMSNorm(self.value_dim, config.rms_norm_eps)
         self.out_proj = nn.Linear(self.value_size, config.hidden_size, bias=False)
-        self.recurrence = DeltaRecurrence(
-            layer,
-            num_key_heads=self.num_key_heads,
-            num_value_heads=self.num_value_heads,
-            key_dim=self.key_dim,
-            value_dim=self.value_dim,
-            kernel_size=config.linear_conv_kernel_dim,
-            eps=config.rms_norm_eps,
-        )
+        self.recurrence = DeltaRecurrence(config, layer)
         self.add_projections(config.hidden_size, channels)
 
     def add_projections(self, hidden_size: int, channels: int) -> None:

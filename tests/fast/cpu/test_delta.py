@@ -1,5 +1,7 @@
 """The kernel of Gated DeltaNet against its definition, and its bits in any batch and any chunks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -20,8 +22,9 @@ SIZES = [  # key heads, value heads, key_dim, value_dim, kernel_size
 
 
 def make(sizes, dtype=torch.float32):
-    names = ("num_key_heads", "num_value_heads", "key_dim", "value_dim", "kernel_size")
-    return DeltaRecurrence(0, eps=1e-6, **dict(zip(names, sizes, strict=True))), dtype
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    config = SimpleNamespace(rms_norm_eps=1e-6, **{f"linear_{name}": size for name, size in zip(names, sizes, strict=True)})
+    return DeltaRecurrence(config, 0), dtype
 
 
 def shapes_of(plain):
