@@ -9,14 +9,14 @@ Source: https://arxiv.org/abs/2503.19786. The names are those of its checkpoints
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import UnsupportedError, shown
-from nanoinfer.models.layers import RotaryEmbedding, SwiGLU, ZeroCentredRMSNorm, apply_rotary, gelu_tanh
+from nanoinfer.models.layers import RMSNorm, RotaryEmbedding, SwiGLU, ZeroCentredRMSNorm, gelu_tanh
 from nanoinfer.models.qwen import (
     QwenAttention,
     QwenConfig,
@@ -30,6 +30,7 @@ from nanoinfer.models.rope import RopeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(QwenConfig):
+    norm_class: ClassVar[type[RMSNorm]] = ZeroCentredRMSNorm
     local_rope: RopeConfig  # of the layers that slide
     query_pre_attn_scalar: float
     is_sliding: tuple[bool, ...]  # of each layer. It has the local RoPE also where no text is longer than the window
@@ -84,33 +85,16 @@ class Gemma3Attention(QwenAttention):
     def __init__(self, config: Gemma3Config, layer: int) -> None:
         super().__init__(config, layer)
         self.query_scale = (config.head_dim / config.query_pre_attn_scalar) ** 0.5  # attend divides by sqrt(head_dim)
-        self.q_norm = ZeroCentredRMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = ZeroCentredRMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(
-        self,
-        x: Float[Tensor, "num_tokens hidden"],
-        cos: Float[Tensor, "num_tokens 1 head_dim"],
-        sin: Float[Tensor, "num_tokens 1 head_dim"],
-        attend: Attend,
-    ) -> Float[Tensor, "num_tokens hidden"]:
-        heads = (-1, self.head_dim)
-        q = self.q_norm(self.q_proj(x).unflatten(-1, heads))  # [num_tokens, num_heads, head_dim]
-        k = self.k_norm(self.k_proj(x).unflatten(-1, heads))  # [num_tokens, num_kv_heads, head_dim]
-        v = self.v_proj(x).unflatten(-1, heads)  # [num_tokens, num_kv_heads, head_dim]
-        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        if self.query_scale != 1.0:
-            q = q * self.query_scale
-        return self.o_proj(attend(self.layer, q, k, v, window=self.window).flatten(1))
+    def attention(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().attention(attend, q if self.query_scale == 1.0 else q * self.query_scale, k, v)
 
 
 class Gemma3DecoderLayer(QwenDecoderLayer):
     def __init__(self, config: Gemma3Config, layer: int) -> None:
         super().__init__(config, layer)
         self.is_sliding = config.is_sliding[layer]
-        self.input_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Gemma3Attention(config, layer)
-        self.post_attention_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.pre_feedforward_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GeGLU(config.hidden_size, config.intermediate_size)
         self.post_feedforward_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -132,7 +116,6 @@ class Gemma3ForCausalLM(QwenForCausalLM):
     def __init__(self, config: Gemma3Config) -> None:
         super().__init__(config)
         self.layers = nn.ModuleList(Gemma3DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.local_rotary_emb = RotaryEmbedding(config.head_dim, config.local_rope)
 
     def forward(

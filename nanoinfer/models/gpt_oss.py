@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, empty, nn
 
 from nanoinfer.attention.base import Attend
-from nanoinfer.models.layers import SwiGLU, apply_rotary, sigmoid
+from nanoinfer.models.layers import SwiGLU, sigmoid
 from nanoinfer.models.qwen import (
     QwenAttention,
     QwenConfig,
@@ -75,18 +75,8 @@ class GptOssAttention(QwenAttention):
         super().__init__(config, layer)
         self.sinks = nn.Parameter(empty(config.num_attention_heads))
 
-    def forward(
-        self,
-        x: Float[Tensor, "num_tokens hidden"],
-        cos: Float[Tensor, "num_tokens 1 head_dim"],
-        sin: Float[Tensor, "num_tokens 1 head_dim"],
-        attend: Attend,
-    ) -> Float[Tensor, "num_tokens hidden"]:
-        heads = (-1, self.head_dim)
-        q = apply_rotary(self.q_proj(x).unflatten(-1, heads), cos, sin)  # [num_tokens, num_heads, head_dim]
-        k = apply_rotary(self.k_proj(x).unflatten(-1, heads), cos, sin)  # [num_tokens, num_kv_heads, head_dim]
-        v = self.v_proj(x).unflatten(-1, heads)  # [num_tokens, num_kv_heads, head_dim]
-        return self.o_proj(attend(self.layer, q, k, v, window=self.window, sinks=self.sinks).flatten(1))
+    def attention(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(self.layer, q, k, v, window=self.window, sinks=self.sinks)
 
 
 class ClampedSwiGLU(SwiGLU):

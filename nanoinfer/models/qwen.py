@@ -25,6 +25,7 @@ from nanoinfer.models.rope import RopeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class QwenConfig:
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # of the layers, the heads and the last rows
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -130,8 +131,8 @@ class QwenAttention(nn.Module):
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
         self.qk_norm = config.qk_norm
         if self.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.q_norm = config.norm_class(config.head_dim, config.rms_norm_eps)
+            self.k_norm = config.norm_class(config.head_dim, config.rms_norm_eps)
 
     def forward(
         self,
@@ -147,8 +148,10 @@ class QwenAttention(nn.Module):
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        out = attend(self.layer, q, k, v) if self.window is None else attend(self.layer, q, k, v, window=self.window)
-        return self.o_proj(out.flatten(1))
+        return self.o_proj(self.attention(attend, q, k, v).flatten(1))
+
+    def attention(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(self.layer, q, k, v) if self.window is None else attend(self.layer, q, k, v, window=self.window)
 
     def extra_repr(self) -> str:
         return "" if self.window is None else f"window={self.window}"
@@ -157,9 +160,9 @@ class QwenAttention(nn.Module):
 class QwenDecoderLayer(nn.Module):
     def __init__(self, config: QwenConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = config.norm_class(config.hidden_size, config.rms_norm_eps)
         self.self_attn = QwenAttention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = config.norm_class(config.hidden_size, config.rms_norm_eps)
         self.mlp: nn.Module = SwiGLU(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
     def forward(
@@ -186,7 +189,7 @@ class QwenForCausalLM(nn.Module):
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(QwenDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = config.norm_class(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:

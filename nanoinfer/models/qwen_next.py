@@ -11,7 +11,7 @@ checkpoints.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -38,6 +38,7 @@ class QwenNextConfig(QwenMoeConfig):
         linear_num_key_heads: of a layer with a state. A key head serves as many value heads as there are for each.
     """
 
+    norm_class: ClassVar[type[RMSNorm]] = ZeroCentredRMSNorm
     layer_types: tuple[str, ...]
     rotary_dim: int
     linear_num_key_heads: int
@@ -123,8 +124,6 @@ class GatedAttention(QwenAttention):
     def __init__(self, config: QwenNextConfig, layer: int) -> None:
         super().__init__(config, layer)
         self.q_proj = nn.Linear(config.hidden_size, 2 * config.num_attention_heads * config.head_dim, bias=False)
-        self.q_norm = ZeroCentredRMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = ZeroCentredRMSNorm(config.head_dim, config.rms_norm_eps)
         self.rotary_dim = config.rotary_dim
 
     def forward(
@@ -197,8 +196,6 @@ class GatedDeltaNetOfNext(GatedDeltaNet):
 class QwenNextDecoderLayer(QwenDecoderLayer):
     def __init__(self, config: QwenNextConfig, layer: int, delta_net: type[GatedDeltaNet]) -> None:
         super().__init__(config, layer)
-        self.input_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.has_state = config.layer_types[layer] == "linear_attention"
         index = config.layer_types[:layer].count(config.layer_types[layer])  # among the layers of its kind
         if self.has_state:
@@ -284,7 +281,6 @@ class Qwen3_5ForCausalLM(QwenForCausalLM):
     def __init__(self, config: QwenNextConfig) -> None:
         super().__init__(config)
         self.layers = decoder_layers(config, self.delta_net)
-        self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config.rotary_dim, config.rope)
 
 
