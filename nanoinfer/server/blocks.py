@@ -7,9 +7,9 @@ for each that begins, grows or ends. messages.py and responses.py have the JSON 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import to_json
 
 from nanoinfer.chat.parsing import ChatDelta, ChatParser
@@ -172,6 +172,17 @@ def chat_request(body: Body, fields: dict[str, Any]) -> ChatCompletionRequest:
         raise RequestError(400, message) from error
 
 
+class Lenient(BaseModel):
+    """An object in a list of a body, whose other fields, such as id, status and cache_control, change no answer."""
+
+    model_config = ConfigDict(strict=True)
+
+
+def joined(content: str | list[Any]) -> str:
+    """Return a content as one text. Its parts, if it has some, have a text each."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
 def text_or(item: Any) -> Any:
     """Return the type of a text or a list of items, whose errors are about the form that was given."""
     items = Annotated[list[item], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")]
@@ -192,9 +203,14 @@ def form_of_tool(value: Any) -> str | None:
     return "<function>" if is_function else "<other>"
 
 
-def form_by_type(value: Any) -> str | None:
-    """Return the tag of the form of an object by its "type", such as "<text>", for pydantic's Discriminator."""
-    return f"<{value.get('type', 'message')}>" if isinstance(value, dict) else None  # messages alone may have no type
+def one_of(kind: str, **models: Any) -> Any:
+    """Return the type of an object with one of these models, by its "type". Its errors are about that model. kind: as below."""
+
+    def form(value: Any) -> str | None:
+        return f"<{value.get('type', 'message')}>" if isinstance(value, dict) else None  # messages alone may have no type
+
+    forms = Union[tuple(Annotated[model, Tag(f"<{name}>")] for name, model in models.items())]  # noqa: UP007 (of a tuple)
+    return Annotated[forms, Discriminator(form), check_type(kind, *models)]
 
 
 def check_type(kind: str, *names: str) -> BeforeValidator:

@@ -6,7 +6,7 @@ In: a body of that API, which becomes a chat request. Out: an answer as a messag
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import from_json
 
 from nanoinfer.outputs import CompletionOutput, Delta
@@ -16,10 +16,12 @@ from nanoinfer.server.blocks import (
     BlockReply,
     Blocks,
     Change,
+    Lenient,
     chat_request,
     check_type,
-    form_by_type,
+    joined,
     list_of_tools,
+    one_of,
     text_or,
 )
 from nanoinfer.server.choices import ChatFormat
@@ -38,23 +40,17 @@ from nanoinfer.server.protocol import (
 SIGNATURE = "none"  # of thinking blocks. Anthropic's service checks its own, and clients drop a block without one
 
 
-class _Block(BaseModel):
-    """A content block, whose other fields, such as cache_control, change no answer."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class TextBlock(_Block):
+class TextBlock(Lenient):
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(_Block):
+class ThinkingBlock(Lenient):
     type: Literal["thinking"]
     thinking: str
 
 
-class ToolUseBlock(_Block):
+class ToolUseBlock(Lenient):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -64,24 +60,17 @@ class ToolUseBlock(_Block):
 TextContent = text_or(Annotated[TextBlock, check_type("a block", "text")])
 
 
-class ToolResultBlock(_Block):
+class ToolResultBlock(Lenient):
     type: Literal["tool_result"]
     tool_use_id: str
     content: TextContent | None = None
     is_error: bool | None = None
 
 
-ContentBlock = Annotated[
-    Annotated[TextBlock, Tag("<text>")]
-    | Annotated[ThinkingBlock, Tag("<thinking>")]
-    | Annotated[ToolUseBlock, Tag("<tool_use>")]
-    | Annotated[ToolResultBlock, Tag("<tool_result>")],
-    Discriminator(form_by_type),
-    check_type("a block", "text", "thinking", "tool_use", "tool_result"),
-]
+ContentBlock = one_of("a block", text=TextBlock, thinking=ThinkingBlock, tool_use=ToolUseBlock, tool_result=ToolResultBlock)
 
 
-class Message(_Block):
+class Message(Lenient):
     role: Literal["user", "assistant", "system"]
     content: text_or(ContentBlock)
 
@@ -152,7 +141,7 @@ def to_chat(body: CountTokensRequest | MessagesRequest) -> ChatCompletionRequest
         RequestError: 400.
     """
     messages = [chat for message in body.messages for chat in _chat_messages(message)]
-    system: list[dict[str, Any]] = [] if body.system is None else [{"role": "system", "content": _text(body.system)}]
+    system: list[dict[str, Any]] = [] if body.system is None else [{"role": "system", "content": joined(body.system)}]
     tools = [_function(tool) for tool in body.tools or () if isinstance(tool, Tool)]
     fields: dict[str, Any] = {"messages": [*system, *messages], "tools": tools}
     if not messages:
@@ -165,11 +154,8 @@ def to_chat(body: CountTokensRequest | MessagesRequest) -> ChatCompletionRequest
         named = {"type": "function", "function": {"name": choice.name}}
         fields["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    if body.thinking is not None:
-        thinks = {"enable_thinking": body.thinking.type != "disabled"}
-        fields["chat_template_kwargs"] = thinks | (body.chat_template_kwargs or {})
-    else:
-        fields["chat_template_kwargs"] = body.chat_template_kwargs
+    thinks = {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
+    fields["chat_template_kwargs"] = thinks | (body.chat_template_kwargs or {})
     config = body.output_config or OutputConfig()
     fields["reasoning_effort"] = config.effort
     if config.format is not None:
@@ -191,19 +177,15 @@ def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
             texts.append(block)
         if isinstance(block, ToolResultBlock):
             if texts:
-                yield {"role": message.role, "content": _text(texts)}
+                yield {"role": message.role, "content": joined(texts)}
                 texts = []
-            text = _text(block.content or "")
+            text = joined(block.content or "")
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": f"Error: {text}" if block.is_error else text}
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
     more = ({"reasoning": "\n".join(thoughts)} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
     if texts or more:
-        yield {"role": message.role, "content": _text(texts)} | more
-
-
-def _text(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+        yield {"role": message.role, "content": joined(texts)} | more
 
 
 def _call(block: ToolUseBlock) -> dict[str, Any]:
@@ -211,9 +193,8 @@ def _call(block: ToolUseBlock) -> dict[str, Any]:
 
 
 def _function(tool: Tool) -> dict[str, Any]:
-    given = {"description": tool.description, "strict": tool.strict}
-    function = {"name": tool.name, "parameters": tool.input_schema} | {name: x for name, x in given.items() if x is not None}
-    return {"type": "function", "function": function}
+    given = tool.model_dump(include={"description", "strict"}, exclude_none=True)
+    return {"type": "function", "function": {"name": tool.name, "parameters": tool.input_schema} | given}
 
 
 class MessagesReply(BlockReply):

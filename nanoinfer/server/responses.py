@@ -11,17 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    TypeAdapter,
-    model_validator,
-)
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_validator
 from pydantic_core import to_json
 
 from nanoinfer.outputs import CompletionOutput, Delta
@@ -31,10 +21,12 @@ from nanoinfer.server.blocks import (
     BlockReply,
     Blocks,
     Change,
+    Lenient,
     chat_request,
     check_type,
-    form_by_type,
+    joined,
     list_of_tools,
+    one_of,
     text_or,
 )
 from nanoinfer.server.choices import ChatFormat
@@ -48,13 +40,7 @@ _RETURNED = set(
 )
 
 
-class _Item(BaseModel):
-    """An item of the input, whose other fields, such as id and status, change no answer."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class Part(_Item):
+class Part(Lenient):
     type: Literal["input_text", "output_text", "refusal", "reasoning_text"]
     text: Annotated[str, Field(validation_alias=AliasChoices("text", "refusal"))]
 
@@ -62,38 +48,33 @@ class Part(_Item):
 Text = text_or(Annotated[Part, check_type("a part", "input_text", "output_text", "refusal", "reasoning_text")])
 
 
-class MessageItem(_Item):
+class MessageItem(Lenient):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Text
 
 
-class ReasoningItem(_Item):
+class ReasoningItem(Lenient):
     type: Literal["reasoning"]
     content: Text | None = None
 
 
-class CallItem(_Item):
+class CallItem(Lenient):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
 
 
-class CallOutputItem(_Item):
+class CallOutputItem(Lenient):
     type: Literal["function_call_output"]
     call_id: str
     output: Text
 
 
-Item = Annotated[
-    Annotated[MessageItem, Tag("<message>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")]
-    | Annotated[CallItem, Tag("<function_call>")]
-    | Annotated[CallOutputItem, Tag("<function_call_output>")],
-    Discriminator(form_by_type),
-    check_type("an item", "message", "reasoning", "function_call", "function_call_output"),
-]
+Item = one_of(
+    "an item", message=MessageItem, reasoning=ReasoningItem, function_call=CallItem, function_call_output=CallOutputItem
+)
 _ITEMS = TypeAdapter(list[Item])
 
 
@@ -191,8 +172,7 @@ def to_chat(
     fields: dict[str, Any] = {"messages": messages, "max_tokens": body.max_output_tokens}
     tools = [tool for tool in body.tools or () if isinstance(tool, FunctionTool)]
     fields["tools"] = [{"type": "function", "function": _given(tool) | {"name": tool.name}} for tool in tools]
-    choice = body.tool_choice
-    fields["tool_choice"] = choice
+    fields["tool_choice"] = choice = body.tool_choice
     if isinstance(choice, FunctionChoice):
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     fields |= {name: getattr(body, name) for name in ("parallel_tool_calls", "chat_template_kwargs")}
@@ -209,10 +189,10 @@ def _given(tool: FunctionTool) -> dict[str, Any]:
 def _add(messages: list[dict[str, Any]], item: Any) -> None:
     """Add an item to a chat, whose messages of the assistant have reasoning, then content, then calls."""
     if isinstance(item, CallOutputItem):
-        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)})
     elif isinstance(item, MessageItem) and item.role != "assistant":
         role = "system" if item.role == "developer" else item.role  # which few templates know
-        messages.append({"role": role, "content": _joined(item.content)})
+        messages.append({"role": role, "content": joined(item.content)})
     else:
         last = messages[-1] if messages else {}
         is_new = last.get("role") != "assistant" or isinstance(item, ReasoningItem)
@@ -225,13 +205,9 @@ def _add(messages: list[dict[str, Any]], item: Any) -> None:
             calls = messages[-1].get("tool_calls", [])
             messages[-1]["tool_calls"] = [*calls, {"id": item.call_id, "type": "function", "function": function}]
         elif isinstance(item, ReasoningItem):
-            messages[-1]["reasoning"] = _joined(item.content or "")
+            messages[-1]["reasoning"] = joined(item.content or "")
         else:
-            messages[-1]["content"] = _joined(item.content)
-
-
-def _joined(content: str | list[Part]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+            messages[-1]["content"] = joined(item.content)
 
 
 # ---- stored responses
