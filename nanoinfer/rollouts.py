@@ -201,10 +201,10 @@ def wake_up(self: "LLM", tags: Sequence[Tag] | None = None) -> None:
     Args:
         tags: ["weights"] or ["kv_cache"], to take the memory of the other one later. None is both.
     """
-    for tag in TAGS if tags is None else tags:
-        if not is_one_of(tag, TAGS):
-            raise InvalidValueError(f"tags must be None or a list of 'weights' and 'kv_cache', got {shown(tags)}")
-    for tag in TAGS if tags is None else tags:
+    wanted = TAGS if tags is None else tags
+    if not all(is_one_of(tag, TAGS) for tag in wanted):
+        raise InvalidValueError(f"tags must be None or a list of 'weights' and 'kv_cache', got {shown(tags)}")
+    for tag in wanted:
         if tag == "weights" and tag in self.engine.refusals:
             no_weights = f"sleep(level=2) has freed the weights of this LLM; {_GIVE_ALL}"
             self.engine.refusals[tag] = WeightsMissingError(no_weights)

@@ -6,7 +6,7 @@ In: the model's linear layers, and the step's rows. Out: the layers' outputs, ch
 the same. It knows no requests and no files.
 """
 
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,14 +14,6 @@ from torch import Tensor, nn
 
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.loading.formats.lora import LowRankUpdate
-
-
-class KernelChanges(Protocol):
-    """The copy of the adapters that a kernel reads, which computes one linear layer or several side by side."""
-
-    def put(self, slot: int, index: int, update: LowRankUpdate | None) -> None:
-        """Keep a slot's update of the layer with this index. None: the adapter does not change the layer."""
-        ...
 
 
 class AdapterRows:
@@ -56,7 +48,7 @@ class AdaptedLinear:
     """The adapters of one linear layer. It is a forward hook of the layer, unless a kernel computes the layer.
 
     Attributes:
-        kernels: the kernels that compute the layer, each with the layer's index in it.
+        kernels: what the kernels read that compute the layer (fast/cpu/lora.py), each with the layer's index in it.
     """
 
     is_in_kernels = True  # so that fast/ does not leave a layer with this hook alone
@@ -64,7 +56,7 @@ class AdaptedLinear:
     def __init__(self, linear: Any, rows: AdapterRows) -> None:
         self.rows = rows
         self.shape = tuple(getattr(linear.weight, "integers", linear.weight).shape)  # [out, in]
-        self.kernels: WeakKeyDictionary[KernelChanges, int] = WeakKeyDictionary()
+        self.kernels: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._updates: dict[int, LowRankUpdate] = {}  # by slot
         linear.adapted = self
         linear.register_forward_hook(self)

@@ -47,7 +47,7 @@ class KernelRows:
 
 
 class KernelAdapters:
-    """The adapters of the layers that a kernel computes side by side. See lora/layers.py, KernelChanges.
+    """The adapters of the layers that a kernel computes side by side.
 
     Attributes:
         address: of the kernel's argument.
@@ -72,6 +72,7 @@ class KernelAdapters:
                 layer.kernels[self] = index
 
     def put(self, slot: int, index: int, update: LowRankUpdate | None) -> None:
+        """Keep a slot's update of the layer with this index. None: the adapter does not change the layer."""
         place = slot * len(self._ends) + index
         if update is None:
             self._changes[place] = LowRank()
