@@ -11,12 +11,11 @@ Source: https://arxiv.org/abs/2503.19786. The names are those of its checkpoints
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import UnsupportedError, shown
-from nanoinfer.models.layers import RMSNorm, RotaryEmbedding, SwiGLU, ZeroCentredRMSNorm, gelu_tanh
+from nanoinfer.models.layers import Angles, Hidden, Ids, RMSNorm, RotaryEmbedding, SwiGLU, ZeroCentredRMSNorm, gelu_tanh
 from nanoinfer.models.qwen import (
     QwenAttention,
     QwenConfig,
@@ -77,7 +76,7 @@ class Gemma3Config(QwenConfig):
 class GeGLU(SwiGLU):
     """down(gelu(gate(x)) * up(x)), of the same paper."""
 
-    def forward(self, x: Float[Tensor, "num_tokens hidden"]) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, x: Hidden) -> Hidden:
         return self.down_proj(gelu_tanh(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -99,13 +98,7 @@ class Gemma3DecoderLayer(QwenDecoderLayer):
         self.mlp = GeGLU(config.hidden_size, config.intermediate_size)
         self.post_feedforward_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(
-        self,
-        x: Float[Tensor, "num_tokens hidden"],
-        cos: Float[Tensor, "num_tokens 1 head_dim"],
-        sin: Float[Tensor, "num_tokens 1 head_dim"],
-        attend: Attend,
-    ) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, x: Hidden, cos: Angles, sin: Angles, attend: Attend) -> Hidden:
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), cos, sin, attend))
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 
@@ -118,9 +111,7 @@ class Gemma3ForCausalLM(QwenForCausalLM):
         self.layers = nn.ModuleList(Gemma3DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.local_rotary_emb = RotaryEmbedding(config.head_dim, config.local_rope)
 
-    def forward(
-        self, input_ids: Int[Tensor, " num_tokens"], positions: Int[Tensor, " num_tokens"], attend: Attend
-    ) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, input_ids: Ids, positions: Ids, attend: Attend) -> Hidden:
         x = self.embed_tokens(input_ids)  # [num_tokens, hidden]
         x = x * x.new_full((1, 1), self.config.hidden_size**0.5)
         cos, sin = self.rotary_emb(positions, x.dtype)

@@ -6,12 +6,12 @@ Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learner
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
-from nanoinfer.models.layers import Embedding, gelu_tanh
+from nanoinfer.models.layers import Embedding, Hidden, Ids, gelu_tanh
 from nanoinfer.models.registry import WeightRules
 
 
@@ -77,7 +77,7 @@ class GPT2Attention(nn.Module):
         self.c_attn = nn.Linear(config.hidden_size, 3 * width)
         self.c_proj = nn.Linear(width, config.hidden_size)
 
-    def forward(self, x: Float[Tensor, "num_tokens hidden"], attend: Attend) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, x: Hidden, attend: Attend) -> Hidden:
         qkv = self.c_attn(x).unflatten(-1, (3, self.num_heads, self.head_dim))
         q, k, v = qkv.unbind(1)  # each [num_tokens, num_heads, head_dim]
         return self.c_proj(attend(self.layer, q, k, v).flatten(1))
@@ -89,7 +89,7 @@ class GPT2MLP(nn.Module):
         self.c_fc = nn.Linear(config.hidden_size, config.intermediate_size)
         self.c_proj = nn.Linear(config.intermediate_size, config.hidden_size)
 
-    def forward(self, x: Float[Tensor, "num_tokens hidden"]) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, x: Hidden) -> Hidden:
         return self.c_proj(gelu_tanh(self.c_fc(x)))
 
 
@@ -101,7 +101,7 @@ class GPT2Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.mlp = GPT2MLP(config)
 
-    def forward(self, x: Float[Tensor, "num_tokens hidden"], attend: Attend) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, x: Hidden, attend: Attend) -> Hidden:
         x = x + self.attn(self.ln_1(x), attend)
         return x + self.mlp(self.ln_2(x))
 
@@ -127,9 +127,7 @@ class GPT2LMHeadModel(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.wte.weight
 
-    def forward(
-        self, input_ids: Int[Tensor, " num_tokens"], positions: Int[Tensor, " num_tokens"], attend: Attend
-    ) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, input_ids: Ids, positions: Ids, attend: Attend) -> Hidden:
         x = self.wte(input_ids) + self.wpe(positions)  # [num_tokens, hidden]
         for block in self.h:
             x = block(x, attend)

@@ -13,11 +13,10 @@ loading/formats/experts.py divides. The other names are theirs.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jaxtyping import Float
 from torch import Tensor, empty, nn
 
 from nanoinfer.attention.base import Attend
-from nanoinfer.models.layers import SwiGLU, sigmoid
+from nanoinfer.models.layers import Hidden, SwiGLU, sigmoid
 from nanoinfer.models.qwen import (
     QwenAttention,
     QwenConfig,
@@ -86,7 +85,7 @@ class ClampedSwiGLU(SwiGLU):
         super().__init__(config.hidden_size, config.intermediate_size, bias=True)
         self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
 
-    def forward(self, x: Float[Tensor, "num_tokens hidden"]) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, x: Hidden) -> Hidden:
         gate = self.gate_proj(x).clamp(max=self.limit)  # [num_tokens, intermediate]
         up = self.up_proj(x).clamp(-self.limit, self.limit)  # [num_tokens, intermediate]
         return self.down_proj((up + 1) * (gate * sigmoid(self.alpha * gate)))
@@ -101,7 +100,7 @@ class GptOssExperts(nn.Module):
         self.router = nn.Linear(config.hidden_size, config.num_experts)
         self.experts = nn.ModuleList(ClampedSwiGLU(config) for _ in range(config.num_experts))
 
-    def forward(self, x: Float[Tensor, "num_tokens hidden"]) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, x: Hidden) -> Hidden:
         scores, chosen = self.router(x).float().topk(self.num_experts_per_tok, dim=-1)  # [num_tokens, num_experts_per_tok]
         return sum_of_experts(self.experts, x, scores.softmax(dim=-1), chosen).to(x.dtype)
 

@@ -11,6 +11,10 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from nanoinfer.models.rope import RopeConfig, rope_frequencies
 
+Ids = Int[Tensor, " num_tokens"]  # and positions
+Hidden = Float[Tensor, "num_tokens hidden"]  # a row for each token
+Angles = Float[Tensor, "num_tokens 1 num_rotated"]  # the cos or the sin of each token's position, for all heads
+
 
 class Embedding(nn.Embedding):
     """One row of weights per id."""
@@ -69,7 +73,7 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias)
 
-    def forward(self, x: Float[Tensor, "num_tokens hidden"]) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, x: Hidden) -> Hidden:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -87,9 +91,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", rope_frequencies(head_dim, rope), persistent=False)
         self.attention_factor = rope.attention_factor
 
-    def forward(
-        self, positions: Int[Tensor, " num_tokens"], dtype: torch.dtype
-    ) -> tuple[Float[Tensor, "num_tokens 1 head_dim"], Float[Tensor, "num_tokens 1 head_dim"]]:
+    def forward(self, positions: Ids, dtype: torch.dtype) -> tuple[Angles, Angles]:
         """Compute cos and sin for every token, once per step. All layers and heads share them."""
         angles = positions.float().unsqueeze(-1) * self.inv_freq  # [num_tokens, head_dim / 2]
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # [num_tokens, 1, head_dim]

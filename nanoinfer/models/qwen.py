@@ -13,12 +13,12 @@ checkpoints.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
-from nanoinfer.models.layers import Embedding, RMSNorm, RotaryEmbedding, SwiGLU, apply_rotary
+from nanoinfer.models.layers import Angles, Embedding, Hidden, Ids, RMSNorm, RotaryEmbedding, SwiGLU, apply_rotary
 from nanoinfer.models.registry import WeightRules
 from nanoinfer.models.rope import RopeConfig
 
@@ -134,13 +134,7 @@ class QwenAttention(nn.Module):
             self.q_norm = config.norm_class(config.head_dim, config.rms_norm_eps)
             self.k_norm = config.norm_class(config.head_dim, config.rms_norm_eps)
 
-    def forward(
-        self,
-        x: Float[Tensor, "num_tokens hidden"],
-        cos: Float[Tensor, "num_tokens 1 head_dim"],
-        sin: Float[Tensor, "num_tokens 1 head_dim"],
-        attend: Attend,
-    ) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, x: Hidden, cos: Angles, sin: Angles, attend: Attend) -> Hidden:
         heads = (-1, self.head_dim)
         q = self.q_proj(x).unflatten(-1, heads)  # [num_tokens, num_heads, head_dim]
         k = self.k_proj(x).unflatten(-1, heads)  # [num_tokens, num_kv_heads, head_dim]
@@ -165,13 +159,7 @@ class QwenDecoderLayer(nn.Module):
         self.post_attention_layernorm = config.norm_class(config.hidden_size, config.rms_norm_eps)
         self.mlp: nn.Module = SwiGLU(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
-    def forward(
-        self,
-        x: Float[Tensor, "num_tokens hidden"],
-        cos: Float[Tensor, "num_tokens 1 head_dim"],
-        sin: Float[Tensor, "num_tokens 1 head_dim"],
-        attend: Attend,
-    ) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, x: Hidden, cos: Angles, sin: Angles, attend: Attend) -> Hidden:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -195,9 +183,7 @@ class QwenForCausalLM(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(
-        self, input_ids: Int[Tensor, " num_tokens"], positions: Int[Tensor, " num_tokens"], attend: Attend
-    ) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, input_ids: Ids, positions: Ids, attend: Attend) -> Hidden:
         x = self.embed_tokens(input_ids)  # [num_tokens, hidden]
         cos, sin = self.rotary_emb(positions, x.dtype)
         for layer in self.layers:

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
-from nanoinfer.models.layers import SwiGLU, sigmoid
+from nanoinfer.models.layers import Hidden, SwiGLU, sigmoid
 from nanoinfer.models.qwen import QwenConfig, QwenForCausalLM, shared_fields
 
 
@@ -93,7 +93,7 @@ class MixtureOfExperts(nn.Module):
             self.shared_expert = SwiGLU(config.hidden_size, config.shared_expert_intermediate_size)
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
-    def forward(self, x: Float[Tensor, "num_tokens hidden"]) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, x: Hidden) -> Hidden:
         scores = self.gate(x).float().softmax(dim=-1)  # [num_tokens, num_experts], in fp32
         weights, chosen = scores.topk(self.num_experts_per_tok, dim=-1)  # [num_tokens, num_experts_per_tok]
         if self.norm_topk_prob:
@@ -106,10 +106,10 @@ class MixtureOfExperts(nn.Module):
 
 def sum_of_experts(
     experts: nn.ModuleList,
-    x: Float[Tensor, "num_tokens hidden"],
+    x: Hidden,
     weights: Float[Tensor, "num_tokens k"],
     chosen: Int[Tensor, "num_tokens k"],
-) -> Float[Tensor, "num_tokens hidden"]:
+) -> Hidden:
     """The weighted sum of the chosen experts, in fp32. Each expert computes its tokens in one product.
 
     Only the weights of chosen experts are read. A token's experts are added in the order of their numbers, so its bits do

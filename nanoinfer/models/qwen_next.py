@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend, Recur
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 from nanoinfer.models.gated_delta import DeltaRecurrence
-from nanoinfer.models.layers import RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, apply_rotary, sigmoid
+from nanoinfer.models.layers import Angles, Hidden, Ids, RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, apply_rotary, sigmoid
 from nanoinfer.models.qwen import QwenAttention, QwenDecoderLayer, QwenForCausalLM, shared_fields
 from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeConfig, QwenMoeForCausalLM, expert_fields
 from nanoinfer.models.registry import WeightRules
@@ -126,13 +126,7 @@ class GatedAttention(QwenAttention):
         self.q_proj = nn.Linear(config.hidden_size, 2 * config.num_attention_heads * config.head_dim, bias=False)
         self.rotary_dim = config.rotary_dim
 
-    def forward(
-        self,
-        x: Float[Tensor, "num_tokens hidden"],
-        cos: Float[Tensor, "num_tokens 1 rotary_dim"],
-        sin: Float[Tensor, "num_tokens 1 rotary_dim"],
-        attend: Attend,
-    ) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, x: Hidden, cos: Angles, sin: Angles, attend: Attend) -> Hidden:
         heads = (-1, self.head_dim)
         q, gate = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)  # each [num_tokens, heads, head_dim]
         k = self.k_norm(self.k_proj(x).unflatten(-1, heads))
@@ -169,11 +163,11 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_b = nn.Linear(hidden_size, self.num_value_heads, bias=False)
         self.in_proj_a = nn.Linear(hidden_size, self.num_value_heads, bias=False)
 
-    def project(self, x: Float[Tensor, "num_tokens hidden"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def project(self, x: Hidden) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return qkv [num_tokens, channels], z [num_tokens, value_size], b and a [num_tokens, value_heads]."""
         return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
 
-    def forward(self, x: Float[Tensor, "num_tokens hidden"], attend: Recur) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, x: Hidden, attend: Recur) -> Hidden:
         weights = (self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight)
         return self.out_proj(self.recurrence(attend, *self.project(x), weights))
 
@@ -185,7 +179,7 @@ class GatedDeltaNetOfNext(GatedDeltaNet):
         self.in_proj_qkvz = nn.Linear(hidden_size, channels + self.value_size, bias=False)
         self.in_proj_ba = nn.Linear(hidden_size, 2 * self.num_value_heads, bias=False)
 
-    def project(self, x: Float[Tensor, "num_tokens hidden"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def project(self, x: Hidden) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         values = self.value_size // self.num_key_heads
         qkvz = self.in_proj_qkvz(x).unflatten(-1, (self.num_key_heads, -1))  # [num_tokens, key_heads, rows of a head]
         q, k, v, z = qkvz.split([self.key_dim, self.key_dim, values, values], dim=-1)
@@ -204,13 +198,7 @@ class QwenNextDecoderLayer(QwenDecoderLayer):
         else:
             self.self_attn = GatedAttention(config, index)
 
-    def forward(  # type: ignore[override]  # the model's layers need a Recur
-        self,
-        x: Float[Tensor, "num_tokens hidden"],
-        cos: Float[Tensor, "num_tokens 1 rotary_dim"],
-        sin: Float[Tensor, "num_tokens 1 rotary_dim"],
-        attend: Recur,
-    ) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, x: Hidden, cos: Angles, sin: Angles, attend: Recur) -> Hidden:  # type: ignore[override]
         normed = self.input_layernorm(x)
         x = x + (self.linear_attn(normed, attend) if self.has_state else self.self_attn(normed, cos, sin, attend))
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -243,13 +231,7 @@ class QwenNextDrafter(nn.Module):
         self.layers = decoder_layers(config, GatedDeltaNet)
         self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(
-        self,
-        input_ids: Int[Tensor, " num_tokens"],
-        positions: Int[Tensor, " num_tokens"],
-        attend: Recur,
-        hidden: Float[Tensor, "num_tokens hidden"],
-    ) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, input_ids: Ids, positions: Ids, attend: Recur, hidden: Hidden) -> Hidden:
         [model] = self.target
         embedded = self.pre_fc_norm_embedding(model.embed_tokens(input_ids))
         x = self.fc(torch.cat((embedded, self.pre_fc_norm_hidden(hidden)), dim=-1))

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
+from nanoinfer.models.layers import Hidden, Ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +92,7 @@ class Model(Protocol):
     weight_rules: ClassVar[WeightRules]
     config: Any
 
-    def __call__(
-        self, input_ids: Int[Tensor, " num_tokens"], positions: Int[Tensor, " num_tokens"], attend: Attend
-    ) -> Float[Tensor, "num_tokens hidden"]: ...
+    def __call__(self, input_ids: Ids, positions: Ids, attend: Attend) -> Hidden: ...
 
     def compute_logits(self, hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]: ...
 
