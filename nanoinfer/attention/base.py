@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from nanoinfer.attention.dense import Keys, Queries, Sinks
+from nanoinfer.attention.dense import Keys, Queries, Sinks, Window
 from nanoinfer.attention.kv_cache import KVCache, Layout
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, first_line, shown
 
@@ -29,9 +29,7 @@ class Attend(Protocol):
     head i, with g = num_heads / num_kv_heads. Layers with a window or sinks (dense.py) name them, others do not.
     """
 
-    def __call__(
-        self, layer: int, q: Queries, k: Keys, v: Keys, *, window: int | None = None, sinks: Sinks | None = None
-    ) -> Queries: ...
+    def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, *, window: Window = None, sinks: Sinks = None) -> Queries: ...
 
 
 # (state, *rows) -> (outputs, state after the rows): the parts of states [num_seqs, ...], rows [num_seqs, num_tokens, ...]

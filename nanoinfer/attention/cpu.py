@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
-from nanoinfer.attention.dense import Sinks
+from nanoinfer.attention.dense import Keys, Queries, Sinks, Window
 from nanoinfer.attention.kv_cache import KVCache, Layout, Pages, finite_values, loaded, stored
 from nanoinfer.system.process import keep_freed_memory
 
@@ -49,15 +49,8 @@ class PrefillChunks(NamedTuple):
 
 
 def paged_decode(
-    q: Float[Tensor, "num_seqs num_heads head_dim"],
-    k: Float[Tensor, "num_seqs num_kv_heads head_dim"],
-    v: Float[Tensor, "num_seqs num_kv_heads head_dim"],
-    k_pages: Pages,
-    v_pages: Pages,
-    rows: DecodeRows,
-    window: int | None = None,
-    sinks: Sinks | None = None,
-) -> Float[Tensor, "num_seqs num_heads head_dim"]:
+    q: Queries, k: Keys, v: Keys, k_pages: Pages, v_pages: Pages, rows: DecodeRows, window: Window = None, sinks: Sinks = None
+) -> Queries:
     """Store each sequence's new k and v, then attend with its one query over all of its tokens. Sums are in fp32.
 
     It uses products and sums. The bits of a matmul's row may depend on the number of rows.
@@ -102,8 +95,8 @@ def causal_attention(
     q: Float[Tensor, "num_queries num_heads head_dim"],
     k: Float[Tensor, "seq_len num_kv_heads head_dim"],
     v: Float[Tensor, "seq_len num_kv_heads head_dim"],
-    window: int | None = None,
-    sinks: Sinks | None = None,
+    window: Window = None,
+    sinks: Sinks = None,
 ) -> Float[Tensor, "num_queries num_heads head_dim"]:
     """Attend with the last num_queries tokens of a sequence over all of its tokens so far. Scores and softmax are in fp32.
 
@@ -166,15 +159,7 @@ class CPUBackend:
         return CPUStep(cache, metadata, self)
 
     def decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: KVCache,
-        layer: int,
-        rows: DecodeRows,
-        window: int | None = None,
-        sinks: Sinks | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, rows: DecodeRows, window: Window, sinks: Sinks
     ) -> Tensor:
         """paged_decode for groups of sequences whose gathered pages stay in the processor's cache."""
         k_pages, v_pages = cache.layer(layer)
@@ -191,15 +176,7 @@ class CPUBackend:
         return torch.cat(groups) if len(groups) > 1 else groups[0]
 
     def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: KVCache,
-        layer: int,
-        chunks: PrefillChunks,
-        window: int | None = None,
-        sinks: Sinks | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, chunks: PrefillChunks, window: Window, sinks: Sinks
     ) -> Tensor:
         """causal_attention for each chunk, after its k and v are stored."""
         cache.write(layer, chunks.slots, k, v)
@@ -224,9 +201,7 @@ class CPUStep:
         self.decode_rows = DecodeRows(slots[:n], tables[:n], lens[:n])
         self.chunks = PrefillChunks(slots[n:], metadata.query_start_loc[n:], tables[n:], lens[n:])
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Sinks | None = None
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: Window = None, sinks: Sinks = None) -> Tensor:
         n, options = self.num_decodes, (window, sinks)
         if n == len(q):
             return self.backend.decode(q, k, v, self.cache, layer, self.decode_rows, *options)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 Queries = Float[Tensor, "num_tokens num_heads head_dim"]
 Keys = Float[Tensor, "num_tokens num_kv_heads head_dim"]  # and values
-Sinks = Float[Tensor, " num_heads"]
+Window = int | None  # in tokens. None: there is none, and the same for sinks
+Sinks = Float[Tensor, " num_heads"] | None
 
 
 class DenseAttention:
@@ -30,9 +31,7 @@ class DenseAttention:
     def __init__(self, state_shapes: tuple[tuple[int, ...], ...] = ()) -> None:
         self._state_shapes = state_shapes
 
-    def __call__(
-        self, layer: int, q: Queries, k: Keys, v: Keys, *, window: int | None = None, sinks: Sinks | None = None
-    ) -> Queries:
+    def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, *, window: Window = None, sinks: Sinks = None) -> Queries:
         return causal_attention(q, k, v, window, sinks)
 
     def recur(self, layer: int, advance: Callable[..., tuple[Tensor, tuple[Tensor, ...]]], *rows: Tensor) -> Tensor:
@@ -44,8 +43,8 @@ def causal_attention(
     q: Float[Tensor, "num_tokens num_heads head_dim"],
     k: Float[Tensor, "seq_len num_kv_heads head_dim"],
     v: Float[Tensor, "seq_len num_kv_heads head_dim"],
-    window: int | None = None,
-    sinks: Sinks | None = None,
+    window: Window = None,
+    sinks: Sinks = None,
 ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
     """Attend with the last num_tokens of a sequence's seq_len tokens, computed in fp32 and returned in q's dtype.
 

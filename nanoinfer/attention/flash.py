@@ -9,7 +9,7 @@ from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch.nn.functional import pad
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
-from nanoinfer.attention.dense import Keys, Queries, Sinks
+from nanoinfer.attention.dense import Keys, Queries, Sinks, Window
 from nanoinfer.attention.kv_cache import KVCache, Layout
 
 BLOCK_SIZE = 256  # and its multiples
@@ -55,9 +55,7 @@ class FlashAttend:
         self._query_starts = (metadata.query_start_loc[n:] - n).int()
         self._key_starts = pad(self._seq_lens[n:].cumsum(0), (1, 0)).int()  # [num_chunks + 1]
 
-    def __call__(
-        self, layer: int, q: Queries, k: Keys, v: Keys, *, window: int | None = None, sinks: Sinks | None = None
-    ) -> Queries:
+    def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, *, window: Window = None, sinks: Sinks = None) -> Queries:
         assert (window, sinks) == (None, None), "select_backend chooses another backend for layers with windows or sinks"
         self._cache.write(layer, self._metadata.slot_mapping, k, v)
         k_pages, v_pages = self._cache.layer(layer)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
-from nanoinfer.attention.dense import Keys, Queries, Sinks, causal_attention
+from nanoinfer.attention.dense import Keys, Queries, Sinks, Window, causal_attention
 from nanoinfer.attention.kv_cache import KVCache, Layout
 
 
@@ -40,8 +40,8 @@ def paged_attention(
     k: Keys,
     v: Keys,
     *,
-    window: int | None = None,
-    sinks: Sinks | None = None,
+    window: Window = None,
+    sinks: Sinks = None,
 ) -> Queries:
     """Store k and v, then attend over each sequence of the step, one after the other."""
     cache.write(layer, metadata.slot_mapping, k, v)

@@ -32,7 +32,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
-from nanoinfer.attention.dense import Keys, Queries, Sinks
+from nanoinfer.attention.dense import Keys, Queries, Sinks, Window
 from nanoinfer.attention.kv_cache import KVCache, Layout
 
 MAX_HEAD_DIM = 256  # limited by the registers that a tile takes
@@ -252,8 +252,8 @@ def paged_attention(
     k: Keys,
     v: Keys,
     *,
-    window: int | None = None,
-    sinks: Sinks | None = None,
+    window: Window = None,
+    sinks: Sinks = None,
 ) -> Queries:
     """Store k and v, then attend for the decoding sequences and for the prompt chunks."""
     k_pages, v_pages = cache.layer(layer)

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.cpu import CPUBackend, CPUStep, DecodeRows, PrefillChunks
-from nanoinfer.attention.dense import Sinks
+from nanoinfer.attention.dense import Keys, Queries, Sinks, Window
 from nanoinfer.attention.kv_cache import KVCache, Pages
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.program import KernelCall, Slice, tile_definitions
@@ -86,7 +85,7 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, out: Tensor, k_pages: Tensor, v_page
     return *pointers, q.stride(0), k.stride(0), v.stride(0), *pages
 
 
-def _in_fp32(sinks: Sinks | None) -> tuple[Tensor | None, int | None]:
+def _in_fp32(sinks: Sinks) -> tuple[Tensor | None, int | None]:
     """Sinks as the kernels read them, and their address. A copy belongs to the parameter (loading/update.py renews it)."""
     if sinks is None:
         return None, None
@@ -122,15 +121,15 @@ class DecodeKernel:
 
     def __call__(
         self,
-        q: Float[Tensor, "num_seqs num_heads head_dim"],
-        k: Float[Tensor, "num_seqs num_kv_heads head_dim"],
-        v: Float[Tensor, "num_seqs num_kv_heads head_dim"],
+        q: Queries,
+        k: Keys,
+        v: Keys,
         k_pages: Pages,
         v_pages: Pages,
         rows: DecodeRows,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-    ) -> Float[Tensor, "num_seqs num_heads head_dim"]:
+        window: Window = None,
+        sinks: Sinks = None,
+    ) -> Queries:
         """See paged_decode. The integers in `rows` are contiguous, int64, and not checked."""
         q, k, v = _with_whole_heads(q, k, v)
         out = torch.empty(q.shape, dtype=q.dtype)
@@ -145,7 +144,7 @@ class DecodeKernel:
         rows: DecodeRows,
         lens: list[int],
         pages: Pages,
-        window: int | None = None,
+        window: Window = None,
         addresses: "ctypes.Array[c_void_p] | None" = None,
     ) -> KernelDecodeRows:
         """What the layers of a step share.
@@ -174,7 +173,7 @@ class DecodeKernel:
         """Whether `call` supports tensors with these shapes of a row."""
         return k == v and q == (k[0] * self._group, self._head_dim) and k[1] == self._head_dim
 
-    def call(self, q: Slice, k: Slice, v: Slice, out: Slice, *, rows: int, layer: int, sinks: Sinks | None) -> KernelCall:
+    def call(self, q: Slice, k: Slice, v: Slice, out: Slice, *, rows: int, layer: int, sinks: Sinks) -> KernelCall:
         """A layer's attention in a program. rows: the array of the batch that is a KernelDecodeRows, which has the window."""
         kept, address = _in_fp32(sinks)
         call = AttendCall(q, k, v, out, rows, layer, address)
@@ -196,15 +195,15 @@ class PrefillKernel:
 
     def __call__(
         self,
-        q: Float[Tensor, "num_tokens num_heads head_dim"],
-        k: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-        v: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        q: Queries,
+        k: Keys,
+        v: Keys,
         k_pages: Pages,
         v_pages: Pages,
         chunks: PrefillChunks,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-    ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
+        window: Window = None,
+        sinks: Sinks = None,
+    ) -> Queries:
         """The integers in `chunks` are contiguous, int64, and not checked."""
         q, k, v = _with_whole_heads(q, k, v)
         out = torch.empty(q.shape, dtype=q.dtype)
@@ -257,7 +256,7 @@ class KernelStep(CPUStep):
 
     backend: KernelBackend
 
-    def as_step(self, window: int | None = None) -> tuple[DecodeKernel, KernelDecodeRows] | None:
+    def as_step(self, window: Window = None) -> tuple[DecodeKernel, KernelDecodeRows] | None:
         """The kernel that can compute the attention of layers with this window, and its rows. None unless all decode."""
         if self.num_decodes < len(self.metadata.slot_mapping):
             return None
