@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 
 from nanoinfer.fast.trace import Trace, has_hooks
 from nanoinfer.loading.quantization import side_by_side
-from nanoinfer.models.layers import RMSNorm, ZeroCentredRMSNorm, apply_rotary, gelu_tanh, sigmoid
+from nanoinfer.models.layers import Angles, Heads, RMSNorm, ZeroCentredRMSNorm, apply_rotary, gelu_tanh, sigmoid
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
 
@@ -84,12 +84,7 @@ class FusedRotation(nn.Module):
         super().__init__()
         self.norm, self.num_rotated = norm, num_rotated
 
-    def forward(
-        self,
-        x: Float[Tensor, "num_tokens heads head_dim"],
-        cos: Float[Tensor, "num_tokens 1 num_rotated"],
-        sin: Float[Tensor, "num_tokens 1 num_rotated"],
-    ) -> Float[Tensor, "num_tokens heads head_dim"]:
+    def forward(self, x: Heads, cos: Angles, sin: Angles) -> Heads:
         x = x if self.norm is None else self.norm(x)
         rotated = apply_rotary(x[..., : self.num_rotated], cos, sin)
         return rotated if self.num_rotated is None else torch.cat((rotated, x[..., self.num_rotated :]), dim=-1)

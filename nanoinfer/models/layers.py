@@ -14,6 +14,7 @@ from nanoinfer.models.rope import RopeConfig, rope_frequencies
 Ids = Int[Tensor, " num_tokens"]  # and positions
 Hidden = Float[Tensor, "num_tokens hidden"]  # a row for each token
 Angles = Float[Tensor, "num_tokens 1 num_rotated"]  # the cos or the sin of each token's position, for all heads
+Heads = Float[Tensor, "num_tokens heads head_dim"]
 
 
 class Embedding(nn.Embedding):

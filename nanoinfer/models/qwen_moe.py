@@ -105,10 +105,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def sum_of_experts(
-    experts: nn.ModuleList,
-    x: Hidden,
-    weights: Float[Tensor, "num_tokens k"],
-    chosen: Int[Tensor, "num_tokens k"],
+    experts: nn.ModuleList, x: Hidden, weights: Float[Tensor, "num_tokens k"], chosen: Int[Tensor, "num_tokens k"]
 ) -> Hidden:
     """The weighted sum of the chosen experts, in fp32. Each expert computes its tokens in one product.
 

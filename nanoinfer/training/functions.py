@@ -17,7 +17,7 @@ from nanoinfer.fast.cpu.layers import norm_call, rotate_call
 from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.program import Program, Slice
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation
-from nanoinfer.models.layers import RMSNorm
+from nanoinfer.models.layers import Angles, Heads, RMSNorm
 
 Operation = Callable[..., Tensor]
 
@@ -88,12 +88,7 @@ class TrainedRotation(nn.Module):
         super().__init__()
         self.plain = fused
 
-    def forward(
-        self,
-        x: Float[Tensor, "num_tokens heads head_dim"],
-        cos: Float[Tensor, "num_tokens 1 head_dim"],
-        sin: Float[Tensor, "num_tokens 1 head_dim"],
-    ) -> Float[Tensor, "num_tokens heads head_dim"]:
+    def forward(self, x: Heads, cos: Angles, sin: Angles) -> Heads:
         return KernelFunction.apply(self._compute, self.plain, 3, x, cos, sin, *self.plain.parameters())
 
     def _compute(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

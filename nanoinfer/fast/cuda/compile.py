@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from nanoinfer.fast.cuda.fused_kernels import rms_norm, rotate, silu_and_mul
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import Trace, has_hooks
-from nanoinfer.models.layers import RMSNorm, ZeroCentredRMSNorm
+from nanoinfer.models.layers import Angles, Heads, RMSNorm, ZeroCentredRMSNorm
 
 
 class KernelRMSNorm(nn.Module):
@@ -33,12 +33,7 @@ class KernelRotation(nn.Module):
         super().__init__()
         self.norm = fused.norm
 
-    def forward(
-        self,
-        x: Float[Tensor, "num_tokens heads head_dim"],
-        cos: Float[Tensor, "num_tokens 1 head_dim"],
-        sin: Float[Tensor, "num_tokens 1 head_dim"],
-    ) -> Float[Tensor, "num_tokens heads head_dim"]:
+    def forward(self, x: Heads, cos: Angles, sin: Angles) -> Heads:
         return rotate(x, cos, sin) if self.norm is None else rotate(x, cos, sin, self.norm.weight, self.norm.eps)
 
 

@@ -12,6 +12,8 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from nanoinfer.models.layers import Angles, Heads
+
 
 @triton.jit
 def _rms_norm_kernel(x, weight, out, eps, SIZE: tl.constexpr, SIZE_PADDED: tl.constexpr):
@@ -73,13 +75,7 @@ def rms_norm(x: Float[Tensor, "*rows size"], weight: Float[Tensor, " size"], eps
     return out
 
 
-def rotate(
-    x: Float[Tensor, "num_tokens heads head_dim"],
-    cos: Float[Tensor, "num_tokens 1 head_dim"],
-    sin: Float[Tensor, "num_tokens 1 head_dim"],
-    weight: Float[Tensor, " head_dim"] | None = None,
-    eps: float = 0.0,
-) -> Float[Tensor, "num_tokens heads head_dim"]:
+def rotate(x: Heads, cos: Angles, sin: Angles, weight: Float[Tensor, " head_dim"] | None = None, eps: float = 0.0) -> Heads:
     """layers.apply_rotary in one kernel.
 
     Args:
