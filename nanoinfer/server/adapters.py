@@ -9,14 +9,17 @@ Whoever may call them may make this server read any folder, and download any rep
 import asyncio
 from collections.abc import Sequence
 from itertools import count
+from typing import Any
 
 from fastapi import FastAPI
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.lora.request import LoRARequest
 from nanoinfer.server.errors import RequestError
 from nanoinfer.server.protocol import Body
+
+SENTENCE: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}  # and JSON for errors
 
 
 class LoadAdapterRequest(Body):
@@ -37,7 +40,7 @@ def add_adapters(app: FastAPI, async_llm: AsyncLLM, served: dict[str, LoRAReques
     """Add the endpoints. served: the adapters by their names, which are changed."""
     lock, ids = asyncio.Lock(), count(1 + max((one.lora_int_id for one in served.values()), default=0))
 
-    @app.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+    @app.post("/v1/load_lora_adapter", response_class=Response, responses=SENTENCE)
     async def load(body: LoadAdapterRequest) -> PlainTextResponse:
         body.check_unknown_fields()
         name = body.lora_name
@@ -52,7 +55,7 @@ def add_adapters(app: FastAPI, async_llm: AsyncLLM, served: dict[str, LoRAReques
                 await async_llm.remove_lora(previous.lora_int_id)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
-    @app.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+    @app.post("/v1/unload_lora_adapter", response_class=Response, responses=SENTENCE)
     async def unload(body: UnloadAdapterRequest) -> PlainTextResponse:
         body.check_unknown_fields()
         async with lock:
