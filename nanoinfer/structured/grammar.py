@@ -47,7 +47,7 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 
-_LISTING = re.compile(r"\n *1 \| ")
+_LISTING = re.compile(r"\n *\d+ \| ")
 # llguidance's words for what a user can change, and ours.
 _WORDS = tuple(
     (re.compile(pattern), words)
@@ -57,7 +57,7 @@ _WORDS = tuple(
             r"parser error: Too many items .*",
             "too many rules apply to one token; write it with less recursion or longer strings",
         ),
-        (r"^(?:at )?\d+\(\d+\): invalid regex .*? \(in regex\): ", ""),
+        (r"^(?:at )?\d+\(\d+\): (?:invalid regex .*? \(in regex\)|failed to compile JSON schema): ", ""),
         (r"Unimplemented keys: \[(.*)\]", r"these keywords cannot be enforced: \1; leave them out"),
         (" <non-verbose/>", ""),
     )

@@ -348,6 +348,7 @@ def test_answers_to_other_requests_do_not_use_up_a_grammars_limit(compiler, monk
         ({"json": {"not": {}}}, InvalidValueError, 'these keywords cannot be enforced: "not"; leave them out'),
         ({"grammar": "start: x"}, InvalidValueError, 'unknown name: "x"'),
         ({"json": {"type": "nope"}}, InvalidValueError, "Invalid type: nope"),
+        ({"grammar": 'start: a a a\n\n\na: %json {"type": "nope"}'}, InvalidValueError, "cannot be used: Invalid type: nope$"),
         ({"json": {"uniqueItems": True}}, InvalidValueError, "uniqueItems"),
         ({"json": {"$ref": "https://example.com/schema"}}, InvalidValueError, "json cannot be used"),
         ({"regex": "a" * 70_000}, InvalidValueError, "at most 65536 characters, got 70000"),
