@@ -143,7 +143,8 @@ def error_response(status: int, message: str, *, param: str | None = None, code:
 
 
 def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(to_json(value), status, headers, media_type="application/json")
+    content = to_json(value, inf_nan_mode="null")  # a model may write 1e999 or NaN as the argument of a tool
+    return Response(content, status, headers, media_type="application/json")
 
 
 def add_error_handlers(app: FastAPI) -> None:

@@ -6,6 +6,10 @@ import http_server
 import pytest
 from tool_cases import TOOLS, WEATHER, check_call
 
+from nanoinfer.server.blocks import Block
+from nanoinfer.server.errors import json_response
+from nanoinfer.server.messages import _json_of
+
 pytestmark = pytest.mark.slow
 
 PATH = "/v1/messages"
@@ -111,6 +115,12 @@ def test_a_cut_call_has_the_arguments_so_far(tool_server, call_body):
     [before], [after] = whole["content"], cut["content"]
     assert before["name"] == after["name"] == "weather"
     assert before["input"].items() >= after["input"].items()
+
+
+def test_a_number_that_json_does_not_have_is_null():
+    """A grammar of numbers accepts 1e999, and a model that is not forced may write NaN."""
+    block = Block("call", 0, name="f", pieces=['{"a": 1e999, "b": [NaN]}'])
+    assert json.loads(json_response(_json_of(block)).body)["input"] == {"a": None, "b": [None]}
 
 
 def test_thinking_is_a_block_unless_it_is_omitted(tool_server, call_body):
