@@ -35,11 +35,12 @@ def check_call(name: str, arguments: str) -> None:
         assert (name, values) == ("night", {})
 
 
-def save_checkpoint(path: Path) -> Path:
+def save_checkpoint(path: Path, max_position_embeddings: int = 1024) -> Path:
     """A checkpoint with random weights. Qwen3's tags are tokens, and the template is like Qwen3's."""
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     tokenizer.chat_template = TEMPLATE
-    tiny_models.save("qwen3", path, vocab_size=len(tokenizer), max_position_embeddings=1024, eos_token_id=2)
+    shape = {"vocab_size": len(tokenizer), "max_position_embeddings": max_position_embeddings}
+    tiny_models.save("qwen3", path, **shape, eos_token_id=2)
     tokenizer.save_pretrained(path)
     return path

@@ -300,39 +300,6 @@ def test_64_streams_have_the_texts_of_their_seeds(client, server):
         assert without_ids(alone.to_dict())["output"] == without_ids(output)
 
 
-@pytest.mark.parametrize("num_calls", [8, pytest.param(200, marks=pytest.mark.long)])
-def test_every_forced_call_obeys_its_schema(tool_server, soon, num_calls):
-    """Of /v1/messages and /v1/responses in turns, whole and streamed, all at once."""
-    shared = {"logit_bias": soon, "temperature": 1.5, "chat_template_kwargs": {"enable_thinking": False}}
-    tools = [{"name": "weather", "input_schema": WEATHER}, {"name": "night", "input_schema": {"type": "object"}}]
-    forced = {"tool_choice": {"type": "any"}, "max_tokens": 300, "messages": [{"role": "user", "content": QUESTION}]}
-    messages = shared | forced | {"tools": tools}
-    responses = shared | {"tool_choice": "required", "max_output_tokens": 300, "input": QUESTION, "tools": RESPONSES_TOOLS}
-
-    def check(seed):
-        if seed % 2:
-            calls = post(tool_server, messages | {"seed": seed}, "/v1/messages")["content"]
-            found = [(call["name"], json.dumps(call["input"])) for call in calls]
-        else:
-            response = (streamed if seed % 4 else post)(tool_server, responses | {"seed": seed})
-            found = [(call["name"], call["arguments"]) for call in response["output"]]
-        for name, arguments in found:
-            if name == "weather" or seed % 2 == 0:  # night takes any arguments as a Messages tool, whose schema is free
-                check_call(name, arguments)
-        return len(found)
-
-    async def check_all():
-        gate = asyncio.Semaphore(32)
-
-        async def one(seed):
-            async with gate:
-                return await asyncio.to_thread(check, seed)
-
-        return await asyncio.gather(*map(one, range(num_calls)))
-
-    assert min(asyncio.run(check_all())) > 0
-
-
 def test_the_agents_sdk_calls_a_tool(tool_server, soon):
     agents = pytest.importorskip("agents", reason="the SDK is not installed; pip install openai-agents")
     agents.set_tracing_disabled(True)
