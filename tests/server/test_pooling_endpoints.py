@@ -151,12 +151,3 @@ def test_a_reader_that_leaves_and_one_that_is_too_late_leave_nothing(embedder, m
     late = embedder.post("/v1/embeddings", {"input": "a little dog", "timeout": 1e-9})
     assert (late.status_code, "longer than its timeout" in late.text) == (504, True)
     assert embedder.post("/v1/embeddings", {"input": "a"}).status_code == 200
-
-
-def test_the_priority_reaches_the_scheduler(reranker, monkeypatch):
-    scheduler, added = reranker.async_llm.engine.scheduler, []
-    add = scheduler.add
-    monkeypatch.setattr(scheduler, "add", lambda seq: added.append(seq.priority) or add(seq))
-    assert reranker.post("/v1/embeddings", {"input": ["a", "b"], "priority": -5}).status_code == 200
-    assert reranker.post("/v1/rerank", PAIRS | {"priority": 3}).status_code == 200
-    assert added == [-5] * 2 + [3] * 4
