@@ -3,6 +3,7 @@
     python -m tests.random_run --requests 2000
     python -m tests.random_run --requests 2000 --seed 1 --part bits --dtype bfloat16 --family gpt2
     python -m tests.random_run --requests 2000 --part hits --family gemma3_window
+    python -m tests.random_run --requests 2000 --part hits --family qwen3 --adapters 8
 
 bits    Requests together and then each alone: tokens and log-probabilities must have the same bits where the engine says so.
         The model has random weights and the width of a small real one. Requests arrive in the middle of others' answers.
@@ -10,6 +11,7 @@ bits    Requests together and then each alone: tokens and log-probabilities must
         With --speculative, requests with drafts and then the same without, in a different order and at different times.
 hits    With batch_invariant, requests with shared prefixes, several answers, beams, drafts and aborts, in caches of few blocks,
         and then each alone without a prefix cache: the same bits. For a tiny model of any family, with windows or states.
+        With --adapters, requests have LoRA adapters or none, and the tokens of the model that their adapter is merged into.
 doors   Requests, streams, several answers, beam searches and aborts on engines with random settings, most with too few blocks:
         every output must keep the rules, and no block may be lost. With batch_invariant, answers must be those of each alone.
 """
@@ -25,12 +27,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import lora_adapters
 import tiny_models
 
 from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams
 from nanoinfer.attention.kv_cache import bytes_per_slot
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import read_config
+from nanoinfer.lora.request import LoRARequest
 
 ONE_LAYER = {"gpt2": {"n_layer": 1}, "qwen3": {"num_hidden_layers": 1}}
 
@@ -110,6 +114,8 @@ def compare_bits(num_requests, rng, given):
 
 MOST_SHARED, MOST_OWN, MOST_NEW = 90, 50, 32  # tokens
 NUM_OF_HITS = 50  # requests on an engine
+# The sums differ in their last bits, so that a token may differ where two are nearly as likely.
+MERGED, NOT_MERGED = "with the tokens of the merged model", "with other tokens than the merged model"
 
 
 def random_prompt(rng, earlier):
@@ -174,50 +180,73 @@ def is_start_of(told, expected):
 
 
 def run_hits(rng, llm, todo):
-    """[(prompt, params, output or beams)] of requests that arrive and end at random times, some by an abort."""
+    """[(prompt, params, adapter, output or beams)] of requests that arrive and end at random times, some by an abort."""
     todo, live, done = list(todo), [], []
     while todo or live:
         while todo and len(live) < 20 and rng.random() < 0.5:
-            prompt, params = todo.pop()
+            prompt, params, adapter = todo.pop()
             if isinstance(params, BeamSearchParams):
-                done.append((prompt, params, finished(llm, "beams", prompt, params)))
+                done.append((prompt, params, None, finished(llm, "beams", prompt, params)))
             else:
-                live.append((prompt, params, llm.engine.add_request(prompt, params)))
+                prepared = llm.engine.inputs.prepare_prompt({"prompt_token_ids": prompt}, params, lora_request=adapter)
+                live.append((prompt, params, adapter, llm.engine.submit(prepared)))
         if llm.engine.num_unfinished:
             llm.engine.step()
         if live and rng.random() < 0.01:
-            llm.abort(rng.choice(live)[2].request_id)
+            llm.abort(rng.choice(live)[-1].request_id)
         if rng.random() < 0.001:
             llm.reset_prefix_cache()
-        done += [(prompt, params, request.output) for prompt, params, request in live if request.output is not None]
-        live = [one for one in live if one[2].output is None]
+        done += [(*given, request.output) for *given, request in live if request.output is not None]
+        live = [one for one in live if one[-1].output is None]
     tiny_models.assert_nothing_is_left(llm)
     return done
+
+
+def save_adapters(path, num):
+    """LoRARequests of random adapters beside a checkpoint, each of another rank."""
+    for i in range(num):
+        shapes = lora_adapters.linear_shapes(path)
+        lora_adapters.write_adapter(path / f"adapter{i}", shapes, seed=i, rank=1 + i, r=1 + i, lora_alpha=16)
+    return [LoRARequest(f"adapter{i}", 1 + i, str(path / f"adapter{i}")) for i in range(num)]
 
 
 def compare_hits(num_requests, rng, given):
     counts = Counter()
     with tempfile.TemporaryDirectory() as folder:
         path = tiny_models.save(given.family, Path(folder))
-        earlier = [[]]
+        adapters, earlier = save_adapters(path, given.adapters), [[]]
+        merged = {
+            one: LLM(path, lora=one.lora_path, dtype=given.dtype, batch_invariant=True, kv_cache_memory=2**24)
+            for one in adapters
+        }
         for start in range(0, num_requests, NUM_OF_HITS):
             settings = {
                 "dtype": given.dtype, "block_size": rng.choice([4, 8, 16]), "batch_invariant": True,
                 "enforce_eager": given.enforce_eager,
             }  # fmt: skip
+            if adapters:
+                settings |= {"enable_lora": True, "max_loras": rng.randint(1, len(adapters)), "max_lora_rank": len(adapters)}
             plain = LLM(path, kv_cache_memory=2**26, enable_prefix_caching=False, **settings)
             if not plain.batch_independent:
                 print(f"{given.family} in {given.dtype}: nothing promised")
                 return True
             llm, more = cramped_engine(rng, path, settings)
-            todo = [(random_prompt(rng, earlier), params_for_hits(rng)) for _ in range(min(NUM_OF_HITS, num_requests - start))]
-            for prompt, params, output in run_hits(rng, llm, todo):
+            todo = [
+                (random_prompt(rng, earlier), params_for_hits(rng), rng.choice([None, *adapters]) if adapters else None)
+                for _ in range(min(NUM_OF_HITS, num_requests - start))
+            ]
+            for prompt, params, adapter, output in run_hits(rng, llm, todo):
                 counts["requests"] += 1
                 if isinstance(params, BeamSearchParams):
                     same = output in (None, finished(plain, "beams", prompt, params))
                     counts["beam searches"] += output is not None
                 else:
-                    expected = told_by(plain.generate(prompt, params, use_tqdm=False)[0])
+                    [alone] = plain.generate(prompt, params, use_tqdm=False, lora_request=adapter)
+                    expected = told_by(alone)
+                    if adapter is not None:
+                        [other] = merged[adapter].generate(prompt, params, use_tqdm=False)
+                        is_same = [one.token_ids for one in other.outputs] == [one.token_ids for one in alone.outputs]
+                        counts[MERGED if is_same else NOT_MERGED] += 1
                     was_aborted = any(answer.finish_reason == "abort" for answer in output.outputs)
                     same = is_start_of(told_by(output), expected) if was_aborted else told_by(output) == expected
                     counts["aborted"] += was_aborted
@@ -232,7 +261,7 @@ def compare_hits(num_requests, rng, given):
                 counts["drafts rejected"] += metrics.num_draft_tokens - metrics.num_accepted_tokens
     num_different = counts.pop("different", 0)
     print(f"{given.family} in {given.dtype}, {num_different} differ:", ", ".join(f"{n} {what}" for what, n in counts.items()))
-    return not num_different
+    return not num_different and counts[NOT_MERGED] <= 0.01 * num_requests
 
 
 # ---- doors
@@ -389,6 +418,7 @@ def main(arguments=None):
     parser.add_argument("--part", choices=["bits", "hits", "doors"], help="default: doors and bits")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--family", choices=tiny_models.FAMILIES, default="gpt2", help="of bits: gpt2 or qwen3")
+    parser.add_argument("--adapters", type=int, default=0, help="of the part hits: LoRA adapters of the requests")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--speculative", choices=["ngram", "draft_model"], help="of the part bits: with drafts, then without")
     given = parser.parse_args(arguments)

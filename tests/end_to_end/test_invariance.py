@@ -203,6 +203,15 @@ def test_random_requests_have_the_same_bits_alone_together_behind_hits_and_preem
     assert "after a hit" in told
 
 
+@pytest.mark.slow
+def test_random_requests_with_adapters_have_the_tokens_of_the_merged_models(capsys):
+    given = ["--part=hits", "--requests=12", "--seed=3", "--family=qwen3", "--adapters=2"]
+    assert random_run.main(given) == 0
+    told = capsys.readouterr().out
+    assert "0 differ: 12 requests" in told
+    assert random_run.MERGED in told
+
+
 def test_random_requests_find_a_prefix_that_is_not_the_same(monkeypatch, capsys):
     """The twin: a hit for any tokens at these positions."""
     monkeypatch.setattr(GroupedBlockManager, "_next_key", lambda self, keys, token_ids, start, salt: start)
