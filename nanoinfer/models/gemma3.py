@@ -38,10 +38,7 @@ class Gemma3Config(QwenConfig):
     def from_hf(cls, config: dict[str, Any]) -> "Gemma3Config":
         """Read config.json as older (rope_theta, sliding_window_pattern) and newer transformers write it.
 
-        Raises:
-            UnsupportedError: a variant of Gemma 3 that is not supported.
-            CheckpointError: a value out of its range.
-            KeyError: a key that every Gemma 3 config has.
+        Raises: as QwenConfig.from_hf does.
         """
         for name, supported in (
             ("hidden_activation", "gelu_pytorch_tanh"),

@@ -39,13 +39,7 @@ class GptOssConfig(QwenConfig):
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "GptOssConfig":
-        """Read config.json.
-
-        Raises:
-            UnsupportedError: a variant of gpt-oss that is not supported.
-            CheckpointError: a value out of its range.
-            KeyError: a key that every gpt-oss config has.
-        """
+        """Read config.json. Raises: as QwenConfig.from_hf does."""
         rope = {"rope_theta": config.get("rope_theta", 150_000.0)} | (config.get("rope_parameters") or config["rope_scaling"])
         kinds = config.get("layer_types") or [
             "full_attention" if layer % 2 else "sliding_attention" for layer in range(config["num_hidden_layers"])

@@ -19,13 +19,7 @@ from nanoinfer.models.qwen import QwenConfig, QwenForCausalLM, layer_windows, sh
 class LlamaConfig(QwenConfig):
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "LlamaConfig":
-        """Read config.json.
-
-        Raises:
-            UnsupportedError: a variant of Llama that is not supported.
-            CheckpointError: a value out of its range.
-            KeyError: a key that every Llama config has.
-        """
+        """Read config.json. Raises: as QwenConfig.from_hf does."""
         slides = config["model_type"] == "mistral" and config.get("sliding_window", 4096) is not None  # as in transformers
         windows = layer_windows(config, ["sliding_attention"] * config["num_hidden_layers"]) if slides else ()
         attention_bias = config.get("attention_bias", False)

@@ -48,9 +48,9 @@ class QwenConfig:
         """Read config.json.
 
         Raises:
-            UnsupportedError: a variant of Qwen that is not supported.
+            UnsupportedError: a variant of the family that is not supported.
             CheckpointError: a value out of its range.
-            KeyError: a key that every Qwen config has.
+            KeyError: a key that every config of the family has.
         """
         is_qwen3 = config["model_type"] == "qwen3"
         attention_bias = is_qwen3 and config.get("attention_bias", False)

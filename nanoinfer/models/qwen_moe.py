@@ -33,13 +33,7 @@ class QwenMoeConfig(QwenConfig):
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "QwenMoeConfig":
-        """Read config.json.
-
-        Raises:
-            UnsupportedError: a variant that is not supported.
-            CheckpointError: a value out of its range.
-            KeyError: a key that every config of this family has.
-        """
+        """Read config.json. Raises: as QwenConfig.from_hf does."""
         is_qwen3 = config["model_type"] == "qwen3_moe"
         if config.get("use_sliding_window", False) and config.get("sliding_window") is not None:
             raise UnsupportedError(

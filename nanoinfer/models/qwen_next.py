@@ -49,13 +49,7 @@ class QwenNextConfig(QwenMoeConfig):
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "QwenNextConfig":
-        """Read config.json.
-
-        Raises:
-            UnsupportedError: a variant that is not supported.
-            CheckpointError: a value out of its range.
-            KeyError: a key that every config of this family has.
-        """
+        """Read config.json. Raises: as QwenConfig.from_hf does."""
         is_next, has_experts = config["model_type"] == "qwen3_next", config["model_type"] != "qwen3_5_text"
         if config.get("attention_bias"):
             raise UnsupportedError("attention_bias must be false: no checkpoint of this family has biases")
