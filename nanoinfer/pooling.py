@@ -314,7 +314,8 @@ class Scoring:
             if not isinstance(text, str):
                 raise InvalidTypeError(f"queries and documents must be strings, got {shown(text)}")
         if not second or len(first) not in (1, len(second)):
-            raise InvalidValueError(f"there must be one query, or one for each document, got {len(first)} for {len(second)}")
+            numbers = f"{len(first)} queries and {len(second)} documents"
+            raise InvalidValueError(f"there must be documents, and one query, or one for each document, got {numbers}")
         if pooler.pooling.is_embedding:
             if instruction is not None:
                 raise InvalidValueError("instruction is for rerankers, and this is an embedding model; write it into the query")

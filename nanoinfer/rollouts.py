@@ -158,7 +158,7 @@ def refuse_requests(llm: "LLM", mode: str) -> None:
     """Begin a pause: accept no further requests, and with mode "abort" end those that run."""
     if not is_one_of(mode, ("wait", "abort")):
         raise InvalidValueError(f"mode must be 'wait' or 'abort', got {shown(mode)}")
-    llm.engine.refusals["pause"] = EnginePausedError("this LLM is paused; call resume() first")
+    llm.engine.refusals["pause"] = EnginePausedError("this LLM is paused; call resume() first, or POST /resume of a server")
     if mode == "abort":
         llm.engine.abort(*llm.engine.unfinished_request_ids)
 

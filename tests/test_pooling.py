@@ -182,8 +182,9 @@ def test_a_rerankers_score_is_the_probability_of_yes_in_qwens_template(reranker_
         assert llm.score(QUERIES[0], DOCUMENTS, use_tqdm=False)[0].outputs == outputs[0].outputs
         cut = llm.score(QUERIES[1], DOCUMENTS[1], use_tqdm=False, truncate_prompt_tokens=len(before) + len(after) + 7)[0]
         assert cut.prompt_token_ids == before + hf.encode(bodies[1], add_special_tokens=False)[:7] + after
-        for queries, documents in (([], DOCUMENTS), (QUERIES, DOCUMENTS[:1]), (QUERIES, [])):
-            with pytest.raises(InvalidValueError, match="one query, or one for each document"):
+        for queries, documents in (([], DOCUMENTS), (QUERIES, DOCUMENTS[:1]), (QUERIES[:1], [])):
+            numbers = f"{len(queries)} queries and {len(documents)} documents"
+            with pytest.raises(InvalidValueError, match=f"must be documents, and one query, or one for each .* got {numbers}"):
                 llm.score(queries, documents)
         with pytest.raises(InvalidTypeError, match="queries and documents must be strings"):
             llm.score("a", [1])

@@ -215,6 +215,11 @@ def test_what_does_not_fit_is_refused_before_anything_changes(checkpoints, case)
         assert llm.generate([1], PARAMS, use_tqdm=False)[0].weights_version == 0
 
 
+def test_a_module_is_not_the_pairs_of_its_weights(checkpoints):
+    with load(checkpoints("qwen3_tied")[0]) as llm, pytest.raises(InvalidTypeError, match=r"pass model\.named_parameters"):
+        llm.update_weights(torch.nn.Linear(1, 1))
+
+
 def test_weights_that_cannot_be_replaced_are_refused_with_the_way_out(tmp_path):
     path = tiny_models.save("qwen3", tmp_path, hidden_size=64, intermediate_size=96)
     with (

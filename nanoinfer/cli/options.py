@@ -140,7 +140,10 @@ class EngineOptions:
         str | None, typer.Option(help="Keep cached prefixes in this folder, for the next process.", metavar="FOLDER")
     ] = None
     prefix_cache_size: Annotated[
-        int, typer.Option(parser=parse_size, metavar="SIZE", help="The most that its files may take: 4G, 512M or bytes.")
+        int,
+        typer.Option(
+            parser=parse_size, metavar="SIZE", show_default=False, help="Limit of its files: 512M or bytes. Default: 4G."
+        ),
     ] = 4 * 2**30
     scheduling_policy: SchedulingPolicy = "fcfs"
     scheduler_cls: SchedulerCls = None

@@ -31,7 +31,7 @@ class GivenWeights(Weights):
     def __init__(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         """Raises: InvalidTypeError, WeightsError: something else than pairs, or a name twice."""
         self._tensors: dict[str, Tensor] = {}
-        for pair in pairs:
+        for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
             if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
                 raise InvalidTypeError(f"pairs must be (name, tensor) pairs, got {shown(pair)}; pass model.named_parameters()")
             name, tensor = pair

@@ -114,8 +114,8 @@ class Tokenizer:
         except CheckpointError:
             raise
         except Exception as error:  # transformers raises many classes for damaged files
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise CheckpointError(f"transformers cannot load the tokenizer in {path}: {reason}") from error
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise CheckpointError(f"transformers cannot load the tokenizer in {path} ({reason}); download it again") from error
         if not getattr(hf, "is_fast", False):
             raise UnsupportedError(
                 f"the tokenizer in {path} ({type(hf).__name__}) has no tokenizer.json form, which streaming needs; "

@@ -314,6 +314,7 @@ CASES: dict[str, tuple[Change, str]] = {
     "weights: a scalar": (tensors({NORM: torch.zeros(())}), r"model.norm.weight has shape \[\]"),
     # the tokenizer
     "tokenizer: empty": (write("tokenizer.json", ""), "cannot load the tokenizer"),
+    "tokenizer: nothing in it": (write("tokenizer.json", "{}"), r"cannot load the tokenizer .*Error: .*\); download it again"),
     "tokenizer: deep": (write("tokenizer.json", "[" * 10**5), "cannot load the tokenizer"),
     "tokenizer: 5,000 digits": (write("tokenizer.json", f'{{"version": {DIGITS}}}'), "cannot load the tokenizer"),
     "tokenizer: pipe": (fifo("tokenizer.json"), "tokenizer.json cannot be read"),
