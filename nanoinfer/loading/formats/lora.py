@@ -133,8 +133,10 @@ def _update(
     config: dict[str, Any], config_path: Path, module: str, A: Tensor | None = None, B: Tensor | None = None
 ) -> LowRankUpdate:
     """Pair A and B of a module, with the scale that the config gives it."""
-    if A is None or B is None or A.shape[0] != B.shape[1]:
-        raise WeightsError(f"{shown(module)} in the adapter of {config_path} has no A and B that fit; download it again")
+    if A is None or B is None or A.shape[0] != B.shape[1] or not A.is_floating_point() or not B.is_floating_point():
+        raise WeightsError(
+            f"{shown(module)} in the adapter of {config_path} has no A and B that fit, in floats; download it again"
+        )
     rank = _for_module(config, "r", "rank_pattern", module, config_path)
     alpha = _for_module(config, "lora_alpha", "alpha_pattern", module, config_path)
     if rank != A.shape[0]:

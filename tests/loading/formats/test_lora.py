@@ -155,7 +155,12 @@ def test_tensors_that_are_no_pair_are_refused_by_name(base, tmp_path):
     for tensors, error, sentence in (
         ({f"base_model.model.{Q}.lora_magnitude_vector": torch.ones(4)}, UnsupportedError, "neither A nor B"),
         ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 96)}, UnsupportedError, "lora_embedding_A"),
-        ({f"base_model.model.{UP}.lora_A.weight": torch.ones(4, 48)}, WeightsError, "has no A and B that fit"),
+        ({f"base_model.model.{UP}.lora_A.weight": torch.ones(4, 48)}, WeightsError, "has no A and B that fit, in floats"),
+        (
+            {f"base_model.model.{UP}.lora_{part}.weight": torch.ones(4, 4, dtype=torch.int8) for part in "AB"},
+            WeightsError,
+            "no A and B that fit, in floats",
+        ),
     ):
         write_adapter(tmp_path / "a", {Q: (64, 48)}, tensors=tensors)
         with pytest.raises(error, match=sentence):
