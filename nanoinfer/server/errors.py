@@ -143,7 +143,7 @@ def error_response(status: int, message: str, *, param: str | None = None, code:
 
 
 def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    content = to_json(value, inf_nan_mode="null")  # a model may write 1e999 or NaN as the argument of a tool
+    content = to_json(value, inf_nan_mode="null")  # which a model may write as a tool's argument
     return Response(content, status, headers, media_type="application/json")
 
 

@@ -3,6 +3,8 @@
 In: a body of that API, which becomes a chat request. Out: an answer as a message of content blocks, whole or as events.
 """
 
+import math
+import sys
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -258,7 +260,16 @@ def _json_of(block: Block) -> dict[str, Any]:
         arguments = from_json(block.text or "{}", allow_partial=True)  # a call may be cut. Anthropic's client reads it so too
     except ValueError:
         arguments = {}
-    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _finite(arguments)}
+
+
+def _finite(value: Any) -> Any:
+    """Replace infinities, as which numbers such as 1e999 are read, by the largest number."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return math.copysign(sys.float_info.max, value) if isinstance(value, float) and math.isinf(value) else value
 
 
 def _usage(answers: Answers) -> dict[str, int]:

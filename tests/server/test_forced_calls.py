@@ -1,7 +1,8 @@
-"""Forced tool calls with the schemas of real APIs: over each chat API, whole and streamed, a model of noise obeys them."""
+"""Forced and strict calls, with schemas of real APIs: over each chat API, whole and streamed, a model of noise obeys them."""
 
 import json
 import random
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import http_server
@@ -15,6 +16,7 @@ from nanoinfer import AsyncLLM
 pytestmark = pytest.mark.slow
 
 FUNCTIONS = [{"name": f"f{i}", "parameters": one} for i, one in enumerate(SCHEMAS) if one.get("type") == "object"]
+MODES = ("required", "auto")
 FORMATS = jsonschema.FormatChecker(["email", "ipv4", "uuid"])  # a date may be February 31: a grammar has no calendar
 NUM_TOKENS = 300  # noise may write longer strings and numbers
 
@@ -33,15 +35,16 @@ class Chat:
     path = "/v1/chat/completions"
 
     @staticmethod
-    def body(functions, named):
-        choice = {"type": "function", "function": {"name": named}} if named else "required"
+    def body(functions, choice):
+        if choice not in MODES:
+            choice = {"type": "function", "function": {"name": choice}}
         tools = [{"type": "function", "function": one} for one in functions]
         return {"messages": tool_cases.QUESTION, "tools": tools, "tool_choice": choice, "max_tokens": NUM_TOKENS}
 
     @staticmethod
     def read(answer):
         [choice] = answer["choices"]
-        calls = [call["function"] for call in choice["message"]["tool_calls"]]
+        calls = [call["function"] for call in choice["message"].get("tool_calls") or ()]
         return [[call["name"], call["arguments"]] for call in calls], choice["finish_reason"] == "length"
 
     @staticmethod
@@ -59,9 +62,9 @@ class Messages:
     path = "/v1/messages"
 
     @staticmethod
-    def body(functions, named):
-        choice = {"type": "tool", "name": named} if named else {"type": "any"}
-        tools = [{"name": one["name"], "input_schema": one["parameters"]} for one in functions]
+    def body(functions, choice):
+        choice = {"type": {"required": "any", "auto": "auto"}[choice]} if choice in MODES else {"type": "tool", "name": choice}
+        tools = [{"input_schema" if name == "parameters" else name: one[name] for name in one} for one in functions]
         return {"messages": tool_cases.QUESTION, "tools": tools, "tool_choice": choice, "max_tokens": NUM_TOKENS}
 
     @staticmethod
@@ -84,8 +87,9 @@ class Responses:
     path = "/v1/responses"
 
     @staticmethod
-    def body(functions, named):
-        choice = {"type": "function", "name": named} if named else "required"
+    def body(functions, choice):
+        if choice not in MODES:
+            choice = {"type": "function", "name": choice}
         tools = [{"type": "function"} | one for one in functions]
         return {"input": "How warm is Oslo?", "tools": tools, "tool_choice": choice, "max_output_tokens": NUM_TOKENS}
 
@@ -110,16 +114,23 @@ def events_of(text):
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
-def num_forced_calls(server, api, seed):
-    """The number of calls of a request with this seed, whose calls are checked. None if the answer was cut or refused."""
+def read_json(text):
+    """Numbers like 1e999 are the largest ones, as which /v1/messages writes them."""
+    return json.loads(text, parse_float=lambda digits: max(-sys.float_info.max, min(float(digits), sys.float_info.max)))
+
+
+def num_calls(server, api, seed):
+    """The number of calls in the answer to a request with this seed, which are checked. None: it was refused or cut."""
     rng, tokenizer = random.Random(seed), server.async_llm.llm.get_tokenizer()
-    thinks = rng.random() < 0.3
-    likely = dict.fromkeys(['"', "]", "}", *["</think>"] * thinks], 9)  # so that noise comes to an end
-    likely["<|im_end|>"] = rng.choice([0, 100])
     functions = [FUNCTIONS[seed % len(FUNCTIONS)], *rng.sample(FUNCTIONS, rng.choice([0, 0, 2]))]
     schemas = {one["name"]: one["parameters"] for one in functions}
-    named = rng.choice([None, functions[0]["name"]])
-    body = api.body(functions, named) | {
+    choice, thinks = rng.choice([*MODES, functions[0]["name"]]), rng.random() < 0.3
+    likely = dict.fromkeys(['"', "]", "}", *["</think>"] * thinks], 9)  # so that noise comes to an end
+    likely["<|im_end|>"] = rng.choice([0, 100])
+    if choice == "auto":
+        functions = [one | {"strict": True} for one in functions]
+        likely |= {"<|im_end|>": 12, "<tool_call>": 15}
+    body = api.body(functions, choice) | {
         "seed": seed,
         "temperature": rng.choice([0.5, 1.0, 1.5]),
         "logit_bias": {str(tokenizer.convert_tokens_to_ids(token)): bias for token, bias in likely.items()},
@@ -134,24 +145,24 @@ def num_forced_calls(server, api, seed):
     assert streamed[1] == is_cut
     if is_cut:
         return None
-    calls = [(name, json.loads(arguments)) for name, arguments in calls]
-    assert [(name, json.loads(arguments)) for name, arguments in streamed[0]] == calls
-    assert calls
+    calls = [(name, read_json(arguments)) for name, arguments in calls]
+    assert [(name, read_json(arguments)) for name, arguments in streamed[0]] == calls
+    assert calls or choice == "auto"
     for name, arguments in calls:
-        assert named in (None, name)
+        assert choice in (*MODES, name)
         jsonschema.Draft202012Validator(schemas[name], format_checker=FORMATS).validate(arguments)
     return len(calls)
 
 
 @pytest.mark.parametrize("num_requests", [4, pytest.param(200, marks=pytest.mark.long)])
 @pytest.mark.parametrize("api", [Chat, Messages, Responses])
-def test_every_forced_call_obeys_its_schema(server, api, num_requests):
-    """num_requests: that are answered to the end."""
+def test_every_forced_or_strict_call_obeys_its_schema(server, api, num_requests):
+    """num_requests: whose answers have calls, and are not cut."""
     seeds, found, num_sent = iter(range(10**9)), [], 0
     with ThreadPoolExecutor(16) as threads:
         while len(found) < num_requests:
             some = [next(seeds) for _ in range(num_requests - len(found))]
             num_sent += len(some)
-            found += filter(None, threads.map(lambda seed: num_forced_calls(server, api, seed), some))
+            found += filter(None, threads.map(lambda seed: num_calls(server, api, seed), some))
     print(f"{api.path}: {len(found)} of {num_sent} requests were neither refused nor cut, with {sum(found)} calls")
-    assert len(found) > 0.7 * num_sent
+    assert len(found) > 0.5 * num_sent
