@@ -13,50 +13,59 @@ from typing import Literal
 
 from nanoinfer.chat.parsing import LONG_HEADER, ChatParser
 
-CHANNEL, MESSAGE, ASSISTANT = "<|channel|>", "<|message|>", "<|start|>assistant"
+CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 FINAL = f"{CHANNEL}final{MESSAGE}"
 
-_MARKS = ("<|start|>", CHANNEL, "<|end|>", "<|call|>", "<|return|>")  # each ends a message
-_MARK = re.compile("|".join(map(re.escape, _MARKS)))
+_OPENING, _CLOSING = ("<|start|>", CHANNEL), ("<|end|>", "<|call|>", "<|return|>")  # either ends a message
+_MARK = re.compile("|".join(map(re.escape, _OPENING + _CLOSING)))
 _CALL = re.compile(r"to=functions\.([^\s<]+)")
+# The end of a prompt that has begun a message: a header, and perhaps <|message|> and text.
+_BEGUN = re.compile(r"assistant((?:[^<]|<\|channel\|>|<\|constrain\|>)*)(<\|message\|>(?:(?!<\|\w+\|>).)*)?", re.DOTALL)
+
+
+def begun_message(prompt: str) -> re.Match[str] | None:
+    """Match the message that the end of a prompt begins. Group 1 is its header. Group 2 exists if the header is complete."""
+    _, has_messages, last = prompt.rpartition("<|start|>")
+    return _BEGUN.fullmatch(last) if has_messages else None
 
 
 class HarmonyParser(ChatParser):
     """Parses one answer, which must have been generated with skip_special_tokens=False.
 
-    The channel analysis is reasoning, and the others are content. An answer without a header is content.
+    The channel analysis is reasoning, and the others are content. Messages of one kind are joined by newlines. Text without a
+    header is content. A header is dropped if the answer ends in it.
     """
 
-    end_of_reasoning = "<|end|>"
+    end_of_reasoning = "<|end|>"  # of its first message
     _call_end = "<|"  # of any mark
 
     def __init__(
         self, prompt: str = "", *, reasoning: bool = True, tool_calls: bool = True, parallel_tool_calls: bool = True
     ) -> None:
         """Begin an answer. The arguments are ChatParser's. The prompt may have begun the header, or a message."""
-        self._name: Literal["content", "reasoning"] = "content"  # of the message
         super().__init__(reasoning=reasoning, tool_calls=tool_calls, parallel_tool_calls=parallel_tool_calls)
-        header, has_begun, _ = prompt.rpartition(ASSISTANT)[2].partition(MESSAGE) if ASSISTANT in prompt else ("", "", "")
-        self._parse_next = self._parse_start
-        if has_begun:
-            self._begin_message(header)
-        else:
-            self._buffer = header
+        self._name: Literal["content", "reasoning"] = "content"  # of the message
+        self._separator = ""  # from the message before it
+        if (begun := begun_message(prompt)) and begun[2]:
+            self._begin_message(begun[1])
+        elif begun:
+            self._buffer = begun[1]
 
     def _parse_start(self) -> bool:
         """Parse a header, up to <|message|>. Text that is not a header is content, as is a header that is too long."""
-        header, has_begun, rest = self._buffer.partition(MESSAGE)
-        text, is_short = header.lstrip(), len(header) < LONG_HEADER
-        if not any(text.startswith(begin) or begin.startswith(text) for begin in ("<|", "to=")):
-            self._begin_message("")
-        elif is_short and has_begun:
+        header, is_complete, rest = self._buffer.partition(MESSAGE)
+        text = header.lstrip()
+        heads = (*_OPENING, "to=") if is_complete or not self._is_last else _OPENING
+        is_header = text.startswith(heads)
+        may_be_header = is_header or not text or (not self._is_last and any(head.startswith(text) for head in heads))
+        if is_header and is_complete and len(header) <= LONG_HEADER:
             self._buffer = rest
             self._begin_message(header)
-        elif is_short:
+        elif may_be_header and not is_complete and len(header) < LONG_HEADER + len(MESSAGE):
             return False
         else:
             self._begin_message("")
-            self._write("content", self._take(LONG_HEADER))
+            self._say(self._take(len(header) - len(text) + 1 if is_header else 0))  # what is left does not begin with a mark
         return True
 
     def _begin_message(self, header: str) -> None:
@@ -65,19 +74,33 @@ class HarmonyParser(ChatParser):
             self._parse_next = self._parse_arguments
             return
         self._name = "reasoning" if f"{CHANNEL}analysis" in header and self._parses_reasoning else "content"
-        self._whitespace = "\n" if self._name in self._written else ""  # between two messages of one channel
+        self._separator = "\n" if self._name in self._written else ""
         self._parse_next = self._parse_content
 
     def _parse_content(self) -> bool:
-        """Parse the text of a message, up to the mark that ends it."""
-        mark = _MARK.search(self._buffer)
-        end = mark.start() if mark else self._buffer.rfind("<")
-        may_be_mark = mark or (end >= 0 and any(self._may_begin(one, end) for one in _MARKS))
-        self._write(self._name, self._take(end if may_be_mark else len(self._buffer)))
-        if mark:
-            self._parse_next = self._parse_start
-        return mark is not None
+        """Parse the text of a message."""
+        text, is_complete = self._take_message()
+        self._say(text)
+        return is_complete
 
     def _parse_call_end(self) -> bool:
-        self._parse_next = self._parse_start
-        return True
+        """Drop the text after the arguments."""
+        return self._take_message()[1]
+
+    def _say(self, text: str) -> None:
+        if text:
+            part = self._part(self._name)
+            setattr(part, self._name, getattr(part, self._name) + self._separator + text)
+            self._separator = ""
+            self._written.add(self._name)
+
+    def _take_message(self) -> tuple[str, bool]:
+        """Take the text up to a mark, or the text that no mark can change. Returns whether the mark is there."""
+        if mark := _MARK.search(self._buffer):
+            text = self._take(mark.start())
+            self._take(len(mark[0]) if mark[0] in _CLOSING else 0)
+            self._parse_next = self._parse_start
+            return text, True
+        start = self._buffer.rfind("<")
+        may_be_mark = start >= 0 and any(self._may_begin(mark, start) for mark in _OPENING + _CLOSING)
+        return self._take(start if may_be_mark else len(self._buffer)), False

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.chat.harmony import ASSISTANT
+from nanoinfer.chat.harmony import begun_message
 from nanoinfer.chat.template import apply_chat_template
 from nanoinfer.chat.tools import Tool, ToolChoice, tool_call_grammar, tool_schemas, with_tool_arguments
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, UnsupportedError, check_flag, shown
@@ -93,15 +93,17 @@ def constrain_calls(
     tool_choice: ToolChoice,
     *,
     parallel_tool_calls: bool = True,
+    is_harmony: bool | None = None,
 ) -> SamplingParams:
     """Return params with the grammar of the calls that are required, or strict.
 
-    tools: as tool_schemas returns them. prompt: the rendered conversation.
+    tools: as tool_schemas returns them. prompt: the rendered conversation. is_harmony: Whether the model is gpt-oss. With None,
+    the prompt says so.
     """
     grammar = tool_call_grammar(tools, tool_choice, prompt=prompt, parallel_tool_calls=parallel_tool_calls)
     if grammar is None:
         return params
-    if prompt.endswith(ASSISTANT):
+    if begun_message(prompt) is not None if is_harmony is None else is_harmony:
         raise UnsupportedError("required and strict tool calls are not supported in gpt-oss's format; use tool_choice 'auto'")
     if params.structured_outputs is not None:
         raise InvalidValueError("structured_outputs cannot be used with required or strict tool calls; use one of them")

@@ -301,9 +301,9 @@ def parse_chat_answer(text: str, prompt: str = "") -> dict[str, Any]:
         A dict like OpenAI's message: role, content, and if the answer has them, reasoning and tool_calls. Each tool call is
         {"id": ..., "type": "function", "function": {"name": ..., "arguments": JSON text}}.
     """
-    from nanoinfer.chat.harmony import ASSISTANT, CHANNEL, MESSAGE, HarmonyParser
+    from nanoinfer.chat.harmony import CHANNEL, HarmonyParser, begun_message
 
-    is_harmony = text.startswith(CHANNEL) or prompt.endswith((ASSISTANT, MESSAGE))
+    is_harmony = text.startswith(CHANNEL) or begun_message(prompt) is not None
     return (HarmonyParser if is_harmony else ChatParser)(prompt).push(text, is_last=True).message()
 
 

@@ -60,6 +60,8 @@ class ChatFormat:
 
     def make_parser(self, request: ChatCompletionRequest, prompt: str) -> ChatParser:
         """Make the parser for one answer to this rendered prompt."""
+        if prompt.endswith(FINAL):  # a grammar follows, in whose texts a mark is text
+            return ChatParser(reasoning=False, tool_calls=False)
         return self.parser(
             prompt,
             reasoning=self.reasoning,
@@ -94,6 +96,7 @@ class ChatFormat:
             _offered_tools(request),
             "auto" if request.tool_choice is None else request.tool_choice,
             parallel_tool_calls=request.parallel_tool_calls is not False,
+            is_harmony=is_harmony,
         )
         return inputs.prepare_prompt({**prompt, "cache_salt": request.cache_salt}, params, request.priority)
 

@@ -89,7 +89,7 @@ HARMONY = "<|end|><|start|>assistant"
 THOUGHT, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 HARMONY_CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "<|end|>"}'
 CASES |= {
-    "gpt-oss thinks": (HARMONY, f"{THOUGHT}Hm.\n{HARMONY}{FINAL} Four. \n<|return|>", ("Hm.", " Four.", [])),
+    "gpt-oss thinks": (HARMONY, f"{THOUGHT}Hm.\n{HARMONY}{FINAL} Four. \n<|return|>", ("Hm.\n", " Four. \n", [])),
     "gpt-oss's last mark is not in the text": (HARMONY, f"{THOUGHT}Hm.{HARMONY}{FINAL}Four.\n", ("Hm.", "Four.\n", [])),
     "gpt-oss calls": (HARMONY, f"{THOUGHT}Hm.{HARMONY}{HARMONY_CALL}", ("Hm.", "", [("f", '{"a": "<|end|>"}')])),
     "gpt-oss calls in the role": (
@@ -106,6 +106,23 @@ CASES |= {
     "gpt-oss calls in malformed JSON": (HARMONY, HARMONY_CALL[:-10] + f"a]{HARMONY}{FINAL}b", ("", "b", [("f", '{"a": a]')])),
     "gpt-oss's header names a form": (HARMONY, "<|channel|>final <|constrain|>json<|message|>{}", ("", "{}", [])),
     "gpt-oss is cut in a header": (HARMONY, "<|channel|>ana", ("", "", [])),
+    "gpt-oss is cut after a thought": (HARMONY, f"{THOUGHT}Hm. \n", ("Hm. \n", "", [])),
+    "gpt-oss's last message is empty": (HARMONY, f"{FINAL}Hi{HARMONY}{FINAL}", ("", "Hi", [])),
+    "gpt-oss writes more after a call": (
+        HARMONY,
+        HARMONY_CALL + f" }}<|call|>{HARMONY}{FINAL}a",
+        ("", "a", [("f", '{"a": "<|end|>"}')]),
+    ),
+    "gpt-oss writes more after a message": (HARMONY, f"{FINAL}Use <|end|> to end.", ("", "Use \n to end.", [])),
+    "gpt-oss writes what begins like a header": (HARMONY, "to=5 is it", ("", "to=5 is it", [])),
+    "gpt-oss writes one letter": (HARMONY, "t", ("", "t", [])),
+    "gpt-oss's longest header": (HARMONY, f"<|channel|>{'a' * 1013}<|message|>b", ("", "b", [])),
+    "gpt-oss's header is too long": (
+        HARMONY,
+        f"<|channel|>{'a' * 1014}<|message|>b",
+        ("", f"<|channel|>{'a' * 1014}<|message|>b", []),
+    ),
+    "gpt-oss's prompt has ended its message": (f"{THOUGHT}old{HARMONY[:7]}<|start|>assistant", "Hi", ("", "Hi", [])),
     "gpt-oss is cut in a mark": (HARMONY, f"{THOUGHT}Hm. <|en", ("Hm. <|en", "", [])),
     "gpt-oss writes no header": (HARMONY, "Four.", ("", "Four.", [])),
     "gpt-oss writes JSON only": (HARMONY, '{"a": 1}', ("", '{"a": 1}', [])),
