@@ -61,18 +61,19 @@ class StoredBlocks(BlockManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._num_tokens_read = 0  # in this step
+        self._untouched: set[int] = set()  # blocks that were read for a sequence that has not started
         # Without a reference to the manager, so that this also happens when an LLM is dropped, or its process ends.
         self._keep_all = weakref.finalize(self, _keep_all, self.store, self._reusable, self._content, self._cached)
 
     def match_prefix(self, token_ids: list[int], cache_salt: str | None = None) -> list[tuple[int, int]]:
         """Return the longest chain of blocks in memory and store, and read the latter, if there is room for all tokens."""
         matched = super().match_prefix(token_ids, cache_salt)
-        num_in_memory, others_run = len(matched), self.num_free_blocks < self.num_blocks
+        others_run = self.num_free_blocks < self.num_blocks
         if not self.store.is_open or not self.can_start(len(token_ids), matched):
             return matched
         for _, block in matched:  # held until all are read, so that none is taken for another
             self._hold(block)
-        for start in range(num_in_memory * self.block_size, len(token_ids) - self.block_size, self.block_size):
+        for start in range(len(matched) * self.block_size, len(token_ids) - self.block_size, self.block_size):
             parent = matched[-1][0] if matched else cache_salt or _ROOT
             content = parent, tuple(token_ids[start : start + self.block_size])
             if content in self._cached:  # the block before it was evicted, and this one was not
@@ -82,14 +83,18 @@ class StoredBlocks(BlockManager):
             matched.append(self._cached[content])
         for _, block in reversed(matched):  # as in free(), the start of a prompt stays longest
             self._drop(block)
-        if len(matched) > num_in_memory:
-            self.store.touch(key for key, _ in reversed(matched))
         return matched
 
     def can_start(self, num_tokens: int, prefix: list[tuple[int, int]], *, num_kept_free: int = 0) -> bool:
         if self._num_tokens_read >= self.max_tokens_per_step and self.num_free_blocks < self.num_blocks:
             return False  # there may be more to read
         return super().can_start(num_tokens, prefix, num_kept_free=num_kept_free)
+
+    def start(self, seq: Sequence, prefix: list[tuple[int, int]]) -> None:
+        super().start(seq, prefix)
+        if not self._untouched.isdisjoint(seq.block_table):  # once, although several steps may have read
+            self.store.touch(reversed(seq.prefix_keys))
+            self._untouched.difference_update(seq.block_table)
 
     def cache_finished_blocks(self, seq: Sequence, num_tokens: int) -> None:
         super().cache_finished_blocks(seq, num_tokens)
@@ -137,6 +142,7 @@ class StoredBlocks(BlockManager):
         block = self._take()
         self.store.fill(block, found)
         self._cached[content], self._content[block] = (key, block), content
+        self._untouched.add(block)
         self._num_tokens_read += self.block_size
         self.store.counts["external_prefix_cache_hits"] += self.block_size
         return True

@@ -40,7 +40,7 @@ class DictStore:
             self.memory.slots[self.slots(block)] = content
 
     def touch(self, keys):
-        self.touched = list(keys)
+        self.touched += keys
 
     def keep(self, key, block, *, wait=False):
         assert self.is_open
@@ -160,7 +160,10 @@ def test_while_sequences_run_a_step_reads_a_limited_number_of_tokens_and_a_later
     assert step(("running", [1, 2])) == ({"running": 0}, 0)
     assert step(("long", prompt), ("later", [3, 4])) == ({"running": 0}, 2)
     assert step() == ({"running": 0}, 2)
+    assert manager.store.touched == []
     assert step() == ({"running": 0, "long": 10, "later": 0}, 1)
+    long = next(item for item in scheduler.running if item.request_id == "long")
+    assert manager.store.touched == long.prefix_keys[4::-1]  # each block once, and the first one last
     alone = manager_with(first.store.contents, num_blocks=12, max_tokens_per_step=4)
     assert run(alone, prompt)[1] == 10  # nobody waits for it
 
