@@ -149,7 +149,7 @@ class GrammarCompiler:
                 backend.add_special_tokens([_END])
                 num_ids = max(self._vocab_size, *(1 + token_id for token_id in backend.get_vocab().values()))
                 end_id = backend.get_vocab()[_END]
-                converted = LLTokenizer(_with_text_tokens(backend.to_str()), n_vocab=num_ids, eos_token=end_id)
+                converted = LLTokenizer(_as_text(backend.to_str()), n_vocab=num_ids, eos_token=end_id)
                 # Where a grammar leaves one text only, llguidance encodes it, and allows the first of its tokens.
                 if converted.decode_str(converted.tokenize_str(_SAMPLE)) != _SAMPLE:
                     raise UnsupportedError("structured_outputs is not supported with this tokenizer, which changes the text")
@@ -157,17 +157,26 @@ class GrammarCompiler:
             return self._converted
 
 
-def _with_text_tokens(tokenizer_json: str) -> str:
-    """Move added tokens that are text, such as Qwen3's <tool_call>, into the vocabulary.
+def _as_text(tokenizer_json: str) -> str:
+    """Return a tokenizer that takes tags for text: Qwen3's <tool_call>, which is text, and what special tokens are called.
 
-    llguidance takes an added token that looks like a tag for a special token, which no text of a grammar can contain.
+    llguidance takes an added token that looks like a tag for a special token, which no text of a grammar can contain. And
+    where it encodes a text that contains the name of a special token, it would offer that token instead of the text.
     """
     tokenizer = json.loads(tokenizer_json)
-    text_tokens = [token for token in tokenizer["added_tokens"] if not token["special"] and _TAG.fullmatch(token["content"])]
-    if not text_tokens or not isinstance(tokenizer["model"]["vocab"], dict):
+    added, vocab = tokenizer["added_tokens"], tokenizer["model"]["vocab"]
+    if not isinstance(vocab, dict):
         return tokenizer_json
-    tokenizer["model"]["vocab"] |= {token["content"]: token["id"] for token in text_tokens}
-    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token not in text_tokens]
+    for token in [*added]:
+        name, token_id = token["content"], token["id"]
+        if token["special"] and name != _END:
+            token["content"] = f"<|special token {token_id} of the grammar|>"
+            vocab.pop(name, None)
+            if tokenizer["model"].get("unk_token") == name:
+                tokenizer["model"]["unk_token"] = token["content"]
+        elif _TAG.fullmatch(name):
+            added.remove(token)
+        vocab[token["content"]] = token_id  # or else it gets another id
     return json.dumps(tokenizer)
 
 

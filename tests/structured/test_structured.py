@@ -25,6 +25,7 @@ from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.structured import grammar
 from nanoinfer.structured.grammar import GrammarCompiler
 from nanoinfer.system.installation import install_command
+from nanoinfer.tokenization.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -101,6 +102,38 @@ FINITE = [  # a form, and every text that it allows
         [f"[{','.join(p)}]" for n in (0, 1, 2) for p in itertools.product(["1", '"the"'], repeat=n)],
     ),
 ]
+
+
+def test_special_tokens_and_tags_of_text_keep_their_ids():
+    """As in Qwen3's tokenizer, where both are beyond the vocabulary, the special ones first."""
+    hf = copy.deepcopy(byte_tokenizer().hf)
+    hf.add_tokens(["<tool_call>", "pair of words"])
+    tag, pair = hf.convert_tokens_to_ids(["<tool_call>", "pair of words"])
+    assert IM_END < tag < pair
+    form = StructuredOutputsParams(regex="(<tool_call>|pair of words|p){2}")
+    state = GrammarCompiler(Tokenizer(hf), VOCAB_SIZE).compile(form)
+    assert kept_ids(sequence_with(state)) == {ord("<"), ord("p"), tag, pair}
+    for token_id in (tag, pair):
+        state.advance(token_id)
+    assert kept_ids(sequence_with(state)) == {EOS}
+
+
+SPECIAL_TEXTS = [  # a form, and the texts that it allows
+    ({"choice": ["<|im_start|>"]}, ["<|im_start|>"]),
+    ({"choice": ["<|im_start|>", "<|im_end|>"]}, ["<|im_start|>", "<|im_end|>"]),
+    ({"regex": r"<\|endoftext\|>{2}"}, ["<|endoftext|>>"]),
+    ({"json": {"const": "say <|im_start|> now"}}, ['"say <|im_start|> now"']),
+    ({"json": {"const": {"m": "<|im_end|>"}}}, ['{"m":"<|im_end|>"}']),
+    ({"json": {"enum": ["<|im_end|>", "<|im_start|>", 3]}}, ['"<|im_end|>"', '"<|im_start|>"', "3"]),
+]
+
+
+@pytest.mark.parametrize(("form", "texts"), SPECIAL_TEXTS, ids=["choice", "choices", "regex", "const", "object", "enum"])
+def test_a_text_may_look_like_a_special_token(llm, form, texts):
+    outputs = llm.generate(["Hello"] * 6, [params(seed, **form) for seed in range(6)], use_tqdm=False)
+    answers = [output.outputs[0] for output in outputs]
+    assert [answer.finish_reason for answer in answers] == ["stop"] * 6
+    assert {answer.text for answer in answers} <= set(texts)
 
 
 @pytest.mark.parametrize(("form", "words"), FINITE, ids=["choice", "regex", "grammar", "object", "array"])
