@@ -34,7 +34,8 @@ def test_a_value_of_no_use_is_refused_by_the_arguments_name(name, value):
     message = str(caught.value)
     assert message.isprintable()
     assert len(message) < 800
-    assert name in message or name in ("model", "tokenizer", "revision")  # these name the value, as a file that is not there
+    of_files = ("model", "lora", "tokenizer", "revision")  # these name the value, as a file that is not there
+    assert name in message or name in of_files
 
 
 @pytest.mark.parametrize("device", ["cpu:99", "cpu:-1", "cuda:-1", "cuda:" + "9" * 30, "meta", "mps", "", ":", "gpu"])

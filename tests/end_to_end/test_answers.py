@@ -584,7 +584,7 @@ def test_a_large_vocabulary_is_headed_some_rows_at_a_time(ids_llm, qwen3_path, m
 
     monkeypatch.setattr(model, "compute_logits", counted)
     [some] = generate(ids_llm, [prompt], asked(prompt_logprobs=-1, max_tokens=1))
-    assert sizes == [1, 7, 7, 7, 7, 1]
+    assert sizes == [7, 7, 7, 7, 1, 1]  # the prompt's, which are read before a token is sampled, and the token's
     compare_prompt_logprobs(qwen3_path, some)
 
 
