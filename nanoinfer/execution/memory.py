@@ -47,10 +47,10 @@ def size_cache(
     if config.max_model_len is not None and config.max_model_len > limit:
         raise InvalidValueError(f"max_model_len must be <= {limit}, the positions this model knows, got {config.max_model_len}")
     is_cuda, requested = parts.device.type == "cuda", config.cache.kv_cache_memory
-    step_bytes = parts.reserved_bytes
-    if is_cuda:
-        step_bytes += peak_step_bytes(parts.model, config, parts.device, parts.routes)
-    memory = memory_for_cache(parts.device, requested, config.cache.gpu_memory_utilization, step_bytes=step_bytes)
+    step_bytes = peak_step_bytes(parts.model, config, parts.device, parts.routes) if is_cuda else 0
+    memory = memory_for_cache(
+        parts.device, requested, config.cache.gpu_memory_utilization, step_bytes=step_bytes, lora_bytes=parts.reserved_bytes
+    )
     if shards is not None and not is_cuda and requested is None:
         memory //= shards.communicator.size  # each process sees the same free memory
     block_bytes = sum(_block_bytes(one) for one in (parts, draft) if one is not None)
@@ -60,6 +60,8 @@ def size_cache(
     num_blocks, fewest = min(memory // block_bytes, max_blocks), _num_blocks_for(1, parts, config)
     if num_blocks < fewest:
         more = " or gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs" if is_cuda else ""
+        if parts.reserved_bytes:
+            more += f", lower max_loras or max_lora_rank (the adapters take {parts.reserved_bytes} bytes)"
         raise InvalidValueError(
             f"the KV cache may take {memory} bytes, less than one block of {parts.block_size} tokens "
             f"({fewest * block_bytes} bytes); raise kv_cache_memory{more}, or lower block_size"
@@ -128,20 +130,23 @@ def _num_blocks_for(num_tokens: int, parts: Parts, config: EngineConfig) -> int:
 
 
 def memory_for_cache(
-    device: torch.device, kv_cache_memory: int | None, gpu_memory_utilization: float, *, step_bytes: int = 0
+    device: torch.device, kv_cache_memory: int | None, gpu_memory_utilization: float, step_bytes: int = 0, lora_bytes: int = 0
 ) -> int:
     """The number of bytes for the cache: kv_cache_memory, or else what the machine can spare. Call it after loading weights.
+
+    step_bytes: left for a step on a GPU, unless kv_cache_memory is given. lora_bytes: left for the adapters of requests.
 
     Raises: InvalidValueError, if kv_cache_memory is more than is free.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        spare = int(total * gpu_memory_utilization) - (total - free) - step_bytes
+        spare = int(total * gpu_memory_utilization) - (total - free) - step_bytes - lora_bytes
         way_out = "lower kv_cache_memory, or leave it out"
     else:
-        free = available_cpu_memory() - step_bytes
-        spare = min(DEFAULT_CPU_MEMORY, free // 2)
+        free = available_cpu_memory()
+        spare = min(DEFAULT_CPU_MEMORY, (free - lora_bytes) // 2)
         way_out = "lower kv_cache_memory, or leave it out to take at most half of what is free"
+    free -= lora_bytes
     if kv_cache_memory is None:
         return max(spare, 0)
     if kv_cache_memory > free:

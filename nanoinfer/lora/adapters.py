@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
+from nanoinfer.execution import memory
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.execution.parts import Parts
@@ -136,8 +137,18 @@ class Adapters:
 
 
 def with_adapters(parts: Parts, config: EngineConfig) -> Parts:
-    """Return parts whose model has adapters for requests, and whose runner brings them into memory."""
+    """Return parts whose model has adapters for requests, and whose runner brings them into memory.
+
+    Raises: InvalidValueError, if they take more than is free.
+    """
     adapters = Adapters(parts.model, config.max_loras, config.max_lora_rank)
+    is_cuda = parts.device.type == "cuda"
+    free = torch.cuda.mem_get_info(parts.device)[0] if is_cuda else memory.available_cpu_memory()
+    if adapters.num_bytes > free:
+        raise InvalidValueError(
+            f"max_loras={config.max_loras} adapters of max_lora_rank={config.max_lora_rank} take {adapters.num_bytes} bytes, "
+            f"but {free} are free on {parts.device}; lower max_loras or max_lora_rank"
+        )
     return replace(parts, runner_class=partial(AdapterRunner, adapters=adapters), reserved_bytes=adapters.num_bytes)
 
 

@@ -349,6 +349,9 @@ def test_a_gpus_cache_leaves_room_for_other_allocations_and_for_a_step(monkeypat
     assert memory_for_cache(cuda, 600, 0.9, step_bytes=120) == 600  # the argument
     with pytest.raises(InvalidValueError, match="601 bytes, but 600 are free on cuda; lower kv_cache_memory"):
         memory_for_cache(cuda, 601, 0.9)
+    assert memory_for_cache(cuda, None, 0.9, step_bytes=120, lora_bytes=80) == 300
+    with pytest.raises(InvalidValueError, match="600 bytes, but 599 are free on cuda"):
+        memory_for_cache(cuda, 600, 0.9, lora_bytes=1)
 
 
 def test_copied_blocks_hold_what_their_sources_held_before_any_copy():

@@ -204,6 +204,18 @@ def test_the_kv_cache_leaves_room_for_full_slots_in_the_models_dtype(qwen3, monk
     assert abs(plain.info.num_cache_bytes - num_bytes / 2 - with_slots.info.num_cache_bytes) <= block_bytes
     with pytest.raises(InvalidValueError, match=f"but {2**22 - num_bytes} are free"):
         LLM(base, dtype="bfloat16", kv_cache_memory=2**22, enable_lora=True, max_loras=3, max_lora_rank=6)
+    rank_bytes = num_bytes // 18
+    highest = 2**22 // rank_bytes
+    too_little_left = f"less than one block .* lower max_loras or max_lora_rank .the adapters take {highest * rank_bytes} bytes"
+    with pytest.raises(InvalidValueError, match=too_little_left):
+        LLM(base, dtype="bfloat16", enable_lora=True, max_lora_rank=highest, block_size=512)
+    too_many = (
+        f"max_loras=1 adapters of max_lora_rank={highest + 1} take {(highest + 1) * rank_bytes} bytes, "
+        f"but {2**22} are free on cpu; lower max_loras or max_lora_rank"
+    )
+    for cache in ({}, {"kv_cache_memory": 2**20}):
+        with pytest.raises(InvalidValueError, match=too_many):
+            LLM(base, dtype="bfloat16", enable_lora=True, max_lora_rank=highest + 1, **cache)
 
 
 # ---- the prefix cache
