@@ -35,12 +35,12 @@ def server(reranker_path):
 @pytest.mark.parametrize("step", [1, 4, 10])
 def test_requests_that_wait_begin_in_the_order_of_their_priorities(server, monkeypatch, step):
     """step: of the priorities from one request to the next, modulo their number."""
-    engine, begun, all_wait = server.async_llm.engine, [], []
+    engine, begun, all_wait, replies = server.async_llm.engine, [], [], []
     compute, schedule = engine.step, engine.scheduler.schedule
     num_texts = sum(len(body.get("input", body.get("documents", "a"))) if path in READ else 1 for path, body in REQUESTS)
 
     def compute_when_all_wait():
-        if all_wait or engine.num_unfinished == num_texts:
+        if all_wait or engine.num_unfinished == num_texts or any(reply.done() for reply in replies):  # one was refused
             all_wait.append(True)
             compute()
         else:
@@ -55,8 +55,8 @@ def test_requests_that_wait_begin_in_the_order_of_their_priorities(server, monke
     monkeypatch.setattr(engine.scheduler, "schedule", scheduled)
     priorities = [i * step % len(REQUESTS) - 5 for i in range(len(REQUESTS))]
     with ThreadPoolExecutor(len(REQUESTS)) as threads:
-        bodies = [body | {"priority": priority} for (_, body), priority in zip(REQUESTS, priorities, strict=True)]
-        replies = list(threads.map(lambda path, body: server.post(path, body), [path for path, _ in REQUESTS], bodies))
-    assert [reply.status_code for reply in replies] == [200] * len(REQUESTS)
+        for (path, body), priority in zip(REQUESTS, priorities, strict=True):
+            replies.append(threads.submit(server.post, path, body | {"priority": priority}))
+    assert [reply.result().status_code for reply in replies] == [200] * len(REQUESTS)
     assert list(dict.fromkeys(begun)) == sorted(priorities)
     assert begun == sorted(begun)
