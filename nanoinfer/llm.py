@@ -183,7 +183,8 @@ class LLM:
                 add_generation_prompt=False.
             chat_template_kwargs: Passed to the template, such as {"enable_thinking": False} for Qwen3.
             tools: Functions with type hints and a Google style docstring, or {"type": "function", "function": {"name": ...,
-                "parameters": JSON schema}}. The answer is text, which nanoinfer.parse_chat_answer parses.
+                "parameters": JSON schema}}. The answer is text, which nanoinfer.parse_chat_answer parses. gpt-oss's
+                needs SamplingParams(skip_special_tokens=False).
             tool_choice: "auto", "none" (the tools are left out), or "required" and {"type": "function", "function": {"name":
                 ...}}: the answer is a call that satisfies the schema, in the format of Qwen3 (hermes). With "auto", this is so
                 for each call if a tool has "strict": True. Both require nanoinfer[structured].
