@@ -12,7 +12,7 @@ import typer
 
 from nanoinfer.cli.options import EngineOptions, ServedModelName, busy, check_packages, expand_options, load_async_llm
 from nanoinfer.errors import InvalidValueError, NanoinferError
-from nanoinfer.lora.request import LoRARequest, adapter_of
+from nanoinfer.lora.request import LoRARequest
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -146,8 +146,6 @@ def load_server_llm(engine: EngineOptions, options: ServerOptions, recorder: "Re
         raise InvalidValueError("--lora-modules and --enable-lora-update need --enable-lora; add it, or leave them out")
     arguments = {name: getattr(options, name) for name in ENGINE_ARGUMENTS}
     async_llm = load_async_llm(engine, tracer=recorder, **arguments)
-    for adapter in lora_requests(options.lora_modules).values():
-        adapter_of(adapter, async_llm.engine.inputs.adapters)  # a bad one is refused before the server listens
     if options.seed is None:
         seed = async_llm.engine.seed
         print(f"seed {seed} was drawn; --seed {seed} gives the same answers", file=sys.stderr)

@@ -63,7 +63,9 @@ class ServerSettings:
 
 
 def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
-    """Make the application of an AsyncLLM, which the caller shuts down."""
+    """Make the application of an AsyncLLM, which the caller shuts down. Raises: what LLM.generate does for a bad adapter."""
+    for adapter in settings.adapters.values():
+        adapter_of(adapter, async_llm.engine.inputs.adapters)  # read now, and not in the event loop
     app = FastAPI(title="nanoinfer", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
     app.router.route_class = StrictRoute
     app.state.threads = async_llm.threads

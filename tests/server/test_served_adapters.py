@@ -1,13 +1,14 @@
 """A request's model may be the name of an adapter, which clients load and drop while others are answered."""
 
 import shutil
+from functools import partial
 
 import http_server
 import pytest
 from lora_adapters import linear_shapes, write_adapter
 
 from nanoinfer import LLM, AsyncLLM
-from nanoinfer.cli.serve import ServerOptions, load_server_llm, lora_requests
+from nanoinfer.cli.serve import ServerOptions, load_server_llm, lora_requests, make_settings
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.sampling_params import SamplingParams
@@ -132,6 +133,14 @@ def test_an_adapter_that_is_dropped_while_a_request_waits_answers_it_and_is_forg
     assert answer(server, "gone").json()["error"]["code"] == "model_not_found"
 
 
+def test_adapters_are_read_before_the_first_request(folders, texts):
+    shutil.copytree(folders / "first", folders / "early")
+    adapters = lora_requests([f"early={folders / 'early'}"])
+    with http_server.serving(partial(AsyncLLM, enable_lora=True, kv_cache_memory=2**22), adapters=adapters) as running:
+        shutil.rmtree(folders / "early")
+        assert answer(running, "early").json()["choices"][0]["text"] == texts["first"]
+
+
 def test_without_the_option_there_are_no_such_endpoints(folders):
     with http_server.serving(lambda: AsyncLLM("tiny-qwen3", enable_lora=True, kv_cache_memory=2**22)) as running:
         body = {"lora_name": "first", "lora_path": str(folders / "first")}
@@ -152,5 +161,6 @@ def test_wrong_modules_end_the_start_with_a_sentence(folders):
         (ServerOptions(enable_lora_update=True), "need --enable-lora; add it, or leave them out"),
         (ServerOptions(enable_lora=True, lora_modules=["first=/no/such/folder"]), "^there is no folder '/no/such/folder'"),
     ):
+        engine = EngineOptions(model="tiny-qwen3", kv_cache_memory=2**22)
         with pytest.raises(NanoinferError, match=sentence):
-            load_server_llm(EngineOptions(model="tiny-qwen3", kv_cache_memory=2**22), options)
+            app.create_app(load_server_llm(engine, options), make_settings(engine, options))
