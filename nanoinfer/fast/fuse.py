@@ -23,7 +23,6 @@ from jaxtyping import Float
 from torch import Tensor, fx, nn
 
 from nanoinfer.fast.trace import Trace, has_hooks
-from nanoinfer.loading.quantization import side_by_side
 from nanoinfer.models.layers import Angles, Heads, RMSNorm, ZeroCentredRMSNorm, apply_rotary, gelu_tanh, sigmoid
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
@@ -71,10 +70,15 @@ class FusedLinear(nn.Module):
         if len(self.linears) == 1:
             return self.linears[0]
         merged = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        merged.weight = side_by_side([linear.weight for linear in self.linears])
-        if self.linears[0].bias is not None:
-            merged.bias = nn.Parameter(torch.cat([linear.bias for linear in self.linears]), requires_grad=False)
+        merged.weight = nn.Parameter(torch.cat([linear.weight for linear in self.linears]), requires_grad=False)
+        merged.register_parameter("bias", self.merged_bias())
         return merged
+
+    def merged_bias(self) -> nn.Parameter | None:
+        """The biases of `linears`, one after the other. None: they have none."""
+        if self.linears[0].bias is None:
+            return None
+        return nn.Parameter(torch.cat([linear.bias for linear in self.linears]), requires_grad=False)
 
 
 class FusedRotation(nn.Module):

@@ -8,7 +8,7 @@ scale per group).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,31 +56,12 @@ class QuantizedParameter(nn.Parameter):
         return parameter
 
 
-def side_by_side(weights: list[Tensor]) -> nn.Parameter:
-    """Join matrices [out, in] with the same inputs into one. It is a QuantizedParameter if all of them are."""
-    joined = torch.cat(weights)
-    readers = [weight.read_integers for weight in weights if isinstance(weight, QuantizedParameter)]
-    if len(readers) < len(weights):
-        return nn.Parameter(joined, requires_grad=False)
-
-    def read_integers() -> QuantizedWeight | None:
-        parts = [part for read in readers if (part := read()) is not None]
-        if len(parts) < len(readers) or len({part.group for part in parts}) > 1:
-            return None
-        integers, scales, zeros = (
-            torch.cat([getattr(part, name) for part in parts]) for name in ("integers", "scales", "zeros")
-        )
-        return QuantizedWeight(parts[0].bits, integers, scales, zeros)
-
-    return QuantizedParameter.of(joined, read_integers)
-
-
 class QuantizedLinear(nn.Module):
     """A linear layer whose weight is widened at each call, which saves memory and no time."""
 
     def __init__(self, linear: nn.Linear, bits: int) -> None:
         super().__init__()
-        self.weight = quantized(linear, bits)
+        self.weight = quantized([linear.weight], bits)
         self.bias = linear.bias
         self._forward_hooks = linear._forward_hooks  # an adapter's (lora/)
 
@@ -106,21 +87,33 @@ def check_sizes(model: nn.Module, quantization: str) -> None:
             )
 
 
-def quantized(linear: nn.Linear, bits: int) -> QuantizedWeight:
-    """Return a layer's weight in integers: those of the checkpoint, which lose nothing, or rounded ones."""
-    weight = linear.weight
-    stored = weight.read_integers() if isinstance(weight, QuantizedParameter) else None
-    if stored is None or stored.bits > bits:
-        return quantize(weight, bits)
-    # Fewer inputs to a group than in the file, where activations would lose more in a larger one.
-    group = math.gcd(stored.group, _group_size(stored.integers.shape[1], bits))
-    scales, zeros = (array.repeat_interleave(stored.group // group, dim=1) for array in (stored.scales, stored.zeros))
-    return QuantizedWeight(bits, stored.integers, scales, zeros)
+def quantized(weights: Sequence[Float[Tensor, "_ in"]], bits: int) -> QuantizedWeight:
+    """Return matrices with the same inputs as one, in integers.
+
+    A matrix keeps the integers of its checkpoint, which lose nothing, if they fit into `bits`. The others are rounded.
+    """
+    stored = [weight.read_integers() if isinstance(weight, QuantizedParameter) else None for weight in weights]
+    kept = [part if part is not None and part.bits <= bits else None for part in stored]
+    # One number of inputs to a group for all, and fewer than in a file whose groups are larger: activations would lose more.
+    group = math.gcd(_group_size(weights[0].shape[1], bits), *(part.group for part in kept if part is not None))
+    parts = [part or quantize(weight, bits, group) for part, weight in zip(kept, weights, strict=True)]
+    integers = torch.cat([part.integers for part in parts])
+    scales, zeros = (
+        torch.cat([getattr(part, name).repeat_interleave(part.group // group, dim=1) for part in parts])
+        for name in ("scales", "zeros")
+    )
+    return QuantizedWeight(bits, integers, scales, zeros)
 
 
-def quantize(weight: Float[Tensor, "out in"], bits: int) -> QuantizedWeight:
-    """Round a weight to 8 or 4 bits. In 8 bits the zero is 128. In 4 bits the 16 values span the range of a group."""
-    group = _group_size(weight.shape[1], bits)
+def quantize(weight: Float[Tensor, "out in"], bits: int, group: int | None = None) -> QuantizedWeight:
+    """Round a weight to 8 or 4 bits. In 8 bits the zero is 128. In 4 bits the 16 values span the range of a group.
+
+    Args:
+        weight: the weight, of any float dtype.
+        bits: 8 or 4.
+        group: the number of inputs that share a scale. None: the largest of GROUPS that divides the number of inputs.
+    """
+    group = group or _group_size(weight.shape[1], bits)
     rounded = _in_eight_bits if bits == 8 else _in_four_bits
     rows = max(2**20 // weight.shape[1], 1)  # at a time, so that what is computed stays in the processor's cache
     parts = [rounded(part.unflatten(1, (-1, group)).float()) for part in weight.detach().split(rows)]

@@ -49,15 +49,14 @@ class PackedQuantizedLinear:
     """
 
     def __init__(self, fused: FusedLinear, bits: int) -> None:
-        linear = fused.merged()
         source = Path(__file__).with_name("quantized_linear.cpp")
-        definitions = "BF16", *tile_definitions(torch.bfloat16, linear.in_features)
+        definitions = "BF16", *tile_definitions(torch.bfloat16, fused.in_features)
         self._kernel = native.load(source, *definitions, structures=(QuantizedLinearCall,)).linear
-        weight = quantized(linear, bits)
-        self.num_in, self.num_out, self.dtype = linear.in_features, linear.out_features, torch.bfloat16
+        weight, bias = quantized([linear.weight for linear in fused.linears], bits), fused.merged_bias()
+        self.num_in, self.num_out, self.dtype = fused.in_features, fused.out_features, torch.bfloat16
         self.scratch_bytes = self.num_in + 8 * (self.num_in // weight.group)  # integers, and a scale and a sum per group
         self._arrays = _tiled_integers(weight), _tiled(weight.scales), _tiled(weight.zeros)
-        self._bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
+        self._bias = None if bias is None else bias.detach().to(torch.bfloat16)
         self._sizes = self.num_out, self.num_in, weight.group, bits, ACTIVATION_CODES[fused.activation]
         self._adapters = adapters_of(fused, self.dtype)
 

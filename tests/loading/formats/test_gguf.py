@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,18 +11,23 @@ import pytest
 import tiny_models
 import torch
 from gguf_files import floats, random_blocks
+from torch import nn
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.chat.template import apply_chat_template
 from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError, WeightsError
+from nanoinfer.fast.cpu.linear import KernelLinear
+from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
+from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import BUNDLED, Checkpoint
 from nanoinfer.loading.formats.gguf import read_gguf
 from nanoinfer.loading.formats.gguf_families import to_config, to_generation_config
 from nanoinfer.loading.formats.gguf_tokenizer import tokenizer_from_gguf
 from nanoinfer.loading.formats.gguf_weights import GGUFWeights
+from nanoinfer.loading.quantization import QuantizedParameter, quantized
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 PROMPT = torch.arange(1, 41) * 31 % tiny_models.VOCAB_SIZE
@@ -152,6 +158,59 @@ def test_integers_of_an_expert_are_its_part_of_the_tensor_of_all(tmp_path):
     for expert in range(3):
         kept = weights.integers(f"layers.0.mlp.experts.{expert}.up_proj.weight")
         torch.testing.assert_close(kept.widened(), expected[expert], atol=0, rtol=1e-6)
+
+
+KINDS = ("F16", *gguf_files.UNPACK)
+
+
+@pytest.mark.parametrize("first", KINDS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_layers_that_are_computed_together_keep_their_own_types(first, bits, tmp_path):
+    """q, k and v, or gate and up, become one kernel's weight, and a file may have each of them in another type."""
+    for second, third in zip(KINDS, KINDS[KINDS.index(first) :] + KINDS[: KINDS.index(first)], strict=True):  # all pairs
+        tensors, expected = {}, {}
+        for number, (name, kind) in enumerate({"q": first, "k": second, "v": third}.items()):
+            weight = random_blocks("Q8_0", (40, 256), number)[1].half().float()
+            tensor, unpacked = (floats(weight, kind), weight) if kind == "F16" else random_blocks(kind, (40, 256), number)
+            tensors[f"blk.0.attn_{name}.weight"], expected[name] = tensor, unpacked
+        weights = GGUFWeights(read_gguf(gguf_files.write(tmp_path / "x.gguf", {"general.architecture": "qwen3"}, tensors)))
+        parameters = [QuantizedParameter.of(weights.read(name).bfloat16(), partial(weights.integers, name)) for name in weights]
+        linears = [nn.Linear(256, 40, bias=False, device="meta") for _ in parameters]
+        for linear, parameter in zip(linears, parameters, strict=True):
+            linear.weight = parameter
+        joined = quantized(parameters, bits)
+        assert int(joined.integers.max()) < 2**bits
+        for found, kind, exact in zip(joined.widened().split(40), (first, second, third), expected.values(), strict=True):
+            if kind in ("Q4_0", "Q8_0")[: bits // 4]:  # these keep their integers
+                torch.testing.assert_close(found, exact, atol=0, rtol=1e-6)
+            else:
+                groups = exact.unflatten(1, (-1, joined.group))
+                low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+                step = (high - low) / 15 if bits == 4 else groups.abs().amax(2) / 127
+                allowed = 1.1 * step.unsqueeze(2) + 2**-8 * groups.abs()  # 0.5 to the next integer, and bfloat16's
+                assert ((found - exact).abs().unflatten(1, (-1, joined.group)) <= allowed).all(), (kind, joined.group)
+        x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+        kernel = KernelLinear(PackedQuantizedLinear(FusedLinear(*linears), bits))
+        exact = x.float() @ joined.widened().T
+        rounding = x.float().abs().max() / 254 * joined.widened().abs().sum(1)  # of activations to 8 bits
+        assert ((kernel(x).float() - exact).abs() <= rounding + 2**-8 * exact.abs()).all()
+
+
+def test_a_layer_with_queries_in_four_and_values_in_eight_bits_runs_in_four(tmp_path):
+    """As `llama-quantize --tensor-type attn_v=q8_0` makes files. Once, the values were read as if they had four bits."""
+    errors = {}
+    for name, blocks in {"pure": ("Q4_0",), "mixed": ("Q4_0", "Q4_0", "Q8_0", "Q4_0", "Q4_0", "Q8_0", "Q4_0")}.items():
+        model = tiny_models.build("qwen3", **WIDE)
+        with torch.inference_mode():
+            tensors = gguf_files.tensors_of(model, "F16", blocks)  # of a layer: q, k, v, o, gate, up and down
+            path = save(model, tmp_path, tensors)
+            expected = model(PROMPT[None]).logits[0].log_softmax(-1)
+        llm = LLM(path, dtype="bfloat16", quantization="int4", kv_cache_memory=2**22)
+        params = SamplingParams(max_tokens=1, prompt_logprobs=-1, detokenize=False)
+        [output] = llm.generate(PROMPT.tolist(), params, use_tqdm=False)
+        rows = [[entry[token].logprob for token in sorted(entry)] for entry in output.prompt_logprobs[1:]]
+        errors[name] = float((torch.tensor(rows) - expected[:-1]).abs().mean())
+    assert errors["mixed"] < 1.5 * errors["pure"], errors
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])

@@ -11,14 +11,13 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.errors import UnsupportedError, WeightsError
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.quantization import quantized, side_by_side
+from nanoinfer.loading.quantization import quantized
 
 PROMPT = torch.arange(1, 41) * 31 % tiny_models.VOCAB_SIZE
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
@@ -210,10 +209,8 @@ def test_a_layer_in_few_bits_keeps_the_integers_of_the_file(name, saved):
     attention = model.layers[0].self_attn
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
     exact = torch.cat([weights.read(name) for name in names])
-    merged = nn.Linear(64, len(exact), bias=False, device="meta")
-    merged.weight = side_by_side([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
     for bits in (4, 8):
-        kept = quantized(merged, bits).widened()
+        kept = quantized([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight], bits).widened()
         if "act" in name or (bits == 4 and name in ("gptq 8 bits", "int8")):  # groups out of order, more bits: rounded again
             assert weights.integers(names[0]) is None or bits == 4
             assert 0 < (kept - exact).abs().max() < exact.abs().max() / (8 if bits == 4 else 100)
