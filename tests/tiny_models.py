@@ -136,13 +136,18 @@ def build(family: str, seed: int = 0, **overrides) -> transformers.PreTrainedMod
     config_class = getattr(transformers, f"{name}TextConfig" if has_text_config else f"{name}Config")
     model_class = getattr(transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
     model = model_class(config_class(**_SHARED | config | overrides)).eval()
+    fill(model, seed)
+    return model
+
+
+def fill(model: torch.nn.Module, seed: int = 0) -> None:
+    """Give a model random weights, the same for the same shapes."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.25, generator=generator)
             if parameter.ndim == 1:  # norms and biases
                 parameter.add_(0.5)
-    return model
 
 
 def save(family: str, path: Path, *, seed: int = 0, **overrides) -> Path:

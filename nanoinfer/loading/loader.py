@@ -40,6 +40,8 @@ _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("moe_intermediate_size", "shared_expert_intermediate_size"),
 )
+# Numbers that transformers computes with whatever they are, and beyond which nothing sensible is computed.
+_RANGES = {"rms_norm_eps": (0, 1), "layer_norm_epsilon": (0, 1), "query_pre_attn_scalar": (1e-3, 1e6)}
 
 MAX_TOKENIZER_BYTES = 2**26  # of one file. Gemma 3's tokenizer.json has 33 MB.
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")  # how they begin
@@ -196,6 +198,8 @@ def read_config(checkpoint: Checkpoint) -> tuple[type[Any], Any]:
             allowed = "a number >= 1 and below 2**31"
         elif field.type is float and (type(value) not in (int, float) or not abs(value) <= sys.float_info.max):
             allowed = "a finite number"
+        elif field.name in _RANGES and not _RANGES[field.name][0] <= value <= _RANGES[field.name][1]:
+            allowed = "in {:g} .. {:g}".format(*_RANGES[field.name])
         elif field.type is bool and type(value) is not bool:
             allowed = "true or false"
         if allowed is not None:

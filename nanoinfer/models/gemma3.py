@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
-from nanoinfer.errors import UnsupportedError, shown
+from nanoinfer.errors import CheckpointError, shown
 from nanoinfer.models.layers import Angles, Hidden, Ids, RMSNorm, RotaryEmbedding, SwiGLU, ZeroCentredRMSNorm, gelu_tanh
 from nanoinfer.models.qwen import (
     QwenAttention,
@@ -24,6 +24,7 @@ from nanoinfer.models.qwen import (
     layer_windows,
     shared_fields,
 )
+from nanoinfer.models.registry import refuse_others
 from nanoinfer.models.rope import RopeConfig
 
 
@@ -40,31 +41,38 @@ class Gemma3Config(QwenConfig):
 
         Raises: as QwenConfig.from_hf does.
         """
-        for name, supported in (
-            ("hidden_activation", "gelu_pytorch_tanh"),
-            ("attn_logit_softcapping", None),
-            ("final_logit_softcapping", None),
-            ("use_bidirectional_attention", False),
-        ):
-            if config.get(name, supported) not in (supported, None):
-                raise UnsupportedError(f"{name} must be {supported}, got {shown(config[name])}; others are not supported")
+        refuse_others(
+            config,
+            hidden_activation=("gelu_pytorch_tanh", None),
+            attn_logit_softcapping=(None,),
+            final_logit_softcapping=(None,),
+        )
         ropes = config.get("rope_parameters") or {}
-        rope = {"rope_theta": config.get("rope_theta", 1e6)} | (ropes.get("full_attention") or config.get("rope_scaling") or {})
+        rope = {"rope_theta": config.get("rope_theta", 1e6)} | (ropes.get("full_attention") or {"rope_type": "default"})
+        rope |= config.get("rope_scaling") or {}  # of the layers with full attention
         local = {"rope_theta": config.get("rope_local_base_freq", 1e4)} | (ropes.get("sliding_attention") or {})
+        for parameters in (rope, local):
+            refuse_others(parameters, truncate=(True,))  # transformers reads it in no layer
         pattern = config.get("sliding_window_pattern", 6)
         kinds = config.get("layer_types") or [
             "sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(config["num_hidden_layers"])
         ]
-        defaults = {"tie_word_embeddings": True, "head_dim": 256}
+        if len(kinds) != config["num_hidden_layers"]:
+            num_layers = shown(config["num_hidden_layers"])
+            raise CheckpointError(f"layer_types must name a kind for each of {num_layers} layers, got {shown(kinds)}")
+        # The layers of a kind have their own RoPE, and share no field of it.
+        config = {"tie_word_embeddings": True, "head_dim": 256} | config | {"hidden_act": "silu"}
+        config |= {"rope_scaling": None, "original_max_position_embeddings": None}
+        fields = shared_fields(config | {"rope_parameters": rope})
         bias = config.get("attention_bias", False)
         return cls(
-            **shared_fields(defaults | config | {"hidden_act": "silu", "rope_parameters": rope}),
+            **fields,
             qkv_bias=bias,
             o_bias=bias,
             mlp_bias=False,
             qk_norm=True,
-            layer_windows=layer_windows(config, kinds),
-            local_rope=RopeConfig.from_hf({"rope_parameters": local}),
+            layer_windows=layer_windows(config, fields["max_position_embeddings"], kinds),
+            local_rope=RopeConfig.from_hf(config | {"rope_parameters": local}),
             query_pre_attn_scalar=config.get("query_pre_attn_scalar", 256),
             is_sliding=tuple(kind == "sliding_attention" for kind in kinds),
         )

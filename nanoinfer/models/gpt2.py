@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
-from nanoinfer.errors import CheckpointError, UnsupportedError, shown
+from nanoinfer.errors import CheckpointError, shown
 from nanoinfer.models.layers import Embedding, Hidden, Ids, gelu_tanh
-from nanoinfer.models.registry import WeightRules
+from nanoinfer.models.registry import WeightRules, refuse_others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,14 @@ class GPT2Config:
             CheckpointError: a value out of its range.
             KeyError: a key that every GPT-2 config has.
         """
-        activation = config.get("activation_function", "gelu_new")
-        if activation not in ("gelu_new", "gelu_pytorch_tanh"):  # two names of one function
-            raise UnsupportedError(f"activation_function must be gelu_new, got {shown(activation)}; others are not supported")
-        for key, value in _SUPPORTED.items():
-            if config.get(key, value) != value:
-                raise UnsupportedError(f"{key} must be {value}, got {shown(config[key])}; the other way is not supported")
+        refuse_others(
+            config,
+            activation_function=("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
+            scale_attn_weights=(True,),
+            scale_attn_by_inverse_layer_idx=(False,),
+            add_cross_attention=(False,),
+        )
+        config = config | {name: config[newer] for name, newer in _NEWER_NAMES.items() if newer in config}
         width, num_heads = config["n_embd"], config["n_head"]
         if width % num_heads:
             raise CheckpointError(f"n_embd must be a multiple of n_head, got {shown(width)} and {shown(num_heads)}")
@@ -64,7 +66,13 @@ class GPT2Config:
         return self.num_attention_heads
 
 
-_SUPPORTED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+# As in transformers, the names of the newer families may be in the file and take precedence.
+_NEWER_NAMES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}
 
 
 class GPT2Attention(nn.Module):

@@ -28,6 +28,8 @@ from nanoinfer.models.qwen import (
 from nanoinfer.models.qwen_moe import expert_fields, sum_of_experts
 from nanoinfer.models.registry import WeightRules
 
+_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}  # without a field
+
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(QwenConfig):
@@ -40,19 +42,22 @@ class GptOssConfig(QwenConfig):
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "GptOssConfig":
         """Read config.json. Raises: as QwenConfig.from_hf does."""
-        rope = {"rope_theta": config.get("rope_theta", 150_000.0)} | (config.get("rope_parameters") or config["rope_scaling"])
+        defaults = {"rms_norm_eps": 1e-5, "head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0}
+        if config.get("rope_parameters") is None and not config.get("rope_scaling"):
+            config = config | {"rope_parameters": _ROPE}
+        fields = shared_fields(defaults | config)
         kinds = config.get("layer_types") or [
             "full_attention" if layer % 2 else "sliding_attention" for layer in range(config["num_hidden_layers"])
         ]
         bias = config.get("attention_bias", True)
         return cls(
-            **shared_fields({"rms_norm_eps": 1e-5, "head_dim": 64} | config | {"rope_parameters": rope}),
+            **fields,
             **expert_fields(config),
             qkv_bias=bias,
             o_bias=bias,
             mlp_bias=True,
             qk_norm=False,
-            layer_windows=layer_windows({"sliding_window": 128} | config, kinds),
+            layer_windows=layer_windows(defaults | config, fields["max_position_embeddings"], kinds),
             swiglu_alpha=config.get("swiglu_alpha", 1.702),
             swiglu_limit=config.get("swiglu_limit", 7.0),
         )

@@ -21,10 +21,12 @@ class LlamaConfig(QwenConfig):
     def from_hf(cls, config: dict[str, Any]) -> "LlamaConfig":
         """Read config.json. Raises: as QwenConfig.from_hf does."""
         slides = config["model_type"] == "mistral" and config.get("sliding_window", 4096) is not None  # as in transformers
-        windows = layer_windows(config, ["sliding_attention"] * config["num_hidden_layers"]) if slides else ()
+        fields = shared_fields(config)
+        length, num_layers = fields["max_position_embeddings"], fields["num_hidden_layers"]
+        windows = layer_windows(config, length, ["sliding_attention"] * num_layers) if slides else ()
         attention_bias = config.get("attention_bias", False)
         biases = {"qkv_bias": attention_bias, "o_bias": attention_bias, "mlp_bias": config.get("mlp_bias", False)}
-        return cls(**shared_fields(config), **biases, qk_norm=False, layer_windows=windows)
+        return cls(**fields, **biases, qk_norm=False, layer_windows=windows)
 
 
 class LlamaForCausalLM(QwenForCausalLM):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 from nanoinfer.models.layers import Angles, Embedding, Hidden, Ids, RMSNorm, RotaryEmbedding, SwiGLU, apply_rotary
-from nanoinfer.models.registry import WeightRules
+from nanoinfer.models.registry import WeightRules, refuse_others
 from nanoinfer.models.rope import RopeConfig
 
 
@@ -54,23 +54,31 @@ class QwenConfig:
         """
         is_qwen3 = config["model_type"] == "qwen3"
         attention_bias = is_qwen3 and config.get("attention_bias", False)
+        # Qwen3's default is 128 for every hidden size. Qwen2 has no such key.
+        fields = shared_fields(config, default_head_dim=128 if is_qwen3 else None)
         return cls(
-            # Qwen3's default is 128 for every hidden size. Qwen2 has no such key.
-            **shared_fields(config, default_head_dim=128 if is_qwen3 else None),
+            **fields,
             qkv_bias=not is_qwen3 or attention_bias,
             o_bias=attention_bias,
             mlp_bias=False,
             qk_norm=is_qwen3,
-            layer_windows=layer_windows(config),
+            layer_windows=layer_windows(config, fields["max_position_embeddings"]),
         )
 
 
-def shared_fields(config: dict[str, Any], default_head_dim: int | None = None) -> dict[str, Any]:
-    """The fields of QwenConfig that config.json spells alike for Qwen and Llama. Raises the errors of from_hf."""
-    if config.get("hidden_act", "silu") != "silu":
-        raise UnsupportedError(f"hidden_act must be silu, got {shown(config['hidden_act'])}; others are not supported")
-    rope = RopeConfig.from_hf(config)
+def shared_fields(
+    config: dict[str, Any], default_head_dim: int | None = None, *, rotates_parts: bool = False
+) -> dict[str, Any]:
+    """The fields of QwenConfig that config.json spells alike for Qwen and Llama. Raises the errors of from_hf.
+
+    rotates_parts: whether the family supports a partial_rotary_factor.
+    """
+    refuse_others(config, hidden_act=("silu",))
     num_heads = config["num_attention_heads"]
+    if config["max_position_embeddings"] < 1:
+        given = shown(config["max_position_embeddings"])
+        raise CheckpointError(f"max_position_embeddings must be a number >= 1, got {given}; download it again")
+    rope = RopeConfig.from_hf(config, rotates_parts=rotates_parts)
     head_dim = config.get("head_dim") or default_head_dim or config["hidden_size"] // num_heads
     if head_dim % 2:
         raise CheckpointError(f"head_dim must be even, because RoPE rotates pairs, got {shown(head_dim)}")
@@ -90,20 +98,25 @@ def shared_fields(config: dict[str, Any], default_head_dim: int | None = None) -
     }
 
 
-def layer_windows(config: dict[str, Any], kinds: list[str] | None = None) -> tuple[int | None, ...]:
+def layer_windows(config: dict[str, Any], length: int, kinds: list[str] | None = None) -> tuple[int | None, ...]:
     """The window of each layer, None where it is full attention. (): nowhere, or no text is longer than the window.
 
+    length: the most tokens of a text. YaRN may stretch it beyond the max_position_embeddings of config.json.
     kinds: of the layers. None: config.json names them in layer_types, or as older Qwen2: the layers from max_window_layers on
     slide, if use_sliding_window is true.
 
     Raises: the errors of from_hf.
     """
     num_layers, window = config["num_hidden_layers"], config.get("sliding_window", 4096)
-    if kinds is None and not (kinds := config.get("layer_types")):
-        if not config.get("use_sliding_window", False) or window is None:
-            return ()
-        num_full = config.get("max_window_layers", 28)
-        kinds = ["full_attention" if layer < num_full else "sliding_attention" for layer in range(num_layers)]
+    if kinds is None:
+        kinds, slides = config.get("layer_types"), config.get("use_sliding_window", False)
+        if not kinds:
+            if not slides or window is None:
+                return ()
+            num_full = config.get("max_window_layers", 28)
+            kinds = ["full_attention" if layer < num_full else "sliding_attention" for layer in range(num_layers)]
+        elif not slides and "sliding_attention" in kinds:
+            raise CheckpointError(f"use_sliding_window must be true, because some layers slide, got {shown(slides)}")
     if all(kind == "full_attention" for kind in kinds):
         return ()
     if len(kinds) != num_layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
@@ -113,8 +126,7 @@ def layer_windows(config: dict[str, Any], kinds: list[str] | None = None) -> tup
         )
     if type(window) is not int or window < 1:
         raise CheckpointError(f"sliding_window must be a number >= 1, because some layers slide, got {shown(window)}")
-    is_shorter = window < config["max_position_embeddings"]
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds) if is_shorter else ()
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds) if window < length else ()
 
 
 class QwenAttention(nn.Module):

@@ -35,10 +35,11 @@ class QwenMoeConfig(QwenConfig):
     def from_hf(cls, config: dict[str, Any]) -> "QwenMoeConfig":
         """Read config.json. Raises: as QwenConfig.from_hf does."""
         is_qwen3 = config["model_type"] == "qwen3_moe"
-        if config.get("use_sliding_window", False) and config.get("sliding_window") is not None:
+        slides = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
+        if slides or "sliding_attention" in (config.get("layer_types") or ()):
             raise UnsupportedError(
-                f"sliding-window attention (sliding_window={shown(config['sliding_window'])}) is not supported for these "
-                "mixtures of experts; only checkpoints with use_sliding_window=false are"
+                f"sliding-window attention (sliding_window={shown(config.get('sliding_window'))}) is not supported for these "
+                "mixtures of experts; only checkpoints with use_sliding_window=false, and no such layer_types, are"
             )
         attention_bias = is_qwen3 and config.get("attention_bias", False)
         return cls(
@@ -65,6 +66,9 @@ class QwenMoeConfig(QwenConfig):
 def expert_fields(config: dict[str, Any]) -> dict[str, Any]:
     """The number of experts, and how many of them a token passes. Raises: CheckpointError: the second exceeds the first."""
     num_experts = config.get("num_experts") or config["num_local_experts"]  # the second is newer transformers' name
+    if config.get("num_local_experts", num_experts) != num_experts:
+        both = f"{shown(num_experts)} and {shown(config['num_local_experts'])}"
+        raise CheckpointError(f"num_experts and num_local_experts must be equal, got {both}; remove the wrong one")
     num_chosen = config["num_experts_per_tok"]
     if num_chosen > num_experts:
         raise CheckpointError(f"num_experts_per_tok must be <= {shown(num_experts)} (num_experts), got {shown(num_chosen)}")

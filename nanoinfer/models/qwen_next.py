@@ -18,12 +18,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend, Recur
-from nanoinfer.errors import CheckpointError, UnsupportedError, shown
+from nanoinfer.errors import CheckpointError, shown
 from nanoinfer.models.gated_delta import DeltaRecurrence
 from nanoinfer.models.layers import Angles, Hidden, Ids, RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, apply_rotary, sigmoid
 from nanoinfer.models.qwen import QwenAttention, QwenDecoderLayer, QwenForCausalLM, shared_fields
 from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeConfig, QwenMoeForCausalLM, expert_fields
-from nanoinfer.models.registry import WeightRules
+from nanoinfer.models.registry import WeightRules, refuse_others
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 
@@ -51,8 +51,7 @@ class QwenNextConfig(QwenMoeConfig):
     def from_hf(cls, config: dict[str, Any]) -> "QwenNextConfig":
         """Read config.json. Raises: as QwenConfig.from_hf does."""
         is_next, has_experts = config["model_type"] == "qwen3_next", config["model_type"] != "qwen3_5_text"
-        if config.get("attention_bias"):
-            raise UnsupportedError("attention_bias must be false: no checkpoint of this family has biases")
+        refuse_others(config, attention_bias=(False, None))
         num_layers = config["num_hidden_layers"]
         interval = config.get("full_attention_interval", 4)
         layer_types = config.get("layer_types") or [LAYER_TYPES[(i + 1) % interval == 0] for i in range(num_layers)]
@@ -61,11 +60,10 @@ class QwenNextConfig(QwenMoeConfig):
                 f"layer_types must name one of {', '.join(LAYER_TYPES)} for each of {shown(num_layers)} layers, and "
                 f"full_attention at least once, got {shown(layer_types)}"
             )
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        part = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
         # Qwen3.5-MoE has no MLP without experts, and its config no intermediate_size.
-        sizes = {"intermediate_size": config.get("moe_intermediate_size")} | config
-        fields = shared_fields(sizes | {"rope_parameters": rope, "partial_rotary_factor": 1.0}, default_head_dim=256)
+        defaults = {"intermediate_size": config.get("moe_intermediate_size"), "partial_rotary_factor": 0.25}
+        fields = shared_fields(defaults | config, default_head_dim=256, rotates_parts=True)
+        part = fields["rope"].partial_rotary_factor
         rotary_dim = int(fields["head_dim"] * part)
         if not 0 < rotary_dim <= fields["head_dim"] or rotary_dim % 2:
             raise CheckpointError(
@@ -78,6 +76,7 @@ class QwenNextConfig(QwenMoeConfig):
                 f"linear_num_value_heads must be a multiple of linear_num_key_heads, got {shown(num_value_heads)} and "
                 f"{shown(num_key_heads)}"
             )
+        of_next = config if is_next else {}  # Qwen3.5 has experts in all layers or none, and always normalises their weights
         return cls(
             **fields,
             **linear,
@@ -90,9 +89,9 @@ class QwenNextConfig(QwenMoeConfig):
             **(expert_fields(config) if has_experts else {"num_experts": 1, "num_experts_per_tok": 1}),
             moe_intermediate_size=config["moe_intermediate_size"] if has_experts else 1,
             shared_expert_intermediate_size=config["shared_expert_intermediate_size"] if has_experts else None,
-            norm_topk_prob=config.get("norm_topk_prob", True),
-            decoder_sparse_step=config.get("decoder_sparse_step", 1) if is_next else 1,
-            mlp_only_layers=tuple(config.get("mlp_only_layers") or ()) if has_experts else tuple(range(num_layers)),
+            norm_topk_prob=of_next.get("norm_topk_prob", True),
+            decoder_sparse_step=of_next.get("decoder_sparse_step", 1),
+            mlp_only_layers=tuple((of_next.get("mlp_only_layers") or ()) if has_experts else range(num_layers)),
         )
 
     @property

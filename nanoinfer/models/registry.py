@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
-from nanoinfer.errors import CheckpointError, UnsupportedError, shown
+from nanoinfer.errors import CheckpointError, UnsupportedError, is_one_of, shown
 from nanoinfer.models.layers import Hidden, Ids
 
 
@@ -97,6 +97,28 @@ class Model(Protocol):
     def compute_logits(self, hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]: ...
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+# What transformers reads of any family's config.json and no family here computes, with the values that change nothing.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "is_causal": (True, None),
+    "use_bidirectional_attention": (False, None),
+    "per_layer_config": (None, {}),
+}
+
+
+def refuse_others(config: dict[str, Any], **supported: tuple[object, ...]) -> None:
+    """Refuse a field of config.json whose value would change the logits in a way that is not computed.
+
+    Args:
+        supported: the values that the family computes, by the field's name. The first is that of files without the field.
+
+    Raises:
+        UnsupportedError: another value.
+    """
+    for name, values in (_NEUTRAL | supported).items():
+        if not is_one_of(config.get(name, values[0]), values):
+            raise UnsupportedError(f"{name} must be {values[0]}, got {shown(config[name])}; others are not supported")
 
 
 def register_model(architecture: str, model_class: type[nn.Module]) -> None:

@@ -35,6 +35,7 @@ class RopeConfig:
         beta_fast: a pair that makes more turns within the original context is unchanged (yarn).
         beta_slow: a pair that makes fewer turns is slowed by `factor` (yarn).
         truncate: whether the ends of yarn's ramp are rounded to whole pairs.
+        partial_rotary_factor: the part of each head that is rotated. The other attributes are about this part.
         high_freq_factor: beta_fast of llama3.
         low_freq_factor: beta_slow of llama3.
     """
@@ -49,6 +50,7 @@ class RopeConfig:
     truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    partial_rotary_factor: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse what would overflow, divide by 0 or take the logarithm of 0, in rope_frequencies. NaN is in no range."""
@@ -57,8 +59,8 @@ class RopeConfig:
             ("factor", 1.0, 1e6),  # it stretches the context
             ("original_max_position_embeddings", 0, 2**31 - 1),
             ("attention_factor", 1e-6, 1e6),
-            ("beta_fast", 1e-6, 1e6),
             ("beta_slow", 1e-6, 1e6),
+            ("beta_fast", self.beta_slow, 1e6),
             ("low_freq_factor", 1e-6, 1e6),
             ("high_freq_factor", 1.001 * self.low_freq_factor, 1e6),
         ):
@@ -74,48 +76,62 @@ class RopeConfig:
         return int(self.original_max_position_embeddings * self.factor) if self.rope_type == "yarn" else 0
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "RopeConfig":
+    def from_hf(cls, config: dict[str, Any], *, rotates_parts: bool = False) -> "RopeConfig":
         """Read config.json as older (rope_theta, rope_scaling) and newer (rope_parameters) transformers write it.
 
+        Args:
+            rotates_parts: whether the family supports a partial_rotary_factor.
+
         Raises:
-            UnsupportedError: a rope type that is not in ROPE_TYPES.
+            UnsupportedError: a rope type that is not in ROPE_TYPES, or fields that contradict each other.
             CheckpointError: a value out of its range.
             KeyError: a key that the type needs.
         """
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        theta = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
+        rope = _parameters(config)
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in ROPE_TYPES:
             raise UnsupportedError(
                 f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {shown(rope_type)}; others are not supported"
             )
-        if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+        if rope.get("type", rope_type) != rope_type or any(isinstance(value, dict) for value in rope.values()):
+            raise UnsupportedError(f"rope_parameters must have one rope_type for all layers, got {shown(rope)}")
+        part = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
+        if part != 1.0 and not rotates_parts:
             raise UnsupportedError("partial_rotary_factor must be 1.0: rotating a part of a head is not supported")
+        theta = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
+        fields: dict[str, Any] = {"theta": theta, "rope_type": rope_type, "partial_rotary_factor": part}
         if rope_type in ("default", "dynamic"):
-            return cls(theta, rope_type)
+            return cls(**fields)
+        factor = rope["factor"]
         if rope_type == "linear":
-            return cls(theta, rope_type, float(rope["factor"]))
-        original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+            return cls(**fields, factor=float(factor))
+        name = "original_max_position_embeddings"  # the file's own precedes that of its rope_parameters, as in transformers
+        original = fields[name] = config.get(name) or rope.get(name) or config["max_position_embeddings"]
         if rope_type == "llama3":
-            return cls(
-                theta,
-                rope_type,
-                float(rope["factor"]),
-                original,
-                low_freq_factor=float(rope["low_freq_factor"]),
-                high_freq_factor=float(rope["high_freq_factor"]),
-            )
-        factor = float(rope.get("factor") or config["max_position_embeddings"] / original)
+            slowest, fastest = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+            return cls(**fields, factor=float(factor), low_freq_factor=slowest, high_freq_factor=fastest)
+        factor = config["max_position_embeddings"] / original if factor is None else float(factor)
         return cls(
-            theta,
-            rope_type,
-            factor,
-            original,
+            **fields,
+            factor=factor,
             attention_factor=_yarn_attention_factor(rope, factor),
             beta_fast=float(rope.get("beta_fast") or 32.0),
             beta_slow=float(rope.get("beta_slow") or 1.0),
             truncate=rope.get("truncate", True),
         )
+
+
+def _parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """rope_parameters, or what older transformers called rope_scaling. Raises: UnsupportedError: the file has both, unequal."""
+    newer, older = config.get("rope_parameters"), config.get("rope_scaling")
+    if newer and older:
+        forms = [RopeConfig.from_hf(config | {name: None}, rotates_parts=True) for name in ("rope_scaling", "rope_parameters")]
+        if forms[0] != forms[1]:
+            raise UnsupportedError(
+                "rope_parameters and rope_scaling must be equal where config.json has both, got "
+                f"{shown(newer)} and {shown(older)}; remove the wrong one"
+            )
+    return newer or older or {}
 
 
 def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float:
@@ -158,7 +174,7 @@ def _slowed_by_yarn(head_dim: int, rope: RopeConfig) -> Float[Tensor, " half_hea
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low or 0.001)
     return ramp.clamp(0, 1)
 
 

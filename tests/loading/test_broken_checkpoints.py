@@ -80,8 +80,8 @@ def without(name: str) -> Change:
     return lambda path: (path / name).unlink()
 
 
-def lacks(key: str) -> Change:
-    content = json.loads((GOOD / "config.json").read_text())
+def lacks(key: str, **changes) -> Change:
+    content = json.loads((GOOD / "config.json").read_text()) | changes
     del content[key]
     return write("config.json", json.dumps(content))
 
@@ -207,9 +207,16 @@ CASES: dict[str, tuple[Change, str]] = {
     "heads: 10^9": (config(num_attention_heads=10**9), "the weights have only|multiple"),
     "kv heads: 5": (config(num_key_value_heads=5), "must be a multiple of num_key_value_heads"),
     "positions: 10^30": (config(max_position_embeddings=10**30), "max_position_embeddings .* below 2..31"),
+    "positions: 0": (config(max_position_embeddings=0), "max_position_embeddings must be a number >= 1, got 0"),
+    "positions: before YaRN": (
+        config(max_position_embeddings=-5, rope_parameters=YARN),
+        "max_position_embeddings must be a number >= 1, got -5; download it again",
+    ),
     "positions: null": (config(max_position_embeddings=None), "wrong type"),
     "eps: a string": (config(rms_norm_eps="x"), "rms_norm_eps .* finite number"),
     "eps: NaN": (config(rms_norm_eps=float("nan")), "rms_norm_eps .* finite number, got nan"),
+    "eps: negative": (config(rms_norm_eps=-1), "rms_norm_eps in .*config.json must be in 0 .. 1, got -1; download it again"),
+    "eps: 10^300": (config(rms_norm_eps=1e300), "rms_norm_eps in .* must be in 0 .. 1, got 1e.300"),
     "eps: 10^400": (config(rms_norm_eps=10**400), "rms_norm_eps"),
     "tied: a string": (config(tie_word_embeddings="false"), "tie_word_embeddings .* true or false, got 'false'"),
     "tied: float8": (tensors({HEAD: torch.zeros(1959, 128).to(torch.float8_e4m3fn)}, tie_word_embeddings=True), "not a float"),
@@ -217,8 +224,8 @@ CASES: dict[str, tuple[Change, str]] = {
     "layer_types: a number": (config(layer_types=5), "wrong type"),
     "layer_types: lists": (config(layer_types=[[]]), "sliding-window"),
     "hidden_act: a list": (config(hidden_act=["silu"]), "hidden_act must be silu"),
-    "GPT-2: no keys": (config(architectures=["GPT2LMHeadModel"]), "no 'n_embd'"),
-    "GPT-2: 0 heads": (config(architectures=["GPT2LMHeadModel"], n_embd=48, n_head=0), "modulo by zero"),
+    "GPT-2: no keys": (lacks("hidden_size", architectures=["GPT2LMHeadModel"]), "no 'n_embd'"),
+    "GPT-2: 0 heads": (config(architectures=["GPT2LMHeadModel"], num_attention_heads=0), "modulo by zero"),
     # RoPE
     "rope: a string": (config(rope_parameters="x"), "wrong type"),
     "rope: type list": (rope(rope_type=["yarn"]), "rope_type must be one of"),
@@ -237,6 +244,14 @@ CASES: dict[str, tuple[Change, str]] = {
     "rope: context a list": (rope(original_max_position_embeddings=[1]), "wrong type"),
     "rope: beta 1e-320": (rope(beta_fast=1e-320), "beta_fast must be in"),
     "rope: beta < 0": (rope(beta_slow=-1), "beta_slow must be in"),
+    "rope: betas": (rope(beta_fast=1, beta_slow=2), "beta_fast must be in 2 .. 1e.06, got 1"),
+    "rope: no factor": (config(rope_parameters={"rope_type": "yarn"}), "has no 'factor'"),
+    "rope: by layer": (config(rope_parameters={"full_attention": YARN}), "one rope_type for all layers"),
+    "rope: two types": (rope(type="linear"), "one rope_type for all layers"),
+    "rope: two forms": (
+        config(rope_parameters=YARN, rope_scaling=YARN | {"factor": 2.0}),
+        "rope_parameters and rope_scaling must be equal where config.json has both, got .*; remove the wrong one",
+    ),
     "rope: attention_factor": (rope(attention_factor=float("nan")), "attention_factor must be in"),
     "rope: mscale": (rope(mscale=1e308, mscale_all_dim=-1e308), "attention_factor must be in"),
     "rope: truncate": (rope(truncate="no"), "truncate must be true or false"),

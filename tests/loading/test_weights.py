@@ -394,7 +394,8 @@ def test_a_llama3_scaling_with_a_nonsense_value_is_refused(tmp_path, changes, se
 
 @pytest.mark.parametrize("window", [0, -4, "40", 2.5, None])
 def test_a_window_that_is_no_number_of_tokens_is_refused(qwen3, window):
-    edit_config(qwen3, layer_types=["full_attention", "sliding_attention"], sliding_window=window)
+    kinds = ["full_attention", "sliding_attention"]
+    edit_config(qwen3, layer_types=kinds, use_sliding_window=True, sliding_window=window)
     with pytest.raises(CheckpointError, match="sliding_window must be a number >= 1, because some layers slide, got"):
         load(qwen3)
 
@@ -408,7 +409,7 @@ def test_a_window_that_is_no_number_of_tokens_is_refused(qwen3, window):
     ],
 )
 def test_windows_are_read_for_each_layer(qwen3, changes, windows):
-    edit_config(qwen3, **changes)
+    edit_config(qwen3, **{"use_sliding_window": True} | changes)
     assert load(qwen3).config.layer_windows == windows
 
 
