@@ -9,6 +9,7 @@ normalised, as in vLLM. A reranker is asked whether a document answers a query, 
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tokenizers.normalizers import Lowercase
 from torch import Tensor
 
 from nanoinfer.engine import reading
@@ -25,11 +27,13 @@ from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
     UnsupportedError,
+    check_flag,
     check_integer,
     out_of_range,
     shown,
 )
 from nanoinfer.loading.checkpoint import MAX_JSON_BYTES, Checkpoint, check_file, read_json
+from nanoinfer.models.registry import refuse_others
 from nanoinfer.scheduling.step_plan import PromptRows
 from nanoinfer.vllm_compat import check_argument_names, named_arguments
 
@@ -118,8 +122,9 @@ def embed(
     """Compute the embedding of each text, and return them in the order of the texts.
 
     Args:
-        prompts: As for generate(), of at most max_model_len tokens each. They are read as they are: if a model wants an
-            instruction before a query, it is a part of the text.
+        prompts: As for generate(), of at most max_model_len tokens each. As in sentence-transformers, a checkpoint may have a
+            default prompt, which comes before each text, and a max_seq_length, at which texts are cut, unless
+            truncate_prompt_tokens is given. Other instructions before a query are a part of the text. Ids have no prompt.
         use_tqdm: Show a progress bar.
         truncate_prompt_tokens: The same as in pooling_params, as in vLLM.
 
@@ -181,18 +186,24 @@ class Pooling:
     """How hidden rows become a vector, and which ids are the answers of a reranker.
 
     mode: "lasttoken" or "mean". is_embedding: whether the checkpoint says so. answer_ids: of "no" and "yes", if it has them.
+    max_tokens: to which longer texts are truncated. None: the checkpoint does not say. prompt: before each text. lower: whether
+    capital letters become small ones.
     """
 
     mode: str = "lasttoken"
     normalize: bool = True
     is_embedding: bool = False
     answer_ids: tuple[object, object] | None = None
+    max_tokens: int | None = None
+    prompt: str = ""
+    lower: bool = False
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "Pooling":
-        """Read modules.json. Raises: UnsupportedError for what is not supported, CheckpointError for damaged files."""
-        if checkpoint.config.get("is_causal") is False or checkpoint.config.get("use_bidirectional_attention"):
-            raise UnsupportedError(f"{checkpoint.config_path} wants attention to later tokens; use sentence-transformers")
+        """Read the files of sentence-transformers as it does.
+
+        Raises: UnsupportedError for what is not supported, CheckpointError for damaged files.
+        """
         path = checkpoint.path / "modules.json"
         if not path.exists():
             return cls()
@@ -203,9 +214,16 @@ class Pooling:
             )
         is_embedding, answers = "Pooling" in modules, modules.get("LogitScore")
         answer_ids = None if answers is None else (answers.get("false_token_id"), answers.get("true_token_id"))
-        return cls(
-            _mode(modules["Pooling"], path) if is_embedding else cls.mode, "Normalize" in modules, is_embedding, answer_ids
-        )
+        mode = _mode(modules["Pooling"], path) if is_embedding else cls.mode
+        max_tokens, lower = _transformer(modules.get("Transformer", {}))
+        prompt = _default_prompt(checkpoint.path / "config_sentence_transformers.json")
+        if prompt and mode == "mean" and not modules["Pooling"].get("include_prompt", True):
+            raise UnsupportedError(f"{path} wants a mean without its default prompt (include_prompt); this is not supported")
+        return cls(mode, "Normalize" in modules, is_embedding, answer_ids, max_tokens, prompt, lower)
+
+    def text(self, content: str) -> str:
+        """The text that a text's tokens are those of. The tokenizer's own normalizers follow."""
+        return Lowercase().normalize_str(self.prompt + content) if self.lower else self.prompt + content
 
 
 def _modules(path: Path) -> dict[str, dict[str, Any]]:
@@ -218,8 +236,29 @@ def _modules(path: Path) -> dict[str, dict[str, Any]]:
     for folder in folders.values():
         if folder != Path(folder).name:
             raise CheckpointError(f"{path} names {shown(folder)}, outside its folder; download it again")
-    files = {name: path.parent / folder / "config.json" for name, folder in folders.items()}
+    settings = {"Transformer": "sentence_bert_config.json"}  # the others have a config.json
+    files = {name: path.parent / folder / settings.get(name, "config.json") for name, folder in folders.items()}
     return {name: read_json(file) if file.exists() else {} for name, file in files.items()}
+
+
+def _transformer(settings: dict[str, Any]) -> tuple[int | None, bool]:
+    """max_seq_length and do_lower_case of sentence_bert_config.json."""
+    refuse_others(settings, processing_kwargs=(None, {}), tokenizer_name_or_path=(None,))
+    max_tokens, lower = settings.get("max_seq_length"), settings.get("do_lower_case", False)
+    check_integer("max_seq_length", max_tokens, 1, None, ">= 1", or_none=True)
+    check_flag("do_lower_case", lower)
+    return max_tokens, lower
+
+
+def _default_prompt(path: Path) -> str:
+    """The prompt before each text, which the file names. "": it names none, or does not exist."""
+    settings = read_json(path) if path.exists() else {}
+    name, prompts = settings.get("default_prompt_name"), settings.get("prompts") or {}
+    if name is None:
+        return ""
+    if not isinstance(prompts, dict) or not isinstance(prompt := prompts.get(name), str):
+        raise CheckpointError(f"default_prompt_name in {path} must name one of its prompts, got {shown(name)}")
+    return prompt
 
 
 def _mode(settings: dict[str, Any], path: Path) -> str:
@@ -253,8 +292,11 @@ class Pooler:
             raise InvalidTypeError(f"pooling_params must be PoolingParams, got {shown(params)}")
         if (params.dimensions or 1) > self._hidden_size:
             raise out_of_range("dimensions", params.dimensions, f"at most the model's {self._hidden_size}")
+        content = prompt.get("prompt_token_ids", prompt.get("prompt")) if isinstance(prompt, dict) else prompt
+        if isinstance(content, str):
+            content = self.pooling.text(content)
+            prompt = prompt | {"prompt": content} if isinstance(prompt, dict) else content
         if (most := self._most_tokens(params)) is not None:
-            content = prompt.get("prompt_token_ids", prompt.get("prompt")) if isinstance(prompt, dict) else prompt
             if isinstance(content, str) and self._tokenizer is not None:
                 one, bare = (self._tokenizer.encode("a", add_special_tokens=add) for add in (True, False))
                 start = next(i for i in range(len(one)) if one[i : i + len(bare)] == bare)
@@ -287,6 +329,8 @@ class Pooler:
         most = params.truncate_prompt_tokens
         if (most or 0) > self._max_model_len:
             raise out_of_range("truncate_prompt_tokens", most, f"at most the model's {self._max_model_len}")
+        if most is None and (self.pooling.max_tokens or math.inf) <= self._max_model_len:
+            return self.pooling.max_tokens
         return self._max_model_len if most == -1 else most
 
     def _framed(self, text: str, before: list[int], after: list[int], most: int | None) -> list[int]:
