@@ -10,11 +10,19 @@ import torch
 import transformers
 from pooling_cases import NEWER, POOLING, write_modules
 from tiny_models import assert_nothing_is_left
+from tokenizers import normalizers
 from transformers import AutoTokenizer
 
 import nanoinfer
 from nanoinfer import LLM, AsyncLLM, SamplingParams
-from nanoinfer.errors import CheckpointError, InvalidPromptError, InvalidTypeError, InvalidValueError, UnsupportedError
+from nanoinfer.errors import (
+    CheckpointError,
+    InvalidPromptError,
+    InvalidTypeError,
+    InvalidValueError,
+    NanoinferError,
+    UnsupportedError,
+)
 from nanoinfer.pooling import INSTRUCTION, PoolingParams
 
 SETTINGS = {"dtype": "float32", "kv_cache_memory": 2**22, "seed": 0}
@@ -99,6 +107,65 @@ def test_a_text_ends_as_its_tokenizer_ends_it_also_when_it_is_truncated(embeddin
         assert (len(whole.prompt_token_ids), whole.prompt_token_ids[-1]) == (512, hf.eos_token_id)
 
 
+PROMPTS = {"prompts": {"query": "Query: ", "document": "DOC "}, "default_prompt_name": "query"}
+
+
+@pytest.mark.parametrize(
+    ("transformer", "prompts", "prompt"),
+    [
+        ({"max_seq_length": 5, "do_lower_case": False}, {}, ""),
+        ({"max_seq_length": None, "do_lower_case": True}, {}, ""),
+        ({}, PROMPTS, "Query: "),
+        ({}, PROMPTS | {"default_prompt_name": None}, ""),
+        ({"max_seq_length": 9, "do_lower_case": True}, PROMPTS | {"default_prompt_name": "document"}, "DOC "),
+    ],
+)
+def test_texts_are_cut_lower_cased_and_prefixed_as_sentence_transformers_does(
+    embedding_path, tmp_path, transformer, prompts, prompt
+):
+    """It gives max_seq_length to the tokenizer as model_max_length, and puts Lowercase before its normalizers."""
+    path = shutil.copytree(embedding_path, tmp_path / "model")
+    (path / "sentence_bert_config.json").write_text(json.dumps(transformer))
+    (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    hf = AutoTokenizer.from_pretrained(path)
+    if transformer.get("do_lower_case"):
+        own = hf.backend_tokenizer.normalizer
+        hf.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([own] if own else [])])
+    most = transformer.get("max_seq_length") or 512
+    texts = ["Once UPON a time", "a little ΣΑΣ", "", "Once upon a TIME there was a little dog. " * 9]
+    wanted = hf([prompt + text for text in texts], truncation=True, max_length=most)["input_ids"]
+    with LLM(path, **SETTINGS) as llm:
+        outputs = llm.embed(texts, use_tqdm=False)
+        assert [one.prompt_token_ids for one in outputs] == wanted
+        rows = hidden_of(path, wanted)
+        assert largest_difference(vectors(outputs), [one.mean(0) / one.mean(0).norm() for one in rows]) < 1e-5
+        assert llm.embed({"prompt": texts[0]}, use_tqdm=False)[0].outputs == outputs[0].outputs
+        assert llm.embed([[1, 2]], use_tqdm=False)[0].prompt_token_ids == [1, 2], "ids have no prompt"
+        whole = llm.embed(texts[3], use_tqdm=False, truncate_prompt_tokens=-1)[0]
+        assert len(whole.prompt_token_ids) > 80, "the argument goes before the checkpoint's"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("sentence_bert_config.json", {"max_seq_length": 0}, "max_seq_length must be >= 1, got 0"),
+        ("sentence_bert_config.json", {"max_seq_length": "5"}, "max_seq_length must be an integer or None, got '5'"),
+        ("sentence_bert_config.json", {"do_lower_case": 1}, "do_lower_case must be True or False, got 1"),
+        ("sentence_bert_config.json", {"processing_kwargs": {"text": {}}}, "processing_kwargs must be None, got"),
+        ("config_sentence_transformers.json", {"default_prompt_name": "query"}, "must name one of its prompts, got 'query'"),
+        ("config_sentence_transformers.json", PROMPTS, "without its default prompt .include_prompt."),
+    ],
+)
+def test_settings_of_sentence_transformers_that_are_not_supported_are_refused_by_name(
+    embedding_path, tmp_path, name, content, words
+):
+    path = shutil.copytree(embedding_path, tmp_path / "model")
+    write_modules(path, NEWER, "x.Pooling", Pooling={"pooling_mode": "mean", "include_prompt": False})
+    (path / name).write_text(json.dumps(content))
+    with LLM(path, **SETTINGS) as llm, pytest.raises(NanoinferError, match=words):
+        llm.embed("a")
+
+
 REFUSED = {
     "module": ((NEWER, "x.Dense"), {}, UnsupportedError, "has the module 'Dense'"),
     "pooling": ((NEWER, "x.Pooling"), {"Pooling": {"pooling_mode_cls_token": True}}, UnsupportedError, "pooling.*cls_token"),
@@ -128,8 +195,8 @@ def test_damaged_files_and_attention_to_later_tokens_are_refused(qwen3_path, tmp
             llm.embed([[1, 2]])
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"is_causal": False}))
-    with LLM(path, **SETTINGS) as llm, pytest.raises(UnsupportedError, match="wants attention to later tokens"):
-        llm.embed([[1, 2]])
+    with pytest.raises(UnsupportedError, match="is_causal must be True, got False; others are not supported"):
+        LLM(path, **SETTINGS)
 
 
 def test_wrong_arguments_are_refused_before_anything_runs(qwen3_path):
