@@ -116,7 +116,7 @@ class StateSlots(BlockManager):
 
     def free(self, seq: Sequence) -> None:
         super().free(seq)
-        for slot in {seq.state_slot, *seq.state_writes.values()}:
+        for slot in dict.fromkeys((seq.state_slot, *seq.state_writes.values())):  # each once, in an order that is defined
             self._release(slot)
         seq.state_slot, seq.state_writes = NO_SLOT, {}
 
@@ -141,8 +141,8 @@ class StateSlots(BlockManager):
     def _settle(self, seq: Sequence) -> None:
         """Keep the slot with the state after the sequence's computed tokens, and release the others of its last step."""
         current = seq.state_writes.pop(seq.num_computed_tokens, seq.state_slot)
-        for slot in {seq.state_slot, *seq.state_writes.values()} - {current}:
-            self._release(slot)
+        for slot in dict.fromkeys((seq.state_slot, *seq.state_writes.values())):
+            self._release(NO_SLOT if slot == current else slot)
         seq.state_slot, seq.state_writes = current, {}
 
     def _slot_to_write(self, seq: Sequence) -> int:
