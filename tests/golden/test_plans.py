@@ -1,0 +1,86 @@
+"""The plans of the random loads are those that plans.txt has, on every machine."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from golden import __main__ as command
+from golden import digests, records
+from golden.loads import KINDS, NAMES, make_load
+from golden.plans import record_of
+
+from nanoinfer.scheduling.block_manager import BlockManager
+
+WAY_OUT = "python -m tests.golden compare --only plans; a commit that changes a plan says why (docs/contributing.md)"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_step_of_a_fourth_of_the_loads_plans_what_it_did_before(kind):
+    names = [name for name in NAMES[::4] if name.startswith(f"{kind}/")]
+    assert len(names) >= 20
+    assert records.different(names) == [], WAY_OUT
+
+
+@pytest.mark.long
+def test_each_step_of_all_loads_plans_what_it_did_before_and_reads_what_it_should():
+    assert len(NAMES) == 2000
+    assert records.different(check=True) == [], WAY_OUT
+
+
+def test_the_file_has_every_load_once_and_no_two_have_the_same_plans():
+    assert [*records.written()] == NAMES
+    assert len(set(records.written().values())) == len(NAMES)
+
+
+def test_requests_of_every_kind_are_preempted_forked_aborted_and_evict_and_hit_what_others_cached():
+    text = records.FILE.read_text(encoding="utf-8")
+    for kind in KINDS:
+        [summary] = re.findall(rf"^\[{kind}\].*$", text, re.MULTILINE)
+        counts = {what: int(number) for number, what in re.findall(r"(\d+) ([a-z ]+)", summary)}
+        assert all(counts[what] >= 25 for what in ("preempted", "hits", "evicted", "forked", "copied", "aborted")), summary
+
+
+def test_a_plan_depends_on_no_hash():
+    names = ["states/3", "adapters/2", "store/1", "windows/5"]
+    for seed in "1", "2":
+        for name in names:
+            environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(command.ROOT)}
+            arguments = [sys.executable, command.__file__, "show", name]
+            shown = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True).stdout
+            assert shown.splitlines() == record_of(name).lines
+
+
+def test_another_block_or_another_order_is_another_digest():
+    load = make_load("fcfs/16")
+    expected = record_of(load)
+    assert expected.digest == records.written()[load.name]
+    assert expected.counts["evicted"] > 10
+    assert expected.counts["preempted"] > 0
+    for change in {"evicts": "last"}, {"policy": "patient"}, {"chunk_size": load.chunk_size + 1}, {"prefix_caching": False}:
+        assert record_of(replace(load, **change)).digest != expected.digest, change
+
+
+def test_a_step_that_reads_another_block_is_found(monkeypatch):
+    record_of("forks/0", check=True)
+    allocate = BlockManager.allocate
+    monkeypatch.setattr(BlockManager, "allocate", lambda *arguments: allocate(*arguments)[:0])  # shared blocks are not copied
+    with pytest.raises(AssertionError, match="other keys and values"):
+        record_of("forks/0", check=True)
+
+
+def test_numbers_that_differ_are_a_line_in_the_table(tmp_path, capsys):
+    paths = [tmp_path / "base.json", tmp_path / "here.json"]
+    numbers = {"qwen3 float32 eager": [[5, -0.5], [7, -1.25]], "gpt2 float32 eager": [[1, -0.25]]}
+    for path in paths:
+        path.write_text(json.dumps(numbers))
+    assert digests.compare(*paths)
+    assert capsys.readouterr().out == "2 cases: the log-probabilities of 0 differ\n"
+    numbers["qwen3 float32 eager"][1][1] += 2**-20
+    paths[1].write_text(json.dumps(numbers))
+    assert not digests.compare(*paths)
+    out = capsys.readouterr().out
+    assert re.search(r"qwen3 float32 eager +[0-9a-f]{16} [0-9a-f]{16} 9.54e-07\n2 cases: .* of 1 differ", out), out

@@ -1,0 +1,155 @@
+"""The golden plans find changes of one line that leave every text right: that is what they are for.
+
+In: PLANTED, lines of the package and what replaces them. A line that the package no longer has fails, and must be replaced by
+another one that does the same. `--check` shows that a change is of plans only: every step still reads what it should.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from golden import __main__ as command
+
+PACKAGE = command.ROOT / "nanoinfer"
+# file -> what changes there, the line or a part of it, and what replaces it
+PLANTED = {
+    "scheduling/scheduler.py": [
+        ("the oldest is preempted", "return running[-1]", "return running[0]"),
+        (
+            "short prompts start first",
+            "        return waiting\n",
+            "        return sorted(waiting, key=lambda seq: seq.num_tokens)\n",
+        ),
+        ("less is kept free for a running sequence", "seq.num_tokens + self.block_manager.block_size,", "seq.num_tokens,"),
+        ("chunks are cut at no multiples", "grid - start % grid)", "grid)"),
+        ("a chunk that waits is passed", "selection.budget = 0  # it waits", "pass  # it waits"),
+        ("a preempted sequence waits at the end", "self.waiting.appendleft(seq)", "self.waiting.append(seq)"),
+        ("forks are the youngest", "index = self.running.index(parent) + 1", "index = len(self.running)"),
+        ("no block is kept free for forks", "self.num_reserved_blocks(seq) + len(seq.forks)", "self.num_reserved_blocks(seq)"),
+        ("a step that preempts starts others", "if self.waiting and not selection.preempted and", "if self.waiting and"),
+        (
+            "decode steps take of the budget",
+            "selection.budget -= num_new_tokens if num_new_tokens > 1 else 0",
+            "selection.budget -= num_new_tokens",
+        ),
+        ("forks without room wait at the end", "self.waiting.extendleft(reversed(too_many))", "self.waiting.extend(too_many)"),
+        (
+            "long sequences are first in a step",
+            "key=lambda item: item.num_new_tokens > 1)",
+            "key=lambda item: (item.num_new_tokens > 1, -item.sequence.num_tokens))",
+        ),
+        ("a failed step turns the order round", "for seq in reversed(self.running):", "for seq in self.running:"),
+        (
+            "a fork less starts",
+            "num_startable = self.config.max_num_seqs - len(self.running)",
+            "num_startable = max(self.config.max_num_seqs - len(self.running) - 1, 0)",
+        ),
+        ("what starts in a step keeps nothing free", "num_reserved += self._num_kept_free(seq)", "pass"),
+        ("the youngest runs first", "for seq in list(self.running):", "for seq in self.running[::-1]:"),
+    ],
+    "scheduling/block_manager.py": [
+        ("the newest block is evicted", "return next(iter(candidates))", "return next(reversed(candidates))"),
+        ("the last block is taken first", "deque(range(num_blocks))", "deque(reversed(range(num_blocks)))"),
+        ("empty blocks are a stack", "self._empty.popleft()", "self._empty.pop()"),
+        ("empty blocks are a queue", "self._empty.appendleft(block)", "self._empty.append(block)"),
+        (
+            "a hit is a block shorter",
+            "range(0, len(token_ids) - self.block_size, self.block_size)",
+            "range(0, len(token_ids) - 2 * self.block_size, self.block_size)",
+        ),
+        ("the first block is freed first", "self._drop(seq.block_table.pop())", "self._drop(seq.block_table.pop(0))"),
+        ("beams need a block more", "return num_shared + num_forks", "return num_shared + 1 + num_forks"),
+        (
+            "a forgotten block is taken next",
+            "            self._empty.append(block)",
+            "            self._empty.appendleft(block)",
+        ),
+        ("a prefix in use counts as free", "sum(block in self._reusable for _, block in prefix)", "len(prefix)"),
+        (
+            "at most one block is kept free",
+            "num_needed + num_kept_free <= self.num_free_blocks",
+            "num_needed + min(num_kept_free, 1) <= self.num_free_blocks",
+        ),
+        (
+            "a block is cached a token later",
+            "range(len(seq.prefix_keys), num_tokens // self.block_size)",
+            "range(len(seq.prefix_keys), (num_tokens - 1) // self.block_size)",
+        ),
+        ("a sequence seems to hold a block less", "return len(seq.block_table)\n", "return max(len(seq.block_table) - 1, 0)\n"),
+        ("a reset turns the order round", "in list(self._content)", "in list(self._content)[::-1]"),
+    ],
+    "scheduling/kv_groups.py": [
+        ("a window keeps a token more", "max(position - window + 1, 0)", "max(position - window, 0)"),
+        ("the first blocks of all groups are freed first", "zip(*map(reversed, self.tables(seq))", "zip(*self.tables(seq)"),
+        ("a hit of groups is a block shorter", "range(len(found[0]), 0, -1)", "range(len(found[0]) - 1, 0, -1)"),
+        ("what a window leaves is freed in turn", "for block in released:", "for block in released[::-1]:"),
+    ],
+    "scheduling/state_slots.py": [
+        ("the first slot is taken next", "self._empty_slots.pop()", "self._empty_slots.pop(0)"),
+        ("the last free slot is for no checkpoint", "and self.num_free_slots:", "and self.num_free_slots > 1:"),
+        ("the newest checkpoint is taken", "next(iter(self._reusable_slots))", "next(reversed(self._reusable_slots))"),
+    ],
+    "scheduling/stored_blocks.py": [
+        ("what was read is held the other way round", "in reversed(matched)", "in matched"),
+        ("the store loses the start of a prompt", "touch(reversed(seq.prefix_keys))", "touch(seq.prefix_keys)"),
+        ("the store keeps the oldest", "[-store.max_blocks :]", "[: store.max_blocks]"),
+        ("a step reads more", "self._num_tokens_read += self.block_size", "self._num_tokens_read += 1"),
+    ],
+    "scheduling/policies.py": [
+        (
+            "the oldest of equals is preempted",
+            "max(reversed(running), key=lambda one: one.priority)",
+            "max(running, key=lambda one: one.priority)",
+        ),
+        (
+            "the newest of equals starts",
+            "sorted(waiting, key=lambda seq: seq.deadline)",
+            "sorted(list(waiting)[::-1], key=lambda seq: seq.deadline)",
+        ),
+    ],
+}
+CHANGES = [(file, *change) for file, changes in PLANTED.items() for change in changes]
+
+
+def test_each_planted_change_is_of_one_place_and_twenty_are_of_the_scheduler_and_the_block_manager():
+    for file, what, old, new in CHANGES:
+        assert (PACKAGE / file).read_text(encoding="utf-8").count(old) == 1, f"{what}: choose another line of {file}"
+        assert new != old
+    assert len(PLANTED["scheduling/scheduler.py"]) + len(PLANTED["scheduling/block_manager.py"]) >= 20
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A folder with a copy of the package."""
+    folder = tmp_path_factory.mktemp("tree")
+    shutil.copytree(PACKAGE, folder / "nanoinfer", ignore=shutil.ignore_patterns("__pycache__", "bundled", "*.html"))
+    return folder
+
+
+def check_plans(tree):
+    """Compare a seventh of the plans, with the package of a tree. Returns the finished process."""
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    arguments = [sys.executable, command.__file__, "plans", "--every", "7", "--check"]
+    return subprocess.run(arguments, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.long
+def test_a_copy_of_the_package_has_the_same_plans(tree):
+    done = check_plans(tree)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("file", "what", "old", "new"), CHANGES, ids=[what for _, what, _, _ in CHANGES])
+def test_a_planted_change_is_found_in_plans_although_each_step_reads_what_it_should(tree, file, what, old, new):
+    path = tree / "nanoinfer" / file
+    text = path.read_text(encoding="utf-8")
+    try:
+        path.write_text(text.replace(old, new), encoding="utf-8")
+        done = check_plans(tree)
+    finally:
+        path.write_text(text, encoding="utf-8")
+    assert (done.returncode, done.stderr) == (1, ""), what
+    assert "other plans than those of plans.txt" in done.stdout
