@@ -14,7 +14,7 @@ version_of = $(shell $(1) -c "import platform; print(platform.python_version())"
 is_other = $(and $(filter-out file,$(origin PYTHON)),$(filter-out $(call version_of,$(PYTHON)),$(call version_of,$(1)/$(PROGRAMS)/python)))
 OTHERS := $(foreach venv,.venv .venv-lowest .venv-trl,$(if $(call is_other,$(venv)),$(venv)/installed))
 
-.PHONY: demo test test-lowest test-trl lint notebooks docs gpu clean $(OTHERS)
+.PHONY: demo test test-lowest test-trl golden lint notebooks docs gpu clean $(OTHERS)
 
 demo: .venv/installed
 	$(BIN)/nanoinfer generate "Once upon a time" --echo --seed 1
@@ -37,6 +37,11 @@ test-trl: CONSTRAINTS := constraints.txt
 test-trl: .venv-trl/installed-test
 	$(TRL)/python $(PIP_INSTALL) trl==1.16.0
 	$(TRL)/python -m pytest tests/end_to_end/test_examples.py -k trl
+
+# What the scheduler plans and what the models compute, compared with a commit on this machine: 4 minutes. BASE is the commit that
+# tests/golden/plans.txt names, unless it is given:  make golden BASE=HEAD~1
+golden: .venv/installed-test
+	$(BIN)/python -m tests.golden compare $(if $(BASE),--base $(BASE))
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .

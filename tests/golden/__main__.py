@@ -26,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from golden import records
 from golden.plans import record_of
 
+import nanoinfer
+
 ROOT = Path(__file__).parents[2]
 NUM_SHOWN = 30  # lines of a difference
 
@@ -70,7 +72,7 @@ def run_in(tree: Path, *arguments: str) -> str:
 
 
 def compare_plans(base: Path) -> bool:
-    before, after = (dict(line.split() for line in run_in(tree, "digests-of-plans").splitlines()) for tree in (base, ROOT))
+    before, after = (dict(line.split() for line in run_in(tree, "plans", "--list").splitlines()) for tree in (base, ROOT))
     different = [name for name in before if before[name] != after[name]]
     print(f"{len(before)} loads: the plans of {len(different)} differ")
     if different:
@@ -88,43 +90,51 @@ def main() -> int:
     plans = commands.add_parser("plans", help="compare the plans with plans.txt")
     plans.add_argument("--write", action="store_true", help="renew plans.txt")
     plans.add_argument("--base", help="with --write: the commit that the file names. Default: as before")
+    plans.add_argument("--list", action="store_true", help="print the digests instead")
     plans.add_argument("--every", type=int, default=1, help="run only each such load")
     plans.add_argument("--check", action="store_true", help="also whether each step reads the right blocks and states")
     commands.add_parser("show", help="print every step of a load").add_argument("load")
     compare = commands.add_parser("compare", help="compare with a checkout of the base")
     compare.add_argument("--base", help="a commit. Default: the one in plans.txt")
-    compare.add_argument("--only", choices=["plans", "digests"])
-    commands.add_parser("digests-of-plans")  # what `compare` runs in both trees
-    digests = commands.add_parser("log-probabilities")
-    digests.add_argument("checkpoints", type=Path)
-    digests.add_argument("output", type=Path)
+    compare.add_argument("--only", choices=["plans", "log-probabilities"])
+    numbers = commands.add_parser("log-probabilities", help="write those of the package that Python imports into a file")
+    numbers.add_argument("checkpoints", type=Path, help="a folder, in which the models that are missing are made")
+    numbers.add_argument("output", type=Path)
+    for one in compare, numbers:
+        one.add_argument("--cases", default="", help="only those whose name contains this, such as 'gemma3' or 'int4'")
+    commands.add_parser("package", help="print where the package is that Python imports")
     given = parser.parse_args()
+    names = records.NAMES[:: given.every] if given.command == "plans" else []
     if given.command == "plans" and given.write:
         records.write(given.base or records.base())
+    elif given.command == "plans" and given.list:
+        print("\n".join(f"{name} {record_of(name, check=given.check).digest}" for name in names))
     elif given.command == "plans":
-        return 0 if check_plans(records.NAMES[:: given.every], check=given.check) else 1
+        return 0 if check_plans(names, check=given.check) else 1
     elif given.command == "show":
         print("\n".join(record_of(given.load).lines))
-    elif given.command == "digests-of-plans":
-        print("\n".join(f"{name} {record_of(name).digest}" for name in records.NAMES))
+    elif given.command == "package":
+        print(nanoinfer.__file__)
     elif given.command == "log-probabilities":
         from golden.digests import save
 
-        save(given.checkpoints, given.output)
+        save(given.checkpoints, given.output, given.cases)
     else:
-        return compare_trees(given.base or records.base(), given.only)
+        return compare_trees(given.base or records.base(), given.only, given.cases)
     return 0
 
 
-def compare_trees(commit: str, only: str | None) -> int:
+def compare_trees(commit: str, only: str | None, cases: str) -> int:
     with checkout(commit) as base, tempfile.TemporaryDirectory() as folder:
-        are_same = [compare_plans(base)] if only != "digests" else []
+        for tree in (base, ROOT):
+            assert Path(run_in(tree, "package").strip()).is_relative_to(tree), "PYTHONPATH comes first"
+        are_same = [compare_plans(base)] if only != "log-probabilities" else []
         if only != "plans":
             from golden.digests import compare
 
             outputs = [Path(folder) / name for name in ("base.json", "here.json")]
             for tree, output in zip((base, ROOT), outputs, strict=True):
-                run_in(tree, "log-probabilities", str(Path(folder) / "checkpoints"), str(output))
+                run_in(tree, "log-probabilities", str(Path(folder) / "checkpoints"), str(output), "--cases", cases)
             are_same.append(compare(*outputs))
     return 0 if all(are_same) else 1
 

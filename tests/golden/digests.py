@@ -7,8 +7,8 @@ committed. Only the front door is used: LLM, SamplingParams and outputs.
 
 import hashlib
 import json
-import os
 import struct
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import gguf_files
 import lora_adapters
 import tiny_models
 import torch
+import transformers
 
 from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams
 from nanoinfer.lora.request import LoRARequest
@@ -48,6 +49,7 @@ def cases() -> Iterator[tuple[str, str, dict]]:
         yield f"{family} async", family, {"dtype": "float32", "async_scheduling": True}
         yield f"{family} batch_invariant", family, {"dtype": "bfloat16", "batch_invariant": True}
     yield "qwen3 int8 cache", "qwen3", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}
+    yield "qwen3 prefixes from files", "qwen3", {"dtype": "float32", "prefix_cache_dir": "prefixes"}
 
 
 def checkpoint(name: str, folder: Path) -> Path:
@@ -89,25 +91,41 @@ def numbers_of(llm: LLM, lora_requests: list[LoRARequest | None] | None) -> list
     return numbers
 
 
-def save(checkpoints: Path, output: Path) -> None:
-    """Compute all cases, and write their numbers as JSON."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+def save(checkpoints: Path, output: Path, part_of_name: str = "") -> None:
+    """Compute the cases whose name contains a text, and write their numbers as JSON.
+
+    checkpoints: a folder, in which those that are missing are made.
+    """
+    transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     checkpoints.mkdir(exist_ok=True)
-    found: dict[str, list[list[float]] | str] = {}
+    found = {}
     for name, model, arguments in cases():
-        path, requests = checkpoint(model, checkpoints), None
-        if arguments.get("enable_lora"):
-            adapter = checkpoints / f"{model}-adapter"
-            if not adapter.exists():
-                lora_adapters.write_adapter(adapter, lora_adapters.linear_shapes(path))
-            requests = [LoRARequest("one", 1, str(adapter)), None, None, LoRARequest("one", 1, str(adapter))]
+        if part_of_name not in name:
+            continue
         try:
-            with LLM(str(path), **SETTINGS | arguments) as llm:
-                found[name] = numbers_of(llm, requests)
+            found[name] = compute(checkpoint(model, checkpoints), arguments)
         except NanoinferError as error:
             found[name] = f"{type(error).__name__}: {error}"
     output.write_text(json.dumps(found))
+
+
+def compute(path: Path, arguments: dict) -> list[list[float]]:
+    """Return the numbers of a case. With a folder for prefixes, those before and after a restart."""
+    requests = None
+    if arguments.get("enable_lora"):
+        adapter = path.with_name(f"{path.name}-adapter")
+        if not adapter.exists():
+            lora_adapters.write_adapter(adapter, lora_adapters.linear_shapes(path))
+        requests = [LoRARequest("adapter", 1, str(adapter)), None, None, LoRARequest("adapter", 1, str(adapter))]
+    numbers = []
+    with tempfile.TemporaryDirectory() as folder:
+        is_kept = "prefix_cache_dir" in arguments
+        own = {"prefix_cache_dir": folder} if is_kept else {}
+        for _ in range(2 if is_kept else 1):
+            with LLM(str(path), **SETTINGS | arguments | own) as llm:
+                numbers += numbers_of(llm, requests)
+    return numbers
 
 
 def digest(numbers: list[list[float]] | str) -> str:
@@ -131,6 +149,7 @@ def compare(base: Path, here: Path) -> bool:
 
 
 def _how_far(before: list[list[float]] | str, after: list[list[float]] | str) -> str:
+    """The largest difference of ids and log-probabilities, or the error of a case that has none."""
     if isinstance(before, str) or isinstance(after, str):
         return after if isinstance(after, str) else str(before)
     if [len(one) for one in before] != [len(one) for one in after]:

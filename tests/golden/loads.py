@@ -34,6 +34,7 @@ class Arrival:
     """A request, or a beam search if beam_width is not 0.
 
     step: the call of step() before which it arrives. abort_step: the one before which it is aborted, or None.
+    reads_prompt: whether log-probabilities of the prompt are requested. is_read: whether its prompt is read and not answered.
     fails_at: the number of output tokens after which its row has an error instead of a token, or None.
     """
 
@@ -48,6 +49,7 @@ class Arrival:
     adapter: int | None = None
     beam_width: int = 0
     reads_prompt: bool = False
+    is_read: bool = False
     ignore_eos: bool = False
     abort_step: int | None = None
     fails_at: int | None = None
@@ -219,6 +221,7 @@ def _arrival(kind: str, settings: dict, draws: Draws, step: int, texts: list[lis
         cache_salt=draws.one_of("a", "b") if draws.happens(0.05) else None,
         adapter=draws.one_of(None, 0, 1, 2, 3) if settings["max_loras"] else None,
         reads_prompt=draws.happens(0.05),
+        is_read=draws.happens(0.04),
         ignore_eos=draws.happens(0.5),
         abort_step=step + draws.within(1, 12) if draws.happens(0.25 if kind == "failures" else 0.06) else None,
         fails_at=draws.below(4) if kind == "failures" and draws.happens(0.2) else None,

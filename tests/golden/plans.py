@@ -11,7 +11,7 @@ functions in the part "seams" are the only ones that a rewrite may have to chang
 
 import hashlib
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 from fake_executor import FakeExecutor
@@ -337,6 +337,8 @@ def submit(engine: LLMEngine, arrival, adapters: list[Adapter]):
     prepared = engine.inputs.prepare(prompt, params, arrival.priority)
     if arrival.adapter is not None:
         prepared = adapted(prepared, adapters[arrival.adapter])
+    if arrival.is_read:
+        prepared = replace(prepared, reader=object())  # the executor would call it
     request = engine.submit(prepared)
     if arrival.fails_at is not None:
         engine.executor.fails_at[request.request_id] = arrival.fails_at
