@@ -56,8 +56,8 @@ def write(commit: str) -> None:
     for kind, num_loads in KINDS.items():
         records = {number: record_of(f"{kind}/{number}") for number in range(num_loads)}
         counts = sum((record.counts for record in records.values()), Counter())
-        told = ", ".join(f"{counts[name]} {what}" for what, name in COUNTED.items() if counts[name])
-        lines += ["", f"[{kind}] {num_loads} loads: {told}"]
+        counted = ", ".join(f"{counts[name]} {what}" for what, name in COUNTED.items() if counts[name])
+        lines += ["", f"[{kind}] {num_loads} loads: {counted}"]
         lines += [f"{number} {record.digest}" for number, record in records.items()]
     FILE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
