@@ -128,10 +128,10 @@ def tree(tmp_path_factory):
     return folder
 
 
-def check_plans(tree):
-    """Compare a seventh of the plans, with the package of a tree. Returns the finished process."""
+def check_plans(tree, *, every=7):
+    """Compare each such load's plans, with the package of a tree. Returns the finished process."""
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    arguments = [sys.executable, command.__file__, "plans", "--every", "7", "--check"]
+    arguments = [sys.executable, command.__file__, "plans", "--every", str(every), "--check"]
     return subprocess.run(arguments, env=environment, capture_output=True, text=True)
 
 
@@ -149,6 +149,8 @@ def test_a_planted_change_is_found_in_plans_although_each_step_reads_what_it_sho
     try:
         path.write_text(text.replace(old, new), encoding="utf-8")
         done = check_plans(tree)
+        if done.returncode == 0:  # only few loads have what this change is about
+            done = check_plans(tree, every=1)
     finally:
         path.write_text(text, encoding="utf-8")
     assert (done.returncode, done.stderr) == (1, ""), what
