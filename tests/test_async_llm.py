@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import random
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -11,6 +12,7 @@ from itertools import pairwise
 import pytest
 import tiny_models
 from limited_steps import limited_steps
+from starts import recorded_starts
 
 from nanoinfer import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanoinfer import async_llm as async_llm_module
@@ -51,8 +53,8 @@ def serve(scenario, **arguments):
     return asyncio.run(main())
 
 
-async def submit(async_llm, prompt, its_params, request_id=None):
-    prepare = partial(async_llm.engine.inputs.prepare_prompt, prompt, its_params)
+async def submit(async_llm, prompt, its_params, request_id=None, priority=0):
+    prepare = partial(async_llm.engine.inputs.prepare_prompt, prompt, its_params, priority)
     return await async_llm.submit(prepare, num_answers=its_params.n, request_id=request_id)
 
 
@@ -509,6 +511,247 @@ def test_a_held_token_needs_no_further_step_to_be_delivered(monkeypatch):
     monkeypatch.setattr(async_llm_module, "MAX_HOLD_SECONDS", 0.02)
     scenario = partial(sizes_of_the_first, num_streams=2, steps=one_at_a_time)
     assert serve(scenario, async_scheduling=False) == [1] * 40
+
+
+def test_without_many_streams_generate_yields_after_each_step_and_not_at_the_end():
+    async def scenario(async_llm):
+        lengths, its_params = [], params(max_tokens=20, ignore_eos=True)
+        with limited_steps(async_llm.engine, 1) as limit:  # the next step is made only when the last one's token was yielded
+            async for output in async_llm.generate(PROMPTS[0], its_params):
+                lengths.append((len(output.outputs[0].token_ids), limit.num_made))
+                limit.allow(1)
+        return lengths
+
+    assert serve(scenario, async_scheduling=False) == [(num, num) for num in range(1, 21)]
+
+
+def test_a_stream_that_is_not_read_holds_back_no_other():
+    async def scenario(async_llm):
+        its_params = params(max_tokens=40, ignore_eos=True)
+        with limited_steps(async_llm.engine, 0) as limit:
+            unread = await submit(async_llm, PROMPTS[1], replace(its_params, n=2))
+            read, sizes = await submit(async_llm, PROMPTS[0], its_params), []
+            limit.allow(1)
+            async for deltas in read:
+                sizes.append(sum(len(delta.token_ids) for delta in deltas))
+                limit.allow(1)  # what the unread stream has got, nobody has taken
+            limit.allow(10)
+            while async_llm.num_unfinished_answers:
+                await asyncio.sleep(0.001)
+        return sizes, [[(delta.index, len(delta.token_ids)) for delta in deltas] async for deltas in unread]
+
+    assert serve(scenario, async_scheduling=False) == ([1] * 40, [[(0, 40), (1, 40)]])
+
+
+async def calls_of_each_step(async_llm, num_streams, *, num_later=0):
+    """Generate 5 tokens in several streams, and in others that begin after two steps.
+
+    Returns: for each step, how often the engine's thread has called the event loop.
+    """
+    loop, calls = asyncio.get_running_loop(), []
+    call_soon_threadsafe = loop.call_soon_threadsafe
+
+    def counted(*args, **options):
+        if threading.current_thread().name == "nanoinfer engine":
+            calls.append(limit.num_made)
+        return call_soon_threadsafe(*args, **options)
+
+    loop.call_soon_threadsafe = counted
+    its_params = params(max_tokens=5, ignore_eos=True)
+    with limited_steps(async_llm.engine, 0) as limit:
+        streams = [await submit(async_llm, PROMPTS[0], its_params) for _ in range(num_streams)]
+        while async_llm.num_unfinished_answers:
+            if limit.num_allowed == 2:
+                streams += [await submit(async_llm, PROMPTS[1], its_params) for _ in range(num_later)]
+            limit.allow(1)
+            await until_published(async_llm, limit)
+    del loop.call_soon_threadsafe
+    return [calls.count(step) for step in range(1, limit.num_made + 1)]
+
+
+async def until_published(async_llm, limit):
+    """Wait until all allowed steps are made, and what they published is delivered. The waiting calls no event loop."""
+    async_llm._thread.call(lambda: None).result(120)  # what was submitted has reached the engine
+    while limit.num_made < limit.num_allowed and async_llm.engine.num_unfinished:
+        time.sleep(0.001)
+    async_llm._thread.call(lambda: None).result(120)  # the engine's thread has published
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("num_streams", [1, 8])
+def test_a_step_calls_the_event_loop_once_however_many_streams_it_is_for(monkeypatch, num_streams):
+    monkeypatch.setattr(async_llm_module, "HOLD_SECONDS_PER_STREAM", 0)
+    scenario = partial(calls_of_each_step, num_streams=num_streams)
+    assert serve(scenario, async_scheduling=False) == [1] * 5
+
+
+def test_a_step_with_first_tokens_and_later_ones_calls_the_event_loop_twice(monkeypatch):
+    monkeypatch.setattr(async_llm_module, "HOLD_SECONDS_PER_STREAM", 0)
+    scenario = partial(calls_of_each_step, num_streams=3, num_later=3)
+    # Three streams begin in step 1 and end in step 5, and the others begin in step 3 and end in step 7.
+    assert serve(scenario, async_scheduling=False) == [1, 1, 2, 1, 2, 1, 1]
+
+
+def test_while_tokens_are_held_further_steps_do_not_call_the_event_loop(monkeypatch):
+    monkeypatch.setattr(async_llm_module, "MAX_HOLD_SECONDS", 1e6)
+    monkeypatch.setattr(async_llm_module, "HOLD_SECONDS_PER_STREAM", 1e6)
+    scenario = partial(calls_of_each_step, num_streams=3)
+    assert serve(scenario, async_scheduling=False) == [1, 1, 0, 0, 1]  # the second plans the delivery
+
+
+@pytest.mark.parametrize(("num_streams", "hold_seconds"), [(1, 0.001), (7, 0.007), (49, 0.049), (64, 0.050)])
+def test_a_token_is_held_1_ms_for_each_open_stream_and_at_most_50(num_streams, hold_seconds):
+    """The event loop's clock stands still, except where the test moves it."""
+
+    async def scenario(async_llm):
+        loop, planned, its_params = asyncio.get_running_loop(), [], params(max_tokens=40, ignore_eos=True)
+        start, call_at = loop.time(), loop.call_at
+        now = [start]
+        with limited_steps(async_llm.engine, 0) as limit, pytest.MonkeyPatch.context() as patch:
+            streams = [await submit(async_llm, PROMPTS[0], its_params) for _ in range(num_streams)]
+            patch.setattr(async_llm, "_last_delivery", start)
+            patch.setattr(loop, "time", lambda: now[0])
+            patch.setattr(loop, "call_at", lambda when, *args: planned.append(when) or call_at(when, *args))
+            sizes = []
+            for _ in range(2):
+                limit.allow(1)
+                await until_published(async_llm, limit)
+            for moment in (0.0, hold_seconds - 1e-4, hold_seconds + 1e-4):
+                now[0] = start + moment
+                for _ in range(3):  # a timer that is due is called in the loop's next turn
+                    await asyncio.sleep(0)
+                sizes.append([sum(len(delta.token_ids) for delta in stream.take()) for stream in streams])
+            limit.allow(1)
+            await until_published(async_llm, limit)
+            for stream in streams:
+                stream.close()
+        return [when - start for when in planned], sizes
+
+    planned, sizes = serve(scenario, async_scheduling=False, max_num_seqs=64)
+    assert planned == [pytest.approx(hold_seconds, abs=1e-6), pytest.approx(2 * hold_seconds + 1e-4, abs=1e-6)]
+    # The first tokens, then nothing until it is due. take() empties a stream.
+    assert sizes == [[1] * num_streams, [0] * num_streams, [1] * num_streams]
+
+
+def test_a_token_that_is_published_during_a_delivery_needs_no_further_step(monkeypatch):
+    """The next step is made after the delivery has taken the tokens of the one before it, and before it has ended."""
+    monkeypatch.setattr(async_llm_module, "HOLD_SECONDS_PER_STREAM", 0)
+
+    async def scenario(async_llm):
+        sizes = []
+        with limited_steps(async_llm.engine, 1) as limit:
+            stream = await submit(async_llm, PROMPTS[0], params(max_tokens=40, ignore_eos=True))
+            sizes.append(len((await anext(stream))[0].token_ids))
+            deliver = stream.deliver
+
+            def deliver_and_step():
+                deltas = deliver()
+                if deltas and limit.num_allowed == 2:
+                    limit.allow(1)
+                    while limit.num_made < 3:
+                        time.sleep(0.001)
+                    async_llm._thread.call(lambda: None).result(120)  # the thread has published
+                return deltas
+
+            stream.deliver = deliver_and_step
+            limit.allow(1)
+            await until_published(async_llm, limit)
+            sizes.append(sum(len(delta.token_ids) for delta in stream.take()))
+            num_made = limit.num_made
+            stream.close()
+        return sizes, num_made
+
+    assert serve(scenario, async_scheduling=False) == ([1, 2], 3)
+
+
+def test_every_delivery_is_reported_once_in_the_event_loop_with_the_news_of_each_stream():
+    async def scenario(async_llm):
+        reported = []
+
+        def on_deliver(news):
+            assert threading.current_thread() is threading.main_thread()
+            reported.extend((deltas[0].request_id, len(delta.token_ids)) for deltas in news for delta in deltas)
+
+        async_llm.on_deliver = on_deliver
+        its_params = params(max_tokens=10, ignore_eos=True)
+        streams = [await submit(async_llm, PROMPTS[0], its_params, request_id) for request_id in ("a", "b")]
+        while async_llm.num_unfinished_answers:
+            await asyncio.sleep(0.001)
+        for stream in streams:
+            stream.close()
+        return reported
+
+    reported = serve(scenario)
+    assert {name: sum(num for of, num in reported if of == name) for name, _ in reported} == {"a": 10, "b": 10}
+
+
+# ---- priorities
+
+
+async def generate_all(async_llm, *requests):
+    """Begin requests, (request_id, priority, max_tokens), one after another, and return the tasks that read their answers."""
+    tasks = []
+
+    async def read(request_id, priority, max_tokens):
+        its_params = params(max_tokens=max_tokens, ignore_eos=True)
+        return [output async for output in async_llm.generate(PROMPTS[0], its_params, request_id, priority=priority)][-1]
+
+    for request in requests:
+        num_before = async_llm.engine.num_unfinished
+        tasks.append(asyncio.create_task(read(*request)))
+        while async_llm.engine.num_unfinished == num_before:
+            assert not tasks[-1].done(), tasks[-1].exception()
+            await asyncio.sleep(0.001)
+    return tasks
+
+
+def test_while_the_engine_is_full_requests_start_by_priority_then_arrival_and_preempt_none():
+    async def scenario(async_llm):
+        with recorded_starts(async_llm.engine) as starts, limited_steps(async_llm.engine, 0) as limit:
+            tasks = await generate_all(async_llm, ("running 1", 9, 40), ("running 2", 9, 40))
+            limit.allow(2)
+            await until_published(async_llm, limit)
+            early = [("c1", 3, 4), ("b1", 0, 4), ("a", -2, 4), ("b2", 0, 4), ("c2", 3, 4), ("d", 2**63 - 1, 4), ("b3", 0, 4)]
+            tasks += await generate_all(async_llm, *early)
+            limit.allow(10)
+            await until_published(async_llm, limit)
+            assert [seq.request_id for seq in starts] == ["running 1", "running 2"]
+            await async_llm.abort("running 1")  # from here on one starts when one has ended
+            limit.allow(6)
+            await until_published(async_llm, limit)
+            tasks += await generate_all(async_llm, ("late", -(2**63), 4))
+            limit.allow(1000)
+            outputs = await asyncio.gather(*tasks)
+        return [seq.request_id for seq in starts[2:]], sum(output.metrics.num_preemptions for output in outputs)
+
+    order, num_preemptions = serve(scenario, scheduling_policy="priority", max_num_seqs=2, async_scheduling=False)
+    assert order == ["a", "b1", "late", "b2", "b3", "c1", "c2", "d"]
+    assert num_preemptions == 0
+
+
+def test_when_blocks_run_out_the_last_in_priority_is_preempted_and_starts_again_in_its_turn():
+    """24 blocks of 4 tokens. low 1, low 2 and high need 11 each in the end, so blocks run out when each has 8."""
+    settings = {"device": "cpu", "block_size": 4, "max_model_len": 90}
+    info = LLM("tiny-qwen3", **settings, kv_cache_memory=2**22).info
+    settings["kv_cache_memory"] = 24 * info.num_cache_bytes // info.num_blocks
+
+    async def scenario(async_llm):
+        with recorded_starts(async_llm.engine) as starts, limited_steps(async_llm.engine, 0) as limit:
+            tasks = []
+            for request in (("low 1", 5, 40), ("low 2", 5, 40), ("high", 0, 40)):
+                tasks += await generate_all(async_llm, request)
+                limit.allow(1)
+                await until_published(async_llm, limit)
+            tasks += await generate_all(async_llm, ("lower", 6, 12), ("mid", 3, 6))
+            limit.allow(1000)
+            outputs = await asyncio.gather(*tasks)
+        return [seq.request_id for seq in starts], {output.request_id: output.metrics.num_preemptions for output in outputs}
+
+    policy = {"scheduling_policy": "priority", "max_num_seqs": 3, "async_scheduling": False}
+    order, num_preemptions = serve(scenario, **settings, **policy)
+    assert order == ["low 1", "low 2", "high", "mid", "low 2", "lower"]
+    assert num_preemptions == {"low 1": 0, "low 2": 1, "high": 0, "lower": 0, "mid": 0}
 
 
 def test_shutdown_waits_as_long_as_it_is_told_and_refuses_new_requests():

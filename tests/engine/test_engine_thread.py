@@ -129,3 +129,51 @@ def test_an_error_of_loading_is_the_callers(published):
 def test_it_needs_no_event_loop():
     code = "import sys, nanoinfer.engine.engine_thread; print('asyncio' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+@pytest.fixture
+def log(thread, published, monkeypatch):
+    """What the thread has done: "step", ("published", ids) and whatever a test's commands append. It begins with a step.
+
+    A step waits until it is released: log.may_step.release().
+    """
+
+    class Log(list):
+        may_step = threading.Semaphore(0)
+
+    log, step = Log(), thread.engine.step
+
+    def logged_step():
+        log.append("step")
+        log.may_step.acquire(timeout=120)
+        return step()
+
+    def logged_publish(requests):
+        log.append(("published", [request.request_id for request in requests]))
+        published(requests)
+
+    monkeypatch.setattr(thread.engine, "step", logged_step)
+    monkeypatch.setattr(thread, "_publish", logged_publish)
+    return log
+
+
+def test_after_each_step_there_is_one_call_with_all_requests_that_have_new_deltas(thread, published, hold, log):
+    for name, max_tokens in (("a", 1), ("b", 3), ("c", 2)):
+        thread.submit(prepared(thread, [1], max_tokens), name)
+    log.may_step.release(3)
+    hold.set()
+    published.wait_for("a", "b", "c")
+    news = [("published", ["a", "b", "c"]), ("published", ["b", "c"]), ("published", ["b"])]
+    assert log == ["step", news[0], "step", news[1], "step", news[2]]
+
+
+def test_commands_given_during_a_step_are_carried_out_before_the_next_one_and_not_later(thread, published, hold, log):
+    thread.submit(prepared(thread, [1], 2), "a")
+    hold.set()
+    while not log:  # until the first step has begun
+        thread.join(0.001)
+    for name in ("first command", "second command"):
+        thread.call(lambda name=name: log.append(name))
+    log.may_step.release(2)
+    published.wait_for("a")
+    assert log == ["step", ("published", ["a"]), "first command", "second command", "step", ("published", ["a"])]

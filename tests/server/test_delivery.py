@@ -1,0 +1,45 @@
+"""When the events of a stream are sent. The engine makes a step only when the event of the last one was read."""
+
+import json
+
+import httpx2
+import pytest
+from limited_steps import limited_steps
+
+from nanoinfer import async_llm
+
+COMPLETION = ("/v1/completions", {"prompt": "Once upon a time", "logprobs": 1})
+CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True})
+
+
+def tokens_and_steps(server, path, body, *, num_steps_per_event):
+    """Stream an answer of 20 tokens.
+
+    Returns: for each event with tokens, their number, and the number of steps that were made when it was read.
+    """
+    body, seen = body | {"stream": True, "max_tokens": 20, "ignore_eos": True, "seed": 1}, []
+    stream = httpx2.stream("POST", server.url + path, json=body, timeout=60)
+    with limited_steps(server.async_llm.engine, 1) as steps, stream as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line.startswith("data: {") and (num_tokens := num_logprobs(json.loads(line.removeprefix("data: ")))):
+                seen.append((num_tokens, steps.num_made))
+                steps.allow(num_steps_per_event)
+    return seen
+
+
+def num_logprobs(event):
+    logprobs = event["choices"][0].get("logprobs") or {}
+    return len(logprobs.get("content") or logprobs.get("tokens") or ())
+
+
+@pytest.mark.parametrize(("path", "body"), [COMPLETION, CHAT])
+def test_with_few_streams_each_step_is_sent_before_the_next_one_is_made(server, path, body):
+    seen = tokens_and_steps(server, path, body, num_steps_per_event=1)
+    assert seen == [(1, num_steps) for num_steps in range(1, 21)]
+
+
+def test_the_first_and_the_last_tokens_do_not_wait_as_others_do(server, monkeypatch):
+    for name in ("HOLD_SECONDS_PER_STREAM", "MAX_HOLD_SECONDS"):
+        monkeypatch.setattr(async_llm, name, 1e6)
+    assert tokens_and_steps(server, *COMPLETION, num_steps_per_event=100) == [(1, 1), (19, 20)]
