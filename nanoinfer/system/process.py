@@ -20,8 +20,8 @@ Importing the package changes nothing. An engine applies these effects, and logs
 The command `nanoinfer` (cli/), the benchmarks (bench/) and the ranks above 0 (distributed/worker.py) own their process, so they
 change more of it. The command configures logging, and its option --threads sets torch's threads. A benchmark of a random model
 seeds torch's generators. The ranks above 0 log errors only, and take over rank 0's number of threads and its precision of
-float32 products. `nanoinfer serve` also sets the interpreter's switch interval, and exempts what was loaded from garbage
-collection.
+float32 products. `nanoinfer serve`, `nanoinfer batch` and replicas of Ray (server/run.py) also set the interpreter's switch
+interval, and exempt what was loaded from garbage collection.
 """
 
 import ctypes

@@ -1,0 +1,68 @@
+"""What `nanoinfer serve` sets for the whole process: the switch interval, and what garbage collection leaves out."""
+
+import json
+
+import forked
+import pytest
+
+pytestmark = pytest.mark.slow
+
+# Each entry: the switch interval, whether more objects are exempt from garbage collection than at the start, and whether an
+# object of the engine is. gc.get_objects() has the objects that a collection would examine.
+SCRIPT = """
+import asyncio, gc, json, os, signal, sys, threading, urllib.request
+
+interval, num_exempt = sys.getswitchinterval(), gc.get_freeze_count()
+seen = {}
+
+def observe(name, engine=None):
+    is_exempt = engine is not None and not any(one is engine.scheduler for one in gc.get_objects())
+    seen[name] = (sys.getswitchinterval() / interval, gc.get_freeze_count() > num_exempt, is_exempt)
+
+from nanoinfer import LLM, AsyncLLM, SamplingParams
+from nanoinfer.cli.main import app
+from nanoinfer.server.run import Server
+import nanoinfer.cli.serve
+
+observe("importing")
+params, load = SamplingParams(max_tokens=2), {"kv_cache_memory": 2**22}
+llm = LLM("tiny-qwen3", **load)
+llm.generate("Hello", params, use_tqdm=False)
+observe("LLM", llm.engine)
+
+async def generate():
+    async with AsyncLLM("tiny-qwen3", **load) as async_llm:
+        async for _ in async_llm.generate("Hello", params):
+            observe("AsyncLLM", async_llm.engine)
+
+asyncio.run(generate())
+startup = Server.startup
+
+async def observed_startup(self, sockets):
+    await startup(self, sockets)
+
+    def post():
+        url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}/v1/completions"
+        body = json.dumps({"prompt": "Hello", "max_tokens": 2}).encode()
+        urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"}), timeout=60).close()
+        observe("serve", self._async_llm.engine)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=post).start()
+
+Server.startup = observed_startup
+try:
+    app(["serve", "tiny-qwen3", "--port", "0", "--kv-cache-memory", "4MiB"])
+except (SystemExit, KeyboardInterrupt):
+    pass
+print(json.dumps(seen))
+"""
+
+
+def test_a_server_switches_threads_ten_times_as_often_and_exempts_what_was_loaded_and_nothing_else_does(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    ended = forked.run_script(tmp_path / "script.py", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    seen = json.loads(ended.stdout.splitlines()[-1])
+    unchanged = [1, False, False]
+    assert seen == {"importing": unchanged, "LLM": unchanged, "AsyncLLM": unchanged, "serve": [pytest.approx(0.1), True, True]}
