@@ -32,7 +32,7 @@ from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.native import cache_folder, find_compiler, processor
 from nanoinfer.loading.loader import cpu_has_fast_bf16, load
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
-from nanoinfer.system.process import cpu_quota, keep_cpu_quota
+from nanoinfer.system.process import cpu_quota, limit_threads
 
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 64, 4, 2
 # (cached tokens, new tokens) of each sequence of the step: two decodes, a chunk after a prefix, a whole prompt
@@ -99,7 +99,7 @@ def _machine(device: torch.device) -> dict[str, str]:
         free, total = (num_bytes / 2**30 for num_bytes in torch.cuda.mem_get_info())
         major, minor = torch.cuda.get_device_capability()
         gpu = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, {free:.1f} of {total:.1f} GiB free"
-    keep_cpu_quota()
+    limit_threads()
     quota = "" if cpu_quota() is None else f", the container may use {cpu_quota():g}"
     found = {
         "nanoinfer": f"{nanoinfer.__version__} in {Path(nanoinfer.__file__).parent}",

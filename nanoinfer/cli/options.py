@@ -282,11 +282,11 @@ def _load(kind: Callable[..., L], engine: EngineOptions, more: dict[str, Any]) -
     import torch  # takes a second, for which --help and --version should not wait
 
     from nanoinfer.loading.checkpoint import DEFAULT_MODEL, locate
-    from nanoinfer.system.process import keep_cpu_quota
+    from nanoinfer.system.process import limit_threads
 
     arguments = asdict(engine) | more
     if (threads := arguments.pop("threads")) is not None:
-        keep_cpu_quota()  # once per process, and this is what was asked for
+        limit_threads()  # once per process, and this is what was asked for
         torch.set_num_threads(threads)
     if engine.lora is not None:
         arguments["lora"] = dict(map(parse_adapter, engine.lora))

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
     """Load a checkpoint and make its engine. Returns the checkpoint too, for its generation_config. Raises: as LLM() does."""
     from nanoinfer.loading.loader import load
-    from nanoinfer.system.process import keep_cpu_quota
+    from nanoinfer.system.process import limit_threads
 
-    keep_cpu_quota()
+    limit_threads()
     scheduling_classes(config)  # wrong ones are refused before the model is loaded
     shards: Any = None
     if config.tensor_parallel_size > 1:

@@ -39,7 +39,6 @@ class HelperProcess:
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0  # the process that started it, because a fork starts its own
-        atexit.register(self.close)
 
     def ask(self, request: str) -> Any:
         """Return the reply to a request in JSON, or None if the request takes too long, or crashes as often as it is tried.
@@ -87,6 +86,8 @@ class HelperProcess:
 
     def _start(self) -> "subprocess.Popen[bytes] | None":
         """Start the process with the modules that this one finds. Returns None if it does not become ready."""
+        if not self._owner:  # the first start
+            atexit.register(self.close)
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         try:
             self._process, self._owner = (

@@ -1,15 +1,15 @@
 """Every effect of this package on the whole process, and the functions that apply three of them.
 
-Importing the package changes nothing. An engine applies these effects, and logs the first three on the logger `nanoinfer`:
+Importing the package changes `sys.meta_path` alone: a finder of vLLM's modules is appended (nanoinfer/__init__.py). An engine
+applies these effects, and logs the first three on the logger `nanoinfer`:
 
     allocator thresholds   glibc keeps freed memory. `keep_freed_memory`, below, when attention/cpu.py makes a CPUBackend. It
                            lasts as long as the process. A server returns what large requests freed (`return_freed_memory`).
-    number of threads      torch's are lowered to a container's quota of CPUs (`keep_cpu_quota`, below) when the first engine is
+    number of threads      torch's are lowered to a container's quota of CPUs (`limit_threads`, below) when the first engine is
                            made, and divided among the ranks of tensor_parallel_size (distributed/launch.py). If
-                           OMP_NUM_THREADS is set, they stay as they are.
-    current CUDA device    the device of the model becomes the calling thread's current one. `set_cuda_device`, below, when
-                           distributed/communicator.py connects the ranks, and when loading/loader.py loads a model. It stays
-                           the current one.
+                           OMP_NUM_THREADS is set, they stay as they are. A process that is forked later has one.
+    current CUDA device    the device of the model becomes and stays the calling thread's current one. `set_cuda_device`, below,
+                           when distributed/communicator.py connects the ranks, and when loading/loader.py loads a model.
     nn.Module.__call__     torch.fx replaces it while a model is traced, for milliseconds when an engine is made. Calls of other
                            threads pass through. fast/trace.py.
     tiles                  on a processor with AMX, Linux is asked to keep the process's tiles. `has_tiles` in
@@ -77,11 +77,14 @@ def cpu_quota() -> float | None:
 
 
 @cache
-def keep_cpu_quota() -> None:
-    """Let torch, and with it our kernels, use no more threads than the container may use CPUs.
+def limit_threads() -> None:
+    """Let torch, and with it our kernels, use no more threads than the container may use CPUs, and one in forked processes.
 
-    More threads would use up the quota early and then all wait for the next period, which is 100 ms long by default.
+    More threads would use up the quota early and then all wait for the next period, which is 100 ms long by default. In a
+    forked process OpenMP would wait forever for threads that exist only in the process that made them.
     """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
     quota = cpu_quota()
     if quota is None or "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() <= (num := max(int(quota), 1)):
         return

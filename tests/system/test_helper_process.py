@@ -95,6 +95,15 @@ def test_a_process_that_is_killed_while_idle_or_at_work_costs_no_request(helper,
     assert helper.ask(f"[{number}, 1]") == 1  # it was killed once, and tried again
 
 
+def test_one_exit_function_ends_the_process_however_often_it_was_started(helper, monkeypatch):
+    registered = []
+    monkeypatch.setattr(helper_process.atexit, "register", registered.append)
+    for _ in range(2):
+        assert helper.ask("[0, 0]") == 0
+        helper.close()
+    assert registered == [helper.close]
+
+
 def test_a_process_that_is_killed_at_every_attempt_is_not_the_requests_fault(helper):
     with pytest.raises(HelperProcessError, match="was killed, 2 times"):
         helper.ask(f"[{signal.SIGKILL:d}, 2]")

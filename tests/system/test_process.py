@@ -1,6 +1,10 @@
 """Effects on the whole process: applied as documented, logged once, and listed in one docstring."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,15 +52,15 @@ def test_torch_uses_no_more_threads_than_the_container_may_use_cpus(monkeypatch,
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    process.keep_cpu_quota.cache_clear()
+    process.limit_threads.cache_clear()
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        process.keep_cpu_quota()
+        process.limit_threads()
         assert torch.get_num_threads() == num_threads
         assert ("process-wide: torch computes in" in caplog.text) == (num_threads < 3)
         torch.set_num_threads(4)
-        process.keep_cpu_quota()  # the first engine has been made
+        process.limit_threads()  # the first engine has been made
         assert torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)
@@ -100,9 +104,53 @@ def test_the_current_cuda_device_is_set_and_logged(monkeypatch, caplog):
     assert caplog.text.count("process-wide: the current CUDA device is cuda:0") == 1
 
 
+# An engine computes in two threads. Then a forked process uses it, and makes two of its own.
+_FORK = """
+import json, multiprocessing, warnings
+import torch
+from nanoinfer import LLM, SamplingParams
+
+def token_ids(llm):
+    params = SamplingParams(temperature=0, max_tokens=8)
+    return [output.outputs[0].token_ids for output in llm.generate(["Once upon a time"] * 3, params, use_tqdm=False)]
+
+def work(connection, llm):
+    try:
+        connection.send(token_ids(llm))
+    except Exception as error:
+        connection.send(str(error))
+    for enforce_eager in (False, True):
+        connection.send(token_ids(LLM("tiny-qwen3", dtype="float32", kv_cache_memory=2**22, enforce_eager=enforce_eager)))
+
+torch.set_num_threads(2)
+llm = LLM("tiny-qwen3", dtype="float32", kv_cache_memory=2**22)
+replies = [token_ids(llm)]
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # from Python 3.12 on
+fork = multiprocessing.get_context("fork")
+receives, sends = fork.Pipe(duplex=False)
+process = fork.Process(target=work, args=(sends, llm))
+process.start()
+for _ in range(3):
+    replies.append(receives.recv() if receives.poll(60) else "it hangs")
+process.kill()
+print(json.dumps([*replies, token_ids(llm), torch.get_num_threads()]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_refuses_the_llm_it_was_born_with_and_a_new_one_gives_the_same_tokens():
+    child = subprocess.run([sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=300)
+    assert child.returncode == 0, child.stderr
+    expected, refusal, compiled, eager, afterwards, num_threads = json.loads(child.stdout)
+    assert "this LLM was made in another process" in refusal
+    assert compiled == eager == expected
+    assert (afterwards, num_threads) == (expected, 2)  # the first process goes on in two threads
+
+
 # A call that changes the process -> the files that make it, besides those that own their process.
 EFFECTS = {
-    r"\bmallopt\(": {"system/process.py"},
+    r"\bmallopt\(|register_at_fork\(": {"system/process.py"},
+    r"sys\.(meta_path|path_hooks|path)\.(append|insert|extend)\(": {"__init__.py"},
     r"\bset_device\(": {"system/process.py"},
     r"\bsignal\.signal\(": {"llm.py", "engine/guards.py"},
     r"set_num_threads\(": {"distributed/launch.py", "system/process.py"},
@@ -118,6 +166,107 @@ def test_no_other_file_changes_the_process(call):
     files = [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")]
     found = {name for name in files if re.search(call, (PACKAGE / name).read_text(encoding="utf-8"))}
     assert {name for name in found if not name.startswith(OWN_THEIR_PROCESS)} <= EFFECTS[call]
+
+
+# What an import can change, by its name. nanoinfer is imported after everything that it imports from elsewhere, which a forked
+# process finds out. Then modules that break the promise are imported, one for each line of argv[1].
+_IMPORTS = """
+import atexit, builtins, faulthandler, gc, importlib, json, locale, logging, multiprocessing, os, pkgutil, random, signal, sys
+import threading, types, warnings
+import torch
+
+def state():
+    signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    loggers = {name: one for name, one in logging.root.manager.loggerDict.items() if isinstance(one, logging.Logger)}
+    return {
+        "sys.meta_path": list(sys.meta_path), "sys.path_hooks": list(sys.path_hooks), "sys.path": list(sys.path),
+        "sys.std": [sys.stdin, sys.stdout, sys.stderr], "sys.builtins": dict(vars(builtins)),
+        "sys.hooks": [sys.excepthook, sys.unraisablehook, sys.displayhook, sys.breakpointhook, threading.excepthook],
+        "sys.trace": [sys.gettrace(), sys.getprofile()], "sys.limits": [sys.getswitchinterval(), sys.getrecursionlimit()],
+        "os.environ": dict(os.environ), "os.getcwd": os.getcwd(), "os.threads": len(os.listdir("/proc/self/task")),
+        "atexit": atexit._ncallbacks(), "signal": signals, "faulthandler": faulthandler.is_enabled(),
+        "gc": [gc.isenabled(), gc.get_threshold(), gc.get_freeze_count(), list(gc.callbacks)],
+        "warnings": [list(warnings.filters), warnings.showwarning, warnings.formatwarning],
+        "logging.root": [list(logging.root.handlers), logging.root.level, logging.root.manager.disable, logging.lastResort],
+        "logging.classes": [logging.getLoggerClass(), logging.getLogRecordFactory()],
+        "logging.loggers": {name: [list(one.handlers), one.level, one.propagate] for name, one in loggers.items()},
+        "locale": locale.setlocale(locale.LC_ALL), "random": random.getstate(),
+        "multiprocessing": multiprocessing.get_start_method(allow_none=True),
+        "torch.threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
+        "torch.defaults": [torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision()],
+        "torch.modes": [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()],
+        "torch.deterministic": torch.are_deterministic_algorithms_enabled(), "torch.seed": torch.get_rng_state().tolist(),
+        "torch.nn.Module": dict(vars(torch.nn.Module)), "torch.Tensor": dict(vars(torch.Tensor)),
+    }
+
+def changed(act):
+    before = state()
+    act()
+    after = state()
+    loggers = "logging.loggers"  # new ones are made by getLogger, and the package's own ones are its own
+    after[loggers] = {name: after[loggers].get(name) for name in before[loggers]}
+    return [name for name in before if before[name] != after[name]]
+
+def import_all():
+    import nanoinfer
+
+    for module in pkgutil.walk_packages(nanoinfer.__path__, "nanoinfer."):
+        try:
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+        except ModuleNotFoundError as error:  # what an extra would install
+            assert not error.name.startswith("nanoinfer"), error
+
+reads, writes = os.pipe()
+if os.fork() == 0:
+    import_all()
+    with open(writes, "w") as pipe:
+        json.dump([name for name in sys.modules if name.partition(".")[0] != "nanoinfer"], pipe)
+    os._exit(0)
+os.close(writes)
+with open(reads) as pipe:
+    for name in json.load(pipe):
+        importlib.import_module(name)
+own, finders = changed(import_all), len(sys.meta_path)
+appended = [type(finder).__module__ for finder in sys.meta_path if type(finder).__module__.startswith("nanoinfer")]
+planted = [changed(lambda: exec(line, {})) for line in json.loads(sys.argv[1])]
+print(json.dumps([own, appended, planted, sum(name.startswith("nanoinfer.") for name in sys.modules)]))
+"""
+
+# What an import of the package might do one day -> what of the process that changes.
+_PLANTED = {
+    "import sys; sys.path.append('x')": "sys.path",
+    "import sys; sys.excepthook = print": "sys.hooks",
+    "import sys; sys.setswitchinterval(0.001)": "sys.limits",
+    "import os; os.environ['X'] = 'y'": "os.environ",
+    "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()": "os.threads",
+    "import atexit; atexit.register(len, ())": "atexit",
+    "import signal; signal.signal(signal.SIGTERM, print)": "signal",
+    "import gc; gc.set_threshold(5)": "gc",
+    "import gc; gc.freeze()": "gc",
+    "import warnings; warnings.simplefilter('ignore')": "warnings",
+    "import logging; logging.basicConfig()": "logging.root",
+    "import logging; logging.getLogger('torch').setLevel(5)": "logging.loggers",
+    "import random; random.seed(1)": "random",
+    "import torch; torch.set_num_threads(torch.get_num_threads() + 1)": "torch.threads",
+    "import torch; torch.set_default_dtype(torch.float64)": "torch.defaults",
+    "import torch; torch.set_grad_enabled(False)": "torch.modes",
+    "import torch; torch.manual_seed(5)": "torch.seed",
+    "import torch; torch.nn.Module.__call__ = print": "torch.nn.Module",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and forks")
+def test_importing_any_module_changes_what_the_docstring_says_and_nothing_else():
+    """Also the twin: what an import might change is noticed."""
+    command = [sys.executable, "-c", _IMPORTS, json.dumps(list(_PLANTED))]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert child.returncode == 0, child.stderr
+    own, finders, planted, num_modules = json.loads(child.stdout.splitlines()[-1])
+    assert own == re.findall(r"Importing the package changes `([\w.]+)` alone", process.__doc__)
+    assert finders == ["nanoinfer"]
+    assert num_modules > 100
+    assert [line for (line, name), found in zip(_PLANTED.items(), planted, strict=True) if name not in found] == []
 
 
 def test_the_docstring_lists_every_effect():
