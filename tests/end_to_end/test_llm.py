@@ -1070,6 +1070,48 @@ def test_a_permission_that_nothing_here_needs_is_accepted_and_torchs_own_dtype_t
     assert llm.engine.executor.runner.cache.layer(0)[0].dtype == torch.bfloat16
 
 
+class InStep:
+    """A tracer that waits after every step for the other LLM's, so that the next steps begin together."""
+
+    wants_stages = False
+
+    def __init__(self):
+        self.barrier, self.num_steps = None, 0
+
+    def emit(self, event):
+        if isinstance(event, StepScheduled) and self.barrier is not None:
+            self.barrier.wait(timeout=60)
+            self.num_steps += 1
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_two_llms_that_compute_at_once_in_two_threads_give_the_same_bits_as_one_after_the_other(
+    qwen3_path, gpt2_path, enforce_eager, num_threads
+):
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        tracers, prompts = (InStep(), InStep()), [[7] * 30, [*range(90)], [5, 8], [1] * 61]
+        settings = {"kv_cache_memory": MEMORY, "dtype": "float32", "chunk_size": 32, "enforce_eager": enforce_eager}
+        llms = [LLM(path, tracer=one, **settings) for path, one in zip((qwen3_path, gpt2_path), tracers, strict=True)]
+        params = [SamplingParams(temperature=t, seed=3, max_tokens=20, logprobs=5, detokenize=False) for t in (0, 1, 0, 0.7)]
+
+        def bits(llm):
+            llm.reset_prefix_cache()
+            return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in generate(llm, prompts, params)]
+
+        expected, barrier, together = [bits(llm) for llm in llms], threading.Barrier(2), [[], []]
+        for tracer in tracers:
+            tracer.barrier = barrier
+        run_in_threads(lambda i: together[i].extend(bits(llms[i]) for _ in range(4)), num=2)
+    finally:
+        torch.set_num_threads(before)
+    assert together == [[one] * 4 for one in expected]
+    assert [tracer.num_steps >= 80 for tracer in tracers] == [True, True]
+    assert expected[0] != expected[1]  # the numbers of one LLM in the other would be noticed
+
+
 @pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.long)])
 def test_four_threads_at_every_door_are_served_or_refused_and_leave_nothing_behind(seconds):
     """An unguarded scheduler breaks in five seconds."""
