@@ -77,7 +77,14 @@ def floats(weight: torch.Tensor, name: str = "F32") -> tuple:
 
 def random_blocks(name: str, shape: tuple[int, ...], seed: int = 0) -> tuple[tuple, torch.Tensor]:
     """A tensor of random blocks, and its weights as ggml's C code unpacks them."""
-    number, num_weights, num_bytes, halves = TYPES[name]
+    blocks = block_bytes(name, shape, seed)
+    weights = torch.from_numpy(UNPACK[name](blocks)).view(shape)
+    return (TYPES[name][0], shape, blocks.tobytes()), weights
+
+
+def block_bytes(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Random blocks [num_blocks, num_bytes] of a tensor of this shape, whose scales are numbers that a model may have."""
+    _, num_weights, num_bytes, halves = TYPES[name]
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (int(np.prod(shape)) // num_weights, num_bytes), dtype=np.uint8)
     for position in halves:
@@ -85,8 +92,7 @@ def random_blocks(name: str, shape: tuple[int, ...], seed: int = 0) -> tuple[tup
         blocks[:, position : position + 2] = scales.view(np.uint8).reshape(-1, 2)
     if name == "MXFP4":
         blocks[:, 0] = rng.integers(121, 126, len(blocks))  # a power of two
-    weights = torch.from_numpy(UNPACK[name](blocks)).view(shape)
-    return (number, shape, blocks.tobytes()), weights
+    return blocks
 
 
 def _half(b, position):
