@@ -1,0 +1,54 @@
+// Drives program.cpp and the barrier in program.h: programs of many short calls, each of which reads what other threads have
+// written in the call before.
+
+#include "numbers.h"
+
+namespace {
+
+struct MixCall {
+    Slice x, out;
+    int64_t size;
+};
+
+void mix(const MixCall* call, const Batch& batch) {
+    const Number* x = call->x.row<Number>(batch, 0);
+    Number* out = call->out.row<Number>(batch, 0);
+#pragma omp for nowait
+    for (int64_t i = 0; i < call->size; i++) {
+        const float next = float_of(x[(i + 1) % call->size]), mirrored = float_of(x[call->size - 1 - i]);
+        out[i] = number_of(0.75f * float_of(x[i]) - 0.5f * next + 0.125f * mirrored);
+    }
+}
+
+void drive(int threads, int64_t num_calls, int64_t width) {
+    Random random;
+    const auto x = numbers(random, width, 3);
+    Exact<Number> first(width), second(width);
+    std::copy(x.begin(), x.end(), first.begin());
+    const MixCall there{{0, 0, width}, {1, 0, width}, width}, back{{1, 0, width}, {0, 0, width}, width};
+    Exact<KernelCall> calls(num_calls);
+    for (int64_t i = 0; i < num_calls; i++) calls[i] = {(void (*)(const void*, const Batch&))mix, i % 2 ? &back : &there};
+    Exact<int64_t> batch(4);
+    batch[0] = 1, batch[2] = (int64_t)first.data(), batch[3] = (int64_t)second.data();
+    run(calls.data(), num_calls, (Batch*)batch.data(), threads);
+    Digest digest;
+    add(digest, first);
+    add(digest, second);
+    print(text("run %ld calls of %ld", num_calls, width), threads, digest);
+}
+
+}  // namespace
+
+int main(int num_arguments, char** arguments) {
+    const Size size = size_of(num_arguments, arguments);
+    if (size == Size::COUNT) {
+        drive(1, 100 * std::atoi(arguments[2]), 0);  // the calls themselves
+        return 0;
+    }
+    for (int threads : threads_of(size)) {
+        for (int64_t num_calls : {1, 2, size == Size::FULL ? 100 : 25}) {
+            for (int64_t width : {1, 65}) drive(threads, num_calls, width);
+        }
+    }
+    std::printf("tiles: %d\n", has_tiles() == may_use_tiles());
+}

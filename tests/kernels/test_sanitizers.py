@@ -1,0 +1,127 @@
+"""The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, and in memory that ends with a guard page.
+
+Drivers without Python call every function with buffers of exactly the size that its contract states (driver.h).
+"""
+
+import shutil
+import signal
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+from kernel_drivers import DRIVERS, GUARDED, MORE_DRIVERS, ONE_TARGET, PACKAGE, SANITIZED, build, can_build, digests_of, run
+
+pytestmark = pytest.mark.slow
+
+
+class Fault(NamedTuple):
+    """A read out of range, planted by replacing a text that occurs once in a file of the package."""
+
+    file: str
+    text: str
+    replacement: str
+    driver: str
+
+
+FAULTS = [
+    Fault("distributed/exchange.cpp", "memcpy(slot, source, num_bytes)", "memcpy(slot, source, num_bytes + 1)", "exchange"),
+    Fault("fast/sampling/greedy.cpp", "(LANES, num - i)", "(LANES, num - i + 1)", "greedy"),
+    Fault("fast/cpu/dense_linear.cpp", "num_terms, ahead, num_ahead)", "num_terms + 1, ahead, num_ahead)", "dense_linear"),
+    Fault("fast/cpu/tile_linear.cpp", "step < num_steps; step++) {", "step <= num_steps; step++) {", "tile_linear"),
+    Fault("fast/cpu/tiles.h", "rows[tile] = num_rows;", "rows[tile] = num_rows + 1;", "tile_linear"),
+    Fault("fast/cpu/quantized_linear.cpp", "i < group; i++) largest", "i <= group; i++) largest", "quantized_linear"),
+    Fault("fast/cpu/linear.h", "load(call.bias + first, num)", "load(call.bias + first)", "dense_linear"),
+    Fault("fast/cpu/lora.h", "i < change.rank", "i <= change.rank", "dense_linear"),
+    Fault("fast/cpu/vectors.h", "memcpy(&numbers, from, num *", "memcpy(&numbers, from, (num + 1) *", "layers"),
+    Fault("fast/cpu/layers.cpp", "(LANES, size - i)", "(LANES, size - i + 1)", "layers"),
+    Fault("fast/cpu/pages.h", "= load(head + i * LANES,", "= load(head + 8 + i * LANES,", "paged_decode"),
+    Fault("fast/cpu/paged_decode.cpp", "SPAN, rows.seq_lens[row])", "SPAN, rows.seq_lens[row] + 1)", "paged_decode"),
+    Fault("fast/cpu/paged_prefill.cpp", "token >= num_tokens ||", "token > num_tokens ||", "paged_prefill"),
+    Fault("fast/cpu/delta.cpp", "i < BEFORE; i++, weight", "i <= BEFORE; i++, weight", "delta"),
+    Fault("fast/cpu/program.cpp", "i < num_calls", "i <= num_calls", "program"),
+    Fault("fast/cpu/program.h", "+ first + row * stride", "+ first + (row + 1) * stride", "layers"),
+]
+NUM_BY_DEFAULT = 2  # that are planted by default: those whose files compile in less than a second
+
+
+@cache
+def needs(*options):
+    if not can_build(*options):
+        pytest.skip(f"the compiler or the processor does not support {' '.join(options)}")
+
+
+def check(driver, size, *options):
+    """A driver must end without a report, and print one digest for each case."""
+    needs(*options)
+    done = run(build(driver, *options), size)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    digests = digests_of(done.stdout)
+    assert digests
+    assert not {case: found for case, found in digests.items() if len(found) > 1}
+
+
+@pytest.mark.parametrize("name", DRIVERS)
+def test_the_sanitizers_report_nothing_and_no_result_depends_on_the_number_of_threads(name):
+    check(DRIVERS[name], "short", *SANITIZED)
+
+
+@pytest.mark.parametrize("name", [name for name, driver in DRIVERS.items() if driver.counted_rows])  # is built to be counted
+def test_no_kernel_as_it_is_used_touches_the_page_behind_its_memory(name):
+    check(DRIVERS[name], "short", *GUARDED, *ONE_TARGET)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["-march=native", *ONE_TARGET])
+@pytest.mark.parametrize("name", MORE_DRIVERS)
+def test_the_sanitizers_report_nothing_for_any_size_dtype_and_target(name, target):
+    check(MORE_DRIVERS[name], "full", *SANITIZED, target)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MORE_DRIVERS)
+def test_no_kernel_of_any_size_and_dtype_touches_the_page_behind_its_memory(name):
+    check(MORE_DRIVERS[name], "full", *GUARDED)
+
+
+def planted(fault, folder):
+    """A copy of the package's sources with the fault."""
+    for path in PACKAGE.rglob("*"):
+        if path.suffix in (".cpp", ".h"):
+            copy = folder / path.relative_to(PACKAGE)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copy)
+    text = (folder / fault.file).read_text(encoding="utf-8")
+    assert text.count(fault.text) == 1, f"{fault.text!r} occurs {text.count(fault.text)} times in {fault.file}"
+    (folder / fault.file).write_text(text.replace(fault.text, fault.replacement), encoding="utf-8")
+    return folder
+
+
+MARKED = [
+    pytest.param(fault, id=fault.file, marks=[pytest.mark.long] * (i >= NUM_BY_DEFAULT)) for i, fault in enumerate(FAULTS)
+]
+
+
+@pytest.mark.parametrize("fault", MARKED)
+def test_a_planted_read_out_of_range_is_reported(fault, tmp_path):
+    needs(*SANITIZED)
+    done = run(build(DRIVERS[fault.driver], *SANITIZED, package=planted(fault, tmp_path)), "short")
+    assert done.returncode != 0
+    assert "ERROR: AddressSanitizer" in done.stderr or "runtime error:" in done.stderr, done.stderr
+
+
+def test_a_planted_read_of_what_is_mapped_meets_the_guard_page(tmp_path):
+    needs(*GUARDED, *ONE_TARGET)
+    done = run(build(DRIVERS["exchange"], *GUARDED, *ONE_TARGET, package=planted(FAULTS[0], tmp_path)), "short")
+    assert done.returncode == -signal.SIGSEGV
+
+
+def test_every_source_of_a_kernel_has_a_planted_fault_and_a_driver():
+    sources = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*") if path.suffix in (".cpp", ".h")}
+    assert {fault.file for fault in FAULTS} == sources
+    driven = {driver.source for driver in DRIVERS.values()} | {"fast/cpu/program.cpp"}  # which every driver includes
+    assert driven >= {source for source in sources if source.endswith(".cpp")}
+
+
+def test_digests_that_differ_between_numbers_of_threads_are_found():
+    assert digests_of("a | 1 | 00\na | 2 | 01\nb | 1 | 00\nsomething else\n") == {"a": {"00", "01"}, "b": {"00"}}
