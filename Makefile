@@ -14,7 +14,7 @@ version_of = $(shell $(1) -c "import platform; print(platform.python_version())"
 is_other = $(and $(filter-out file,$(origin PYTHON)),$(filter-out $(call version_of,$(PYTHON)),$(call version_of,$(1)/$(PROGRAMS)/python)))
 OTHERS := $(foreach venv,.venv .venv-lowest .venv-trl,$(if $(call is_other,$(venv)),$(venv)/installed))
 
-.PHONY: demo test test-lowest test-trl golden lint notebooks docs gpu clean $(OTHERS)
+.PHONY: demo test test-lowest test-trl golden sanitize lint notebooks docs gpu clean $(OTHERS)
 
 demo: .venv/installed
 	$(BIN)/nanoinfer generate "Once upon a time" --echo --seed 1
@@ -42,6 +42,15 @@ test-trl: .venv-trl/installed-test
 # tests/golden/plans.txt names, unless it is given:  make golden BASE=HEAD~1
 golden: .venv/installed-test
 	$(BIN)/python -m tests.golden compare $(if $(BASE),--base $(BASE))
+
+# The tests that call the C++ kernels from Python, with the kernels under AddressSanitizer and UndefinedBehaviorSanitizer, whose
+# libraries must be loaded before Python's. g++ is needed. Python does not free all of its memory, so leaks are not reported.
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all
+SANITIZED_TESTS := tests/fast/cpu tests/fast/sampling/test_greedy.py tests/attention/test_attention.py
+SANITIZED_TESTS += tests/distributed/test_shared_memory.py
+sanitize: .venv/installed-test
+	LD_PRELOAD="$(foreach library,asan ubsan stdc++,$(shell g++ -print-file-name=lib$(library).so))" ASAN_OPTIONS=detect_leaks=0 \
+		CXX="g++ $(SANITIZERS)" $(BIN)/python -m pytest $(SANITIZED_TESTS)
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .

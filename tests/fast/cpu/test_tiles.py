@@ -1,5 +1,6 @@
 """Products in tiles, whose instructions are played: what they add, and the promises of each kernel that uses them."""
 
+import os
 import shutil
 import subprocess
 
@@ -24,7 +25,7 @@ SOURCES = {"tile_linear": [], "paged_prefill": ["-DHEAD_DIM=64"], "quantized_lin
 def played(monkeypatch):
     """A kernel that is loaded in this test multiplies in tiles."""
     compiler = shutil.which("g++") or pytest.skip("there is no g++")
-    monkeypatch.setenv("CXX", f"{compiler} -DPLAY_TILES")
+    monkeypatch.setenv("CXX", f"{os.environ.get('CXX') or compiler} -DPLAY_TILES")  # with the options of `make sanitize`
     caches = native.load, program._library, program.has_tiles
     for cache in caches:
         cache.cache_clear()
