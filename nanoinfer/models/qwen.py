@@ -66,19 +66,17 @@ class QwenConfig:
         )
 
 
-def shared_fields(
-    config: dict[str, Any], default_head_dim: int | None = None, *, rotates_parts: bool = False
-) -> dict[str, Any]:
+def shared_fields(config: dict[str, Any], default_head_dim: int | None = None, **options: bool) -> dict[str, Any]:
     """The fields of QwenConfig that config.json spells alike for Qwen and Llama. Raises the errors of from_hf.
 
-    rotates_parts: whether the family supports a partial_rotary_factor.
+    options: those of RopeConfig.from_hf.
     """
     refuse_others(config, hidden_act=("silu",))
     num_heads = config["num_attention_heads"]
     if config["max_position_embeddings"] < 1:
         given = shown(config["max_position_embeddings"])
         raise CheckpointError(f"max_position_embeddings must be a number >= 1, got {given}; download it again")
-    rope = RopeConfig.from_hf(config, rotates_parts=rotates_parts)
+    rope = RopeConfig.from_hf(config, **options)
     head_dim = config.get("head_dim") or default_head_dim or config["hidden_size"] // num_heads
     if head_dim % 2:
         raise CheckpointError(f"head_dim must be even, because RoPE rotates pairs, got {shown(head_dim)}")

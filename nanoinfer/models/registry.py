@@ -108,13 +108,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def refuse_others(config: dict[str, Any], **supported: tuple[object, ...]) -> None:
-    """Refuse a field of config.json whose value would change the logits in a way that is not computed.
+    """Refuse a field of config.json whose value would change the logits in a way that is not computed: UnsupportedError.
 
-    Args:
-        supported: the values that the family computes, by the field's name. The first is that of files without the field.
-
-    Raises:
-        UnsupportedError: another value.
+    supported: the values that the family computes, by the field's name. The first is that of files without the field.
     """
     for name, values in (_NEUTRAL | supported).items():
         if not is_one_of(config.get(name, values[0]), values):

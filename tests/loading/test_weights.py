@@ -233,7 +233,7 @@ def test_dtype_auto_is_float32_on_a_cpu_that_is_slow_at_the_checkpoints_own_and_
             r"checkpoints quantised with 'bitsandbytes' are not supported",
         ),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types must name full_attention or sliding_attention"),
-        ({"layer_types": ["sliding_attention"]}, "for each of 2 layers"),
+        ({"layer_types": ["sliding_attention"], "use_sliding_window": True}, "for each of 2 layers"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type must be one of .*yarn, llama3, got 'longrope'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope_type must be one of .*, got 'su'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1.0"),
@@ -397,6 +397,13 @@ def test_a_window_that_is_no_number_of_tokens_is_refused(qwen3, window):
     kinds = ["full_attention", "sliding_attention"]
     edit_config(qwen3, layer_types=kinds, use_sliding_window=True, sliding_window=window)
     with pytest.raises(CheckpointError, match="sliding_window must be a number >= 1, because some layers slide, got"):
+        load(qwen3)
+
+
+def test_layers_that_slide_without_use_sliding_window_are_refused(qwen3):
+    """transformers fails at such a file's first step."""
+    edit_config(qwen3, layer_types=["full_attention", "sliding_attention"], sliding_window=64)
+    with pytest.raises(CheckpointError, match="use_sliding_window must be true, because some layers slide, got False"):
         load(qwen3)
 
 
