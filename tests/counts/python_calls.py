@@ -27,6 +27,7 @@ import json
 import os
 import platform
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -226,6 +227,7 @@ def count_all(with_server=True):
     """Returns: for each environment of environments(), Calls by the name of the count."""
     from nanoinfer import LLM
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C, which saves calls
     gc.collect()
     gc.disable()  # a collection calls what waits for objects to end
     own, with_libraries = environments()
