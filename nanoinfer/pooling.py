@@ -33,7 +33,6 @@ from nanoinfer.errors import (
     shown,
 )
 from nanoinfer.loading.checkpoint import MAX_JSON_BYTES, Checkpoint, check_file, read_json
-from nanoinfer.models.registry import refuse_others
 from nanoinfer.scheduling.step_plan import PromptRows
 from nanoinfer.vllm_compat import check_argument_names, named_arguments
 
@@ -243,7 +242,9 @@ def _modules(path: Path) -> dict[str, dict[str, Any]]:
 
 def _transformer(settings: dict[str, Any]) -> tuple[int | None, bool]:
     """max_seq_length and do_lower_case of sentence_bert_config.json."""
-    refuse_others(settings, processing_kwargs=(None, {}), tokenizer_name_or_path=(None,))
+    for name in ("processing_kwargs", "tokenizer_name_or_path"):
+        if settings.get(name):
+            raise UnsupportedError(f"{name} must be None, got {shown(settings[name])}; others are not supported")
     max_tokens, lower = settings.get("max_seq_length"), settings.get("do_lower_case", False)
     check_integer("max_seq_length", max_tokens, 1, None, ">= 1", or_none=True)
     check_flag("do_lower_case", lower)

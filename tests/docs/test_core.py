@@ -48,11 +48,6 @@ def with_size(text: str) -> str:
     return SENTENCE.sub(f"{num_lines:,} lines in {num_modules} modules", text)
 
 
-def test_the_core_is_small_enough_to_read():
-    num_lines, num_modules = size()
-    assert (num_lines <= 8590, num_modules <= 65) == (True, True), (num_lines, num_modules)
-
-
 def test_the_page_says_how_large_the_core_is():
     text = PAGE.read_text(encoding="utf-8")
     assert len(SENTENCE.findall(text)) == 1
