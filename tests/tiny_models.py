@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 VOCAB_SIZE = 96
 _SHARED = {"vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
@@ -153,6 +154,27 @@ def fill(model: torch.nn.Module, seed: int = 0) -> None:
 def save(family: str, path: Path, *, seed: int = 0, **overrides) -> Path:
     """A checkpoint folder without a tokenizer."""
     build(family, seed, **overrides).save_pretrained(path)
+    return path
+
+
+MTP_FUSED = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+
+
+def add_mtp(path: Path, change=lambda tensors: tensors) -> Path:
+    """Write a module for multi-token prediction into a checkpoint: one layer of transformers' model, and four tensors more.
+
+    change: A function of all tensors of the file, which returns those to write.
+    """
+    tensors = load_file(path / "model.safetensors")
+    config = transformers.AutoConfig.from_pretrained(path)
+    size, generator = config.hidden_size, torch.Generator().manual_seed(5)
+    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+    layer = transformers.AutoModelForCausalLM.from_config(config).model.layers[0]
+    shapes = {f"layers.0.{name}": weight.shape for name, weight in layer.named_parameters()}
+    shapes |= {f"{name}.weight": (size,) for name in MTP_FUSED} | {"fc.weight": (size, 2 * size)}
+    for name, shape in shapes.items():
+        tensors[f"mtp.{name}"] = torch.randn(shape, generator=generator) * 0.25
+    save_file(change(tensors), path / "model.safetensors", metadata={"format": "pt"})
     return path
 
 

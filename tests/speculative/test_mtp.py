@@ -6,34 +6,18 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.errors import InvalidValueError, UnsupportedError, WeightsError
 
 SETTINGS = {"dtype": "float32", "block_size": 8, "chunk_size": 32, "kv_cache_memory": 2**22, "seed": 0}
 MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
-FUSED = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
-
-
-def with_mtp(path, change=lambda tensors: tensors):
-    """Write the module's tensors into a checkpoint: those of a model of transformers' with one layer, and the four others."""
-    tensors = load_file(path / "model.safetensors")
-    config = transformers.AutoConfig.from_pretrained(path)
-    size, generator = config.hidden_size, torch.Generator().manual_seed(5)
-    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
-    layer = transformers.AutoModelForCausalLM.from_config(config).model.layers[0]
-    shapes = {f"layers.0.{name}": weight.shape for name, weight in layer.named_parameters()}
-    shapes |= {f"{name}.weight": (size,) for name in FUSED} | {"fc.weight": (size, 2 * size)}
-    for name, shape in shapes.items():
-        tensors[f"mtp.{name}"] = torch.randn(shape, generator=generator) * 0.25
-    save_file(change(tensors), path / "model.safetensors", metadata={"format": "pt"})
-    return path
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return with_mtp(tiny_models.save("qwen3_5", tmp_path_factory.mktemp("mtp")))
+    return tiny_models.add_mtp(tiny_models.save("qwen3_5", tmp_path_factory.mktemp("mtp")))
 
 
 class Oracle:
@@ -45,7 +29,8 @@ class Oracle:
         config = transformers.AutoConfig.from_pretrained(path)
         config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
         self.layer = transformers.AutoModelForCausalLM.from_config(config).model.eval()
-        self.fc, self.of_embedding, self.of_hidden = (tensors.pop(f"{name}.weight") for name in ("fc", *FUSED[2:]))
+        names = ("fc", *tiny_models.MTP_FUSED[2:])
+        self.fc, self.of_embedding, self.of_hidden = (tensors.pop(f"{name}.weight") for name in names)
         missing, unexpected = self.layer.load_state_dict(tensors, strict=False)
         assert (missing, unexpected) == (["embed_tokens.weight"], [])
 
@@ -132,7 +117,7 @@ def test_the_tokens_are_those_of_plain_decoding(path, memory, temperature):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
 def test_experts_draft_as_well(family, tmp_path):
-    path = with_mtp(tiny_models.save(family, tmp_path), unfused)
+    path = tiny_models.add_mtp(tiny_models.save(family, tmp_path), unfused)
     prompts, params = prompts_of(9, 45), SamplingParams(temperature=0, max_tokens=20, detokenize=False)
     llm = LLM(path, speculative_config=MTP, **SETTINGS)
     assert generate(llm, prompts, params) == generate(LLM(path, **SETTINGS), prompts, params)
@@ -163,7 +148,7 @@ def predictable(tensors):
 
 
 def test_every_draft_of_a_module_that_is_right_is_accepted(tmp_path):
-    path = with_mtp(tiny_models.save("qwen3_5", tmp_path), predictable)
+    path = tiny_models.add_mtp(tiny_models.save("qwen3_5", tmp_path), predictable)
     llm = LLM(path, speculative_config=MTP, **SETTINGS)
     params = SamplingParams(temperature=0.9, seed=1, max_tokens=25, detokenize=False)
     expected = generate(LLM(path, **SETTINGS), prompts_of(3, 40), params)
@@ -178,7 +163,9 @@ def test_what_cannot_draft_is_refused(path, tmp_path, qwen3_path):
     without = tiny_models.save("qwen3_5", tmp_path / "without")
     with pytest.raises(UnsupportedError, match=r"names begin with 'mtp\.', and the checkpoint has none: transformers leaves"):
         LLM(without, speculative_config=MTP, **SETTINGS)
-    incomplete = with_mtp(without, lambda tensors: {name: x for name, x in tensors.items() if name != "mtp.fc.weight"})
+    incomplete = tiny_models.add_mtp(
+        without, lambda tensors: {name: x for name, x in tensors.items() if name != "mtp.fc.weight"}
+    )
     with pytest.raises(WeightsError, match=r"missing: fc\.weight"):
         LLM(incomplete, speculative_config=MTP, **SETTINGS)
     with pytest.raises(InvalidValueError, match=r"method 'mtp', is 'x'; leave it out"):
