@@ -236,6 +236,8 @@ def pack(value: Any) -> Any:
         return value.cpu().numpy()
     if is_dataclass(value) and not isinstance(value, type):
         return type(value), {field.name: pack(getattr(value, field.name)) for field in fields(value)}
+    if type(value) is tuple:  # of the metadata of several KV groups
+        return tuple, [pack(one) for one in value]
     return value
 
 
@@ -243,9 +245,11 @@ def unpack(packed: Any, device: torch.device) -> Any:
     """What pack() was given, with its tensors on this rank's device."""
     if isinstance(packed, np.ndarray):
         return on_device(torch.from_numpy(packed), device)
-    if isinstance(packed, tuple) and packed and isinstance(packed[0], torch.dtype):
-        return unpack(packed[1], device).view(packed[0])
-    if isinstance(packed, tuple) and packed and is_dataclass(packed[0]):
-        dataclass, values = packed
-        return dataclass(**{name: unpack(value, device) for name, value in values.items()})
+    match packed:
+        case torch.dtype() as dtype, integers:
+            return unpack(integers, device).view(dtype)
+        case type() as kind, dict(values):
+            return kind(**{name: unpack(value, device) for name, value in values.items()})
+        case type(), list(values):
+            return tuple(unpack(value, device) for value in values)
     return packed

@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.parts import Parts
 from nanoinfer.loading.weights import TensorInfo, Weights
+from nanoinfer.models.gemma3 import Gemma3ForCausalLM
 from nanoinfer.models.gpt2 import GPT2LMHeadModel
+from nanoinfer.models.gpt_oss import GptOssExperts, GptOssForCausalLM
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.qwen import QwenForCausalLM
 from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeForCausalLM
@@ -52,12 +54,14 @@ _QWEN: dict[str, Split] = {
     "embed_tokens": "vocabulary",
     "lm_head": "vocabulary",
 }
-# family -> how the names of its layers end, and what a rank has of them. What is not named here is the same on every rank.
+# family -> how the names of its layers, or of parameters outside them, end, and what a rank has of them. What is not named here is the same on every rank.
 SPLITS: dict[type[nn.Module], dict[str, Split]] = {
     GPT2LMHeadModel: _GPT2,
     LlamaForCausalLM: _QWEN,
     QwenForCausalLM: _QWEN,
     QwenMoeForCausalLM: _QWEN,  # each expert is split, as any MLP
+    Gemma3ForCausalLM: _QWEN,
+    GptOssForCausalLM: _QWEN | {"sinks": "column"},  # a sink belongs to a head of q
 }
 
 # Inner sizes of MLPs, in a family's config. They need not be multiples of the number of ranks.
@@ -150,7 +154,7 @@ class Shards:
 
         def joined(name: str, module: nn.Module) -> nn.Module | None:
             split = split_of(type(model), name)
-            if split == "row" or isinstance(module, MixtureOfExperts):
+            if split == "row" or isinstance(module, MixtureOfExperts | GptOssExperts):
                 return AllReduced(module, self.communicator)
             if split == "vocabulary":
                 if isinstance(module, nn.Embedding):
@@ -224,8 +228,8 @@ class ShardedWeights(Weights):
         return self._base.read(name, slice(parts[0].start + start, parts[0].start + stop))
 
     def _split_of(self, name: str) -> Split | None:
-        layer = name.removeprefix(self._rules.prefix).rpartition(".")[0]
-        return split_of(self._model_class, layer)
+        layer, _, leaf = name.removeprefix(self._rules.prefix).rpartition(".")
+        return split_of(self._model_class, layer if leaf in ("weight", "bias") else f"{layer}.{leaf}")
 
     def _is_added_elsewhere(self, name: str) -> bool:
         """Whether a tensor is a bias that rank 0 adds to the sum."""

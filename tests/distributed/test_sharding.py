@@ -78,8 +78,6 @@ def logits_on_ranks(checkpoint, size, *, optimized, dtype="float32", quantizatio
     return on_ranks(size, run)
 
 
-NOT_SPLIT = [*tiny_models.WITH_STATES, "gemma3_window", "gpt_oss_window"]
-
 
 def whole_config(family, **overrides):
     """The family's class and config."""
@@ -97,7 +95,7 @@ def on_meta(family, **overrides):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in tiny_models.FAMILIES if family not in NOT_SPLIT])
+@pytest.mark.parametrize("family", [family for family in tiny_models.FAMILIES if family not in tiny_models.WITH_STATES])
 def test_ranks_give_the_logits_of_one(family, tmp_path):
     heads = {"n_head": 4} if family == "gpt2_n_inner" else {}  # and an inner size of 100, by 4 ranks 25
     path = tiny_models.save(family, tmp_path, vocab_size=ODD_VOCAB_SIZE, **heads)

@@ -209,6 +209,20 @@ def test_four_ranks_with_a_shared_kv_head_give_the_tokens_of_one(tmp_path):
     assert not workers & set(workers_of())
 
 
+@pytest.mark.parametrize("family", ["gpt_oss_window", "gemma3_window"])
+def test_ranks_of_models_with_windows_give_the_tokens_of_one(family, tmp_path):
+    """Also where sequences are preempted, and where prefixes are shared by several KV groups."""
+    path = tiny_models.save(family, tmp_path)
+    whole = LLM(path, kv_cache_memory=2**20, **SETTINGS)
+    split = LLM(path, kv_cache_memory=2**17, tensor_parallel_size=2, **SETTINGS)
+    prompts = [PROMPTS[1]] * 3 + [[*PROMPTS[1][:32], 7, 8, 9]] + [PROMPTS[3]] * 3
+    params = [asked(max_tokens=40, **given) for given in [*PARAMS[:4], *PARAMS[-3:-1], {"n": 2}]]
+    outputs = split.generate(prompts, params, use_tqdm=False)
+    assert [[answer.token_ids for answer in output.outputs] for output in outputs] == answers(whole, prompts, params)
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    assert_nothing_is_left(split)
+
+
 def test_the_workers_of_a_closed_llm_have_ended_although_it_is_still_referenced(qwen3_path):
     before = set(workers_of())
     with LLM(qwen3_path, kv_cache_memory=40 * BLOCK_BYTES, tensor_parallel_size=2, **SETTINGS) as split:
