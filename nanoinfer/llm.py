@@ -186,7 +186,7 @@ class LLM:
                 "parameters": JSON schema}}. The answer is text, which nanoinfer.parse_chat_answer parses. gpt-oss's
                 needs SamplingParams(skip_special_tokens=False).
             tool_choice: "auto", "none" (the tools are left out), or "required" and {"type": "function", "function": {"name":
-                ...}}: the answer is a call that satisfies the schema, in the format of Qwen3 (hermes). With "auto", this is so
+                ...}}: the answer is a call that satisfies the schema, and no structured output. With "auto", this is so
                 for each call if a tool has "strict": True. Both require nanoinfer[structured].
             lora_request, priority: As for generate.
 

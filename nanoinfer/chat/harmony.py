@@ -14,6 +14,7 @@ from typing import Literal
 from nanoinfer.chat.parsing import LONG_HEADER, ChatParser
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
+MARKS = ("<|start|>", CHANNEL, "<|constrain|>", MESSAGE, "<|end|>")  # of the messages before the last mark of an answer
 FINAL = f"{CHANNEL}final{MESSAGE}"
 
 _OPENING, _CLOSING = ("<|start|>", CHANNEL), ("<|end|>", "<|call|>", "<|return|>")  # either ends a message

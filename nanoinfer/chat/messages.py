@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.chat.harmony import begun_message
+from nanoinfer.chat.harmony import MARKS, begun_message
 from nanoinfer.chat.template import apply_chat_template
-from nanoinfer.chat.tools import Tool, ToolChoice, tool_call_grammar, tool_schemas, with_tool_arguments
+from nanoinfer.chat.tools import Tool, ToolChoice, requires_call, tool_call_grammar, tool_schemas, with_tool_arguments
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, UnsupportedError, check_flag, shown
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -91,22 +91,37 @@ def constrain_calls(
     prompt: str,
     tools: Sequence[Mapping[str, Any]],
     tool_choice: ToolChoice,
+    tokenizer: Tokenizer | None,
     *,
     parallel_tool_calls: bool = True,
     is_harmony: bool | None = None,
 ) -> SamplingParams:
     """Return params with the grammar of the calls that are required, or strict.
 
-    tools: as tool_schemas returns them. prompt: the rendered conversation. is_harmony: Whether the model is gpt-oss. With None,
-    the prompt says so.
+    A required call takes the place of a structured output, because the answer has no other content.
+
+    Args:
+        prompt: The rendered conversation.
+        tools: The tools as tool_schemas returns them.
+        is_harmony: Whether the model is gpt-oss. None: the prompt says so.
     """
-    grammar = tool_call_grammar(tools, tool_choice, prompt=prompt, parallel_tool_calls=parallel_tool_calls)
+    begun = begun_message(prompt)
+    harmony_ids = None
+    if tokenizer is not None and (begun is not None if is_harmony is None else is_harmony):
+        added = tokenizer.hf.get_added_vocab()
+        harmony_ids = {mark: added.get(mark, -1) for mark in MARKS}
+    grammar = tool_call_grammar(
+        tools, tool_choice, prompt=prompt, parallel_tool_calls=parallel_tool_calls, harmony_ids=harmony_ids
+    )
     if grammar is None:
         return params
-    if begun_message(prompt) is not None if is_harmony is None else is_harmony:
-        raise UnsupportedError("required and strict tool calls are not supported in gpt-oss's format; use tool_choice 'auto'")
-    if params.structured_outputs is not None:
-        raise InvalidValueError("structured_outputs cannot be used with required or strict tool calls; use one of them")
+    if harmony_ids is not None and (begun is None or begun[0] != "assistant" or -1 in harmony_ids.values()):
+        raise UnsupportedError(
+            "required and strict tool calls in gpt-oss's format need its tokenizer, and a prompt that ends with "
+            "<|start|>assistant; use add_generation_prompt=True, or tool_choice 'auto' without strict tools"
+        )
+    if params.structured_outputs is not None and not requires_call(tool_choice):
+        raise InvalidValueError("structured_outputs cannot be used with strict tool calls; use one of them")
     return replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
 
 

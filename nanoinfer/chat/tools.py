@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import isfunction
 from typing import Any
 
+from nanoinfer.chat.harmony import CHANNEL, MESSAGE
 from nanoinfer.chat.parsing import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, closes_thinking, opens_thinking
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, first_line
 from nanoinfer.structured.grammar import check_schema
@@ -108,30 +109,50 @@ def _with_object(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
+def requires_call(tool_choice: ToolChoice | None) -> bool:
+    """Whether the answer must be a call, so that it has no other content."""
+    return tool_choice not in (None, "auto", "none")
+
+
 def tool_call_grammar(
-    tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoice, *, prompt: str, parallel_tool_calls: bool = True
+    tools: Sequence[Mapping[str, Any]],
+    tool_choice: ToolChoice,
+    *,
+    prompt: str,
+    parallel_tool_calls: bool = True,
+    harmony_ids: Mapping[str, int] | None = None,
 ) -> str | None:
     """The grammar of the whole answer, for StructuredOutputsParams(grammar=...), or None if the answer is free.
 
     With tool_choice "required" or a named tool, the answer is calls whose arguments satisfy the tools' schemas. With "auto" and
     a tool with strict=true, each call in the answer is one. A think block may precede them, unless the prompt has closed it.
-    Arguments that a schema does not name are left out, unless it has additionalProperties. The tools are in OpenAI's form, and
-    the prompt is rendered. Without parallel_tool_calls, a required call is the only one.
+    Arguments that a schema does not name are left out, unless it has additionalProperties.
+
+    Args:
+        tools: The tools in OpenAI's form.
+        prompt: The rendered conversation.
+        parallel_tool_calls: Whether a required call may be followed by others.
+        harmony_ids: The ids of gpt-oss's marks (harmony.py), in whose format one call ends an answer. None: Qwen3's format.
     """
     name = check_tool_choice(tool_choice, tools)
     functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     is_auto = tool_choice == "auto"
     if tool_choice == "none" or (is_auto and not any(function.get("strict") for function in functions)):
         return None
-    calls = []
+    schemas = []
     for function in functions:
         is_free = is_auto and not function.get("strict")
         parameters = {"type": "object"} if is_free else function.get("parameters") or _NO_ARGUMENTS
         if "properties" in parameters and not parameters.keys() & {"$ref", "allOf", "anyOf", "oneOf"}:
             parameters = {"additionalProperties": False, **parameters}  # unless the schema says otherwise
         check_schema(f"parameters of the tool {function['name']!r}", parameters)
-        head = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
-        calls.append(f'{_quoted(head)} %json {json.dumps({**parameters, **_SPACING})} "}}"')
+        schemas.append((function["name"], f"%json {json.dumps({**parameters, **_SPACING})}"))
+    if harmony_ids is not None:
+        return _harmony_grammar(schemas, harmony_ids, is_auto=is_auto)
+    calls = []
+    for called, schema in schemas:
+        head = f'{{"name": {json.dumps(called, ensure_ascii=False)}, "arguments": '
+        calls.append(f'{_quoted(head)} {schema} "}}"')
     thinking = _think_block(prompt)
     if is_auto:  # text up to a call, and again after it
         answer = "(trigger call)* TEXT"
@@ -148,6 +169,26 @@ def tool_call_grammar(
         f'call: "\\n" ({" | ".join(calls)}) CLOSE',
         rf"OPEN: /\n?{TOOL_CALL}/",
         rf"CLOSE: /\n{{0,2}}{END_TOOL_CALL}/".replace("</", r"<\/"),
+        _TEXT,
+    ]
+    return "\n".join(lines)
+
+
+def _harmony_grammar(schemas: Sequence[tuple[str, str]], ids: Mapping[str, int], *, is_auto: bool) -> str:
+    """The grammar of an answer to a prompt that ends with <|start|>assistant. A mark is a token, which no text contains.
+
+    schemas: The name of each tool, and the rule of its arguments.
+    """
+    channel, message, end, start, constrain = (
+        f"<[{ids[mark]}]>" for mark in (CHANNEL, MESSAGE, "<|end|>", "<|start|>", "<|constrain|>")
+    )
+    calls = [f'{_quoted(f"{name} ")} {constrain} "json" {message} {schema}' for name, schema in schemas]
+    before = '("analysis" | "commentary")' if is_auto else '"analysis"'  # a message in commentary announces calls
+    lines = [
+        f"start: before* {channel} {'(call | final)' if is_auto else 'call'}",
+        f'before: {channel} {before} {message} TEXT {end} {start} "assistant"',
+        f'call: "commentary to=functions." ({" | ".join(calls)})',
+        *([f'final: "final" {message} TEXT'] if is_auto else []),
         _TEXT,
     ]
     return "\n".join(lines)

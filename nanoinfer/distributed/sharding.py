@@ -54,7 +54,8 @@ _QWEN: dict[str, Split] = {
     "embed_tokens": "vocabulary",
     "lm_head": "vocabulary",
 }
-# family -> how the names of its layers, or of parameters outside them, end, and what a rank has of them. What is not named here is the same on every rank.
+# family -> how the names of its layers, or of other parameters, end, and what a rank has of them. What is not named here is the
+# same on every rank.
 SPLITS: dict[type[nn.Module], dict[str, Split]] = {
     GPT2LMHeadModel: _GPT2,
     LlamaForCausalLM: _QWEN,

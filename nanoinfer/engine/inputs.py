@@ -81,7 +81,7 @@ class InputProcessor:
         self, info: ExecutorInfo, tokenizer: Tokenizer | None, config: EngineConfig, *, accepts_priority: bool = False
     ) -> None:
         self._info = info
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._config = config
         self._accepts_priority = accepts_priority
         self.adapters: Any = None  # lora/adapters.py, with enable_lora
@@ -129,7 +129,7 @@ class InputProcessor:
     def _grammars(self) -> "GrammarCompiler":
         from nanoinfer.structured.grammar import GrammarCompiler
 
-        return GrammarCompiler(self._tokenizer, self._info.vocab_size)
+        return GrammarCompiler(self.tokenizer, self._info.vocab_size)
 
     def prepare_all(
         self, prompts: Any, params: SamplingParams | Sequence[SamplingParams], **options: Any
@@ -154,7 +154,7 @@ class InputProcessor:
         """Render one conversation as a prompt. The keyword arguments are those of chat.messages.render_chat."""
         from nanoinfer.chat.messages import render_chat
 
-        return render_chat(self._tokenizer, messages, **{"max_tokens": self._info.max_model_len} | rendering)
+        return render_chat(self.tokenizer, messages, **{"max_tokens": self._info.max_model_len} | rendering)
 
     def render_chats(
         self,
@@ -180,7 +180,7 @@ class InputProcessor:
             with with_prompt_index(index):
                 prompt = self.render_chat(chat, tools=None if tool_choice == "none" else schemas, **rendering)
                 prompts.append(prompt)
-                constrained.append(constrain_calls(one, prompt["prompt"] or "", schemas, tool_choice))
+                constrained.append(constrain_calls(one, prompt["prompt"] or "", schemas, tool_choice, self.tokenizer))
         return prompts, constrained
 
     def _parse(self, prompt: Any) -> tuple[str | None, list[int]]:
@@ -198,9 +198,9 @@ class InputProcessor:
                 check_neutral(name, prompt[name], NEUTRAL_VALUES["a prompt"][name])
             return (text, _token_ids(token_ids)) if token_ids is not None else self._parse(text)
         if isinstance(prompt, str):
-            if self._tokenizer is None:
+            if self.tokenizer is None:
                 raise InvalidPromptError("this checkpoint has no tokenizer; give token ids, or load it with a tokenizer")
-            return prompt, self._tokenizer.encode(prompt, max_tokens=self._info.max_model_len)
+            return prompt, self.tokenizer.encode(prompt, max_tokens=self._info.max_model_len)
         return None, _token_ids(prompt)
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -236,7 +236,7 @@ class InputProcessor:
             except ValueError as error:
                 raise InvalidValueError(f"{processor.__name__} refuses the parameters: {error}") from error
         bad_words = self._bad_word_ids(params)
-        if params.detokenize and self._tokenizer is None:
+        if params.detokenize and self.tokenizer is None:
             raise InvalidValueError(
                 "this checkpoint has no tokenizer, so there can be no text; set detokenize=False, or load it with a tokenizer"
             )
@@ -247,9 +247,9 @@ class InputProcessor:
         words: list[tuple[int, ...]] = []
         for word in params.bad_words or ():
             if isinstance(word, str):
-                if self._tokenizer is None:
+                if self.tokenizer is None:
                     raise InvalidValueError(f"bad_words has {word!r}, but there is no tokenizer; give lists of token ids")
-                words += self._tokenizer.word_forms(word)
+                words += self.tokenizer.word_forms(word)
             else:
                 words.append(tuple(word))
         return tuple(ids for ids in words if max(ids) < self._info.vocab_size)

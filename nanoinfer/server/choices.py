@@ -15,7 +15,7 @@ from nanoinfer.async_llm import RequestStream
 from nanoinfer.chat.harmony import CHANNEL, FINAL, HarmonyParser
 from nanoinfer.chat.messages import constrain_calls, with_text_content
 from nanoinfer.chat.parsing import END_THINK, ChatParser, calls_as_hermes
-from nanoinfer.chat.tools import after_thinking
+from nanoinfer.chat.tools import after_thinking, requires_call
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest, TokensPrompt
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition, RequestOutput
@@ -83,18 +83,21 @@ class ChatFormat:
 
     def prepare(self, request: ChatCompletionRequest, inputs: InputProcessor, params: SamplingParams) -> PreparedRequest:
         """Render and check the conversation, and constrain the answer by a grammar where calls are required or strict."""
-        is_harmony, is_structured = self.parser is HarmonyParser, params.structured_outputs is not None
+        tool_choice = "auto" if request.tool_choice is None else request.tool_choice
+        is_structured = params.structured_outputs is not None and not requires_call(tool_choice)
+        is_harmony = self.parser is HarmonyParser
         skips_reasoning = is_harmony and is_structured and request.rendering["add_generation_prompt"]
         prompt = self.render(request, inputs, answer_begin=FINAL if skips_reasoning else "")
         if is_harmony:
             params = replace(params, skip_special_tokens=False)
-        elif self.reasoning and params.structured_outputs is not None:
+        elif self.reasoning and is_structured and params.structured_outputs is not None:
             params = replace(params, structured_outputs=after_thinking(params.structured_outputs, prompt["prompt"] or ""))
         params = constrain_calls(
             params,
             prompt["prompt"] or "",
             _offered_tools(request),
-            "auto" if request.tool_choice is None else request.tool_choice,
+            tool_choice,
+            inputs.tokenizer,
             parallel_tool_calls=request.parallel_tool_calls is not False,
             is_harmony=is_harmony,
         )

@@ -63,6 +63,7 @@ _WORDS = tuple(
     )
 )
 _TAG = re.compile(r"<[!-~]*>")
+_TOKEN_ID = re.compile(r"<\[\d+\]>")  # a token in a grammar, such as a mark of gpt-oss's format
 _END = "<|end of the grammar|>"
 _SAMPLE = ' {"a":\n\t[1,  "é€😀"]}\n'
 
@@ -184,7 +185,7 @@ def _as_text(tokenizer_json: str) -> str:
 def _tried_grammar(params: StructuredOutputsParams) -> str:
     """The parameters as a grammar that the other process has tried."""
     grammar = _grammar(params)
-    refusal = _trial_process.ask(json.dumps(grammar))
+    refusal = _trial_process.ask(json.dumps(_TOKEN_ID.sub("<[255]>", grammar)))  # whose tokens are the bytes
     if refusal is None:
         refusal = f"the grammar takes more than {TRIAL_SECONDS} s, or too much memory"
     if refusal:

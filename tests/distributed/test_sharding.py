@@ -78,7 +78,6 @@ def logits_on_ranks(checkpoint, size, *, optimized, dtype="float32", quantizatio
     return on_ranks(size, run)
 
 
-
 def whole_config(family, **overrides):
     """The family's class and config."""
     name, config = tiny_models.FAMILIES[family]

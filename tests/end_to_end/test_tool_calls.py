@@ -1,10 +1,14 @@
 """LLM.chat with tools: what the model reads, and calls that are required."""
 
+from dataclasses import replace
+
 import pytest
 from tool_cases import NAMED, QUESTION, TOOLS, check_call
 
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams, parse_chat_answer
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+
+STRICT = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,16 @@ def test_a_required_call_may_have_its_tags_as_tokens(llm):
     assert answer.token_ids[-2:] == tags[1:]
 
 
+def test_a_required_call_takes_the_place_of_a_structured_output(llm):
+    """An answer that is a call has no content that could have a form."""
+    kwargs = {"tools": TOOLS, "tool_choice": NAMED, "chat_template_kwargs": {"enable_thinking": False}}
+    params = SamplingParams(max_tokens=150, temperature=0, structured_outputs=StructuredOutputsParams(regex="a"))
+    answers = [llm.chat(QUESTION, one, False, **kwargs)[0] for one in (params, replace(params, structured_outputs=None))]
+    assert answers[0].outputs[0].token_ids == answers[1].outputs[0].token_ids
+    [call] = parse_chat_answer(answers[0].outputs[0].text, answers[0].prompt)["tool_calls"]
+    check_call(call["function"]["name"], call["function"]["arguments"])
+
+
 def test_with_tool_choice_none_the_tools_are_left_out(llm):
     params = SamplingParams(max_tokens=1)
     plain = llm.chat(QUESTION, params, False)[0]
@@ -60,8 +74,7 @@ def test_with_tool_choice_none_the_tools_are_left_out(llm):
 
 
 def test_strict_tools_constrain_the_calls_alone(llm):
-    strict = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
-    output = llm.chat(QUESTION, SamplingParams(max_tokens=20, temperature=0), False, tools=strict)[0]
+    output = llm.chat(QUESTION, SamplingParams(max_tokens=20, temperature=0), False, tools=STRICT)[0]
     assert "<tool_call>\n{" in output.outputs[0].text or "<tool_call>" not in output.outputs[0].text
 
 
@@ -79,12 +92,11 @@ def test_strict_tools_constrain_the_calls_alone(llm):
         ({"chat_template_kwargs": {"tools": TOOLS}}, InvalidValueError, "prompt 0: chat_template_kwargs must not hold tools"),
         (
             {
-                "tools": TOOLS,
-                "tool_choice": "required",
+                "tools": STRICT,
                 "sampling_params": SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")),
             },
             InvalidValueError,
-            "prompt 0: structured_outputs cannot be used with required",
+            "prompt 0: structured_outputs cannot be used with strict tool calls",
         ),
     ],
 )

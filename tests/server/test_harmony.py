@@ -5,7 +5,6 @@ import json
 import http_server
 import pytest
 import tiny_models
-import torch
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from tool_cases import BUNDLED, NAMED, QUESTION, TOOLS, WEATHER, check_call
 from transformers import AutoTokenizer
@@ -58,8 +57,7 @@ class Scripted(LogitsProcessor):
     def apply(self, logits):
         for row, output in self.answers.items():
             if len(output) < len(self.script):
-                logits[row] = -torch.inf
-                logits[row, self.script[len(output)]] = 0
+                logits[row, self.script[len(output)]] += 1000  # what a grammar forbids stays at -inf
         return logits
 
 
@@ -157,8 +155,47 @@ def test_a_mark_in_the_text_of_a_form_is_text():
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_calls_cannot_be_required(harmony_server, choice):
-    for begin in ({}, {"add_generation_prompt": False}):
-        refused = harmony_server.post("/v1/chat/completions", CHAT | {"tools": TOOLS, "tool_choice": choice} | begin)
-        assert refused.status_code == 400
-        assert "not supported in gpt-oss's format; use tool_choice 'auto'" in refused.json()["error"]["message"]
+@pytest.mark.parametrize("form", [{}, {"response_format": {"type": "json_object"}}])
+def test_a_required_call_is_all_that_noise_may_write(client, say, choice, form):
+    """A structured output is left out, because a call is no content."""
+    say("<|channel|>commentary")  # not a thought of noise, which has no end
+    for seed in range(5):
+        [answer] = client.chat.completions.create(**CHAT | form, tools=TOOLS, tool_choice=choice, seed=seed).choices
+        assert answer.message.content is None
+        [call] = answer.message.tool_calls
+        assert call.function.name in (["weather"] if choice is NAMED else ["weather", "night"])
+        check_call(call.function.name, call.function.arguments)
+
+
+def test_a_call_that_is_required_may_follow_a_thought_and_nothing_else(client, say):
+    for begin in (THOUGHT, ""):
+        say(begin + CALL)
+        [answer] = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice="required").choices
+        assert (answer.message.reasoning if begin else None) == ("A warm day." if begin else None)
+        assert json.loads(answer.message.tool_calls[0].function.arguments) == {"city": "Oslo", "days": 1}
+    say("<|channel|>final<|message|>It is warm.<|return|>")
+    [answer] = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice="required", max_tokens=40).choices
+    assert "It is warm." not in (answer.message.content or "")
+
+
+def test_a_strict_call_obeys_its_schema_and_text_is_free(client, say):
+    strict = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
+    say(f"{THOUGHT}<|channel|>final<|message|>It is warm.<|return|>")
+    [answer] = client.chat.completions.create(**CHAT, tools=strict).choices
+    assert (answer.message.reasoning, answer.message.content) == ("A warm day.", "It is warm.")
+    wrong = CALL.replace('"days": 1', '"days": "one"')
+    for script, is_obeyed in ((CALL, True), (wrong, False)):
+        say(script)
+        [answer] = client.chat.completions.create(**CHAT, tools=strict, max_tokens=60).choices
+        arguments = answer.message.tool_calls[0].function.arguments
+        assert arguments.startswith('{"city": "Oslo", "days": ')
+        assert ('"one"' not in arguments) or not is_obeyed
+        assert '"one"' not in arguments
+
+
+def test_a_prompt_that_does_not_end_where_an_answer_begins_is_refused(harmony_server):
+    refused = harmony_server.post(
+        "/v1/chat/completions", CHAT | {"tools": TOOLS, "tool_choice": "required", "add_generation_prompt": False}
+    )
+    assert refused.status_code == 400
+    assert "add_generation_prompt=True" in refused.json()["error"]["message"]
