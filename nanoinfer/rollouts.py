@@ -79,7 +79,7 @@ def update_weights(self: "LLM", pairs: Iterable[tuple[str, Tensor]]) -> int:
         UnsupportedError: The weights are rounded, have adapters merged into them, or are laid out for a GPU.
     """
     runner = _runner_of(self.engine)
-    weights = update.divided(update.origin_of(runner.model), update.GivenWeights(pairs))
+    weights = update.divided(update.origin_of(runner.weights), update.GivenWeights(pairs))
     _begin_update(self.engine, weights)
     for name in weights:
         runner.on_all_ranks(update.fill, name, weights.read(name))
@@ -96,7 +96,7 @@ def update_weights_from_path(self: "LLM", path: str) -> int:
     Returns, Raises: As update_weights, and as LLM() does for missing and damaged files.
     """
     runner = _runner_of(self.engine)
-    weights = update.open_path(update.origin_of(runner.model), path)
+    weights = update.open_path(update.origin_of(runner.weights), path)
     _begin_update(self.engine, weights, must_be_whole=not update.is_file(path))
     runner.on_all_ranks(update.fill_from, path)
     return _finish_update(self.engine)
@@ -104,7 +104,7 @@ def update_weights_from_path(self: "LLM", path: str) -> int:
 
 def _begin_update(engine: LLMEngine, weights: Weights, *, must_be_whole: bool = False) -> None:
     """Check everything, then refuse requests until _finish_update."""
-    origin = update.origin_of(_runner_of(engine).model)
+    origin = update.origin_of(_runner_of(engine).weights)
     if engine.num_unfinished:
         raise NanoinferError(
             f"the weights cannot be replaced while {engine.num_unfinished} requests run; wait for their end, or call "
@@ -136,7 +136,7 @@ def _runner_of(engine: LLMEngine) -> "ModelRunner":
 
 def max_file_bytes(llm: "LLM") -> int:
     """The size of the largest .safetensors file for update_weights_from_path. Raises: UnsupportedError as update_weights."""
-    return update.max_file_bytes(update.origin_of(_runner_of(llm.engine).model))
+    return update.max_file_bytes(update.origin_of(_runner_of(llm.engine).weights))
 
 
 # ---- pauses, and memory
@@ -187,7 +187,7 @@ def sleep(self: "LLM", level: int = 1) -> None:
     if not update.can_release or self.info.device != "cpu":
         raise UnsupportedError("sleep() needs Linux, and a model on a CPU; use close(), and later a new LLM")
     if level == 2:
-        update.origin_of(runner.model)
+        update.origin_of(runner.weights)
     engine.reset_prefix_cache()
     for tag in TAGS[2 - level :]:
         without = "weights" if tag == "weights" else "KV cache"

@@ -184,7 +184,7 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
     for layer in model.layers:  # experts are chosen by values, which a tensor on the meta device does not have
         if hasattr(layer.mlp, "experts"):
             layer.mlp = layer.mlp.experts[0]
-    compile_model(model)
+    model = compile_model(model).model
     cache = KVCache(
         num_layers=1, num_blocks=4096, block_size=block_size, num_kv_heads=model.config.num_key_value_heads,
         head_dim=model.config.head_dim, dtype=dtype, device="meta",

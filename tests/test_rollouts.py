@@ -63,11 +63,9 @@ def qwen3(checkpoints):
 
 def addresses(llm):
     """Where the model's numbers are in memory."""
-    places = [place for places in llm.engine.executor.runner.model.origin.places.values() for place in places]
-    plain = [getattr(module, name) for module, name in places if getattr(module, name) is not None]
-    packed = [array for module, _ in places for one in getattr(module, "packed", ()) for array in one.arrays()]
-    assert packed, "the model is compiled"
-    return [tensor.data_ptr() for tensor in plain + packed]
+    weights = llm.engine.executor.runner.weights
+    assert weights._forms, "the model is compiled"
+    return [tensor.data_ptr() for tensor in weights.tensors()]
 
 
 def assert_ten_updates_take_no_memory(llm, first, second, wanted):

@@ -9,6 +9,7 @@ to. A slot holds one token: slot = block * block_size + offset. The attention ba
 
 import math
 import mmap
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -73,8 +74,10 @@ class KVCache:
         device: torch.device | str = "cpu",
         layout: Layout = "NHD",
         groups: tuple[KVGroup, ...] = (),
+        states: "StateCache | None" = None,
     ) -> None:
-        """groups: of the model's layers. (): all layers are one group without a window."""
+        """groups: of the model's layers. (): all layers are one group without a window. states: of its other layers, if any."""
+        self.states = states
         self.groups = groups or (KVGroup(None, tuple(range(num_layers))),)
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -87,6 +90,40 @@ class KVCache:
         ]
         places = {layer: place for group in self.groups for place, layer in enumerate(group.layers)}
         self._layers = [self._pool[places[layer]] for layer in range(num_layers)]
+
+    @classmethod
+    def for_model(
+        cls,
+        config: Any,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        layout: Layout = "NHD",
+        num_state_slots: int = 0,
+    ) -> "KVCache":
+        """Make the cache of a model with this config. num_state_slots: of the sequences' states, if its layers keep some."""
+        states = None
+        if num_state_slots:
+            sizes = {"num_layers": config.num_state_layers, "shapes": config.state_shapes}
+            states = StateCache(num_slots=num_state_slots, device=device, **sizes)
+        return cls(
+            num_layers=num_kv_layers(config),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            device=device,
+            layout=layout,
+            groups=kv_groups(config),
+            states=states,
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """The memory of all blocks, and of the states."""
+        return [*chain.from_iterable(self._pool), *(() if self.states is None else self.states.tensors)]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of one layer, each in the cache's layout."""
@@ -123,6 +160,27 @@ class KVCache:
         sources, targets = integers_on_device([list(column) for column in zip(*copies, strict=True)], device)
         for pages in chain.from_iterable(self._pool):
             pages[targets] = pages[sources]
+
+
+class StateCache:
+    """One pool of slots, each of which has the parts of a state in every layer that keeps one, in fp32."""
+
+    def __init__(
+        self, *, num_layers: int, num_slots: int, shapes: Sequence[tuple[int, ...]], device: torch.device | str = "cpu"
+    ) -> None:
+        """shapes: of the parts of a state in one layer."""
+        self._layers = [
+            tuple(zeros((num_slots + 1, *shape), torch.float32, torch.device(device)) for shape in shapes)
+            for _ in range(num_layers)
+        ]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [part for layer in self._layers for part in layer]
+
+    def layer(self, layer: int) -> tuple[Tensor, ...]:
+        """Return the parts of one layer, each [num_slots + 1, ...]. The last slot is the state before any token."""
+        return self._layers[layer]
 
 
 def finite_values(k: Keys, v: Keys) -> tuple[Keys, Keys]:

@@ -7,7 +7,6 @@ A slot holds a sequence's state in all layers. A step reads the state from one s
 so a state that a fork shares, or that is kept for the prefix cache, stays as it is. Slot -1 holds zeros: no token was computed.
 """
 
-from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, chain, zip_longest
 from typing import Any, NamedTuple
@@ -16,9 +15,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from nanoinfer.attention.base import Advance, Attend, AttentionBackend, AttentionMetadata
+from nanoinfer.attention.base import Advance, Attend, AttentionMetadata
 from nanoinfer.attention.dense import Keys, Queries
-from nanoinfer.attention.kv_cache import KVCache, zeros
+from nanoinfer.attention.kv_cache import StateCache
 
 
 class Piece(NamedTuple):
@@ -30,56 +29,17 @@ class Piece(NamedTuple):
     write: int
 
 
-class StateCache:
-    """One pool of slots, each of which has the parts of a state in every layer that keeps one, in fp32."""
-
-    def __init__(
-        self, *, num_layers: int, num_slots: int, shapes: Sequence[tuple[int, ...]], device: torch.device | str = "cpu"
-    ) -> None:
-        """shapes: of the parts of a state in one layer."""
-        self._layers = [
-            tuple(zeros((num_slots + 1, *shape), torch.float32, torch.device(device)) for shape in shapes)
-            for _ in range(num_layers)
-        ]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [part for layer in self._layers for part in layer]
-
-    def layer(self, layer: int) -> tuple[Tensor, ...]:
-        """Return the parts of one layer, each [num_slots + 1, ...]. The last slot is the state before any token."""
-        return self._layers[layer]
-
-
-class BackendWithStates:
-    """An attention backend for a model whose other layers keep states. It supports what the backend does, less CUDA graphs."""
-
-    supports_cuda_graph = False
-
-    def __init__(self, backend: AttentionBackend, states: StateCache) -> None:
-        self._backend, self.states = backend, states
-        self.layout, self.default_block_size = backend.layout, backend.default_block_size
-
-    @staticmethod
-    def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-        return None
-
-    def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
-        return AttendWithStates(self._backend.begin_step(cache, metadata), self.states, metadata)
-
-
 class AttendWithStates:
     """One step's attention and recurrence (Recur).
 
     Attributes:
+        attend: the step of the layers with attention.
         states: what the pieces read and write.
         pieces: of each sequence, in their order.
     """
 
     def __init__(self, attend: Attend, states: StateCache, metadata: AttentionMetadata) -> None:
-        self._attend, self.states = attend, states
-        if hasattr(attend, "as_step"):  # of fast/
-            self.as_step = attend.as_step
+        self.attend, self.states = attend, states
         is_single = metadata.max_query_len == 1  # each token as in a decode step, also those of a prompt
         self.pieces = [_pieces(*rows, is_single=is_single) for rows in metadata.states]
 
@@ -113,7 +73,7 @@ class AttendWithStates:
         return torch.tensor(first_pieces), torch.tensor(pieces)
 
     def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, **options: Any) -> Queries:
-        return self._attend(layer, q, k, v, **options)
+        return self.attend(layer, q, k, v, **options)
 
     def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
         """Advance the states of the step's sequences. See Recur."""

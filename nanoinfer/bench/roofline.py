@@ -101,8 +101,7 @@ def _gemm_rate(size: int, dtype: torch.dtype, device: torch.device) -> float:
         from nanoinfer.fast.cpu.accelerate import compile_model
 
         with suppress(UnsupportedError):  # no compiler, or no kernel for this dtype
-            compile_model(compiled := nn.Sequential(nn.Linear(size, size, bias=False, dtype=dtype)))
-            layers.append(compiled)
+            layers.append(compile_model(nn.Sequential(nn.Linear(size, size, bias=False, dtype=dtype))).model)
     x = torch.ones(size, size, dtype=dtype, device=device)
     with torch.inference_mode():
         return max(2 * size**3 / _best_s(partial(layer, x), device) for layer in layers)

@@ -26,7 +26,7 @@ from nanoinfer.engine.factory import make_parts
 from nanoinfer.errors import UnsupportedError, first_line
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.memory import memory_for_cache
-from nanoinfer.fast.accelerate import CompileReport
+from nanoinfer.fast.accelerate import CompiledModel
 from nanoinfer.fast.batch_independence import scratch_sequences
 from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.native import cache_folder, find_compiler, processor
@@ -198,7 +198,7 @@ def examine_model(model: str | None) -> dict[str, str]:
     """
     config = EngineConfig(model=model)
     parts = make_parts(load(config).model, config)
-    report = cast(CompileReport, parts.report)
+    report = cast(CompiledModel, parts.report)
     compiled = {path or "the model": f"compiled, {num} kernel calls" for path, num in report.compiled.items()}
     left = {path or "the model": f"runs as it is: {why}" for path, why in report.left.items()}
     bits = "the same in any batch" if parts.is_batch_independent else "may depend on the batch"

@@ -59,8 +59,8 @@ def run(
         if shared_memory is not None:
             communicator.share_memory(shared_memory, lambda: None)  # rank 0 looks after the others, and ends this process
         shards = Shards(communicator)
-        model, _ = load_configured(Checkpoint.open(config.model), config, shards)
-        executor = make_executor(make_parts(model, config, shards), config, shards=shards)
+        model, weights, _ = load_configured(Checkpoint.open(config.model), config, shards)
+        executor = make_executor(make_parts(model, config, shards, weights), config, shards=shards)
         serve(connection, executor.runner, executor.device)
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from nanoinfer.distributed.sharding import Shards
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.parts import Parts
+    from nanoinfer.loading.held_weights import HeldWeights
+    from nanoinfer.lora.layers import AdaptedLayers
     from nanoinfer.models.registry import Model
     from nanoinfer.speculative.speculator import Proposer
 
@@ -38,7 +40,12 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
     with nullcontext() if shards is None else shards.workers.watched():
         loaded = load(config, shards)
         engine = make_engine(
-            loaded.model, config, tokenizer=loaded.tokenizer, eos_token_ids=loaded.eos_token_ids, shards=shards
+            loaded.model,
+            config,
+            weights=loaded.weights,
+            tokenizer=loaded.tokenizer,
+            eos_token_ids=loaded.eos_token_ids,
+            shards=shards,
         )
     if engine.tracer is not None:
         model, info = config.model or DEFAULT_MODEL, engine.executor.info
@@ -65,6 +72,7 @@ def make_engine(
     model: "Model",
     config: EngineConfig,
     *,
+    weights: "HeldWeights | None" = None,
     tokenizer: Tokenizer | None = None,
     eos_token_ids: frozenset[int] = frozenset(),
     shards: "Shards | None" = None,
@@ -73,20 +81,18 @@ def make_engine(
 
     Raises: as LLM() does, for the draft model too.
     """
-    drafter, speculative = None, config.speculative
-    if speculative is not None and speculative.method == "mtp":
-        from nanoinfer.loading.drafter import load_drafter
-
-        drafter = load_drafter(model, config)
+    speculative = config.speculative
     keep_blocks = None
     if config.cache.prefix_cache_dir is not None:
         from nanoinfer.execution.block_files import keeper
 
         keep_blocks = keeper(model, config)
-    parts, draft = make_parts(model, config, shards), None
-    if drafter is not None:
+    parts, draft = make_parts(model, config, shards, weights), None
+    if speculative is not None and speculative.method == "mtp":
         from nanoinfer.execution.mtp_runner import DrafterRunner, KeepingRunner
+        from nanoinfer.loading.drafter import load_drafter
 
+        drafter = load_drafter(parts.model, config)  # of the faster model, whose head it shares
         parts = replace(parts, runner_class=KeepingRunner)
         draft = replace(parts, model=drafter, runner_class=DrafterRunner)
     elif speculative is not None and speculative.model is not None:
@@ -137,19 +143,23 @@ def _make_proposer(draft: "Parts", config: EngineConfig, executor: "LocalExecuto
     return DraftModelProposer(draft_executor, config.scheduler)
 
 
-def make_parts(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "Parts":
+def make_parts(
+    model: "Model", config: EngineConfig, shards: "Shards | None" = None, weights: "HeldWeights | None" = None
+) -> "Parts":
     """Make the parts that run a model: the textbook's with enforce_eager, otherwise faster ones with the same result."""
     from nanoinfer.execution.parts import plain_parts
 
-    parts = plain_parts(model, config)
+    parts = plain_parts(model, config, weights)
+    adapters: AdaptedLayers = {}
     if config.enable_lora:
         from nanoinfer.lora.adapters import with_adapters
 
-        parts = with_adapters(parts, config)
+        parts, found = with_adapters(parts, config)
+        adapters = found.layers
     if not config.enforce_eager:
         from nanoinfer.fast.accelerate import accelerate
 
-        parts = accelerate(parts, config)
+        parts = accelerate(parts, config, adapters)
     return parts if shards is None else shards.connect(parts)
 
 

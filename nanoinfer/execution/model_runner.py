@@ -5,15 +5,16 @@ how tokens are sampled.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nanoinfer.attention.base import AttentionBackend
+from nanoinfer.attention.base import Attend, AttentionBackend
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import HeadRows
 
@@ -36,12 +37,13 @@ class StepGraphs(Protocol):
 
 @dataclass(eq=False)
 class ModelRunner:
-    """Runs the model. graphs: replays steps. None: every step runs eagerly."""
+    """Runs the model. graphs: replays steps. None: every step runs eagerly. weights: the model's, which may be replaced."""
 
     model: Model
     cache: KVCache
     backend: AttentionBackend
     graphs: StepGraphs | None = None
+    weights: HeldWeights = field(default_factory=HeldWeights)
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         """The hidden rows of a step. They are valid until the next forward, which may write to the same memory."""
@@ -63,9 +65,18 @@ class ModelRunner:
         return function(self, *arguments)
 
     def _run(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
-        attend = self.backend.begin_step(self.cache, batch.attention)
-        if batch.further_groups:
-            from nanoinfer.attention.groups import GroupedAttend
+        return self.model(batch.input_ids, batch.positions, begin_step(self.backend, self.cache, batch))
 
-            attend = GroupedAttend(self.cache, self.backend, (batch.attention, *batch.further_groups))
-        return self.model(batch.input_ids, batch.positions, attend)
+
+def begin_step(backend: AttentionBackend, cache: KVCache, batch: ForwardBatch) -> Attend:
+    """Return what all layers of the step attend with, and keep their states with."""
+    attend = backend.begin_step(cache, batch.attention)
+    if batch.further_groups:
+        from nanoinfer.attention.groups import GroupedAttend
+
+        attend = GroupedAttend(cache, backend, (batch.attention, *batch.further_groups))
+    if cache.states is not None:
+        from nanoinfer.attention.states import AttendWithStates
+
+        attend = AttendWithStates(attend, cache.states, batch.attention)
+    return attend

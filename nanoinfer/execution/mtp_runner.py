@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nanoinfer.execution.forward_batch import ForwardBatch
-from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.execution.model_runner import ModelRunner, begin_step
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 
@@ -53,7 +53,7 @@ class DrafterRunner(ModelRunner):
         self._plan, self._given = plan, torch.cat(rows)
 
     def _run(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
-        attend = self.backend.begin_step(self.cache, batch.attention)
+        attend = begin_step(self.backend, self.cache, batch)
         hidden = self.model(batch.input_ids, batch.positions, attend, self._given)  # type: ignore[call-arg]
         self._latest = {seq: hidden[index : index + 1] for seq, index in self._plan.rows}
         return hidden

@@ -4,16 +4,17 @@ In: a model with its weights. Out: Parts, from which engine/factory.py makes an 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from nanoinfer.attention.base import AttentionBackend, select_backend
-from nanoinfer.attention.kv_cache import KVCache, kv_groups, num_kv_layers
+from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import LOGPROBS_MODES, EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.model_runner import ModelRunner, StepGraphs
+from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import STAGES, Sampler
@@ -35,6 +36,7 @@ class Parts:
             parts promise nothing, because torch's products depend on the number of rows.
         report: what was compiled. None: nothing was tried.
         reserved_bytes: memory on the device that the runner takes later.
+        weights: of the model, in all of their forms.
         runner_class: makes the runner, from the arguments of ModelRunner. Ranks that share a model have their own.
     """
 
@@ -48,6 +50,7 @@ class Parts:
     is_batch_independent: bool = False
     report: object = None
     reserved_bytes: int = 0
+    weights: HeldWeights = field(default_factory=HeldWeights)
     runner_class: Callable[..., ModelRunner] = ModelRunner
 
     @property
@@ -59,7 +62,7 @@ class Parts:
         return next(self.model.parameters()).dtype
 
 
-def plain_parts(model: Model, config: EngineConfig) -> Parts:
+def plain_parts(model: Model, config: EngineConfig, weights: HeldWeights | None = None) -> Parts:
     """Select the attention backend of a model. The model runs as its file says, and the sampler stage by stage."""
     weight = next(model.parameters())
     name, backend = select_backend(
@@ -77,36 +80,23 @@ def plain_parts(model: Model, config: EngineConfig) -> Parts:
             f"kv_cache_dtype='int8' needs the attention backend cpu or reference, not {name}; leave it out, or use device='cpu'"
         )
     block_size = config.cache.block_size or backend.default_block_size
-    return Parts(model, backend, name, block_size, torch.int8 if is_int8 else weight.dtype)
+    dtype = torch.int8 if is_int8 else weight.dtype
+    return Parts(model, backend, name, block_size, dtype, weights=weights or HeldWeights())
 
 
 def make_runner(parts: Parts, info: ExecutorInfo) -> ModelRunner:
     """Allocate the KV cache, and make the runner of the model with it."""
     graphs = None if parts.make_decode_graphs is None else parts.make_decode_graphs(info)
-    config = parts.model.config
-    cache = KVCache(
-        num_layers=num_kv_layers(config),
+    cache = KVCache.for_model(
+        parts.model.config,
         num_blocks=info.num_blocks + (graphs is not None),
         block_size=info.block_size,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
         dtype=parts.cache_dtype,
         device=parts.device,
         layout=parts.backend.layout,
-        groups=kv_groups(config),
+        num_state_slots=info.num_state_slots,
     )
-    return parts.runner_class(parts.model, cache, backend_with_states(parts.backend, parts.model, info.num_state_slots), graphs)
-
-
-def backend_with_states(backend: AttentionBackend, model: Model, num_slots: int) -> AttentionBackend:
-    """Return the backend, with slots for the states of a model that keeps some (attention/states.py)."""
-    if not num_slots:
-        return backend
-    from nanoinfer.attention.states import BackendWithStates, StateCache
-
-    config, device = model.config, next(model.parameters()).device
-    sizes = {"num_layers": config.num_state_layers, "shapes": config.state_shapes}
-    return BackendWithStates(backend, StateCache(num_slots=num_slots, device=device, **sizes))
+    return parts.runner_class(parts.model, cache, parts.backend, graphs, parts.weights)
 
 
 def make_sampler(parts: Parts, info: ExecutorInfo, config: EngineConfig) -> Sampler:

@@ -5,12 +5,13 @@ with enforce_eager=True imports nothing of this folder.
 
 A model is traced (trace.py), fused (fuse.py), and compiled for its device (cpu/compile.py, cuda/compile.py). This needs no
 knowledge of model families: a model file of a user's own is compiled by the same rules. What cannot be traced or has no kernel
-runs as it is, and the report says why. `model.forward` is then the compiled forward pass, and
+runs as it is, and the CompiledModel says why. The forward pass of its `model` is the compiled one, and
 `print(model.forward.__self__.code)` shows it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import fx, nn
 
@@ -19,24 +20,32 @@ from nanoinfer.errors import first_line
 from nanoinfer.execution.parts import Parts
 from nanoinfer.fast.trace import LEAVES, Trace, trace
 
+if TYPE_CHECKING:
+    from nanoinfer.lora.layers import AdaptedLayers
+
 
 @dataclass(slots=True)
-class CompileReport:
-    """What was compiled of a model.
+class CompiledModel:
+    """A model whose forward pass is compiled, beside the plain one, and what was compiled of it.
 
     Attributes:
+        model: has the plain model's attributes, methods and parameters.
         compiled: the number of kernel calls of each compiled module, by its path. "" is the model.
         left: why a module runs as it is, by its path.
         num_plain_linears: linear layers that torch computes.
     """
 
+    model: nn.Module
     compiled: dict[str, int] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     num_plain_linears: int = 0
 
 
-def accelerate(parts: Parts, config: EngineConfig) -> Parts:
-    """Return faster parts for the device of the model, which is changed in place.
+def accelerate(parts: Parts, config: EngineConfig, adapters: "AdaptedLayers") -> Parts:
+    """Return faster parts for the device of the model, whose weights go where the kernels read them.
+
+    Args:
+        adapters: the linear layers that requests may adapt.
 
     Raises:
         UnsupportedError: a quantisation that the model's layers do not support.
@@ -44,7 +53,7 @@ def accelerate(parts: Parts, config: EngineConfig) -> Parts:
     if next(parts.model.parameters()).device.type == "cpu":
         from nanoinfer.fast.cpu.accelerate import accelerate_on_cpu
 
-        return accelerate_on_cpu(parts, config)
+        return accelerate_on_cpu(parts, config, adapters)
     if config.enable_lora:
         return parts  # no kernel of a GPU knows adapters
     from nanoinfer.fast.cuda.accelerate import accelerate_on_cuda
@@ -56,7 +65,7 @@ def accelerate(parts: Parts, config: EngineConfig) -> Parts:
 Lower = Callable[[Trace], int]
 
 
-def compile_modules(module: nn.Module, lower: Lower, report: CompileReport, path: str = "") -> None:
+def compile_modules(module: nn.Module, lower: Lower, report: CompiledModel, path: str = "") -> None:
     """Compile a module, or else what is in it.
 
     Args:

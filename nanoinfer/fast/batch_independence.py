@@ -7,8 +7,6 @@ additions.
 A prompt and two decode steps run alone, then beside other prompts, and with batch_invariant also token by token.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -16,10 +14,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import AttentionBackend
-from nanoinfer.attention.kv_cache import KVCache, bytes_per_slot, kv_groups, num_kv_layers
+from nanoinfer.attention.kv_cache import KVCache, bytes_per_slot, kv_groups
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner
-from nanoinfer.execution.parts import backend_with_states
+from nanoinfer.fast.trace import copied
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
@@ -45,17 +43,14 @@ def is_batch_independent(
     ]
     groups = kv_groups(model.config)
     sequences = scratch_sequences(token_ids, block_size, len(groups))
-    cache = KVCache(
-        num_layers=num_kv_layers(model.config),
+    cache = KVCache.for_model(
+        model.config,
         num_blocks=len(groups) * sum(len(seq.block_table) for seq in sequences),
         block_size=block_size,
-        num_kv_heads=model.config.num_key_value_heads,
-        head_dim=model.config.head_dim,
         dtype=dtype,
         layout=backend.layout,
-        groups=groups,
+        num_state_slots=len(sequences) if bytes_per_slot(model.config) else 0,
     )
-    backend = backend_with_states(backend, model, len(sequences) if bytes_per_slot(model.config) else 0)
     decodes = [1] * NUM_DECODES
     run = partial(_hidden_rows, model, backend, cache, has_single_queries=has_single_queries)
     alone = run([sequences[COMPARED]], [[num] for num in (lengths[COMPARED], *decodes)])
@@ -120,19 +115,14 @@ def _hidden_rows(
     return torch.cat(rows)
 
 
-@contextmanager
-def one_layer_of_each_kind(model: nn.Module, num_layers: int) -> Iterator[None]:
-    """Inside, the model has one layer of each kind: most models one, some an MLP in one layer and experts in another.
+def one_layer_of_each_kind(model: nn.Module, num_layers: int) -> nn.Module:
+    """Return the model with one layer of each kind: most models one, some an MLP in one layer and experts in another.
 
-    A model without a list of its layers keeps all of them.
+    A model without a list of its layers keeps all of them. The model itself stays as it is.
     """
-    for name, child in model.named_children():
+    few = copied(model)
+    for name, child in few.named_children():
         if isinstance(child, nn.ModuleList) and len(child) == num_layers:
-            kinds = {repr(layer): layer for layer in child}
-            setattr(model, name, nn.ModuleList(kinds.values()))
-            try:
-                yield
-            finally:
-                setattr(model, name, child)
-            return
-    yield
+            few.register_module(name, nn.ModuleList({repr(layer): layer for layer in child}.values()))
+            break
+    return few

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from nanoinfer.loading.held_weights import HookInKernels
 from nanoinfer.models.layers import RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm
 
 # The forward passes of modules that stay one call. A subclass counts as one of these unless it has a forward of its own.
@@ -70,10 +71,22 @@ def trace(module: nn.Module) -> Trace:
     return Trace(graph, owned, called, tracer.untraced)
 
 
+def copied(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
+    """Copy the tree of modules, whose parameters and leaves stay the same objects, so that the copy may be compiled."""
+    copies = {} if copies is None else copies
+    if type(module).forward in LEAVES:
+        return module
+    if module not in copies:
+        copy = copies[module] = object.__new__(type(module))
+        copy.__dict__ |= module.__dict__
+        copy._modules = {name: child and copied(child, copies) for name, child in module._modules.items()}
+    return copies[module]
+
+
 def has_hooks(module: nn.Module) -> bool:
-    """Whether the module has forward hooks that a compiled module would not call. Kernels know adapters (lora/layers.py)."""
+    """Whether the module has forward hooks that a compiled module would not call."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return not all(getattr(hook, "is_in_kernels", False) for hook in hooks)
+    return not all(isinstance(hook, HookInKernels) for hook in hooks)
 
 
 def _attribute(module: nn.Module, path: str) -> Any:

@@ -24,7 +24,8 @@ from nanoinfer.errors import (
     shown,
 )
 from nanoinfer.loading.checkpoint import Checkpoint, check_file, locate
-from nanoinfer.loading.weights import Places, WeightFiles, Weights, dtype_of, head_is_tied, load_weights
+from nanoinfer.loading.held_weights import HeldWeights, Origin
+from nanoinfer.loading.weights import WeightFiles, Weights, dtype_of, head_is_tied, load_weights
 from nanoinfer.models.registry import Model, find_model
 from nanoinfer.system.process import set_cuda_device
 from nanoinfer.tokenization.tokenizer import Tokenizer
@@ -48,22 +49,12 @@ _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """How a model was loaded, which an update of its weights must know (update.py). sizes: the whole model's config."""
-
-    config: EngineConfig
-    model_class: type[Any]
-    sizes: Any
-    places: Places
-    shards: "Shards | None"
-
-
-@dataclass(frozen=True, slots=True)
 class Loaded:
     """A model with its weights, and its files."""
 
     checkpoint: Checkpoint
     model: Model
+    weights: HeldWeights
     num_parameters: int  # of the checkpoint, also where the model is a rank's part of it
     tokenizer: Tokenizer | None  # None if there is none. The model then takes token ids only
     eos_token_ids: frozenset[int]
@@ -72,7 +63,7 @@ class Loaded:
 def load(config: EngineConfig, shards: "Shards | None" = None) -> Loaded:
     """Load a model, its tokenizer and its EOS ids. With shards, the model is split among ranks."""
     checkpoint = Checkpoint.open(config.model, config.revision)
-    model, num_parameters = load_configured(checkpoint, config, shards)
+    model, weights, num_parameters = load_configured(checkpoint, config, shards)
     tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
     tokenizer = load_tokenizer(tokenizer_path, checkpoint.gguf if config.tokenizer is None else None)
     if config.tokenizer is not None and tokenizer is None:
@@ -84,11 +75,13 @@ def load(config: EngineConfig, shards: "Shards | None" = None) -> Loaded:
         # No error: transformers writes 50256 into the config of a small GPT-2.
         logger.warning("eos_token_id %s is outside the vocabulary and is ignored", shown(outside))
     eos_token_ids -= frozenset(outside)
-    return Loaded(checkpoint, model, num_parameters, tokenizer, eos_token_ids)
+    return Loaded(checkpoint, model, weights, num_parameters, tokenizer, eos_token_ids)
 
 
-def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: "Shards | None" = None) -> tuple[Any, int]:
-    """Load the model, or a rank's part of it, as the config says. Returns it, and the number of parameters of all ranks."""
+def load_configured(
+    checkpoint: Checkpoint, config: EngineConfig, shards: "Shards | None" = None
+) -> tuple[Any, HeldWeights, int]:
+    """Load the model, or a rank's part of it, as the config says. Returns also the number of parameters of all ranks."""
     device = resolve_device(config.device)
     if config.quantization and device.type != "cpu":
         raise UnsupportedError(
@@ -107,8 +100,9 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: "Shard
     if shards is not None:
         model, weights = shards.split(model, weights)
     places = load_weights(model, weights, model.weight_rules, dtype, device)
+    origin = Origin(config, type(model), model.weight_rules, sizes, shards)
     # Rounded weights cannot be replaced, and the places would keep the plain ones alive.
-    model.origin = Origin(config, type(model), sizes, {} if config.quantization else places, shards)
+    held = HeldWeights({} if config.quantization else places, origin)
     if shards is not None:
         shards.join(model, vocab_size)
     model.to(device).eval()
@@ -116,7 +110,7 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: "Shard
         from nanoinfer.loading.quantization import quantize_model
 
         quantize_model(model, config.quantization)
-    return model, num_parameters
+    return model, held, num_parameters
 
 
 def load_tokenizer(path: Path, file: "GGUFFile | None" = None) -> Tokenizer | None:

@@ -1,6 +1,6 @@
 """New weights in the place of a model's, while its compiled programs and their addresses stay as they are.
 
-In: a runner whose model came from load_configured, and tensors by the names that its checkpoint has. Out: the same model with
+In: a runner whose weights came from load_configured, and tensors by the names that its checkpoint has. Out: the same model with
 other numbers. Names, shapes, transposed matrices, tied heads and parts of ranks follow the rules of loading (weights.py).
 `check` runs on rank 0 before anything changes, and `fill`, `fill_from`, `finish` and `release` on every rank.
 """
@@ -8,7 +8,7 @@ other numbers. Names, shapes, transposed matrices, tied heads and parts of ranks
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from torch import Tensor
 from nanoinfer.errors import InvalidTypeError, UnsupportedError, WeightsError, shown
 from nanoinfer.loading.checkpoint import Checkpoint, first_ten
 from nanoinfer.loading.formats.experts import ExpertWeights
-from nanoinfer.loading.loader import Origin, open_weights, read_config
+from nanoinfer.loading.held_weights import HeldWeights, Origin
+from nanoinfer.loading.loader import open_weights, read_config
 from nanoinfer.loading.weights import FLOAT_DTYPES, MAX_HEADER_BYTES, TensorInfo, WeightFiles, Weights, find_tensors
 from nanoinfer.system.pages import release_pages
 
@@ -48,9 +49,9 @@ class GivenWeights(Weights):
         return self._tensors[name][rows]
 
 
-def origin_of(model: Any) -> Origin:
+def origin_of(weights: HeldWeights) -> Origin:
     """Return how a model was loaded. Raises: UnsupportedError for one whose weights cannot be replaced."""
-    origin: Origin | None = getattr(model, "origin", None)
+    origin = weights.origin
     if origin is None:
         raise UnsupportedError("this engine's model was not loaded from a checkpoint; change its parameters yourself")
     config = origin.config
@@ -59,7 +60,7 @@ def origin_of(model: Any) -> Origin:
         way_out = f"are rounded by quantization={config.quantization!r}; load the model without it"
     elif config.lora:
         way_out = "have adapters merged into them; load the model without lora=, and give it merged weights"
-    elif next(model.parameters()).device.type != "cpu" and not config.enforce_eager:
+    elif weights.tensors()[0].device.type != "cpu" and not config.enforce_eager:
         way_out = "are merged into larger matrices for a GPU; use enforce_eager=True there, or device='cpu'"
     if way_out is not None:
         raise UnsupportedError(f"the weights of this LLM cannot be replaced: they {way_out}")
@@ -71,7 +72,7 @@ def check(origin: Origin, weights: Weights) -> bool:
 
     Raises: WeightsError for what does not fit.
     """
-    targets, rules = _parameters(origin), origin.model_class.weight_rules
+    targets, rules = _parameters(origin), origin.rules
     sources, problems = find_tensors(targets, weights, rules)
     for name in weights:
         if name.removeprefix(rules.prefix) == rules.head and rules.head not in targets:  # a tied head
@@ -85,7 +86,7 @@ def check(origin: Origin, weights: Weights) -> bool:
 
 def divided(origin: Origin, weights: Weights) -> Weights:
     """Return the same tensors, with those divided that a checkpoint of this family has for several parameters at once."""
-    form = origin.model_class.weight_rules.fused_experts
+    form = origin.rules.fused_experts
     return weights if form is None else ExpertWeights(weights, form)
 
 
@@ -121,51 +122,44 @@ def open_path(origin: Origin, path: str) -> Weights:
     return open_weights(checkpoint)
 
 
-def fill(runner: Any, name: str, tensor: Tensor) -> None:
+class Runner(Protocol):
+    """What is asked of a rank's runner (execution/model_runner.py)."""
+
+    @property
+    def weights(self) -> HeldWeights: ...
+    @property
+    def cache(self) -> "HasTensors": ...
+
+
+class HasTensors(Protocol):
+    def tensors(self) -> list[Tensor]: ...
+
+
+def fill(runner: Runner, name: str, tensor: Tensor) -> None:
     """Replace one weight on this rank. After the last one comes `finish`."""
-    _fill(runner.model, GivenWeights([(name, tensor)]))
+    _fill(runner.weights, GivenWeights([(name, tensor)]))
 
 
-def fill_from(runner: Any, path: str) -> None:
+def fill_from(runner: Runner, path: str) -> None:
     """Replace the weights on this rank by those of a file or a checkpoint, of which it reads its part. Then comes `finish`."""
-    _fill(runner.model, open_path(runner.model.origin, path))
+    _fill(runner.weights, open_path(origin_of(runner.weights), path))
 
 
-@torch.inference_mode()
-def finish(runner: Any) -> None:
+def finish(runner: Runner) -> None:
     """Renew what kernels computed from the weights on this rank."""
-    for module in runner.model.modules():
-        if (kernel := getattr(module, "kernel", None)) is not None:
-            kernel.lay_out_weights()
+    runner.weights.finish()
 
 
-@torch.inference_mode()
-def _fill(model: Any, weights: Weights) -> None:
-    origin: Origin = model.origin
-    rules = origin.model_class.weight_rules
+def _fill(held: HeldWeights, weights: Weights) -> None:
+    origin = origin_of(held)
     if origin.shards is not None:
         weights = origin.shards.part_of(weights, origin.model_class, origin.sizes)
     for name in weights:
-        for module, leaf in origin.places.get(name.removeprefix(rules.prefix), ()):
-            values = weights.read(name)
-            values = values.T if name.endswith(rules.transpose) else values
-            for packed, start in getattr(module, "packed", {}).items():
-                packed.write(leaf, values, start)
-            if (parameter := getattr(module, leaf)) is not None:  # None: it is only in the kernels' layout
-                parameter.copy_(values)
-                if (copy := getattr(parameter, "in_fp32", None)) is not None:  # of sinks, whose address kernels have
-                    copy.copy_(parameter)
+        values = weights.read(name)
+        held.write(name.removeprefix(origin.rules.prefix), values.T if name.endswith(origin.rules.transpose) else values)
 
 
-def release(runner: Any, *, weights: bool) -> None:
+def release(runner: Runner, *, weights: bool) -> None:
     """Give the memory of the KV cache back to the system, or that of the weights, on this rank. The contents are lost."""
-    if not weights:
-        tensors = [pages for layer in range(runner.cache.num_layers) for pages in runner.cache.layer(layer)]
-        if (states := getattr(runner.backend, "states", None)) is not None:
-            tensors += states.tensors
-    else:
-        places = [place for modules in runner.model.origin.places.values() for place in modules]
-        tensors = [getattr(module, leaf) for module, leaf in places if getattr(module, leaf) is not None]
-        tensors += [array for module, _ in places for packed in getattr(module, "packed", ()) for array in packed.arrays()]
-    for tensor in tensors:
+    for tensor in runner.weights.tensors() if weights else runner.cache.tensors():
         release_pages(tensor)

@@ -45,6 +45,9 @@ class Adapters:
     """The adapters of one model, whose linear layers it changes in place, before fast/ compiles them.
 
     An LM head and the experts of a mixture cannot be adapted.
+
+    Attributes:
+        layers: the linear layers that can be adapted.
     """
 
     def __init__(self, model: Any, max_loras: int, max_rank: int) -> None:
@@ -52,11 +55,11 @@ class Adapters:
         self._rows = AdapterRows(max_loras, max_rank)
         weight = next(model.parameters())
         self._device, self._dtype = weight.device, weight.dtype
-        self._layers = {
-            path: AdaptedLinear(module, self._rows)
-            for path, module in model.named_modules()
-            if isinstance(module, nn.Linear | QuantizedLinear) and not self._is_for_all(path)
-        }
+        self._layers: dict[str, AdaptedLinear] = {}
+        self.layers: dict[nn.Module, AdaptedLinear] = {}
+        for path, module in model.named_modules():
+            if isinstance(module, nn.Linear | QuantizedLinear) and not self._is_for_all(path):
+                self._layers[path] = self.layers[module] = AdaptedLinear(module, self._rows)
         # What full slots take: on a CPU each adapter twice, as it was read and as kernels read it.
         num_copies = 2 if weight.device.type == "cpu" else 1
         num_sides = sum(sum(layer.shape) for layer in self._layers.values())
@@ -136,8 +139,8 @@ class Adapters:
         self._slots[adapter] = slot
 
 
-def with_adapters(parts: Parts, config: EngineConfig) -> Parts:
-    """Return parts whose model has adapters for requests, and whose runner brings them into memory.
+def with_adapters(parts: Parts, config: EngineConfig) -> tuple[Parts, Adapters]:
+    """Return parts whose model has adapters for requests, and whose runner brings them into memory, and the adapters.
 
     Raises: InvalidValueError, if they take more than is free.
     """
@@ -149,7 +152,8 @@ def with_adapters(parts: Parts, config: EngineConfig) -> Parts:
             f"max_loras={config.max_loras} adapters of max_lora_rank={config.max_lora_rank} take {adapters.num_bytes} bytes, "
             f"but {free} are free on {parts.device}; lower max_loras or max_lora_rank"
         )
-    return replace(parts, runner_class=partial(AdapterRunner, adapters=adapters), reserved_bytes=adapters.num_bytes)
+    runner_class = partial(AdapterRunner, adapters=adapters)
+    return replace(parts, runner_class=runner_class, reserved_bytes=adapters.num_bytes), adapters
 
 
 @dataclass(eq=False)

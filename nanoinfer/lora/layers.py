@@ -6,7 +6,9 @@ In: the model's linear layers, and the step's rows. Out: the layers' outputs, ch
 the same. It knows no requests and no files.
 """
 
-from typing import Any
+import ctypes
+from collections.abc import Mapping
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.loading.formats.lora import LowRankUpdate
+from nanoinfer.loading.held_weights import HookInKernels
+from nanoinfer.loading.quantization import QuantizedLinear
 
 
 class AdapterRows:
@@ -23,14 +27,14 @@ class AdapterRows:
         num_rows: of the step, without padding.
         by_slot: the indices of the rows of each slot that is used.
         num_slots, max_rank: the limits of the slots.
-        kernels: what tells the kernels of it, if there are any.
+        kernels: receives each step's slots. None: no kernel computes a layer with adapters.
     """
 
     def __init__(self, num_slots: int, max_rank: int) -> None:
         self.num_slots, self.max_rank = num_slots, max_rank
         self.num_rows = 0
         self.by_slot: dict[int, Tensor] = {}
-        self.kernels: Any = None
+        self.kernels: KernelRows | None = None
 
     def set(self, slots: list[int], device: torch.device) -> None:
         """Note the step's rows, by the slot of each. -1 is a row without an adapter."""
@@ -44,25 +48,38 @@ class AdapterRows:
             self.kernels.set(slots if rows else [])
 
 
-class AdaptedLinear:
+class KernelRows(Protocol):
+    """The slots of a step's rows, as kernels read them (fast/cpu/lora.py)."""
+
+    width: int
+    arguments: ctypes.Structure
+
+    def set(self, slots: list[int]) -> None: ...
+
+
+class KernelAdapters(Protocol):
+    """The adapters of layers that one kernel computes (fast/cpu/lora.py)."""
+
+    def put(self, slot: int, index: int, update: LowRankUpdate | None) -> None: ...
+
+
+class AdaptedLinear(HookInKernels):
     """The adapters of one linear layer. It is a forward hook of the layer, unless a kernel computes the layer.
 
     Attributes:
         kernels: what the kernels read that compute the layer (fast/cpu/lora.py), each with the layer's index in it.
     """
 
-    is_in_kernels = True  # so that fast/ does not leave a layer with this hook alone
-
-    def __init__(self, linear: Any, rows: AdapterRows) -> None:
+    def __init__(self, linear: nn.Linear | QuantizedLinear, rows: AdapterRows) -> None:
         self.rows = rows
-        self.shape = tuple(getattr(linear.weight, "integers", linear.weight).shape)  # [out, in]
-        self.kernels: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        weight = linear.weight.integers if isinstance(linear, QuantizedLinear) else linear.weight
+        self.shape = tuple(weight.shape)  # [out, in]
+        self.kernels: WeakKeyDictionary[KernelAdapters, int] = WeakKeyDictionary()
         self._updates: dict[int, LowRankUpdate] = {}  # by slot
-        linear.adapted = self
         linear.register_forward_hook(self)
 
     def put(self, slot: int, update: LowRankUpdate | None) -> None:
-        """Keep an adapter's update of this layer in a slot, in the place of another one's. None: it has none."""
+        """Put an adapter's update into a slot, replacing the previous one. None: the adapter does not change this layer."""
         self._updates.pop(slot, None)
         if update is not None:
             self._updates[slot] = update
@@ -80,3 +97,6 @@ class AdaptedLinear:
                     )
                 out[rows] += x[rows] @ update.a.T @ update.b.T * update.scale
         return out
+
+
+AdaptedLayers = Mapping[nn.Module, AdaptedLinear]

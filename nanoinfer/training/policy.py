@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, fx, nn
 
 from nanoinfer.attention.kv_cache import KVCache, bytes_per_slot, kv_groups
+from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, check_number, shown
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.batch_independence import scratch_sequences
@@ -26,7 +27,7 @@ from nanoinfer.fast.cpu.layers import has_kernel
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import trace
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.loader import load_model
+from nanoinfer.loading.loader import load_configured
 from nanoinfer.sampling.stages import divided
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.training.functions import TrainedAttention, TrainedLinear, TrainedNorm, TrainedRotation
@@ -47,8 +48,10 @@ class Policy(nn.Module):
 
     def __init__(self, model: str | os.PathLike[str] | None = None, dtype: str = "auto") -> None:
         super().__init__()
-        self.model: Any = load_model(Checkpoint.open(None if model is None else os.fspath(model)), dtype)
-        for places in self.model.origin.places.values():
+        checkpoint = Checkpoint.open(None if model is None else os.fspath(model))
+        self.model, held, _ = load_configured(checkpoint, EngineConfig(dtype=dtype, device="cpu"))
+        self._places = held.places
+        for places in self._places.values():
             module, name = places[0]
             parameter = nn.Parameter(getattr(module, name).detach().clone())  # what was loaded may be a view of the file
             for module, name in places:
@@ -88,7 +91,7 @@ class Policy(nn.Module):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights for LLM.update_weights."""
-        for name, [(module, leaf), *_] in self.model.origin.places.items():
+        for name, [(module, leaf), *_] in self._places.items():
             weight = getattr(module, leaf).detach()
             yield name, weight.T if name.endswith(self.model.weight_rules.transpose) else weight
 
@@ -111,12 +114,10 @@ class Policy(nn.Module):
     ) -> Sequence[Tensor]:
         config, size = self.model.config, self._backend.default_block_size
         scratch = scratch_sequences([ids for ids, _ in given], size)
-        cache = KVCache(
-            num_layers=config.num_hidden_layers,
+        cache = KVCache.for_model(
+            config,
             num_blocks=sum(len(seq.block_table) for seq in scratch),
             block_size=size,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
             dtype=next(self.model.parameters()).dtype,
             layout=self._backend.layout,
         )

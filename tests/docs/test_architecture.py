@@ -27,9 +27,9 @@ ALLOWED = {
     "structured": {"words", "system", "tokenization", "scheduling"},
     "chat": {"words", "system", "tokenization", "structured"},
     "sampling": {"words", "system", "tracing", "tokenization", "scheduling", "structured"},
-    "execution": {"words", "system", "tracing", "tokenization", "scheduling", "attention", "models", "sampling"},
+    "execution": {"words", "system", "tracing", "tokenization", "scheduling", "attention", "models", "loading", "sampling"},
     "speculative": {"words", "tracing", "scheduling", "execution"},
-    "fast": {"words", "system", "scheduling", "attention", "models", "loading", "sampling", "execution"},
+    "fast": {"words", "system", "scheduling", "attention", "models", "loading", "sampling", "execution", "lora"},
     "lora": {"words", "scheduling", "loading", "execution"},
     "engine": {
         *("words", "system", "tracing", "tokenization", "scheduling", "loading", "structured", "chat", "execution"),

@@ -85,15 +85,13 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, out: Tensor, k_pages: Tensor, v_page
     return *pointers, q.stride(0), k.stride(0), v.stride(0), *pages
 
 
-def _in_fp32(sinks: Sinks) -> tuple[Tensor | None, int | None]:
-    """Sinks as the kernels read them, and their address. A copy belongs to the parameter (loading/update.py renews it)."""
-    if sinks is None:
-        return None, None
-    if (copy := getattr(sinks, "in_fp32", None)) is None:
-        copy = sinks.detach().float().contiguous()
-        if copy.data_ptr() != sinks.data_ptr():
-            sinks.in_fp32 = copy  # type: ignore[attr-defined]
-    return copy, copy.data_ptr()
+def in_fp32(sinks: Tensor) -> Tensor:
+    """Sinks as the kernels read them."""
+    return sinks.detach().float().contiguous()
+
+
+def _address_of(sinks: Sinks) -> int | None:
+    return None if sinks is None else sinks.data_ptr()
 
 
 def _with_whole_heads(*tensors: Tensor) -> Iterator[Tensor]:
@@ -134,8 +132,8 @@ class DecodeKernel:
         q, k, v = _with_whole_heads(q, k, v)
         out = torch.empty(q.shape, dtype=q.dtype)
         step = self.rows(rows, rows.seq_lens.tolist(), k_pages, window)
-        sinks, address = _in_fp32(sinks)
-        heads = Heads(*_heads(q, k, v, out, k_pages, v_pages), address)
+        sinks = None if sinks is None else in_fp32(sinks)
+        heads = Heads(*_heads(q, k, v, out, k_pages, v_pages), _address_of(sinks))
         self._decode(ctypes.addressof(step), ctypes.addressof(heads), torch.get_num_threads())
         return out
 
@@ -174,10 +172,12 @@ class DecodeKernel:
         return k == v and q == (k[0] * self._group, self._head_dim) and k[1] == self._head_dim
 
     def call(self, q: Slice, k: Slice, v: Slice, out: Slice, *, rows: int, layer: int, sinks: Sinks) -> KernelCall:
-        """A layer's attention in a program. rows: the array of the batch that is a KernelDecodeRows, which has the window."""
-        kept, address = _in_fp32(sinks)
-        call = AttendCall(q, k, v, out, rows, layer, address)
-        call.kept = kept
+        """A layer's attention in a program.
+
+        rows: the array of the batch that is a KernelDecodeRows, which has the window. sinks: in_fp32.
+        """
+        call = AttendCall(q, k, v, out, rows, layer, _address_of(sinks))
+        call.kept = sinks
         return KernelCall(self._attend, call)
 
 
@@ -208,10 +208,11 @@ class PrefillKernel:
         q, k, v = _with_whole_heads(q, k, v)
         out = torch.empty(q.shape, dtype=q.dtype)
         _, num_kv_heads, block_size, _ = k_pages.shape
-        sinks, address = _in_fp32(sinks)
+        sinks = None if sinks is None else in_fp32(sinks)
         call = PrefillCall(
             *_heads(q, k, v, out, k_pages, v_pages), *(index.data_ptr() for index in chunks),
-            *chunks.block_tables.shape, num_kv_heads, q.shape[1] // num_kv_heads, block_size, window or NO_WINDOW, address,
+            *chunks.block_tables.shape, num_kv_heads, q.shape[1] // num_kv_heads, block_size, window or NO_WINDOW,
+            _address_of(sinks),
         )  # fmt: skip
         self._prefill(ctypes.addressof(call), torch.get_num_threads())
         return out

@@ -8,36 +8,42 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.fast.cpu.attention import in_fp32
 from nanoinfer.fast.cpu.delta import KernelRecurrence
 from nanoinfer.fast.cpu.layers import add_call, gate_call, has_kernel, norm_call, rotate_call
-from nanoinfer.fast.cpu.linear import KernelLinear
+from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.operations import Buffer, CPUProgram, Operation, View
 from nanoinfer.fast.cpu.program import NOTHING
+from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.fuse import ADD, FusedGate, FusedLinear, FusedRotation
 from nanoinfer.fast.trace import Trace, has_hooks
+from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.models.layers import RMSNorm
 
-Pack = Callable[[FusedLinear], Any]  # returns a PackedLinear, or a class with its attributes and methods
+Packed = PackedLinear | PackedQuantizedLinear
+Pack = Callable[[FusedLinear], Packed]
 
 
-def compile_for_cpu(trace: Trace, pack: Pack, dtype: torch.dtype) -> list[CPUProgram]:
+def compile_for_cpu(trace: Trace, pack: Pack, dtype: torch.dtype, weights: HeldWeights) -> list[CPUProgram]:
     """Replace operations of a fused trace by programs.
 
     Args:
         trace: changed in place.
         pack: lays out a linear layer for its kernel.
         dtype: of the weights.
+        weights: is told which copies of parameters the programs read.
 
     Returns:
         The programs, in their order. There are none if no operation has a kernel.
     """
-    compiler = _Compiler(trace, pack, dtype)
+    compiler = _Compiler(trace, pack, dtype, weights)
     for node in list(trace.graph.nodes):
         if not compiler.add(node) and any(given in compiler.views for given in node.all_input_nodes):
             compiler.finish(node)
@@ -57,10 +63,10 @@ class _Compiler:
         views: what the nodes of the current program compute.
     """
 
-    def __init__(self, trace: Trace, pack: Pack, dtype: torch.dtype) -> None:
+    def __init__(self, trace: Trace, pack: Pack, dtype: torch.dtype, weights: HeldWeights) -> None:
         self.programs: list[CPUProgram] = []
         self.views: dict[fx.Node, View | tuple[View, ...]] = {}
-        self._trace, self._pack, self._dtype = trace, pack, dtype
+        self._trace, self._pack, self._dtype, self._weights = trace, pack, dtype, weights
         self._operations: list[Operation] = []
         self._inputs: dict[fx.Node, Buffer] = {}
         self._attend: fx.Node | None = None
@@ -85,8 +91,8 @@ class _Compiler:
             return self._add_rotation(node, module)
         if isinstance(module, FusedGate):
             return self._add_gate(node)
-        if isinstance(recurrence := getattr(module, "kernel", None), KernelRecurrence):
-            return self._add_recurrence(node, recurrence)
+        if isinstance(module, KernelRecurrence):
+            return self._add_recurrence(node, module)
         if module is not None and has_kernel(module) and not has_hooks(module) and len(node.args) == 1:
             return self._add_norm(node, module)
         if node.target in ADD and len(node.args) == 2 and not node.kwargs:
@@ -201,10 +207,19 @@ class _Compiler:
         if len(views) < 3 or not isinstance(layer, int) or not is_same or not is_known:
             return False
         self._attend = cast(fx.Node, attend)
+        if isinstance(sinks := options.get("sinks"), Tensor):
+            options["sinks"] = self._renewed(sinks)
         out = View(Buffer(views[0].size, node, is_attended=True), 0, views[0].shape)
         self.views[node] = out
         self._operations.append(Operation(tuple(views), out, layer=layer, options=options))
         return True
+
+    def _renewed(self, sinks: Tensor) -> Tensor:
+        """Sinks as the kernels read them, which a replaced weight changes as well."""
+        copy = in_fp32(sinks)
+        if copy.data_ptr() != sinks.data_ptr():
+            self._weights.add_renewal(partial(copy.copy_, sinks))
+        return copy
 
     def _operand(self, node: Any, shape: tuple[int, ...], *, must_fit: bool = False) -> View | None:
         """A value with this shape for each row. None: it has another one."""

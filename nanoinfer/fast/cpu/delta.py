@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanoinfer.attention.states import AttendWithStates
 from nanoinfer.errors import UnsupportedError
@@ -50,7 +50,7 @@ def rows_of(attend: Any) -> DeltaRows | None:
     return rows
 
 
-class KernelRecurrence:
+class KernelRecurrence(nn.Module):
     """Computes what a DeltaRecurrence does, on its own or as a part of a program.
 
     Attributes:
@@ -60,7 +60,10 @@ class KernelRecurrence:
         UnsupportedError: there is no kernel for its sizes or for this dtype.
     """
 
+    runs_untraced = True
+
     def __init__(self, plain: DeltaRecurrence, dtype: torch.dtype) -> None:
+        super().__init__()
         if plain.kernel_size < 2:
             raise UnsupportedError(f"linear_conv_kernel_dim must be >= 2 for the C++ kernel, got {plain.kernel_size}")
         self._plain, self._dtype = plain, dtype
@@ -80,7 +83,9 @@ class KernelRecurrence:
             self.lay_out_weights()
 
     def lay_out_weights(self) -> None:
-        """Read the layer's weights again, which have changed (loading/update.py)."""
+        """Read the layer's weights again, which have changed (loading/held_weights.py)."""
+        if not self._weights:
+            return  # it has not computed yet
         convolution, a_log, dt_bias, norm = (weight.detach().float() for weight in self._weights)
         laid_out = convolution.squeeze(1).T, a_log.exp(), dt_bias, norm
         if not self._laid_out:

@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Collection
 from ctypes import c_int64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -20,6 +20,10 @@ from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Program, Slice, tile_definitions
 from nanoinfer.fast.fuse import FusedLinear
+
+if TYPE_CHECKING:
+    from nanoinfer.fast.cpu.lora import KernelAdapters
+    from nanoinfer.lora.layers import AdaptedLayers
 
 ACTIVATION_CODES = {None: 0, "silu": 1, "gelu_tanh": 2}  # as in linear.h
 
@@ -38,6 +42,9 @@ class LinearCall(ctypes.Structure):
 class PackedLinear:
     """A linear layer as a kernel reads it.
 
+    Args:
+        adapters: the linear layers that requests may adapt. None: no layer.
+
     Attributes:
         scratch_bytes: memory that a call needs for each row.
 
@@ -45,7 +52,7 @@ class PackedLinear:
         UnsupportedError: the kernel does not support the dtype or the number of inputs, or cannot be compiled.
     """
 
-    def __init__(self, fused: FusedLinear) -> None:
+    def __init__(self, fused: FusedLinear, adapters: "AdaptedLayers | None" = None) -> None:
         first, num_in = fused.linears[0], fused.in_features
         dtype = first.weight.dtype
         tiles = tile_definitions(dtype, num_in)
@@ -58,7 +65,7 @@ class PackedLinear:
         self.num_in, self.num_out, self.dtype = num_in, fused.out_features, dtype
         self.scratch_bytes = scratch * num_in
         self._kernel, self._activation = library.linear, ACTIVATION_CODES[fused.activation]
-        self._adapters = adapters_of(fused, dtype)
+        self._adapters = adapters_of(fused, dtype, adapters)
         # [tiles, terms, tile, per_term]: a tile has each term of all its outputs in turn. The last one is padded with zeros.
         self._weight = first.weight.new_empty(-(-self.num_out // tile), num_in // per_term, tile, per_term)
         self._weight[-1] = 0
@@ -129,13 +136,13 @@ class KernelLinear(nn.Module):
         return out
 
 
-def adapters_of(fused: FusedLinear, dtype: torch.dtype) -> Any:
-    """The adapters of the layers, a KernelAdapters, if requests may adapt one of them."""
-    if not any(hasattr(linear, "adapted") for linear in fused.linears):
+def adapters_of(fused: FusedLinear, dtype: torch.dtype, adapters: "AdaptedLayers | None") -> "KernelAdapters | None":
+    """The adapters of the layers, if requests may adapt one of them."""
+    if not adapters or adapters.keys().isdisjoint(fused.linears):
         return None
     from nanoinfer.fast.cpu.lora import KernelAdapters
 
-    return KernelAdapters(fused, dtype)
+    return KernelAdapters(fused, dtype, [adapters.get(linear) for linear in fused.linears])
 
 
 def scratch_for(num_bytes: int, like: Tensor) -> Tensor | None:

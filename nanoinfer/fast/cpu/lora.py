@@ -5,6 +5,7 @@ stay the same, so that programs need not know when an adapter is loaded. The mat
 """
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import addressof, c_double, c_int64, c_void_p
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.loading.formats.lora import LowRankUpdate
+from nanoinfer.lora.layers import AdaptedLinear
 
 RANKS, OUTPUTS = 4, 16  # as in lora.h
 
@@ -53,17 +55,18 @@ class KernelAdapters:
         address: of the kernel's argument.
     """
 
-    def __init__(self, fused: FusedLinear, dtype: torch.dtype) -> None:
-        layers = [getattr(linear, "adapted", None) for linear in fused.linears]
+    def __init__(self, fused: FusedLinear, dtype: torch.dtype, layers: Sequence[AdaptedLinear | None]) -> None:
+        """layers: the adapters of each of the fused layers. None: the layer has none."""
         rows = next(layer.rows for layer in layers if layer is not None)
         rows.kernels = rows.kernels or KernelRows()
+        kernel_rows = rows.kernels
         self._dtype, self._ends = dtype, [start + linear.out_features for linear, start in fused.starts()]
         max_rank = -(-rows.max_rank // RANKS) * RANKS
-        rows.kernels.width = max(rows.kernels.width, len(layers) * max_rank)
+        kernel_rows.width = max(kernel_rows.width, len(layers) * max_rank)
         self._starts = (c_int64 * (len(layers) + 1))(0, *self._ends)
         self._changes = (LowRank * (rows.num_slots * len(layers)))()
         self._arguments = Adapted(
-            addressof(rows.kernels.arguments), addressof(self._changes), addressof(self._starts), len(layers), max_rank
+            addressof(kernel_rows.arguments), addressof(self._changes), addressof(self._starts), len(layers), max_rank
         )
         self.address = addressof(self._arguments)
         self._arrays: dict[int, tuple[Tensor, ...]] = {}  # kept alive, by the place in _changes

@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from nanoinfer.attention.base import Attend
+from nanoinfer.attention.groups import GroupedAttend
+from nanoinfer.attention.states import AttendWithStates
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.fast.cpu.attention import KernelStep
 from nanoinfer.fast.cpu.delta import KernelRecurrence, rows_of
 from nanoinfer.fast.cpu.linear import scratch_for
 from nanoinfer.fast.cpu.program import KernelCall, Program, Slice
@@ -135,8 +139,9 @@ class CPUProgram:
         arrays: list[Any] = [self._fitted(*pair, num_rows) for pair in zip(given, self._inputs, strict=True)]
         arrays += [torch.empty(num_rows * width, dtype=self._dtype) for width in self._widths]
         arrays.append(scratch_for(num_rows * self._scratch_bytes, arrays[0]))
-        group_of = getattr(attend, "group_of", {})
-        kernel, rows = self._step_of(attend, group_of)
+        layers = attend.attend if isinstance(attend, AttendWithStates) else attend
+        steps, group_of = (layers.steps, layers.group_of) if isinstance(layers, GroupedAttend) else ([layers], {})
+        kernel, rows = self._step_of(attend, steps if self._attentions else [], group_of)
         if rows and (program := self._program_with(kernel, group_of)) is not None:
             program(num_rows, [*arrays, *rows])
         else:
@@ -166,20 +171,21 @@ class CPUProgram:
             tensor = tensor.expand(shape)
         return tensor.contiguous()
 
-    def _step_of(self, attend: Any, group_of: dict[int, int]) -> tuple[Any, Sequence[Any]]:
+    def _step_of(self, attend: Attend, steps: Sequence[Attend], group_of: dict[int, int]) -> tuple[Any, Sequence[Any]]:
         """The kernel that can compute this step's attention inside of the program, and the rows of what depends on sequences:
         those of the recurrences, and those of the attention for each KV group of the cache. Without rows, Python calls them,
         such as where layers of a group have different windows, because the model's config does not name them.
         """
-        steps = getattr(attend, "steps", [attend]) if self._attentions else []
         states = rows_of(attend) if self._recurrences else None
-        if (self._recurrences and states is None) or not all(hasattr(step, "as_step") for step in steps):
+        if self._recurrences and states is None:
             return None, ()
         windows = {(group_of.get(one.layer, 0), one.options.get("window")) for one in self._attentions}
-        found = [step.as_step(dict(windows).get(group)) for group, step in enumerate(steps)]
+        found = [
+            step.as_step(dict(windows).get(group)) if isinstance(step, KernelStep) else None for group, step in enumerate(steps)
+        ]
         if None in found or len(dict(windows)) < len(windows) or not self._unread:
             return None, ()
-        return found[0][0] if found else None, [states, *(rows for _, rows in found)]
+        return found[0][0] if found and found[0] else None, [states, *(one[1] for one in found if one)]
 
     def _program_with(self, kernel: Any, group_of: dict[int, int]) -> Program | None:
         """All calls as one program. None if the kernel does not compute every attention. group_of: each layer's KV group."""

@@ -14,6 +14,7 @@ Source: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339 (activations roun
 import ctypes
 from ctypes import c_int64, c_void_p
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,9 @@ from nanoinfer.fast.cpu.linear import ACTIVATION_CODES, adapters_of
 from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Slice, tile_definitions
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.loading.quantization import QuantizedWeight, quantized
+
+if TYPE_CHECKING:
+    from nanoinfer.lora.layers import AdaptedLayers
 
 TILE = 32  # outputs that quantized_linear.cpp computes together
 
@@ -48,7 +52,7 @@ class PackedQuantizedLinear:
         UnsupportedError: the kernel cannot be compiled.
     """
 
-    def __init__(self, fused: FusedLinear, bits: int) -> None:
+    def __init__(self, fused: FusedLinear, bits: int, adapters: "AdaptedLayers | None" = None) -> None:
         source = Path(__file__).with_name("quantized_linear.cpp")
         definitions = "BF16", *tile_definitions(torch.bfloat16, fused.in_features)
         self._kernel = native.load(source, *definitions, structures=(QuantizedLinearCall,)).linear
@@ -58,7 +62,7 @@ class PackedQuantizedLinear:
         self._arrays = _tiled_integers(weight), _tiled(weight.scales), _tiled(weight.zeros)
         self._bias = None if bias is None else bias.detach().to(torch.bfloat16)
         self._sizes = self.num_out, self.num_in, weight.group, bits, ACTIVATION_CODES[fused.activation]
-        self._adapters = adapters_of(fused, self.dtype)
+        self._adapters = adapters_of(fused, self.dtype, adapters)
 
     def call(self, *, x: Slice, out: Slice, scratch: int, factor: Slice = NOTHING, residual: Slice = NOTHING) -> KernelCall:
         """See PackedLinear.call."""

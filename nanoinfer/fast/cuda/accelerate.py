@@ -13,17 +13,19 @@ from torch import nn
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.parts import Parts
-from nanoinfer.fast.accelerate import CompileReport, compile_modules
+from nanoinfer.fast.accelerate import CompiledModel, compile_modules
 from nanoinfer.fast.cuda.decode_graphs import DecodeGraphs
 from nanoinfer.fast.cuda.graphs import CUDACapture
 from nanoinfer.fast.sampling import make_routes
+from nanoinfer.fast.trace import copied
+from nanoinfer.models.registry import Model
 
 logger = logging.getLogger(__name__)
 
 
-def compile_model(model: nn.Module) -> CompileReport:
-    """Compile a model in place. Without Triton it stays unchanged, and one log line says so."""
-    report = CompileReport()
+def compile_model(model: nn.Module) -> CompiledModel:
+    """Compile a model. Without Triton it runs as it is, and one log line says so."""
+    report = CompiledModel(copied(model))
     try:
         compile_for_cuda = import_module("nanoinfer.fast.cuda.compile").compile_for_cuda
     except ModuleNotFoundError as error:
@@ -32,7 +34,7 @@ def compile_model(model: nn.Module) -> CompileReport:
         report.left[""] = "triton is not installed"
         logger.info("triton is not installed: norms, rotations and gates run as torch's own operators, one after the other")
         return report
-    compile_modules(model, compile_for_cuda, report)
+    compile_modules(report.model, compile_for_cuda, report)
     return report
 
 
@@ -44,4 +46,5 @@ def accelerate_on_cuda(parts: Parts, config: EngineConfig) -> Parts:
     if num_graph_rows and getattr(parts.model, "supports_cuda_graph", True):
         make_decode_graphs = partial(DecodeGraphs, max_num_rows=num_graph_rows, capture=CUDACapture())
     routes = make_routes(parts.device, parts.dtype, parts.model.config.vocab_size, num_graph_rows)
-    return replace(parts, routes=(*parts.routes, *routes), make_decode_graphs=make_decode_graphs, report=report)
+    model = cast(Model, report.model)
+    return replace(parts, model=model, routes=(*parts.routes, *routes), make_decode_graphs=make_decode_graphs, report=report)

@@ -287,8 +287,8 @@ def stranger(layer_class=Layer, dtype=torch.float32, model_class=Stranger):
 
 
 def compiled(layer_class=Layer, dtype=torch.float32, model_class=Stranger):
-    model = stranger(layer_class, dtype, model_class)
-    return model, compile_model(model)
+    report = compile_model(stranger(layer_class, dtype, model_class))
+    return report.model, report
 
 
 @torch.inference_mode()
@@ -413,14 +413,18 @@ def test_hooks_of_the_users_are_called(kernels):
     assert (logits_of(model) - logits_of(plain)).abs().max() > 0.1
 
 
-def test_weights_of_compiled_layers_are_freed_and_a_trial_frees_none():
-    model = stranger()
-    compile_model(model, is_trial=True)
-    assert model.stack[0].mlp.w1.weight is not None
-    assert isinstance(model.head, KernelLinear)  # in no program
-    compile_model(model)
+def test_a_plain_model_runs_beside_its_compiled_one_until_its_weights_are_freed(kernels):
+    model, expected = stranger(), logits_of(stranger())
+    compiled = compile_model(model, keeps_plain=True).model
+    assert type(model.head) is nn.Linear
+    assert isinstance(compiled.head, KernelLinear)  # in no program
+    assert torch.equal(logits_of(model), expected)
+    torch.testing.assert_close(logits_of(compiled), expected, atol=1e-4, rtol=1e-4)
+    assert "forward" in vars(compiled)
+    assert "forward" not in vars(model)
+    again = compile_model(model).model
     assert model.stack[0].mlp.w1.weight is None
-    assert isinstance(model.head, KernelLinear)
+    assert torch.equal(logits_of(again), logits_of(compiled))
 
 
 def test_rows_of_another_dtype_or_number_are_refused_with_the_way_out(kernels):
@@ -491,6 +495,7 @@ def test_a_compiled_family_gives_the_textbooks_logits(family, dtype, tmp_path):
     path = tiny_models.save(family, tmp_path)
     model = load(path, dtype)
     report = compile_model(model)
+    model = report.model
     assert report.num_plain_linears == 0
     has_experts = any(name in family for name in ("moe", "next", "gpt_oss"))
     assert bool(report.left) == has_experts
@@ -518,6 +523,6 @@ def test_the_comparison_notices_what_a_kernel_forgets(wrong, dtype, tmp_path, mo
         monkeypatch.setattr(module, "rotate_call", lambda *given, **more: rotate(*given[:3], (None, None), *given[4:], **more))
     path = tiny_models.save("qwen3", tmp_path)
     model = load(path, dtype)
-    compile_model(model)
+    model = compile_model(model).model
     with pytest.raises(AssertionError):
         assert_same_logits(path, dtype, model)

@@ -19,21 +19,22 @@ def layers(dtype, sizes, num_in, ranks):
     torch.manual_seed(0)
     rows = AdapterRows(len(ranks), max(ranks))
     linears = [nn.Linear(num_in, size).to(dtype) for size in sizes]
+    of_layer = {}
     for linear in linears:
-        adapted = AdaptedLinear(linear, rows)
+        adapted = of_layer[linear] = AdaptedLinear(linear, rows)
         for slot, rank in enumerate(ranks):
             update = LowRankUpdate(
                 torch.randn(rank, num_in).to(dtype), torch.randn(linear.out_features, rank).to(dtype) / 8, 0.5
             )
             adapted.put(slot, None if (slot, linear) == (0, linears[-1]) and len(linears) > 1 else update)
-    return linears, rows
+    return linears, rows, of_layer
 
 
-def put_again(linears, ranks):
+def put_again(adapters, ranks):
     """Put the adapters into kernels that were made after them."""
-    for linear in linears:
+    for adapted in adapters.values():
         for slot in range(len(ranks)):
-            linear.adapted.put(slot, linear.adapted._updates.get(slot))
+            adapted.put(slot, adapted._updates.get(slot))
 
 
 @torch.inference_mode()
@@ -41,10 +42,10 @@ def put_again(linears, ranks):
 @pytest.mark.parametrize(("sizes", "activation"), [([20, 36, 9], None), ([64], "silu"), ([40], "gelu_tanh")])
 def test_a_kernel_adds_the_adapter_of_each_row(dtype, sizes, activation):
     ranks = [3, 8]
-    linears, rows = layers(dtype, sizes, 50 if dtype is torch.float32 else 64, ranks)
+    linears, rows, adapters = layers(dtype, sizes, 50 if dtype is torch.float32 else 64, ranks)
     fused = FusedLinear(*linears, activation=activation)
-    kernel = KernelLinear(PackedLinear(fused), ["residual"])
-    put_again(linears, ranks)
+    kernel = KernelLinear(PackedLinear(fused, adapters), ["residual"])
+    put_again(adapters, ranks)
     for slots in ([1], [0, 1, -1, 1, 0], [i % 3 - 1 for i in range(70)]):
         x = torch.randn(len(slots), fused.in_features).to(dtype)
         residual = torch.randn(len(slots), fused.out_features).to(dtype)
@@ -65,10 +66,10 @@ def test_a_kernel_adds_the_adapter_of_each_row(dtype, sizes, activation):
 @torch.inference_mode()
 @pytest.mark.parametrize("bits", [8, 4])
 def test_layers_in_8_and_4_bits_add_adapters_too(bits):
-    linears, rows = layers(torch.bfloat16, [48], 64, [4])
+    linears, rows, adapters = layers(torch.bfloat16, [48], 64, [4])
     fused = FusedLinear(*linears)
-    kernel = KernelLinear(PackedQuantizedLinear(fused, bits))
-    put_again(linears, [4])
+    kernel = KernelLinear(PackedQuantizedLinear(fused, bits, adapters))
+    put_again(adapters, [4])
     x = torch.randn(20, 64).to(torch.bfloat16)
     rows.set([-1] * 20, torch.device("cpu"))
     plain, plain_torch = kernel(x), fused(x)
@@ -78,7 +79,7 @@ def test_layers_in_8_and_4_bits_add_adapters_too(bits):
 
 
 def test_another_number_of_rows_than_the_steps_is_refused_by_the_plain_layer():
-    linears, rows = layers(torch.float32, [8], 16, [4])
+    linears, rows, _ = layers(torch.float32, [8], 16, [4])
     rows.set([0, 0], torch.device("cpu"))
     with pytest.raises(Exception, match="a linear layer has 3 rows in a step of 2; adapters of requests need models whose"):
         linears[0](torch.ones(3, 16))

@@ -53,19 +53,21 @@ def test_a_family_gives_the_textbooks_logits(family, dtype, tmp_path):
     model = load(path, dtype)
     report = compile_model(model)
     assert "" in report.compiled
-    assert_same_logits(path, dtype, model)
+    assert_same_logits(path, dtype, report.model)
 
 
 def test_gpt2_stays_as_it_is(tmp_path):
     model = load(tiny_models.save("gpt2", tmp_path))
-    assert compile_model(model).compiled == {}
-    assert "forward" not in vars(model)
+    report = compile_model(model)
+    assert report.compiled == {}
+    assert "forward" not in vars(report.model)
 
 
 def test_a_layer_has_a_kernel_for_all_between_its_products(tmp_path):
     """Of a layer: two norms, two rotations with norms, q, k and v, gate and up, and two products that add the residual."""
     model = load(tiny_models.save("qwen3", tmp_path))
     report = compile_model(model)
+    model = report.model
     assert report.compiled == {"": 2 * 8 + 1}
     kernels = kernels_of(model)
     assert [kernels.count(name) for name in ("KernelRMSNorm", "KernelRotation", "GatedLinear", "AddedLinear")] == [5, 4, 2, 4]
@@ -86,7 +88,7 @@ def test_a_residual_that_is_read_later_is_not_overwritten(tmp_path):
     model, expected = load(path), load(path)
     for one in (model, expected):
         one.layers[1].__class__ = TwiceResidual
-    compile_model(model)
+    model = compile_model(model).model
     torch.testing.assert_close(logits_of(model), logits_of(expected), atol=1e-4, rtol=0)
 
 
@@ -96,7 +98,7 @@ def test_the_comparison_notices_a_product_that_forgets_the_residual(dtype, tmp_p
     monkeypatch.setattr(compile.AddedLinear, "forward", lambda self, x, residual: self.linear(x))
     path = tiny_models.save("qwen3", tmp_path)
     model = load(path, dtype)
-    compile_model(model)
+    model = compile_model(model).model
     with pytest.raises(AssertionError):
         assert_same_logits(path, dtype, model)
 
@@ -109,7 +111,7 @@ def test_without_triton_the_model_stays_unchanged_and_one_log_line_says_so(tmp_p
     model = load(tiny_models.save("qwen3", tmp_path))
     caplog.clear()
     with caplog.at_level("INFO", "nanoinfer.fast"):
-        compile_model(model)
+        model = compile_model(model).model
     assert "forward" not in vars(model)
     [record] = caplog.records
     assert record.message.startswith("triton is not installed: norms, rotations and gates run as torch's own operators")
