@@ -66,9 +66,6 @@ if TYPE_CHECKING:
     from nanoinfer.chat.parsing import parse_chat_answer as parse_chat_answer
     from nanoinfer.config import AsyncEngineArgs as AsyncEngineArgs
     from nanoinfer.config import EngineArgs as EngineArgs
-    from nanoinfer.engine.inputs import PromptType as PromptType
-    from nanoinfer.engine.inputs import TextPrompt as TextPrompt
-    from nanoinfer.engine.inputs import TokensPrompt as TokensPrompt
     from nanoinfer.errors import NanoinferError as NanoinferError
     from nanoinfer.llm import LLM as LLM
     from nanoinfer.models.registry import register_model as register_model
@@ -76,6 +73,9 @@ if TYPE_CHECKING:
     from nanoinfer.outputs import CompletionOutput as CompletionOutput
     from nanoinfer.outputs import Delta as Delta
     from nanoinfer.outputs import RequestOutput as RequestOutput
+    from nanoinfer.prompts import PromptType as PromptType
+    from nanoinfer.prompts import TextPrompt as TextPrompt
+    from nanoinfer.prompts import TokensPrompt as TokensPrompt
     from nanoinfer.sampling_params import BeamSearchParams as BeamSearchParams
     from nanoinfer.sampling_params import SamplingParams as SamplingParams
     from nanoinfer.sampling_params import StructuredOutputsParams as StructuredOutputsParams
@@ -92,9 +92,9 @@ _PUBLIC = {
     "SamplingParams": "nanoinfer.sampling_params",
     "BeamSearchParams": "nanoinfer.sampling_params",
     "StructuredOutputsParams": "nanoinfer.sampling_params",
-    "PromptType": "nanoinfer.engine.inputs",
-    "TextPrompt": "nanoinfer.engine.inputs",
-    "TokensPrompt": "nanoinfer.engine.inputs",
+    "PromptType": "nanoinfer.prompts",
+    "TextPrompt": "nanoinfer.prompts",
+    "TokensPrompt": "nanoinfer.prompts",
     "RequestOutput": "nanoinfer.outputs",
     "CompletionOutput": "nanoinfer.outputs",
     "BeamSearchOutput": "nanoinfer.outputs",

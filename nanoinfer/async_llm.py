@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from nanoinfer.config import AsyncEngineArgs, EngineArgs
 from nanoinfer.engine.engine_thread import EngineThread
-from nanoinfer.engine.inputs import PreparedRequest, PromptType
+from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.metrics import Metric
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import EngineDeadError, InvalidValueError, NanoinferError, QueueFullError, shown
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput, sum_of_logprobs
+from nanoinfer.prompts import PromptType
 from nanoinfer.sampling_params import RequestOutputKind, SamplingParams
 from nanoinfer.system.work_threads import LARGE, WorkThreads
 from nanoinfer.vllm_compat import arguments_of, check_argument_names
@@ -213,9 +214,7 @@ class AsyncLLM:
 
     async def add_lora(self, lora_request: "LoRARequest") -> bool:
         """Read and check an adapter before a request names it. Returns True. Raises: as generate does."""
-        from nanoinfer.lora.request import adapter_of
-
-        await self.threads.run(partial(adapter_of, lora_request, self.engine.inputs.adapters), is_large=True)
+        await self.threads.run(partial(self.engine.inputs.adapter_of, lora_request), is_large=True)
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:

@@ -14,14 +14,15 @@ import torch
 from tqdm import tqdm
 
 from nanoinfer.config import EngineArgs
-from nanoinfer.engine.factory import load_engine
 from nanoinfer.engine.guards import CLOSED, interrupt_deferred
-from nanoinfer.engine.inputs import PreparedRequest, PromptType, TokensPrompt
+from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.load import load_engine
 from nanoinfer.engine.metrics import Metric
 from nanoinfer.engine.request import Request
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError, check_flag, shown
 from nanoinfer.outputs import BeamSearchOutput, Delta, RequestOutput
+from nanoinfer.prompts import PromptType, TokensPrompt
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.vllm_compat import arguments_of, check_argument_names
 

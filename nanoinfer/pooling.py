@@ -21,7 +21,7 @@ from tokenizers.normalizers import Lowercase
 from torch import Tensor
 
 from nanoinfer.engine import reading
-from nanoinfer.engine.inputs import PreparedRequest, PromptType
+from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.errors import (
     CheckpointError,
     InvalidTypeError,
@@ -33,6 +33,7 @@ from nanoinfer.errors import (
     shown,
 )
 from nanoinfer.loading.checkpoint import MAX_JSON_BYTES, Checkpoint, check_file, read_json
+from nanoinfer.prompts import PromptType
 from nanoinfer.scheduling.step_plan import PromptRows
 from nanoinfer.vllm_compat import check_argument_names, named_arguments
 

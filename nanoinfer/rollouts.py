@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from nanoinfer.engine import reading
-from nanoinfer.engine.inputs import PromptType
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import (
     EnginePausedError,
@@ -30,12 +29,13 @@ from nanoinfer.errors import (
 )
 from nanoinfer.loading import update
 from nanoinfer.loading.weights import Weights
+from nanoinfer.prompts import PromptType
 from nanoinfer.scheduling.step_plan import PromptRows
 from nanoinfer.vllm_compat import check_argument_names
 
 if TYPE_CHECKING:
     from nanoinfer.execution.local_executor import LocalExecutor
-    from nanoinfer.execution.model_runner import ModelRunner
+    from nanoinfer.execution.model_runner import Runner
     from nanoinfer.llm import LLM
     from nanoinfer.sampling.routes import HeadRows
 
@@ -129,8 +129,8 @@ def _finish_update(engine: LLMEngine) -> int:
     return engine.weights_version
 
 
-def _runner_of(engine: LLMEngine) -> "ModelRunner":
-    runner: ModelRunner = engine.executor.runner  # type: ignore[attr-defined]  # of the LocalExecutor
+def _runner_of(engine: LLMEngine) -> "Runner":
+    runner: Runner = engine.executor.runner  # type: ignore[attr-defined]  # of the LocalExecutor
     return runner
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Self
 
 from nanoinfer.async_llm import RequestStream
 from nanoinfer.config import EngineArgs
-from nanoinfer.engine.inputs import PromptType
 from nanoinfer.engine.metrics import Metric
 from nanoinfer.errors import InvalidValueError, shown
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import RequestOutput
+from nanoinfer.prompts import PromptType
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vllm_compat import check_argument_names
 
@@ -72,9 +72,7 @@ class VLLMEngine:
 
     def add_lora(self, lora_request: "LoRARequest") -> bool:
         """Read and check an adapter before a request names it. Returns True. Raises: as add_request does."""
-        from nanoinfer.lora.request import adapter_of
-
-        adapter_of(lora_request, self.llm.engine.inputs.adapters)
+        self.llm.engine.inputs.adapter_of(lora_request)
         return True
 
     def remove_lora(self, lora_id: int) -> bool:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.cli.generate import describe_speed
 from nanoinfer.errors import NanoinferError
 from nanoinfer.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
@@ -124,3 +123,14 @@ def _text_of(delta: dict[str, Any], is_thinking: bool) -> tuple[str, bool]:
     if content and (is_thinking or reasoning):
         content = f"\n</think>\n\n{content}"
     return reasoning + content, bool(is_thinking or reasoning) and not content
+
+
+def describe_speed(metrics: RequestMetrics, num_prompt_tokens: int) -> str:
+    """Describe the numbers of tokens and the speed of a finished request in one line."""
+    phrases = [f"prompt {num_prompt_tokens} tokens ({metrics.num_cached_tokens} cached)"]
+    if metrics.ttft is not None:
+        phrases.append(f"first token after {metrics.ttft:.2f} s")
+    phrases.append(f"output {metrics.num_output_tokens} tokens")
+    if metrics.tpot:
+        phrases.append(f"{1 / metrics.tpot:.1f} tokens/s")
+    return ", ".join(phrases)

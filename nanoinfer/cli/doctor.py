@@ -22,12 +22,12 @@ from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.reference import ReferenceBackend
 from nanoinfer.cli.options import new_table, print_table
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.factory import make_parts
+from nanoinfer.engine.build import make_parts
 from nanoinfer.errors import UnsupportedError, first_line
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.memory import memory_for_cache
-from nanoinfer.fast.accelerate import CompiledModel
 from nanoinfer.fast.batch_independence import scratch_sequences
+from nanoinfer.fast.compile import CompiledModel
 from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.native import cache_folder, find_compiler, processor
 from nanoinfer.loading.loader import cpu_has_fast_bf16, load

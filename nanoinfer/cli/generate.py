@@ -18,7 +18,7 @@ from rich.text import Text
 
 from nanoinfer.cli import options
 from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
-from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ def generate(
         for answer in output.outputs:
             options.print_table(logprobs_table(answer))
     if stats:
+        from nanoinfer.cli.chat_model import describe_speed
+
         print(describe_speed(output.metrics, len(output.prompt_token_ids)), file=sys.stderr)
 
 
@@ -179,17 +181,6 @@ class Printer:
         self._column += width
         self._word, self._word_width = ("", 0) if piece.isspace() else (self._word + piece, self._word_width + width)
         return before + piece
-
-
-def describe_speed(metrics: RequestMetrics, num_prompt_tokens: int) -> str:
-    """Describe the numbers of tokens and the speed of a finished request in one line."""
-    phrases = [f"prompt {num_prompt_tokens} tokens ({metrics.num_cached_tokens} cached)"]
-    if metrics.ttft is not None:
-        phrases.append(f"first token after {metrics.ttft:.2f} s")
-    phrases.append(f"output {metrics.num_output_tokens} tokens")
-    if metrics.tpot:
-        phrases.append(f"{1 / metrics.tpot:.1f} tokens/s")
-    return ", ".join(phrases)
 
 
 def logprobs_table(answer: CompletionOutput) -> Table:

@@ -27,7 +27,7 @@ from nanoinfer.distributed.communicator import ProcessGroupCommunicator, RankLos
 from nanoinfer.distributed.sharding import Shards, VocabularyHead
 from nanoinfer.errors import EngineDeadError, first_line
 from nanoinfer.execution.forward_batch import ForwardBatch
-from nanoinfer.execution.model_runner import ModelRunner, T
+from nanoinfer.execution.model_runner import Runner, RunnerWrapper, T
 from nanoinfer.execution.parts import Parts
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.routes import HeadRows, Route
@@ -166,18 +166,19 @@ class LeadingShards(Shards):
         if routes:  # without enforce_eager
             model: Any = parts.model
             routes = (SplitSampling(model.lm_head, self.workers), *routes)
-        return replace(super().connect(parts), routes=routes, runner_class=partial(LeadingRunner, workers=self.workers))
+        parts = replace(super().connect(parts), routes=routes)
+        return parts.wrapped(partial(LeadingRunner, workers=self.workers))
 
 
 @dataclass(eq=False)
-class LeadingRunner(ModelRunner):
-    """Rank 0's runner."""
+class LeadingRunner(RunnerWrapper):
+    """Rank 0's runner, whose calls the workers make as well."""
 
     workers: Workers = field(kw_only=True)
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         with self.workers.together(FORWARD, pack(batch)):
-            return super().forward(batch)
+            return self.inner.forward(batch)
 
     def head_rows(self, hidden: Float[Tensor, "num_tokens hidden"], rows: Int[Tensor, " num_rows"] | slice) -> HeadRows:
         """Select rows. The workers have the batch's logits_indices, and are sent a slice."""
@@ -209,7 +210,7 @@ class SplitSampling(Route):
 
 
 @torch.inference_mode()
-def serve(connection: Connection, runner: ModelRunner, device: torch.device) -> None:
+def serve(connection: Connection, runner: Runner, device: torch.device) -> None:
     """Make rank 0's calls on a worker. Raises: EOFError when rank 0 closes the connection."""
     model: Any = runner.model
     batch: Any = None

@@ -21,7 +21,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.distributed.communicator import ProcessGroupCommunicator, RankLostError
 from nanoinfer.distributed.runner import FAILED, LOST, READY, serve
 from nanoinfer.distributed.sharding import Shards
-from nanoinfer.engine.factory import make_executor, make_parts
+from nanoinfer.engine.build import make_executor, make_parts
 from nanoinfer.errors import NanoinferError, first_line
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_configured

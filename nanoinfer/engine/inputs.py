@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import (
@@ -22,31 +22,16 @@ from nanoinfer.errors import (
     shown,
 )
 from nanoinfer.execution.executor import ExecutorInfo
+from nanoinfer.prompts import TokensPrompt
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.tokenization.tokenizer import Tokenizer
 from nanoinfer.vllm_compat import NEUTRAL_VALUES, check_neutral
 
 if TYPE_CHECKING:
     from nanoinfer.chat.tools import Tool, ToolChoice
+    from nanoinfer.lora.adapters import Adapter, Adapters
+    from nanoinfer.lora.request import LoRARequest
     from nanoinfer.structured.grammar import GrammarCompiler, GrammarState
-
-
-class TextPrompt(TypedDict):
-    """A prompt as text: {"prompt": "Once upon a time"}. Only requests with the same cache_salt share cached prefixes."""
-
-    prompt: str
-    cache_salt: NotRequired[str | None]
-
-
-class TokensPrompt(TypedDict):
-    """A prompt as token ids: {"prompt_token_ids": [1, 2, 3]}. The model reads the ids. The text, if given, is only shown."""
-
-    prompt_token_ids: list[int]
-    prompt: NotRequired[str | None]
-    cache_salt: NotRequired[str | None]
-
-
-PromptType = str | list[int] | TextPrompt | TokensPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,32 +55,43 @@ class PreparedRequest:
     priority: int = 0
     grammar: "GrammarState | None" = None
     cache_salt: str | None = None
-    adapter: Any = None
+    adapter: "Adapter | None" = None
     reader: Any = None
+
+    def with_adapter(self, adapter: "Adapter") -> "PreparedRequest":
+        """Return the request with an adapter, whose digest separates its cached prefixes from others."""
+        return replace(self, adapter=adapter, cache_salt=f"{adapter.digest}{self.cache_salt or ''}")
 
 
 class InputProcessor:
     """Prepares the requests of one engine."""
 
     def __init__(
-        self, info: ExecutorInfo, tokenizer: Tokenizer | None, config: EngineConfig, *, accepts_priority: bool = False
+        self,
+        info: ExecutorInfo,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        *,
+        accepts_priority: bool = False,
+        adapters: "Adapters | None" = None,
     ) -> None:
+        """adapters: those that requests may name. None: no request has an adapter."""
         self._info = info
         self.tokenizer = tokenizer
         self._config = config
         self._accepts_priority = accepts_priority
-        self.adapters: Any = None  # lora/adapters.py, with enable_lora
+        self.adapters = adapters
 
     def prepare(self, prompt: Any, params: SamplingParams, priority: int | None = None, **options: Any) -> PreparedRequest:
         """Parse, tokenise and check one prompt, and compile its grammar. Raises: as the two methods below do."""
         return self.compile_grammar(self.prepare_prompt(prompt, params, priority, **options))
 
     def prepare_prompt(
-        self, prompt: Any, params: SamplingParams, priority: int | None = None, lora_request: Any = None
+        self, prompt: Any, params: SamplingParams, priority: int | None = None, lora_request: "LoRARequest | None" = None
     ) -> PreparedRequest:
         """Parse, tokenise and check one prompt. A prompt that is too long is not refused, see PreparedRequest.error.
 
-        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError, and for an adapter as lora.request.adapter_of does.
+        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError, and for an adapter as adapter_of does.
         """
         text, token_ids = self._parse(prompt)
         if not isinstance(params, SamplingParams):
@@ -112,10 +108,14 @@ class InputProcessor:
         salt = f"/{prompt['cache_salt']}" if isinstance(prompt, dict) and prompt.get("cache_salt") else None  # not an adapter's
         prepared = PreparedRequest(text, token_ids, params, bad_words, error, int(priority or 0), cache_salt=salt)
         if lora_request is not None:
-            from nanoinfer.lora.request import adapted, adapter_of
-
-            prepared = adapted(prepared, adapter_of(lora_request, self.adapters))
+            prepared = prepared.with_adapter(self.adapter_of(lora_request))
         return prepared
+
+    def adapter_of(self, lora_request: "LoRARequest") -> "Adapter":
+        """Read and check an adapter, if it is new. Raises: InvalidValueError without enable_lora, else as Adapters.get does."""
+        if self.adapters is None:
+            raise InvalidValueError(f"lora_request={shown(lora_request)} needs a model loaded with enable_lora=True")
+        return self.adapters.get(lora_request)
 
     def compile_grammar(self, prepared: PreparedRequest) -> PreparedRequest:
         """Add the grammar, if there is one. A new one may wait for the trials of others, for seconds.

@@ -25,6 +25,7 @@ from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from nanoinfer.lora.adapters import Adapters
     from nanoinfer.speculative.speculator import Proposer, Speculator
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def scheduling_classes(config: EngineConfig) -> tuple[type[Scheduler], type[Bloc
 
 
 class LLMEngine:
-    """Runs requests, a step at a time. factory.load_engine makes one from an EngineConfig. guards.py says who may call it when.
+    """Runs requests, a step at a time. load.load_engine makes one from an EngineConfig. guards.py says who may call it when.
 
     Generating is a loop over step():
 
@@ -67,9 +68,16 @@ class LLMEngine:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         proposer: "Proposer | None" = None,
+        adapters: "Adapters | None" = None,
         tracer: "tracing.EventBuffer | None" = None,
     ) -> None:
-        """proposer: for config.speculative. tracer: the one that the executor emits its events to."""
+        """Connect the parts.
+
+        Args:
+            proposer: for config.speculative.
+            adapters: those that requests may name. None: no request has an adapter.
+            tracer: the one that the executor emits its events to.
+        """
         self.executor = executor
         self.tokenizer = tokenizer
         self.tracer = tracer
@@ -92,7 +100,7 @@ class LLMEngine:
             from nanoinfer.scheduling.state_slots import with_states
 
             block_manager_cls = with_states(block_manager_cls, info.num_state_slots)
-        self.inputs = InputProcessor(info, tokenizer, config, accepts_priority=scheduler_cls.reads_priority)
+        self.inputs = InputProcessor(info, tokenizer, config, accepts_priority=scheduler_cls.reads_priority, adapters=adapters)
         self.block_manager = block_manager_cls(info.num_blocks, info.block_size, config.cache.enable_prefix_caching, tracer)
         self.scheduler = scheduler_cls(config.scheduler, self.block_manager, tracer)
         self.async_scheduling = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling

@@ -115,7 +115,7 @@ def describe_cache(parts: Parts, config: EngineConfig, num_blocks: int, num_slot
 def _block_bytes(parts: Parts) -> int:
     config = parts.model.config
     num_layers = max(len(group.layers) for group in kv_groups(config))  # for which a block has a place
-    kept = parts.block_size * getattr(parts.model, "bytes_kept_per_token", 0)  # of the model's hidden rows, for a drafter
+    kept = parts.block_size * parts.kept_bytes_per_token
     return bytes_per_block_of(config, parts.block_size, parts.cache_dtype) * num_layers // num_kv_layers(config) + kept
 
 

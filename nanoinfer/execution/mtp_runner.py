@@ -4,25 +4,33 @@ In: steps of the model, and then of its drafter (models/qwen_next.py). Out: the 
 kept in slots as keys and values are, so they are there after a prefix hit, and who writes a token's slot writes its row.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from nanoinfer.execution.forward_batch import ForwardBatch
-from nanoinfer.execution.model_runner import ModelRunner, begin_step
+from nanoinfer.execution.model_runner import Runner, RunnerWrapper, begin_step
+from nanoinfer.execution.parts import Parts
+from nanoinfer.loading.held_weights import HeldWeights
+from nanoinfer.models.registry import Model
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 
 
-@dataclass(eq=False)
-class KeepingRunner(ModelRunner):
-    """A ModelRunner that keeps the hidden row of each slot of its cache. kept: [num_blocks, block_size, hidden]."""
+def with_drafter(parts: Parts, drafter: Model) -> tuple[Parts, Parts]:
+    """Return the parts of a model whose hidden rows are kept, and those of its drafter."""
+    num_bytes = parts.model.config.hidden_size * parts.dtype.itemsize
+    draft = replace(parts, model=drafter, weights=HeldWeights(), wrappers=(DrafterRunner,), kept_bytes_per_token=num_bytes)
+    return parts.wrapped(KeepingRunner), draft
 
-    kept: Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
+class KeepingRunner(RunnerWrapper):
+    """Keeps the hidden row of each slot of the cache. kept: [num_blocks, block_size, hidden]."""
+
+    def __init__(self, inner: Runner) -> None:
+        super().__init__(inner)
         weight = next(iter(self.model.parameters()))
         sizes = self.cache.num_blocks, self.cache.block_size, self.model.config.hidden_size
         self.kept = torch.zeros(sizes, dtype=weight.dtype, device=weight.device)
@@ -35,13 +43,12 @@ class KeepingRunner(ModelRunner):
         return hidden
 
 
-@dataclass(eq=False)
-class DrafterRunner(ModelRunner):
+class DrafterRunner(RunnerWrapper):
     """The runner of a drafter, whose forward pass has one more argument: the hidden row before each token."""
 
-    _given: Tensor = field(init=False)
-    _plan: StepPlan = field(init=False)
-    _latest: dict[Sequence, Tensor] = field(init=False, default_factory=dict)  # of each sequence of the step before
+    def __init__(self, inner: Runner) -> None:
+        super().__init__(inner)
+        self._latest: dict[Sequence, Tensor] = {}  # the row of each sequence of the step before
 
     @torch.inference_mode()
     def take(self, plan: StepPlan, kept: Tensor, slots: list[list[int]]) -> None:
@@ -52,7 +59,7 @@ class DrafterRunner(ModelRunner):
         ]
         self._plan, self._given = plan, torch.cat(rows)
 
-    def _run(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
+    def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         attend = begin_step(self.backend, self.cache, batch)
         hidden = self.model(batch.input_ids, batch.positions, attend, self._given)  # type: ignore[call-arg]
         self._latest = {seq: hidden[index : index + 1] for seq, index in self._plan.rows}

@@ -1,10 +1,10 @@
 """The parts that run a model: the textbook's, which `fast/` may replace by faster ones with the same result.
 
-In: a model with its weights. Out: Parts, from which engine/factory.py makes an executor.
+In: a model with its weights. Out: Parts, from which engine/build.py makes an executor.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -13,7 +13,7 @@ from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import LOGPROBS_MODES, EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
-from nanoinfer.execution.model_runner import ModelRunner, StepGraphs
+from nanoinfer.execution.model_runner import ModelRunner, Runner, StepGraphs
 from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
@@ -37,7 +37,8 @@ class Parts:
         report: what was compiled. None: nothing was tried.
         reserved_bytes: memory on the device that the runner takes later.
         weights: of the model, in all of their forms.
-        runner_class: makes the runner, from the arguments of ModelRunner. Ranks that share a model have their own.
+        wrappers: what adds to the runner's steps, from the inside out: adapters, a drafter, the ranks.
+        kept_bytes_per_token: memory of each token of the cache beside its keys and values.
     """
 
     model: Model
@@ -51,7 +52,12 @@ class Parts:
     report: object = None
     reserved_bytes: int = 0
     weights: HeldWeights = field(default_factory=HeldWeights)
-    runner_class: Callable[..., ModelRunner] = ModelRunner
+    wrappers: tuple[Callable[[Runner], Runner], ...] = ()
+    kept_bytes_per_token: int = 0
+
+    def wrapped(self, wrap: Callable[[Runner], Runner]) -> "Parts":
+        """Return the same parts, whose runner has a further wrapper."""
+        return replace(self, wrappers=(*self.wrappers, wrap))
 
     @property
     def device(self) -> torch.device:
@@ -84,7 +90,7 @@ def plain_parts(model: Model, config: EngineConfig, weights: HeldWeights | None 
     return Parts(model, backend, name, block_size, dtype, weights=weights or HeldWeights())
 
 
-def make_runner(parts: Parts, info: ExecutorInfo) -> ModelRunner:
+def make_runner(parts: Parts, info: ExecutorInfo) -> Runner:
     """Allocate the KV cache, and make the runner of the model with it."""
     graphs = None if parts.make_decode_graphs is None else parts.make_decode_graphs(info)
     cache = KVCache.for_model(
@@ -96,7 +102,10 @@ def make_runner(parts: Parts, info: ExecutorInfo) -> ModelRunner:
         layout=parts.backend.layout,
         num_state_slots=info.num_state_slots,
     )
-    return parts.runner_class(parts.model, cache, parts.backend, graphs, parts.weights)
+    runner: Runner = ModelRunner(parts.model, cache, parts.backend, graphs, parts.weights)
+    for wrap in parts.wrappers:
+        runner = wrap(runner)
+    return runner
 
 
 def make_sampler(parts: Parts, info: ExecutorInfo, config: EngineConfig) -> Sampler:

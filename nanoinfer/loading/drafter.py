@@ -31,5 +31,5 @@ def load_drafter(model: Any, config: EngineConfig) -> Any:
         drafter = model.drafter_class(model.config)
     weight = next(model.parameters())
     load_weights(drafter, weights, rules, weight.dtype, weight.device)
-    drafter.target, drafter.bytes_kept_per_token = (model,), model.config.hidden_size * weight.dtype.itemsize
+    drafter.target = (model,)
     return drafter.to(weight.device).eval()

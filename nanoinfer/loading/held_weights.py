@@ -6,19 +6,17 @@ weight in every form, and `tensors`, all memory that the weights take. It knows 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.loading.weights import Places
+from nanoinfer.loading.weights import Places, Weights
 from nanoinfer.models.registry import ModelConfig, WeightRules
 
-if TYPE_CHECKING:
-    from nanoinfer.distributed.sharding import Shards
 
-
+@runtime_checkable
 class Form(Protocol):
     """A linear layer's weights, perhaps among those of others, as a kernel reads them."""
 
@@ -35,6 +33,15 @@ class HookInKernels:
     """A forward hook of a linear layer that the layer's kernel computes as well: the adapters of requests (lora/layers.py)."""
 
 
+@runtime_checkable
+class Shards(Protocol):
+    """The part of a model that one of several ranks has (distributed/sharding.py)."""
+
+    def split(self, model: Any, weights: Weights) -> tuple[Any, Weights]: ...
+    def part_of(self, weights: Weights, model_class: type[nn.Module], config: ModelConfig) -> Weights: ...
+    def join(self, model: Any, vocab_size: int) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """How a model was loaded, which an update of its weights must know (update.py). sizes: the whole model's config."""
@@ -43,7 +50,7 @@ class Origin:
     model_class: type[nn.Module]
     rules: WeightRules
     sizes: ModelConfig
-    shards: "Shards | None"
+    shards: Shards | None
 
 
 class HeldWeights:

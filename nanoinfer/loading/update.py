@@ -8,7 +8,7 @@ other numbers. Names, shapes, transposed matrices, tied heads and parts of ranks
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -122,6 +122,7 @@ def open_path(origin: Origin, path: str) -> Weights:
     return open_weights(checkpoint)
 
 
+@runtime_checkable
 class Runner(Protocol):
     """What is asked of a rank's runner (execution/model_runner.py)."""
 
@@ -131,6 +132,7 @@ class Runner(Protocol):
     def cache(self) -> "HasTensors": ...
 
 
+@runtime_checkable
 class HasTensors(Protocol):
     def tensors(self) -> list[Tensor]: ...
 

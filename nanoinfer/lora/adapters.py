@@ -17,11 +17,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
 from nanoinfer.execution import memory
 from nanoinfer.execution.forward_batch import ForwardBatch
-from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.execution.model_runner import RunnerWrapper
 from nanoinfer.execution.parts import Parts
 from nanoinfer.loading.formats.lora import LowRankUpdate, check_fit, read_adapter
 from nanoinfer.loading.quantization import QuantizedLinear
@@ -48,6 +47,9 @@ class Adapters:
 
     Attributes:
         layers: the linear layers that can be adapted.
+
+    Raises:
+        InvalidValueError: full slots take more memory than is free.
     """
 
     def __init__(self, model: Any, max_loras: int, max_rank: int) -> None:
@@ -64,6 +66,13 @@ class Adapters:
         num_copies = 2 if weight.device.type == "cpu" else 1
         num_sides = sum(sum(layer.shape) for layer in self._layers.values())
         self.num_bytes = num_copies * max_loras * max_rank * num_sides * weight.dtype.itemsize
+        is_cuda = weight.device.type == "cuda"
+        free = torch.cuda.mem_get_info(weight.device)[0] if is_cuda else memory.available_cpu_memory()
+        if self.num_bytes > free:
+            raise InvalidValueError(
+                f"max_loras={max_loras} adapters of max_lora_rank={max_rank} take {self.num_bytes} bytes, "
+                f"but {free} are free on {weight.device}; lower max_loras or max_lora_rank"
+            )
         self._known: dict[int, Adapter] = {}  # by lora_int_id
         self._slots: OrderedDict[Adapter, int] = OrderedDict()  # the least recently used first
 
@@ -116,6 +125,10 @@ class Adapters:
                 digest.update(matrix.contiguous().view(torch.uint8).numpy().data)
         return Adapter(request, updates, digest.hexdigest())
 
+    def join(self, parts: Parts) -> Parts:
+        """Return the model's parts, with a runner that brings adapters into memory."""
+        return replace(parts, reserved_bytes=self.num_bytes).wrapped(partial(AdapterRunner, adapters=self))
+
     def begin_step(self, runs: tuple[tuple[Adapter, int, int], ...], num_rows: int) -> None:
         """Bring the adapters of a step into memory, and note its rows. runs: (adapter, first row, row after the last)."""
         slots = [-1] * num_rows
@@ -139,29 +152,12 @@ class Adapters:
         self._slots[adapter] = slot
 
 
-def with_adapters(parts: Parts, config: EngineConfig) -> tuple[Parts, Adapters]:
-    """Return parts whose model has adapters for requests, and whose runner brings them into memory, and the adapters.
-
-    Raises: InvalidValueError, if they take more than is free.
-    """
-    adapters = Adapters(parts.model, config.max_loras, config.max_lora_rank)
-    is_cuda = parts.device.type == "cuda"
-    free = torch.cuda.mem_get_info(parts.device)[0] if is_cuda else memory.available_cpu_memory()
-    if adapters.num_bytes > free:
-        raise InvalidValueError(
-            f"max_loras={config.max_loras} adapters of max_lora_rank={config.max_lora_rank} take {adapters.num_bytes} bytes, "
-            f"but {free} are free on {parts.device}; lower max_loras or max_lora_rank"
-        )
-    runner_class = partial(AdapterRunner, adapters=adapters)
-    return replace(parts, runner_class=runner_class, reserved_bytes=adapters.num_bytes), adapters
-
-
 @dataclass(eq=False)
-class AdapterRunner(ModelRunner):
-    """A runner of a model with adapters."""
+class AdapterRunner(RunnerWrapper):
+    """Brings the adapters of a step into memory, and tells the layers which rows use them."""
 
     adapters: Adapters = field(kw_only=True)
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         self.adapters.begin_step(batch.adapters, len(batch.input_ids))
-        return super().forward(batch)
+        return self.inner.forward(batch)

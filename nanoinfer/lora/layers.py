@@ -8,7 +8,7 @@ the same. It knows no requests and no files.
 
 import ctypes
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -48,15 +48,18 @@ class AdapterRows:
             self.kernels.set(slots if rows else [])
 
 
+@runtime_checkable
 class KernelRows(Protocol):
     """The slots of a step's rows, as kernels read them (fast/cpu/lora.py)."""
 
     width: int
-    arguments: ctypes.Structure
 
+    @property
+    def arguments(self) -> ctypes.Structure: ...
     def set(self, slots: list[int]) -> None: ...
 
 
+@runtime_checkable
 class KernelAdapters(Protocol):
     """The adapters of layers that one kernel computes (fast/cpu/lora.py)."""
 

@@ -1,13 +1,8 @@
-"""LoRARequest: which adapter a request uses, and the request with it. The names and the module are vLLM's."""
+"""LoRARequest: which adapter a request uses. The names and the module are vLLM's."""
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, check_integer, shown
-
-if TYPE_CHECKING:
-    from nanoinfer.engine.inputs import PreparedRequest
-    from nanoinfer.lora.adapters import Adapter, Adapters
 
 
 @dataclass(frozen=True)
@@ -31,15 +26,3 @@ class LoRARequest:
                 raise InvalidTypeError(f"{name} must be a string, got {shown(value)}")
             if not value:
                 raise InvalidValueError(f"{name} is empty; give the adapter's {name.removeprefix('lora_')}")
-
-
-def adapted(prepared: "PreparedRequest", adapter: "Adapter") -> "PreparedRequest":
-    """Return a request with its adapter, whose digest separates its cached prefixes from others."""
-    return replace(prepared, adapter=adapter, cache_salt=f"{adapter.digest}{prepared.cache_salt or ''}")
-
-
-def adapter_of(request: LoRARequest, adapters: "Adapters | None") -> "Adapter":
-    """Read and check an adapter, if it is new. Raises: InvalidValueError without enable_lora, else as Adapters.get does."""
-    if adapters is None:
-        raise InvalidValueError(f"lora_request={shown(request)} needs a model loaded with enable_lora=True")
-    return adapters.get(request)

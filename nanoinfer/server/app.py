@@ -16,7 +16,7 @@ from starlette.responses import Response
 from nanoinfer import __version__
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
-from nanoinfer.lora.request import LoRARequest, adapted, adapter_of
+from nanoinfer.lora.request import LoRARequest
 from nanoinfer.server.answers import Answers, Choices, ChoicesReply, Reply, respond
 from nanoinfer.server.choices import ChatChoices, ChatFormat, CompletionChoices, messages_of
 from nanoinfer.server.errors import ERRORS, MESSAGES_ERRORS, RequestError, add_error_handlers, describe_errors, json_response
@@ -65,7 +65,7 @@ class ServerSettings:
 def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """Make the application of an AsyncLLM, which the caller shuts down. Raises: what LLM.generate does for a bad adapter."""
     for adapter in settings.adapters.values():
-        adapter_of(adapter, async_llm.engine.inputs.adapters)  # read now, and not in the event loop
+        async_llm.engine.inputs.adapter_of(adapter)  # read now, and not in the event loop
     app = FastAPI(title="nanoinfer", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
     app.router.route_class = StrictRoute
     app.state.threads = async_llm.threads
@@ -112,13 +112,13 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
         check_model(body.model, settings)  # again: an adapter may have been dropped
         lora_request = settings.adapters.get(body.model or "")
         # Found before anything is awaited, because another client may drop the adapter meanwhile.
-        adapter = None if lora_request is None else adapter_of(lora_request, inputs.adapters)
+        adapter = None if lora_request is None else inputs.adapter_of(lora_request)
         params = await async_llm.threads.run(partial(to_sampling_params, body, default), is_large=http.is_large)
         answers = Answers(params.n, is_prompt_only=body.max_tokens == 0)
 
         def prepare_adapted(prepare: Callable[..., PreparedRequest]) -> PreparedRequest:
             prepared = prepare(params)
-            return prepared if adapter is None else adapted(prepared, adapter)
+            return prepared if adapter is None else prepared.with_adapter(adapter)
 
         await answers.submit(async_llm, [partial(prepare_adapted, prepare) for prepare in prepares], is_large=http.is_large)
         if replays is not None:

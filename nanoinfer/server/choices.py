@@ -16,9 +16,10 @@ from nanoinfer.chat.harmony import CHANNEL, FINAL, HarmonyParser
 from nanoinfer.chat.messages import constrain_calls, with_text_content
 from nanoinfer.chat.parsing import END_THINK, ChatParser, calls_as_hermes
 from nanoinfer.chat.tools import after_thinking, requires_call
-from nanoinfer.engine.inputs import InputProcessor, PreparedRequest, TokensPrompt
+from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition, RequestOutput
+from nanoinfer.prompts import TokensPrompt
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.errors import RequestError
 from nanoinfer.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest

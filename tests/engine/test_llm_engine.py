@@ -13,7 +13,7 @@ from nanoinfer import Recorder, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.attention.kv_cache import bytes_per_block_of
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
-from nanoinfer.engine.factory import make_engine
+from nanoinfer.engine.build import make_engine
 from nanoinfer.errors import NanoinferError
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint

@@ -18,8 +18,8 @@ from nanoinfer.attention.cpu import CPUBackend
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.parts import Parts
-from nanoinfer.fast.accelerate import CompiledModel, compile_modules
 from nanoinfer.fast.batch_independence import is_batch_independent, one_layer_of_each_kind
+from nanoinfer.fast.compile import CompiledModel, compile_modules
 from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.compile import Pack, Packed, compile_for_cpu
 from nanoinfer.fast.cpu.delta import KernelRecurrence

@@ -58,8 +58,7 @@ class KernelAdapters:
     def __init__(self, fused: FusedLinear, dtype: torch.dtype, layers: Sequence[AdaptedLinear | None]) -> None:
         """layers: the adapters of each of the fused layers. None: the layer has none."""
         rows = next(layer.rows for layer in layers if layer is not None)
-        rows.kernels = rows.kernels or KernelRows()
-        kernel_rows = rows.kernels
+        kernel_rows = rows.kernels = rows.kernels or KernelRows()
         self._dtype, self._ends = dtype, [start + linear.out_features for linear, start in fused.starts()]
         max_rank = -(-rows.max_rank // RANKS) * RANKS
         kernel_rows.width = max(kernel_rows.width, len(layers) * max_rank)

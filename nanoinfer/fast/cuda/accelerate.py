@@ -13,7 +13,7 @@ from torch import nn
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.parts import Parts
-from nanoinfer.fast.accelerate import CompiledModel, compile_modules
+from nanoinfer.fast.compile import CompiledModel, compile_modules
 from nanoinfer.fast.cuda.decode_graphs import DecodeGraphs
 from nanoinfer.fast.cuda.graphs import CUDACapture
 from nanoinfer.fast.sampling import make_routes

@@ -1,0 +1,183 @@
+"""A model with its weights -> LLMEngine: one function for each part, and make_engine, which connects them.
+
+torch is imported when an engine is made, inside these functions, so that the rest of this folder runs without it.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nanoinfer import tracing
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.errors import UnsupportedError
+from nanoinfer.tokenization.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanoinfer.distributed.sharding import Shards
+    from nanoinfer.execution.local_executor import LocalExecutor
+    from nanoinfer.execution.parts import Parts
+    from nanoinfer.loading.held_weights import HeldWeights
+    from nanoinfer.lora.adapters import Adapters
+    from nanoinfer.models.registry import Model
+    from nanoinfer.speculative.speculator import Proposer
+
+
+def make_engine(
+    model: "Model",
+    config: EngineConfig,
+    *,
+    weights: "HeldWeights | None" = None,
+    draft_model: "Model | None" = None,
+    tokenizer: Tokenizer | None = None,
+    eos_token_ids: frozenset[int] = frozenset(),
+    shards: "Shards | None" = None,
+) -> LLMEngine:
+    """Make the engine of a model on its device. Unless enforce_eager, kernels take its weights, and it is left without them.
+
+    Args:
+        weights: the model's, as the loader holds them. None: they cannot be replaced.
+        draft_model: the model of config.speculative, on the same device.
+        shards: the ranks that share the model. All of them make their engines together.
+
+    Raises: as LLM() does, for the draft model too.
+    """
+    keep_blocks = None
+    if config.cache.prefix_cache_dir is not None:
+        from nanoinfer.execution.block_files import keeper
+
+        keep_blocks = keeper(model, config)
+    adapters = make_adapters(model, config)
+    parts = make_parts(model, config, shards, weights, adapters)
+    parts, draft = make_draft(parts, config, draft_model)
+    tracer = None if config.tracer is None else tracing.EventBuffer(config.tracer)
+    executor = make_executor(parts, config, shards=shards, draft=draft, tokenizer=tokenizer, tracer=tracer)
+    return LLMEngine(
+        executor,
+        config if keep_blocks is None else keep_blocks(executor),
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+        proposer=make_proposer(draft, config, executor),
+        adapters=adapters,
+        tracer=tracer,
+    )
+
+
+def make_adapters(model: "Model", config: EngineConfig) -> "Adapters | None":
+    """Make room for the adapters of requests, before kernels take the weights. Raises: InvalidValueError if there is none."""
+    if not config.enable_lora:
+        return None
+    from nanoinfer.lora.adapters import Adapters
+
+    return Adapters(model, config.max_loras, config.max_lora_rank)
+
+
+def make_parts(
+    model: "Model",
+    config: EngineConfig,
+    shards: "Shards | None" = None,
+    weights: "HeldWeights | None" = None,
+    adapters: "Adapters | None" = None,
+) -> "Parts":
+    """Make the parts that run a model: the textbook's with enforce_eager, otherwise faster ones with the same result."""
+    from nanoinfer.execution.parts import plain_parts
+
+    parts = plain_parts(model, config, weights)
+    if adapters is not None:
+        parts = adapters.join(parts)
+    if not config.enforce_eager:
+        from nanoinfer.fast.accelerate import accelerate
+
+        parts = accelerate(parts, config, {} if adapters is None else adapters.layers)
+    return parts if shards is None else shards.connect(parts)
+
+
+def make_draft(parts: "Parts", config: EngineConfig, draft_model: "Model | None") -> "tuple[Parts, Parts | None]":
+    """Make the parts of what drafts by a model or by a module of the model itself. Returns the model's parts as well."""
+    if draft_model is not None:
+        return parts, make_parts(draft_model, _draft_config(config, parts))
+    if config.speculative is None or config.speculative.method != "mtp":
+        return parts, None
+    from nanoinfer.execution.mtp_runner import with_drafter
+    from nanoinfer.loading.drafter import load_drafter
+
+    return with_drafter(parts, load_drafter(parts.model, config))  # of the faster model, whose head it shares
+
+
+def _draft_config(config: EngineConfig, parts: "Parts") -> EngineConfig:
+    return EngineConfig(
+        attention_backend=config.attention_backend,
+        enforce_eager=config.enforce_eager,
+        cache=replace(config.cache, block_size=parts.block_size),
+        scheduler=replace(config.scheduler, batch_invariant=False),
+    )
+
+
+def make_proposer(draft: "Parts | None", config: EngineConfig, executor: "LocalExecutor") -> "Proposer | None":
+    """Make what drafts tokens. draft: the parts of a model that drafts, or of a module of the executor's model."""
+    if config.speculative is None:
+        return None
+    if draft is None:
+        from nanoinfer.speculative.ngram import NGramProposer
+
+        return NGramProposer(config.speculative)
+    draft_executor = make_executor(draft, _draft_config(config, draft), num_blocks=executor.info.num_blocks)
+    if config.speculative.method == "mtp":
+        from nanoinfer.speculative.mtp import MTPProposer
+
+        return MTPProposer(draft_executor, config.scheduler, executor.runner)
+    from nanoinfer.attention.kv_cache import bytes_per_slot
+    from nanoinfer.speculative.draft_model import DraftModelProposer
+
+    if bytes_per_slot(draft.model.config):
+        raise UnsupportedError(
+            "the draft model keeps states, which cannot go back to an earlier token; choose one with attention in all "
+            "layers, or use method 'ngram'"
+        )
+    if draft_executor.info.windows != (None,):
+        raise UnsupportedError(
+            "the draft model has sliding windows, which free blocks that it would need again after a rejected draft; "
+            "choose one with full attention in every layer, or use method 'ngram'"
+        )
+    return DraftModelProposer(draft_executor, config.scheduler)
+
+
+def make_executor(
+    parts: "Parts",
+    config: EngineConfig,
+    *,
+    shards: "Shards | None" = None,
+    draft: "Parts | None" = None,
+    num_blocks: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    tracer: "tracing.EventBuffer | None" = None,
+) -> "LocalExecutor":
+    """Make the executor of finished parts. All ranks of `shards` make theirs together.
+
+    Args:
+        draft: of a draft model, whose cache must fit into the memory as well. It is not run by this executor.
+        num_blocks: of the KV cache. None: as many as fit.
+        tokenizer: for the token texts in the tracer's events.
+    """
+    from nanoinfer.execution.local_executor import LocalExecutor
+    from nanoinfer.execution.memory import describe_cache, size_cache
+    from nanoinfer.execution.parts import make_runner, make_sampler
+
+    if num_blocks is not None:
+        info = describe_cache(parts, config, num_blocks)
+    else:
+        info = size_cache(parts, config, draft=draft, shards=shards)
+    if config.scheduler.batch_invariant and not parts.is_batch_independent:
+        why = "enforce_eager=True uses torch's products, whose bits do" if config.enforce_eager else "this machine's do"
+        raise UnsupportedError(
+            f"batch_invariant=True requires rows whose bits do not depend on the batch; {why}, for this model in "
+            f"{info.dtype} on {parts.device.type}; leave it out, or use a CPU with a C++ compiler"
+        )
+    return LocalExecutor(
+        make_runner(parts, info),
+        make_sampler(parts, info, config),
+        info,
+        is_batch_independent=parts.is_batch_independent,
+        batch_invariant=config.scheduler.batch_invariant,
+        tokenizer=tokenizer,
+        tracer=tracer,
+    )

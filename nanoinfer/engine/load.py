@@ -1,0 +1,80 @@
+"""EngineConfig -> LLMEngine: the checkpoint is loaded, with its draft model and its ranks, and build.py makes the engine.
+
+torch is imported when an engine is made, inside these functions, so that the rest of this folder runs without it.
+"""
+
+import os
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from nanoinfer import tracing
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine.build import make_engine
+from nanoinfer.engine.llm_engine import LLMEngine, scheduling_classes
+from nanoinfer.errors import InvalidValueError
+from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint
+
+if TYPE_CHECKING:
+    from nanoinfer.distributed.runner import LeadingShards
+    from nanoinfer.loading.loader import Loaded
+    from nanoinfer.models.registry import Model
+
+
+def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
+    """Load a checkpoint and make its engine. Returns the checkpoint too, for its generation_config. Raises: as LLM() does."""
+    from nanoinfer.loading.loader import load
+    from nanoinfer.system.process import limit_threads
+
+    limit_threads()
+    scheduling_classes(config)  # wrong ones are refused before the model is loaded
+    shards: LeadingShards | None = None
+    if config.tensor_parallel_size > 1:
+        from nanoinfer.distributed.launch import start
+
+        config, shards = start(config)  # under torchrun, ranks above 0 work for rank 0 in here, and exit
+    with nullcontext() if shards is None else shards.workers.watched():
+        loaded = load(config, shards)
+        engine = make_engine(
+            loaded.model,
+            config,
+            weights=loaded.weights,
+            draft_model=load_draft_model(config, loaded),
+            tokenizer=loaded.tokenizer,
+            eos_token_ids=loaded.eos_token_ids,
+            shards=shards,
+        )
+    if engine.tracer is not None:
+        model, info = config.model or DEFAULT_MODEL, engine.executor.info
+        engine.tracer.emit(
+            tracing.EngineStarted(
+                model=os.path.basename(os.path.normpath(model)) if os.path.exists(model) else model,
+                num_parameters=loaded.num_parameters,
+                device=info.device,
+                dtype=info.dtype,
+                attention_backend=info.attention_backend,
+                vocab_size=info.vocab_size,
+                num_blocks=info.num_blocks,
+                block_size=info.block_size,
+                max_num_seqs=config.scheduler.max_num_seqs,
+                max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+                max_model_len=info.max_model_len,
+            )
+        )
+        engine.flush_trace()
+    return engine, loaded.checkpoint
+
+
+def load_draft_model(config: EngineConfig, loaded: "Loaded") -> "Model | None":
+    """Load the draft model of speculative_config, if it names one. Refuse one with other ids than the model's."""
+    from nanoinfer.loading.loader import load
+
+    if config.speculative is None or (name := config.speculative.model) is None:
+        return None
+    draft = load(EngineConfig(model=name, dtype=config.dtype, device=config.device, enforce_eager=config.enforce_eager))
+    ours, theirs = loaded.model.config.vocab_size, draft.model.config.vocab_size
+    way_out = "choose a draft model of the same family"
+    if theirs != ours:
+        raise InvalidValueError(f"the draft model {name!r} has {theirs} token ids, the model has {ours}; {way_out}")
+    if loaded.tokenizer and draft.tokenizer and loaded.tokenizer.hf.get_vocab() != draft.tokenizer.hf.get_vocab():
+        raise InvalidValueError(f"the draft model {name!r} has a different tokenizer; {way_out}")
+    return draft.model
