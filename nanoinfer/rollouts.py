@@ -35,7 +35,7 @@ from nanoinfer.vllm_compat import check_argument_names
 
 if TYPE_CHECKING:
     from nanoinfer.execution.local_executor import LocalExecutor
-    from nanoinfer.execution.model_runner import Runner
+    from nanoinfer.execution.model_runner import ModelRunner
     from nanoinfer.llm import LLM
     from nanoinfer.sampling.routes import HeadRows
 
@@ -129,8 +129,8 @@ def _finish_update(engine: LLMEngine) -> int:
     return engine.weights_version
 
 
-def _runner_of(engine: LLMEngine) -> "Runner":
-    runner: Runner = engine.executor.runner  # type: ignore[attr-defined]  # of the LocalExecutor
+def _runner_of(engine: LLMEngine) -> "ModelRunner":
+    runner: ModelRunner = engine.executor.runner  # type: ignore[attr-defined]  # of the LocalExecutor
     return runner
 
 

@@ -46,7 +46,7 @@ def kv_groups(config: Any) -> tuple[KVGroup, ...]:
     layers of the more frequent kind are several groups of as many layers as the other kind has.
     """
     layers_of: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(getattr(config, "layer_windows", ()) or [None] * num_kv_layers(config)):
+    for layer, window in enumerate(_of(config, "layer_windows") or [None] * num_kv_layers(config)):
         layers_of.setdefault(window, []).append(layer)
     size = min(map(len, layers_of.values()))
     return tuple(
@@ -246,13 +246,31 @@ def bytes_per_block_of(config: Any, block_size: int, dtype: torch.dtype) -> int:
 
 def bytes_per_slot(config: Any) -> int:
     """The bytes of a sequence's state in all layers of a model. 0: its layers keep none."""
-    sizes = map(math.prod, getattr(config, "state_shapes", ()))
-    return 4 * sum(sizes) * getattr(config, "num_state_layers", 0)
+    sizes = map(math.prod, _of(config, "state_shapes"))
+    return 4 * sum(sizes) * _of(config, "num_state_layers")
 
 
 def num_kv_layers(config: Any) -> int:
     """The layers of a model that have keys and values: all of them, unless some keep a state (Recur in base.py)."""
-    return getattr(config, "num_attention_layers", config.num_hidden_layers)
+    return _of(config, "num_attention_layers") or config.num_hidden_layers
+
+
+# Fields that a family's config has if its layers are not all alike, and what they are in the others.
+_ALIKE = {"layer_windows": (), "has_sinks": False, "state_shapes": (), "num_state_layers": 0, "num_attention_layers": None}
+
+
+def _of(config: Any, name: str) -> Any:
+    return getattr(config, name, _ALIKE[name])
+
+
+def has_windows(config: Any) -> bool:
+    """Whether some layers of a model have a window or sinks, which a backend must know."""
+    return any(_of(config, "layer_windows")) or _of(config, "has_sinks")
+
+
+def state_shapes(config: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the parts of a state in one layer. (): the layers keep none."""
+    return _of(config, "state_shapes")
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

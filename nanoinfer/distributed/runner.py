@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -27,7 +27,7 @@ from nanoinfer.distributed.communicator import ProcessGroupCommunicator, RankLos
 from nanoinfer.distributed.sharding import Shards, VocabularyHead
 from nanoinfer.errors import EngineDeadError, first_line
 from nanoinfer.execution.forward_batch import ForwardBatch
-from nanoinfer.execution.model_runner import Runner, RunnerWrapper, T
+from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper, T
 from nanoinfer.execution.parts import Parts
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.routes import HeadRows, Route
@@ -170,11 +170,12 @@ class LeadingShards(Shards):
         return parts.wrapped(partial(LeadingRunner, workers=self.workers))
 
 
-@dataclass(eq=False)
 class LeadingRunner(RunnerWrapper):
     """Rank 0's runner, whose calls the workers make as well."""
 
-    workers: Workers = field(kw_only=True)
+    def __init__(self, inner: ModelRunner, workers: Workers) -> None:
+        super().__init__(inner)
+        self.workers = workers
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         with self.workers.together(FORWARD, pack(batch)):
@@ -210,7 +211,7 @@ class SplitSampling(Route):
 
 
 @torch.inference_mode()
-def serve(connection: Connection, runner: Runner, device: torch.device) -> None:
+def serve(connection: Connection, runner: ModelRunner, device: torch.device) -> None:
     """Make rank 0's calls on a worker. Raises: EOFError when rank 0 closes the connection."""
     model: Any = runner.model
     batch: Any = None

@@ -15,7 +15,7 @@ from torch import Tensor
 from nanoinfer import tracing
 from nanoinfer.execution.executor import ExecutorInfo, PromptLogprobs, SequenceOutput, StepOutput
 from nanoinfer.execution.forward_batch import ForwardBatch, PreviousTokens
-from nanoinfer.execution.model_runner import Runner
+from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import argmax
@@ -58,7 +58,7 @@ class LocalExecutor:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: ModelRunner,
         sampler: Sampler,
         info: ExecutorInfo,
         *,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.dense import DenseAttention
-from nanoinfer.attention.kv_cache import bytes_per_block_of, bytes_per_slot, kv_groups, num_kv_layers
+from nanoinfer.attention.kv_cache import bytes_per_block_of, bytes_per_slot, kv_groups, num_kv_layers, state_shapes
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import ExecutorInfo
@@ -184,7 +184,7 @@ def peak_step_bytes(model: Model, config: EngineConfig, device: torch.device, ro
     The sampler is counted as LOGITS_COPIES copies of the logits, and what its routes reserve.
     """
     num_rows = config.max_num_rows
-    attend = _NoAttention(getattr(model.config, "state_shapes", ()))
+    attend = _NoAttention(state_shapes(model.config))
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     ids = torch.zeros(config.scheduler.max_num_batched_tokens + num_rows, dtype=torch.int64, device=device)

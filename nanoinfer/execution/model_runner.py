@@ -35,35 +35,6 @@ class StepGraphs(Protocol):
         ...
 
 
-@runtime_checkable
-class Runner(Protocol):
-    """A ModelRunner, or one in wrappers that add to its steps: adapters, a drafter, other ranks."""
-
-    @property
-    def model(self) -> Model: ...
-    @property
-    def cache(self) -> KVCache: ...
-    @property
-    def backend(self) -> AttentionBackend: ...
-    @property
-    def weights(self) -> HeldWeights: ...
-
-    def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
-        """The hidden rows of a step. They are valid until the next forward, which may write to the same memory."""
-        ...
-
-    def head_rows(self, hidden: Float[Tensor, "num_tokens hidden"], rows: Int[Tensor, " num_rows"] | slice) -> HeadRows:
-        """Select rows of the last step for the LM head: the batch's logits_indices, or a slice of its packed tokens.
-
-        Select few rows: 1,000 rows of 151,936 logits take 600 MB.
-        """
-        ...
-
-    def on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call function(runner, *arguments) here, and on the other ranks that share the model."""
-        ...
-
-
 @dataclass(eq=False)
 class ModelRunner:
     """Runs the model. graphs: replays steps. None: every step runs eagerly. weights: the model's, which may be replaced."""
@@ -75,6 +46,7 @@ class ModelRunner:
     weights: HeldWeights = field(default_factory=HeldWeights)
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
+        """The hidden rows of a step. They are valid until the next forward, which may write to the same memory."""
         if batch.block_copies:
             self.cache.copy_blocks(batch.block_copies)
         if self.graphs is not None and self.graphs.supports(batch):
@@ -82,36 +54,26 @@ class ModelRunner:
         return self._run(batch)
 
     def head_rows(self, hidden: Float[Tensor, "num_tokens hidden"], rows: Int[Tensor, " num_rows"] | slice) -> HeadRows:
+        """Select rows of the last step for the LM head: the batch's logits_indices, or a slice of its packed tokens.
+
+        Select few rows: 1,000 rows of 151,936 logits take 600 MB.
+        """
         return HeadRows(hidden[rows], self.model.compute_logits)
 
     def on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call function(runner, *arguments) here, and on the other ranks that share the model."""
         return function(self, *arguments)
 
     def _run(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         return self.model(batch.input_ids, batch.positions, begin_step(self.backend, self.cache, batch))
 
 
-@dataclass(eq=False)
-class RunnerWrapper:
-    """Adds something to the steps of a runner. What a subclass does not define is the inner runner's."""
+class RunnerWrapper(ModelRunner):
+    """Adds something to the steps of a runner: adapters, a drafter, other ranks. What it does not define, `inner` does."""
 
-    inner: Runner
-
-    @property
-    def model(self) -> Model:
-        return self.inner.model
-
-    @property
-    def cache(self) -> KVCache:
-        return self.inner.cache
-
-    @property
-    def backend(self) -> AttentionBackend:
-        return self.inner.backend
-
-    @property
-    def weights(self) -> HeldWeights:
-        return self.inner.weights
+    def __init__(self, inner: ModelRunner) -> None:
+        super().__init__(inner.model, inner.cache, inner.backend, inner.graphs, inner.weights)
+        self.inner = inner
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         return self.inner.forward(batch)

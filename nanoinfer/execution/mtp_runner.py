@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nanoinfer.execution.forward_batch import ForwardBatch
-from nanoinfer.execution.model_runner import Runner, RunnerWrapper, begin_step
+from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper, begin_step
 from nanoinfer.execution.parts import Parts
 from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.models.registry import Model
@@ -29,7 +29,7 @@ def with_drafter(parts: Parts, drafter: Model) -> tuple[Parts, Parts]:
 class KeepingRunner(RunnerWrapper):
     """Keeps the hidden row of each slot of the cache. kept: [num_blocks, block_size, hidden]."""
 
-    def __init__(self, inner: Runner) -> None:
+    def __init__(self, inner: ModelRunner) -> None:
         super().__init__(inner)
         weight = next(iter(self.model.parameters()))
         sizes = self.cache.num_blocks, self.cache.block_size, self.model.config.hidden_size
@@ -46,7 +46,7 @@ class KeepingRunner(RunnerWrapper):
 class DrafterRunner(RunnerWrapper):
     """The runner of a drafter, whose forward pass has one more argument: the hidden row before each token."""
 
-    def __init__(self, inner: Runner) -> None:
+    def __init__(self, inner: ModelRunner) -> None:
         super().__init__(inner)
         self._latest: dict[Sequence, Tensor] = {}  # the row of each sequence of the step before
 

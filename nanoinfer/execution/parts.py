@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from nanoinfer.attention.base import AttentionBackend, select_backend
-from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.attention.kv_cache import KVCache, has_windows
 from nanoinfer.config import LOGPROBS_MODES, EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
-from nanoinfer.execution.model_runner import ModelRunner, Runner, StepGraphs
+from nanoinfer.execution.model_runner import ModelRunner, StepGraphs
 from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
@@ -52,10 +52,10 @@ class Parts:
     report: object = None
     reserved_bytes: int = 0
     weights: HeldWeights = field(default_factory=HeldWeights)
-    wrappers: tuple[Callable[[Runner], Runner], ...] = ()
+    wrappers: tuple[Callable[[ModelRunner], ModelRunner], ...] = ()
     kept_bytes_per_token: int = 0
 
-    def wrapped(self, wrap: Callable[[Runner], Runner]) -> "Parts":
+    def wrapped(self, wrap: Callable[[ModelRunner], ModelRunner]) -> "Parts":
         """Return the same parts, whose runner has a further wrapper."""
         return replace(self, wrappers=(*self.wrappers, wrap))
 
@@ -78,7 +78,7 @@ def plain_parts(model: Model, config: EngineConfig, weights: HeldWeights | None 
         model.config.head_dim,
         block_size=config.cache.block_size,
         enforce_eager=config.enforce_eager,
-        has_windows=any(getattr(model.config, "layer_windows", ())) or getattr(model.config, "has_sinks", False),
+        has_windows=has_windows(model.config),
     )
     is_int8 = config.cache.kv_cache_dtype == "int8"
     if is_int8 and not getattr(backend, "supports_int8_cache", False):
@@ -90,7 +90,7 @@ def plain_parts(model: Model, config: EngineConfig, weights: HeldWeights | None 
     return Parts(model, backend, name, block_size, dtype, weights=weights or HeldWeights())
 
 
-def make_runner(parts: Parts, info: ExecutorInfo) -> Runner:
+def make_runner(parts: Parts, info: ExecutorInfo) -> ModelRunner:
     """Allocate the KV cache, and make the runner of the model with it."""
     graphs = None if parts.make_decode_graphs is None else parts.make_decode_graphs(info)
     cache = KVCache.for_model(
@@ -102,7 +102,7 @@ def make_runner(parts: Parts, info: ExecutorInfo) -> Runner:
         layout=parts.backend.layout,
         num_state_slots=info.num_state_slots,
     )
-    runner: Runner = ModelRunner(parts.model, cache, parts.backend, graphs, parts.weights)
+    runner: ModelRunner = ModelRunner(parts.model, cache, parts.backend, graphs, parts.weights)
     for wrap in parts.wrappers:
         runner = wrap(runner)
     return runner

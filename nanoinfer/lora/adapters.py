@@ -9,7 +9,7 @@ recently used. The scheduler (scheduler.py) makes sure that no step uses more ad
 
 import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
 from nanoinfer.execution import memory
 from nanoinfer.execution.forward_batch import ForwardBatch
-from nanoinfer.execution.model_runner import RunnerWrapper
+from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper
 from nanoinfer.execution.parts import Parts
 from nanoinfer.loading.formats.lora import LowRankUpdate, check_fit, read_adapter
 from nanoinfer.loading.quantization import QuantizedLinear
@@ -152,11 +152,12 @@ class Adapters:
         self._slots[adapter] = slot
 
 
-@dataclass(eq=False)
 class AdapterRunner(RunnerWrapper):
     """Brings the adapters of a step into memory, and tells the layers which rows use them."""
 
-    adapters: Adapters = field(kw_only=True)
+    def __init__(self, inner: ModelRunner, adapters: Adapters) -> None:
+        super().__init__(inner)
+        self.adapters = adapters
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         self.adapters.begin_step(batch.adapters, len(batch.input_ids))

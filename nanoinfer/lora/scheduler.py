@@ -12,11 +12,8 @@ from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 def with_adapters(scheduler: type[Scheduler], config: EngineConfig) -> type[Scheduler]:
     """Return the scheduler, in which at most max_loras adapters run at a time.
 
-    Raises: InvalidValueError: a limit below 1. UnsupportedError: several ranks, or drafts by a layer of the model, which reads
-    what adapters change.
+    Raises: InvalidValueError: a limit below 1. UnsupportedError: several ranks.
     """
-    if config.speculative is not None and config.speculative.method == "mtp":
-        raise UnsupportedError("enable_lora=True with speculative_config's method 'mtp' is not supported; use 'ngram'")
     check_integer("max_loras", config.max_loras, 1, None, ">= 1")
     check_integer("max_lora_rank", config.max_lora_rank, 1, None, ">= 1")
     if config.tensor_parallel_size > 1:

@@ -6,10 +6,12 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from lora_adapters import linear_shapes, write_adapter
 from safetensors.torch import load_file
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.errors import InvalidValueError, UnsupportedError, WeightsError
+from nanoinfer.lora.request import LoRARequest
 
 SETTINGS = {"dtype": "float32", "block_size": 8, "chunk_size": 32, "kv_cache_memory": 2**22, "seed": 0}
 MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
@@ -91,6 +93,26 @@ def test_the_drafts_are_what_the_checkpoint_says_also_after_a_prefix_hit(path, e
             assert drafts == expected
             compared += 1
     assert compared > 15
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_requests_with_adapters_have_the_tokens_of_the_merged_models(path, eager, tmp_path):
+    shapes = {name: shape for name, shape in linear_shapes(path).items() if not name.startswith("mtp.")}
+    requests = [None]
+    for i in range(2):
+        write_adapter(tmp_path / str(i), shapes, seed=i, lora_alpha=16)
+        requests.append(LoRARequest(f"adapter{i}", i + 1, str(tmp_path / str(i))))
+    prompts, params = prompts_of(9, 45, 31), SamplingParams(temperature=0, max_tokens=12, detokenize=False)
+    merged = [LLM(path, lora=None if one is None else one.lora_path, enforce_eager=eager, **SETTINGS) for one in requests]
+    expected = [generate(llm, [prompt], params)[0] for llm, prompt in zip(merged, prompts, strict=True)]
+    llm = LLM(path, enable_lora=True, max_loras=2, enforce_eager=eager, speculative_config=MTP, **SETTINGS)
+    for _ in range(2):  # the second time after a prefix hit
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
+        assert [[one.token_ids for one in output.outputs] for output in outputs] == expected
+    tiny_models.assert_nothing_is_left(llm)
+    assert len({str(one) for one in expected}) == 3
+    assert generate(llm, prompts, params) != expected  # the adapters change the tokens
+    assert llm.engine.speculator.metrics.num_draft_tokens > 0
 
 
 @pytest.mark.slow
