@@ -13,6 +13,7 @@ The public vocabulary:
     rollouts.py           LLM's methods for those who train with it: update_weights, sleep, pause, compute_logprobs
     pooling.py            LLM's embeddings and scores: embed, score
     async_llm.py          AsyncLLM: the same for asyncio, many requests at once
+    prompts.py            the forms of a prompt
     sampling_params.py    what one request may ask for
     outputs.py            RequestOutput, CompletionOutput, Delta, RequestMetrics
     config.py             EngineArgs, what LLM takes, and the EngineConfig that is made of them

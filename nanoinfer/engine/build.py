@@ -125,10 +125,9 @@ def make_proposer(draft: "Parts | None", config: EngineConfig, executor: "LocalE
         from nanoinfer.speculative.mtp import MTPProposer
 
         return MTPProposer(draft_executor, config.scheduler, executor.runner)
-    from nanoinfer.attention.kv_cache import bytes_per_slot
     from nanoinfer.speculative.draft_model import DraftModelProposer
 
-    if bytes_per_slot(draft.model.config):
+    if draft.has_states:
         raise UnsupportedError(
             "the draft model keeps states, which cannot go back to an earlier token; choose one with attention in all "
             "layers, or use method 'ngram'"

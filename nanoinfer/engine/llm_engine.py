@@ -71,13 +71,7 @@ class LLMEngine:
         adapters: "Adapters | None" = None,
         tracer: "tracing.EventBuffer | None" = None,
     ) -> None:
-        """Connect the parts.
-
-        Args:
-            proposer: for config.speculative.
-            adapters: those that requests may name. None: no request has an adapter.
-            tracer: the one that the executor emits its events to.
-        """
+        """proposer: for config.speculative. adapters: what requests may name. tracer: the one that the executor emits to."""
         self.executor = executor
         self.tokenizer = tokenizer
         self.tracer = tracer

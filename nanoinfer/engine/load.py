@@ -11,13 +11,10 @@ from nanoinfer import tracing
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.build import make_engine
 from nanoinfer.engine.llm_engine import LLMEngine, scheduling_classes
-from nanoinfer.errors import InvalidValueError
 from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint
 
 if TYPE_CHECKING:
     from nanoinfer.distributed.runner import LeadingShards
-    from nanoinfer.loading.loader import Loaded
-    from nanoinfer.models.registry import Model
 
 
 def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
@@ -33,12 +30,16 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
 
         config, shards = start(config)  # under torchrun, ranks above 0 work for rank 0 in here, and exit
     with nullcontext() if shards is None else shards.workers.watched():
-        loaded = load(config, shards)
+        loaded, draft_model = load(config, shards), None
+        if config.speculative is not None and config.speculative.model is not None:
+            from nanoinfer.loading.drafter import load_draft_model
+
+            draft_model = load_draft_model(config.speculative.model, config, loaded)
         engine = make_engine(
             loaded.model,
             config,
             weights=loaded.weights,
-            draft_model=load_draft_model(config, loaded),
+            draft_model=draft_model,
             tokenizer=loaded.tokenizer,
             eos_token_ids=loaded.eos_token_ids,
             shards=shards,
@@ -62,19 +63,3 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
         )
         engine.flush_trace()
     return engine, loaded.checkpoint
-
-
-def load_draft_model(config: EngineConfig, loaded: "Loaded") -> "Model | None":
-    """Load the draft model of speculative_config, if it names one. Refuse one with other ids than the model's."""
-    from nanoinfer.loading.loader import load
-
-    if config.speculative is None or (name := config.speculative.model) is None:
-        return None
-    draft = load(EngineConfig(model=name, dtype=config.dtype, device=config.device, enforce_eager=config.enforce_eager))
-    ours, theirs = loaded.model.config.vocab_size, draft.model.config.vocab_size
-    way_out = "choose a draft model of the same family"
-    if theirs != ours:
-        raise InvalidValueError(f"the draft model {name!r} has {theirs} token ids, the model has {ours}; {way_out}")
-    if loaded.tokenizer and draft.tokenizer and loaded.tokenizer.hf.get_vocab() != draft.tokenizer.hf.get_vocab():
-        raise InvalidValueError(f"the draft model {name!r} has a different tokenizer; {way_out}")
-    return draft.model

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from nanoinfer.attention.base import AttentionBackend, select_backend
-from nanoinfer.attention.kv_cache import KVCache, has_windows
+from nanoinfer.attention.kv_cache import KVCache, has_windows, state_shapes
 from nanoinfer.config import LOGPROBS_MODES, EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
@@ -58,6 +58,10 @@ class Parts:
     def wrapped(self, wrap: Callable[[ModelRunner], ModelRunner]) -> "Parts":
         """Return the same parts, whose runner has a further wrapper."""
         return replace(self, wrappers=(*self.wrappers, wrap))
+
+    @property
+    def has_states(self) -> bool:
+        return bool(state_shapes(self.model.config))
 
     @property
     def device(self) -> torch.device:

@@ -1,14 +1,15 @@
-"""The module of a checkpoint that predicts further tokens (`mtp.*`), for speculative_config={"method": "mtp"}."""
+"""What drafts for a model: a smaller model, or the module of a checkpoint that predicts further tokens (`mtp.*`)."""
 
 from typing import Any
 
 import torch
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import UnsupportedError
+from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.loader import open_weights
+from nanoinfer.loading.loader import Loaded, load, open_weights
 from nanoinfer.loading.weights import load_weights
+from nanoinfer.models.registry import Model
 
 
 def load_drafter(model: Any, config: EngineConfig) -> Any:
@@ -33,3 +34,15 @@ def load_drafter(model: Any, config: EngineConfig) -> Any:
     load_weights(drafter, weights, rules, weight.dtype, weight.device)
     drafter.target = (model,)
     return drafter.to(weight.device).eval()
+
+
+def load_draft_model(name: str, config: EngineConfig, target: Loaded) -> Model:
+    """Load a smaller model that drafts for `target`. Raises: InvalidValueError for a model with other ids."""
+    draft = load(EngineConfig(model=name, dtype=config.dtype, device=config.device, enforce_eager=config.enforce_eager))
+    ours, theirs = target.model.config.vocab_size, draft.model.config.vocab_size
+    way_out = "choose a draft model of the same family"
+    if theirs != ours:
+        raise InvalidValueError(f"the draft model {name!r} has {theirs} token ids, the model has {ours}; {way_out}")
+    if target.tokenizer and draft.tokenizer and target.tokenizer.hf.get_vocab() != draft.tokenizer.hf.get_vocab():
+        raise InvalidValueError(f"the draft model {name!r} has a different tokenizer; {way_out}")
+    return draft.model

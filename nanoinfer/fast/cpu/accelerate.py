@@ -56,7 +56,7 @@ def compile_model(
     Args:
         model: with its weights, on a CPU.
         quantization: None, or "int8" or "int4" for weights in 8 or 4 bits, also the head's.
-        weights: is told where kernels read the weights of layers. None: nobody replaces weights.
+        weights: gets the forms in which kernels read the weights. None: nobody replaces weights.
         adapters: the linear layers that requests may adapt.
         keeps_plain: keep the plain weights, so that the model runs beside the compiled one, and can be compiled again.
 

@@ -38,7 +38,7 @@ def compile_for_cpu(trace: Trace, pack: Pack, dtype: torch.dtype, weights: HeldW
         trace: changed in place.
         pack: lays out a linear layer for its kernel.
         dtype: of the weights.
-        weights: is told which copies of parameters the programs read.
+        weights: gets the copies of parameters that the programs read.
 
     Returns:
         The programs, in their order. There are none if no operation has a kernel.
