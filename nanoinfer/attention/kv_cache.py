@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int, Int8, Shaped
@@ -28,6 +28,18 @@ Pages = Shaped[Tensor, "num_blocks num_kv_heads block_size stored_size"]  # of a
 SCALE_BYTES = 4  # after a head of 8-bit integers
 
 
+@runtime_checkable
+class LayerSizes(Protocol):
+    """What the cache reads of a model's config. _ALIKE has what some configs have in addition."""
+
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class KVGroup:
     """Layers that keep the keys and values of the same tokens, so that one block table of a sequence serves all of them.
@@ -39,7 +51,7 @@ class KVGroup:
     layers: tuple[int, ...]
 
 
-def kv_groups(config: Any) -> tuple[KVGroup, ...]:
+def kv_groups(config: LayerSizes) -> tuple[KVGroup, ...]:
     """The layers of a model by their windows (`layer_windows` of its config, if it has some).
 
     All groups take blocks from one pool, and a block has a place for each layer of a group. So that few places stay empty, the
@@ -94,7 +106,7 @@ class KVCache:
     @classmethod
     def for_model(
         cls,
-        config: Any,
+        config: LayerSizes,
         *,
         num_blocks: int,
         block_size: int,
@@ -106,7 +118,7 @@ class KVCache:
         """Make the cache of a model with this config. num_state_slots: of the sequences' states, if its layers keep some."""
         states = None
         if num_state_slots:
-            sizes = {"num_layers": config.num_state_layers, "shapes": config.state_shapes}
+            sizes = {"num_layers": _of(config, "num_state_layers"), "shapes": state_shapes(config)}
             states = StateCache(num_slots=num_state_slots, device=device, **sizes)
         return cls(
             num_layers=num_kv_layers(config),
@@ -238,19 +250,19 @@ def bytes_per_block(*, num_layers: int, block_size: int, num_kv_heads: int, head
     return 2 * num_layers * block_size * num_kv_heads * _stored_size(head_dim, dtype) * dtype.itemsize
 
 
-def bytes_per_block_of(config: Any, block_size: int, dtype: torch.dtype) -> int:
+def bytes_per_block_of(config: LayerSizes, block_size: int, dtype: torch.dtype) -> int:
     """bytes_per_block with the sizes of a model's config."""
     sizes = {"num_layers": num_kv_layers(config), "num_kv_heads": config.num_key_value_heads, "head_dim": config.head_dim}
     return bytes_per_block(block_size=block_size, dtype=dtype, **sizes)
 
 
-def bytes_per_slot(config: Any) -> int:
+def bytes_per_slot(config: LayerSizes) -> int:
     """The bytes of a sequence's state in all layers of a model. 0: its layers keep none."""
     sizes = map(math.prod, _of(config, "state_shapes"))
     return 4 * sum(sizes) * _of(config, "num_state_layers")
 
 
-def num_kv_layers(config: Any) -> int:
+def num_kv_layers(config: LayerSizes) -> int:
     """The layers of a model that have keys and values: all of them, unless some keep a state (Recur in base.py)."""
     return _of(config, "num_attention_layers") or config.num_hidden_layers
 
@@ -259,16 +271,16 @@ def num_kv_layers(config: Any) -> int:
 _ALIKE = {"layer_windows": (), "has_sinks": False, "state_shapes": (), "num_state_layers": 0, "num_attention_layers": None}
 
 
-def _of(config: Any, name: str) -> Any:
+def _of(config: LayerSizes, name: str) -> Any:
     return getattr(config, name, _ALIKE[name])
 
 
-def has_windows(config: Any) -> bool:
+def has_windows(config: LayerSizes) -> bool:
     """Whether some layers of a model have a window or sinks, which a backend must know."""
     return any(_of(config, "layer_windows")) or _of(config, "has_sinks")
 
 
-def state_shapes(config: Any) -> tuple[tuple[int, ...], ...]:
+def state_shapes(config: LayerSizes) -> tuple[tuple[int, ...], ...]:
     """The shapes of the parts of a state in one layer. (): the layers keep none."""
     return _of(config, "state_shapes")
 

@@ -122,9 +122,13 @@ def make_proposer(draft: "Parts | None", config: EngineConfig, executor: "LocalE
         return NGramProposer(config.speculative)
     draft_executor = make_executor(draft, _draft_config(config, draft), num_blocks=executor.info.num_blocks)
     if config.speculative.method == "mtp":
+        from nanoinfer.execution.mtp_runner import DrafterRunner, KeepingRunner
         from nanoinfer.speculative.mtp import MTPProposer
 
-        return MTPProposer(draft_executor, config.scheduler, executor.runner)
+        runner, target = draft_executor.runner, executor.runner
+        assert isinstance(runner, DrafterRunner)
+        assert isinstance(target, KeepingRunner)
+        return MTPProposer(draft_executor, config.scheduler, runner, target)
     from nanoinfer.speculative.draft_model import DraftModelProposer
 
     if draft.has_states:

@@ -7,7 +7,7 @@ twin's tokens begin with the sequence's second one, so that token i of the twin 
 What it computed from its own rows is computed again from the model's rows, once the drafts are verified.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.execution.executor import StepOutput
@@ -17,6 +17,7 @@ from nanoinfer.speculative.draft_model import DraftModelProposer
 
 if TYPE_CHECKING:
     from nanoinfer.execution.local_executor import LocalExecutor
+    from nanoinfer.execution.mtp_runner import DrafterRunner, KeepingRunner
 
 
 class _Twin(Sequence):
@@ -30,14 +31,15 @@ class _Twin(Sequence):
 
 
 class MTPProposer(DraftModelProposer):
-    """Runs the drafter, as a Proposer. target: the model's runner (a KeepingRunner)."""
+    """Runs the drafter, as a Proposer. runner: the drafter's, in the executor. target: the model's."""
 
     twin_class = _Twin
 
-    def __init__(self, executor: "LocalExecutor", config: SchedulerConfig, target: Any) -> None:
+    def __init__(
+        self, executor: "LocalExecutor", config: SchedulerConfig, runner: "DrafterRunner", target: "KeepingRunner"
+    ) -> None:
         super().__init__(executor, config)
-        self._runner: Any = executor.runner  # a DrafterRunner
-        self._target = target
+        self._runner, self._target = runner, target
         self._sequences: dict[Sequence, Sequence] = {}  # of the twins that draft
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:

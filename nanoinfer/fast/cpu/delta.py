@@ -6,11 +6,11 @@ It computes tokens one after the other, in prompts too, so a token's bits depend
 import ctypes
 from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.attention.base import Attend
 from nanoinfer.attention.states import AttendWithStates
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu import native
@@ -38,7 +38,7 @@ class DeltaCall(ctypes.Structure):
     )
 
 
-def rows_of(attend: Any) -> DeltaRows | None:
+def rows_of(attend: Attend) -> DeltaRows | None:
     """What the recurrences of a step share. None: its states are in no slots."""
     if not isinstance(attend, AttendWithStates):
         return None
@@ -66,7 +66,7 @@ class KernelRecurrence(nn.Module):
         super().__init__()
         if plain.kernel_size < 2:
             raise UnsupportedError(f"linear_conv_kernel_dim must be >= 2 for the C++ kernel, got {plain.kernel_size}")
-        self._plain, self._dtype = plain, dtype
+        self._plain, self._dtype = (plain,), dtype  # in a tuple, so that it is no submodule
         num_heads, width = plain.num_value_heads, plain.num_value_heads * plain.value_dim
         self.widths = 2 * plain.num_key_heads * plain.key_dim + width, width, num_heads, num_heads
         group = num_heads // plain.num_key_heads
@@ -93,16 +93,16 @@ class KernelRecurrence(nn.Module):
         for to, values in zip(self._laid_out, laid_out, strict=True):
             to.copy_(values)
 
-    def forward(self, attend: Any, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, attend: Attend, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
         """See DeltaRecurrence.forward."""
         self.take(weights)
         return self.compute(attend, qkv, z, b, a)
 
-    def compute(self, attend: Any, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor) -> Tensor:
+    def compute(self, attend: Attend, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor) -> Tensor:
         """Compute without a program. The definition computes a step without slots, and one in another dtype."""
         states = rows_of(attend)
         if states is None or qkv.dtype != self._dtype:
-            return DeltaRecurrence.forward(self._plain, attend, qkv, z, b, a, self._weights)  # type: ignore[arg-type]
+            return DeltaRecurrence.forward(self._plain[0], attend, qkv, z, b, a, self._weights)  # type: ignore[arg-type]
         out = torch.empty_like(z, memory_format=torch.contiguous_format)
         arrays = [*(x if x.stride(-1) == 1 else x.contiguous() for x in (qkv, z, b, a)), out]
         slices = (Slice(array, 0, x.stride(0)) for array, x in enumerate(arrays))
@@ -112,5 +112,5 @@ class KernelRecurrence(nn.Module):
     def call(self, *slices: Slice, rows: int) -> KernelCall:
         """A call in a program. slices: of qkv, z, b, a and the result. rows: the array of the batch that is a DeltaRows."""
         addresses = (x.data_ptr() for x in self._laid_out)
-        arguments = DeltaCall(*slices, rows, *addresses, self._plain.layer, self._plain.num_key_heads, self._plain.eps)
+        arguments = DeltaCall(*slices, rows, *addresses, self._plain[0].layer, self._plain[0].num_key_heads, self._plain[0].eps)
         return KernelCall(self._library.advance, arguments)

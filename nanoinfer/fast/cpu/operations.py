@@ -125,7 +125,7 @@ class CPUProgram:
         self._unread = {one: self._unread_after(one) for one in (*self._attentions, *self._recurrences)}
         self._whole: tuple[Any, Program | None] | None = None  # with the attention kernel that was used last
 
-    def __call__(self, attend: Any, *given: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def __call__(self, attend: Attend, *given: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Compute the outputs.
 
         Args:
@@ -195,7 +195,7 @@ class CPUProgram:
             self._whole = kernel, Program(calls) if is_fitting else None
         return self._whole[1]
 
-    def _attend(self, attend: Any, operation: Operation, num_rows: int, arrays: list[Any]) -> None:
+    def _attend(self, attend: Attend, operation: Operation, num_rows: int, arrays: list[Any]) -> None:
         rows = [view.tensor(arrays[self._index[view.buffer]], num_rows) for view in operation.reads]
         if operation.recurrence is not None:
             out = operation.recurrence.compute(attend, *rows)
