@@ -7,17 +7,17 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-# Each entry: the switch interval, whether more objects are exempt from garbage collection than at the start, and whether an
-# object of the engine is. gc.get_objects() has the objects that a collection would examine.
+# Each entry: the switch interval in units of Python's default, whether objects are exempt from garbage collection, and whether
+# one of the engine is. gc.get_objects() has those that a collection would examine. The process may have imported the package
+# before the script begins, so nothing is compared with its start.
 SCRIPT = """
 import asyncio, gc, json, os, signal, sys, threading, urllib.request
 
-interval, num_exempt = sys.getswitchinterval(), gc.get_freeze_count()
 seen = {}
 
 def observe(name, engine=None):
     is_exempt = engine is not None and not any(one is engine.scheduler for one in gc.get_objects())
-    seen[name] = (sys.getswitchinterval() / interval, gc.get_freeze_count() > num_exempt, is_exempt)
+    seen[name] = (sys.getswitchinterval() / 0.005, gc.get_freeze_count() > 0, is_exempt)
 
 from nanoinfer import LLM, AsyncLLM, SamplingParams
 from nanoinfer.cli.main import app
@@ -64,5 +64,5 @@ def test_a_server_switches_threads_ten_times_as_often_and_exempts_what_was_loade
     ended = forked.run_script(tmp_path / "script.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     seen = json.loads(ended.stdout.splitlines()[-1])
-    unchanged = [1, False, False]
+    unchanged = [pytest.approx(1), False, False]
     assert seen == {"importing": unchanged, "LLM": unchanged, "AsyncLLM": unchanged, "serve": [pytest.approx(0.1), True, True]}
