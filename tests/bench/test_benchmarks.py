@@ -7,7 +7,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import compare, contexts, lora, prefix_cache_dir, report, sampler, speculation, weights
+from benchmarks import compare, contexts, lora, prefix_cache_dir, report, sampler, scheduling, speculation, weights
 
 pytestmark = pytest.mark.slow
 
@@ -87,6 +87,15 @@ def test_adapters_of_requests_are_measured_beside_the_plain_model(qwen3_path):
 def test_a_restart_with_the_prefixes_of_a_folder_is_measured(qwen3_path):
     medians = prefix_cache_dir.measure(str(qwen3_path), "float32", num_tokens=200, rounds=1)
     assert list(medians)[-3:] == ["first token, cold", "in memory", "after a restart"]
+
+
+def test_the_scheduler_is_timed_alone(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["scheduling", "--repeats", "1"])
+    monkeypatch.setattr(scheduling, "PROMPT_TOKENS", 320)
+    scheduling.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("us  ")[1] for line in lines] == list(scheduling.CASES)
+    assert all(float(line.split()[0]) > 0 for line in lines)
 
 
 @pytest.mark.parametrize("name", contexts.MODELS)
