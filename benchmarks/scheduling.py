@@ -2,11 +2,14 @@
 
 python -m benchmarks.scheduling
 
-A time is the processor's, and the least of the repeats. It includes schedule() and commit(), not the text of requests.
+A time is the processor's, and the least of the repeats. It includes schedule() and commit(), not the text of requests. Python's
+garbage collector is off, as in timeit, because its time depends on all objects of a process.
 """
 
 import argparse
+import gc
 import random
+import statistics
 import time
 from collections.abc import Callable
 
@@ -69,19 +72,17 @@ def hits(num_shared: int) -> float:
 
 
 def waiting() -> float:
-    """A prompt that is in the cache waits for blocks, while others run. The result is for one step."""
+    """A prompt that is in the cache waits for blocks, while others run. The result is for the median step."""
     prompts = _prompts(0)[:9]
     scheduler = _scheduler(9 * PROMPT_TOKENS // BLOCK_SIZE)
     _run(scheduler, prompts[:1], 1)
-    num_steps = NUM_STEPS // 2
-    seconds = _run(scheduler, prompts[1:] + prompts[:1], num_steps)
-    return sum(seconds[1:num_steps]) / (num_steps - 1)
+    return statistics.median(_run(scheduler, prompts[1:] + prompts[:1], NUM_STEPS // 2)[: NUM_STEPS // 2])
 
 
 def decode() -> float:
     """A step in which each of the sequences gets one token, which fills a block in one of 16 steps."""
-    seconds = _run(_scheduler(), _prompts(0), NUM_STEPS + 1)
-    return sum(seconds[1:]) / (len(seconds) - 1)
+    seconds = _run(_scheduler(), _prompts(0), NUM_STEPS + 1)[-NUM_STEPS:]
+    return sum(seconds) / len(seconds)
 
 
 CASES: dict[str, Callable[[], float]] = {
@@ -97,8 +98,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
+    gc.disable()
     for name, case in CASES.items():
         print(f"{1e6 * min(case() for _ in range(args.repeats)):9.1f} us  {name}")
+    gc.enable()
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ NOTEBOOKS = {
     "18_layers_that_keep_less": Header(
         "what a sliding window and a state keep, why a prefix cache goes wrong there, and what a rejected draft costs.",
         40,
-        ("scheduling/kv_groups.py", "scheduling/state_slots.py", "attention/kv_cache.py", "models/gated_delta.py"),
+        ("scheduling/block_manager.py", "scheduling/state_slots.py", "attention/kv_cache.py", "models/gated_delta.py"),
         ("block tables", "KV cache"),
         ("03", "13"),
     ),

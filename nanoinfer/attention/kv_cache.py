@@ -142,6 +142,11 @@ class KVCache:
         return self._layers[layer]
 
     @property
+    def pages(self) -> list[Tensor]:
+        """What a block consists of: tensors whose first axis counts the blocks. Several layers may share one."""
+        return list(chain.from_iterable(self._pool))
+
+    @property
     def num_layers(self) -> int:
         return len(self._layers)
 
@@ -170,7 +175,7 @@ class KVCache:
         """Copy whole blocks in every layer, with all (from, to) pairs in one operation."""
         device = self._pool[0][0].device
         sources, targets = integers_on_device([list(column) for column in zip(*copies, strict=True)], device)
-        for pages in chain.from_iterable(self._pool):
+        for pages in self.pages:
             pages[targets] = pages[sources]
 
 

@@ -41,11 +41,11 @@ def make_engine(
 
     Raises: as LLM() does, for the draft model too.
     """
-    keep_blocks = None
+    make_store = None
     if config.cache.prefix_cache_dir is not None:
-        from nanoinfer.execution.block_files import keeper
+        from nanoinfer.execution.block_files import store_of
 
-        keep_blocks = keeper(model, config)
+        make_store = store_of(model, config)
     adapters = make_adapters(model, config)
     parts = make_parts(model, config, shards, weights, adapters)
     parts, draft = make_draft(parts, config, draft_model)
@@ -53,12 +53,13 @@ def make_engine(
     executor = make_executor(parts, config, shards=shards, draft=draft, tokenizer=tokenizer, tracer=tracer)
     return LLMEngine(
         executor,
-        config if keep_blocks is None else keep_blocks(executor),
+        config,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
         proposer=make_proposer(draft, config, executor),
         adapters=adapters,
         tracer=tracer,
+        store=None if make_store is None else make_store(executor),
     )
 
 

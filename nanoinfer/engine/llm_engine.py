@@ -18,7 +18,7 @@ from nanoinfer.engine.stopping import Stop
 from nanoinfer.errors import EnginePausedError, InvalidTypeError, InvalidValueError, NanoinferError
 from nanoinfer.execution.executor import Executor, InFlight, StepOutput
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
@@ -26,6 +26,7 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanoinfer.lora.adapters import Adapters
+    from nanoinfer.scheduling.stored_blocks import BlockStore
     from nanoinfer.speculative.speculator import Proposer, Speculator
 
 logger = logging.getLogger(__name__)
@@ -41,10 +42,6 @@ def scheduling_classes(config: EngineConfig) -> tuple[type[Scheduler], type[Bloc
         from nanoinfer.scheduling.policies import POLICIES
 
         scheduler = POLICIES[config.scheduler.scheduling_policy]
-    if config.enable_lora:
-        from nanoinfer.lora.scheduler import with_adapters
-
-        scheduler = with_adapters(scheduler, config)
     return scheduler, block_manager
 
 
@@ -70,8 +67,15 @@ class LLMEngine:
         proposer: "Proposer | None" = None,
         adapters: "Adapters | None" = None,
         tracer: "tracing.EventBuffer | None" = None,
+        store: "BlockStore | None" = None,
     ) -> None:
-        """proposer: for config.speculative. adapters: what requests may name. tracer: the one that the executor emits to."""
+        """
+        Args:
+            proposer: for config.speculative.
+            adapters: what requests may name.
+            tracer: the one that the executor emits its events to.
+            store: where cached blocks go that leave the memory. None: nowhere.
+        """
         self.executor = executor
         self.tokenizer = tokenizer
         self.tracer = tracer
@@ -86,17 +90,12 @@ class LLMEngine:
         self.eos_token_ids = frozenset(i for i in eos_token_ids if i < info.vocab_size)
         self.max_model_len = info.max_model_len
         scheduler_cls, block_manager_cls = scheduling_classes(config)
-        if info.windows != (None,):
-            from nanoinfer.scheduling.kv_groups import with_groups
-
-            block_manager_cls = with_groups(block_manager_cls, info.windows, config.scheduler.chunk_grid)
-        if info.num_state_slots:
-            from nanoinfer.scheduling.state_slots import with_states
-
-            block_manager_cls = with_states(block_manager_cls, info.num_state_slots)
+        layout = CacheLayout(info.windows, config.scheduler.chunk_grid, info.num_state_slots)
+        caching = config.cache.enable_prefix_caching
         self.inputs = InputProcessor(info, tokenizer, config, accepts_priority=scheduler_cls.reads_priority, adapters=adapters)
-        self.block_manager = block_manager_cls(info.num_blocks, info.block_size, config.cache.enable_prefix_caching, tracer)
-        self.scheduler = scheduler_cls(config.scheduler, self.block_manager, tracer)
+        self.block_manager = block_manager_cls(info.num_blocks, info.block_size, caching, tracer, layout, store)
+        max_adapters = config.max_loras if config.enable_lora else None
+        self.scheduler = scheduler_cls(config.scheduler, self.block_manager, tracer, max_adapters)
         self.async_scheduling = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling
         if proposer is not None and config.speculative is not None:
             from nanoinfer.speculative.speculator import Speculator

@@ -88,8 +88,8 @@ class EngineMetrics:
             *(Counter(f"vllm:{name}", totals[name]) for name in _TOTALS),
             *(latencies.histogram(f"vllm:{name}") for name, latencies in self._latencies.items()),
         ]
-        if (store := getattr(manager, "store", None)) is not None:
-            metrics += [Counter(f"vllm:{name}", count) for name, count in store.counts.items()]
+        if manager.stored is not None:
+            metrics += [Counter(f"vllm:{name}", count) for name, count in manager.stored.store.counts.items()]
         if speculator is not None:
             counts = speculator.metrics
             metrics += [

@@ -1,8 +1,9 @@
 """Files with the contents of cache blocks, so that a restarted engine finds the prefixes of the one before it.
 
-In: a KVCache and block ids, from stored_blocks.py. Out: one file per block, whose name is the block's key:
+In: a KVCache, states, and ids from stored_blocks.py. Out: one file per block or state, named by the key and the part of the
+prefix index:
 
-    "nanokv1\\n" | key, 32 bytes | SHA-256 of all the rest, 32 bytes | keys and values, layer by layer, as the cache has them
+    "nanokv2\\n" | key, 32 bytes | part | SHA-256 of all the rest, 32 bytes | keys and values, as the cache has them, or a state
 
 A thread writes them, and the engine waits for it only in close(). A file gets its name when it is whole, by a rename. It is
 read as a whole, and believed only if its length, key and checksum are right. It is not mapped, because a mapped file ends this
@@ -25,7 +26,6 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,43 +35,61 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.attention.states import BackendWithStates, StateCache
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line, shown
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
-from nanoinfer.scheduling.stored_blocks import with_store
+from nanoinfer.scheduling.stored_blocks import Entry
 
 logger = logging.getLogger(__name__)
 
-MAGIC = b"nanokv1\n"
-HEADER_BYTES = len(MAGIC) + 64
+MAGIC = b"nanokv2\n"
+HEADER_BYTES = len(MAGIC) + 65
 WAITING_BYTES = 2**28  # of copied blocks that wait to be written. What comes while they wait is left out
-_NAME = re.compile(r"[0-9a-f]{64}\.kv")
+_NAME = re.compile(r"[0-9a-f]{66}\.kv")
 
 
 class BlockFiles:
     """The BlockStore of a folder."""
 
-    def __init__(self, cache: KVCache, folder: str, max_bytes: int, fingerprint: bytes) -> None:
-        """max_bytes: the most that all files in the folder may take. Raises: InvalidValueError if it cannot be used."""
-        self.fingerprint = fingerprint
+    def __init__(
+        self,
+        cache: KVCache,
+        folder: str,
+        max_bytes: int,
+        fingerprint: bytes,
+        max_tokens_per_step: int,
+        states: StateCache | None = None,
+    ) -> None:
+        """
+        Args:
+            max_bytes: the most that all files in the folder may take.
+            fingerprint, max_tokens_per_step: see BlockStore.
+            states: of a model that keeps some.
+
+        Raises: InvalidValueError if the folder cannot be used.
+        """
+        self.fingerprint, self.max_tokens_per_step = fingerprint, max_tokens_per_step
         self.counts = {"external_prefix_cache_hits": 0, "prefix_cache_read_bytes": 0, "prefix_cache_written_bytes": 0}
-        self._pages = [pages for layer in range(cache.num_layers) for pages in cache.layer(layer)]
-        self._file_bytes = HEADER_BYTES + sum(pages[0].nbytes for pages in self._pages)
-        self._max_bytes, self.max_blocks = max_bytes, max_bytes // self._file_bytes
-        if not self.max_blocks:
+        # Of each part of the prefix index: tensors whose first axis counts the blocks, or the slots.
+        self._tensors = [cache.pages] * len(cache.groups) + ([] if states is None else [states.tensors])
+        self._num_bytes = [HEADER_BYTES + sum(tensor[0].nbytes for tensor in tensors) for tensors in self._tensors]
+        self._max_bytes = max_bytes
+        if max_bytes < max(self._num_bytes):
+            what = "a block" if states is None else "a block or a state"
             raise InvalidValueError(
-                f"prefix_cache_size must be at least {self._file_bytes} bytes, which a block takes, got {max_bytes}"
+                f"prefix_cache_size must be at least {max(self._num_bytes)} bytes, which {what} takes, got {max_bytes}"
             )
         self._folder = private_folder(folder)
         self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         self._pid, self._is_closed, self._last_error = os.getpid(), False, ""
-        self._waiting: queue.Queue[int | None] = queue.Queue(max(2, WAITING_BYTES // self._file_bytes))
-        self._copies: dict[int, Callable[[], Tensor]] = {}  # of what waits or is being written, by key
+        self._waiting: queue.Queue[Entry | None] = queue.Queue(max(2, WAITING_BYTES // max(self._num_bytes)))
+        self._copies: dict[Entry, Callable[[], Tensor]] = {}  # of what waits or is being written
         self._thread = threading.Thread(target=self._write_all, name="nanoinfer block files", daemon=True)
         self._thread.start()
 
@@ -81,59 +99,65 @@ class BlockFiles:
 
     # ---- called by the engine
 
-    def find(self, key: int) -> Tensor | None:
-        path = self._path(key)
-        if (copy := self._copies.get(key)) is not None:
+    def max_entries(self, part: int) -> int:
+        return self._max_bytes // self._num_bytes[part]
+
+    def has(self, entry: Entry) -> bool:
+        return entry in self._copies or self._has(entry)
+
+    def find(self, entry: Entry) -> Tensor | None:
+        path, num_bytes = self._path(entry), self._num_bytes[entry[1]]
+        if (copy := self._copies.get(entry)) is not None:
             return copy()
         try:
-            data = np.fromfile(path, np.uint8, self._file_bytes + 1)
-            if len(data) != self._file_bytes:
-                raise ValueError(f"it has not {self._file_bytes} bytes")
+            data = np.fromfile(path, np.uint8, num_bytes + 1)
+            if len(data) != num_bytes:
+                raise ValueError(f"it has not {num_bytes} bytes")
             content = torch.from_numpy(data[HEADER_BYTES:])
-            if data[:HEADER_BYTES].tobytes() != header(key, content):
+            if data[:HEADER_BYTES].tobytes() != header(entry, content):
                 raise ValueError("its key or its checksum is wrong")
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             logger.warning("the block file %s is damaged, and is removed: %s", path, first_line(error))
-            self.discard(key)
+            self.discard(entry)
             return None
-        self.counts["prefix_cache_read_bytes"] += self._file_bytes
+        self.counts["prefix_cache_read_bytes"] += num_bytes
         return content
 
-    def fill(self, block: int, content: Tensor) -> None:
-        for pages in self._pages:
-            page = pages[block]
+    def fill(self, part: int, block: int, content: Tensor) -> None:
+        for tensor in self._tensors[part]:
+            page = tensor[block]
             page.copy_(content[: page.nbytes].view(page.dtype).view(page.shape))
             content = content[page.nbytes :]
 
-    def touch(self, keys: Iterable[int]) -> None:
-        for key in keys:
+    def touch(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
             with suppress(OSError):
-                stamp(self._path(key))
+                stamp(self._path(entry))
 
-    def keep(self, key: int, block: int, *, wait: bool = False) -> None:
-        if self._has(key):
-            self.touch((key,))
-        elif (wait or not self._waiting.full()) and key not in self._copies:
-            self._copies[key] = self._copy_of(block)
-            self._waiting.put(key)
+    def keep(self, entry: Entry, block: int, *, wait: bool = False) -> None:
+        if self._has(entry):
+            self.touch((entry,))
+        elif (wait or not self._waiting.full()) and entry not in self._copies:
+            self._copies[entry] = self._copy_of(entry[1], block)
+            self._waiting.put(entry)
 
-    def discard(self, key: int) -> None:
-        self._copies.pop(key, None)
+    def discard(self, entry: Entry) -> None:
+        self._copies.pop(entry, None)
         with suppress(OSError):
-            self._path(key).unlink()
+            self._path(entry).unlink()
 
     def close(self) -> None:
         if self.is_open:
             self._is_closed = True
             self._waiting.put(None)
             self._thread.join()
-            self._pages.clear()  # the memory of the KV cache
+            self._tensors.clear()  # the memory of the cache
 
-    def _copy_of(self, block: int) -> Callable[[], Tensor]:
-        """Begin to copy a block to the CPU. Returns what waits for the copy."""
-        content = torch.cat([pages[block].reshape(-1).view(torch.uint8) for pages in self._pages])
+    def _copy_of(self, part: int, block: int) -> Callable[[], Tensor]:
+        """Begin to copy a block or a state to the CPU. Returns what waits for the copy."""
+        content = torch.cat([tensor[block].reshape(-1).view(torch.uint8) for tensor in self._tensors[part]])
         if content.device.type == "cpu":
             return lambda: content
         copy = torch.empty(content.shape, dtype=torch.uint8, pin_memory=True).copy_(content, non_blocking=True)
@@ -146,23 +170,23 @@ class BlockFiles:
 
         return wait
 
-    def _has(self, key: int) -> bool:
+    def _has(self, entry: Entry) -> bool:
         with suppress(OSError):
-            return self._path(key).stat().st_size == self._file_bytes  # others remain of a system that lost its power
+            return self._path(entry).stat().st_size == self._num_bytes[entry[1]]  # others: of a system that lost its power
         return False
 
-    def _path(self, key: int) -> Path:
-        return self._folder / f"{key:064x}.kv"
+    def _path(self, entry: Entry) -> Path:
+        return self._folder / f"{name_of(entry).hex()}.kv"
 
     # ---- in the thread
 
     def _write_all(self) -> None:
         self._try(self._shrink, self._max_bytes)  # after a process that was killed
-        while (key := self._waiting.get()) is not None:
-            if (copy := self._copies.get(key)) is not None:
-                self._try(self._write, key, copy)
-                if self._copies.pop(key, None) is None:
-                    self.discard(key)  # as someone did meanwhile
+        while (entry := self._waiting.get()) is not None:
+            if (copy := self._copies.get(entry)) is not None:
+                self._try(self._write, entry, copy)
+                if self._copies.pop(entry, None) is None:
+                    self.discard(entry)  # as someone did meanwhile
         os.close(self._lock)
 
     def _try(self, function: Callable[..., object], *arguments: Any) -> None:
@@ -181,23 +205,23 @@ class BlockFiles:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
 
-    def _write(self, key: int, copy: Callable[[], Tensor]) -> None:
-        path, temporary, content = self._path(key), self._folder / "writing", copy()
-        if self._has(key):  # another process was faster
+    def _write(self, entry: Entry, copy: Callable[[], Tensor]) -> None:
+        path, temporary, content = self._path(entry), self._folder / "writing", copy()
+        if self._has(entry):  # another process was faster
             return
-        num_bytes = self._read_size()
-        if num_bytes + self._file_bytes > self._max_bytes:
-            num_bytes = self._shrink(min(self._max_bytes - self._file_bytes, self._max_bytes * 9 // 10))
-        self._write_size(num_bytes + self._file_bytes)
+        num_bytes, num_new_bytes = self._read_size(), self._num_bytes[entry[1]]
+        if num_bytes + num_new_bytes > self._max_bytes:
+            num_bytes = self._shrink(min(self._max_bytes - num_new_bytes, self._max_bytes * 9 // 10))
+        self._write_size(num_bytes + num_new_bytes)
         try:
             with open(temporary, "xb", opener=partial(os.open, mode=0o600)) as file:
-                file.write(header(key, content))
+                file.write(header(entry, content))
                 file.write(content.numpy().data)
             stamp(temporary)
             temporary.rename(path)
         finally:
             temporary.unlink(missing_ok=True)
-        self.counts["prefix_cache_written_bytes"] += self._file_bytes
+        self.counts["prefix_cache_written_bytes"] += num_new_bytes
 
     def _shrink(self, limit: int) -> int:
         """Remove the files that were used longest ago, until the others take at most `limit` bytes. Returns what they take."""
@@ -224,9 +248,14 @@ class BlockFiles:
         os.pwrite(self._lock, f"{num_bytes:<31}\n".encode(), 0)
 
 
-def header(key: int, content: Tensor) -> bytes:
+def name_of(entry: Entry) -> bytes:
+    key, part = entry
+    return key + bytes([part])
+
+
+def header(entry: Entry, content: Tensor) -> bytes:
     """Return what a file begins with."""
-    start = MAGIC + key.to_bytes(32, "big")
+    start = MAGIC + name_of(entry)
     return start + _sha256(content, start)
 
 
@@ -256,8 +285,8 @@ def private_folder(name: str) -> Path:
 # ---- what decides the bits of a block
 
 
-def keeper(model: Any, config: EngineConfig) -> Callable[[LocalExecutor], EngineConfig]:
-    """Return what changes a config, given the executor, so that its block manager has a store.
+def store_of(model: Any, config: EngineConfig) -> Callable[[LocalExecutor], BlockFiles]:
+    """Return what makes the store of an engine, given its executor.
 
     Call it before the model's modules are replaced, because it reads the weights.
 
@@ -268,10 +297,6 @@ def keeper(model: Any, config: EngineConfig) -> Callable[[LocalExecutor], Engine
         raise UnsupportedError("prefix_cache_dir needs the file locks of Linux or macOS; leave it out")
     if config.tensor_parallel_size > 1:
         raise UnsupportedError("prefix_cache_dir with tensor_parallel_size > 1 is not supported; leave one of the two out")
-    if any(getattr(model.config, "layer_windows", ())) or hasattr(model.config, "state_shapes"):
-        raise UnsupportedError(
-            "prefix_cache_dir needs full attention in every layer, and this model has sliding windows or states; leave it out"
-        )
     names, weights = zip(*model.named_parameters(), strict=True)
     found = [getattr(module, "weight", None) for module in model.modules()]
     rounded: list[Any] = [weight for weight in found if hasattr(weight, "integers")]  # QuantizedWeights are no parameters
@@ -284,27 +309,35 @@ def keeper(model: Any, config: EngineConfig) -> Callable[[LocalExecutor], Engine
         files.append(Path(inspect.getfile(type(model))))
     digests += [hashlib.sha256(path.read_bytes()).digest() for path in files]
     what = (names, type(model), model.config, config.enforce_eager, config.quantization, config.scheduler.chunk_grid)
-    return partial(_with_files, config=config, identity=[repr(what).encode(), *digests])
+    return partial(_make_store, config=config, identity=[repr(what).encode(), *digests])
 
 
 @torch.inference_mode()
-def _with_files(executor: LocalExecutor, config: EngineConfig, identity: list[bytes]) -> EngineConfig:
+def _make_store(executor: LocalExecutor, config: EngineConfig, identity: list[bytes]) -> BlockFiles:
     info, runner = executor.info, executor.runner
     # The keys and values of a fixed prompt, to which another processor, compiler, library or kernel gives other bits.
     num, is_invariant = min(info.block_size, info.max_model_len), config.scheduler.batch_invariant
     seq = Sequence("probe", [i % info.vocab_size for i in range(num)], SamplingParams(), seed=0, max_num_tokens=num)
-    BlockManager(1, info.block_size).allocate(seq, num)
+    layout = CacheLayout(info.windows, config.scheduler.chunk_grid, info.num_state_slots)
+    manager = BlockManager(info.num_blocks, info.block_size, layout=layout)
+    manager.allocate(seq, num)
     plan = StepPlan((ScheduledSequence(seq, num),))
     runner.forward(ForwardBatch.build(plan, info.block_size, executor.device, has_single_queries=is_invariant))
-    pages = [pages for layer in range(runner.cache.num_layers) for pages in runner.cache.layer(layer)]
+    pages, states = runner.cache.pages, runner.backend.states if isinstance(runner.backend, BackendWithStates) else None
+    probed = [page[table[0]] for table in manager.tables(seq) for page in pages]
+    probed += [] if states is None else [part[seq.state_writes[num]] for part in states.tensors]
     threads = None if executor.batch_independent else torch.get_num_threads()
     what = (info.device, info.attention_backend, pages[0].shape[1:], pages[0].dtype, is_invariant, threads, torch.__version__)
-    digest = hashlib.sha256(b"".join([repr(what).encode(), *identity, *(_sha256(one[0]) for one in pages)])).digest()
-    settings = config.cache
-    assert settings.prefix_cache_dir is not None
-    files = BlockFiles(runner.cache, settings.prefix_cache_dir, settings.prefix_cache_size, digest)
-    manager = with_store(settings.block_manager_cls or BlockManager, files, config.scheduler.max_num_batched_tokens)
-    return replace(config, cache=replace(settings, block_manager_cls=manager))
+    digest = hashlib.sha256(b"".join([repr(what).encode(), *identity, *map(_sha256, probed)])).digest()
+    assert config.cache.prefix_cache_dir is not None
+    return BlockFiles(
+        runner.cache,
+        config.cache.prefix_cache_dir,
+        config.cache.prefix_cache_size,
+        digest,
+        config.scheduler.max_num_batched_tokens,
+        states,
+    )
 
 
 def _sha256(tensor: Tensor, start: bytes = b"") -> bytes:

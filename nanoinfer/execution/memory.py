@@ -21,6 +21,7 @@ from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.parts import Parts
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
+from nanoinfer.scheduling.block_manager import most_blocks
 
 if TYPE_CHECKING:
     from nanoinfer.distributed.sharding import Shards
@@ -122,10 +123,6 @@ def _block_bytes(parts: Parts) -> int:
 def _num_blocks_for(num_tokens: int, parts: Parts, config: EngineConfig) -> int:
     """The most blocks that one sequence holds while it grows to num_tokens."""
     windows = [group.window for group in kv_groups(parts.model.config)]
-    if windows == [None]:
-        return -(-num_tokens // parts.block_size)
-    from nanoinfer.scheduling.kv_groups import most_blocks
-
     return most_blocks(num_tokens, windows, parts.block_size, config.scheduler.chunk_grid)
 
 

@@ -13,6 +13,7 @@ from nanoinfer.learn.check import Case, Task
 from nanoinfer.learn.workbook import Function
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.prefix_index import PrefixIndex
 from nanoinfer.scheduling.scheduler import Scheduler, _Selection
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
@@ -28,8 +29,12 @@ def _sequence(token_ids: list[int], max_num_tokens: int = 1000, name: str = "r",
 
 
 def _manager(name: str, version: Version, num_blocks: int, block_size: int, *, caching: bool = True) -> BlockManager:
-    made: BlockManager = type("Learners", (BlockManager,), {name: version})(num_blocks, block_size, caching)
-    return made
+    if name != "chain":
+        made: BlockManager = type("Learners", (BlockManager,), {name: version})(num_blocks, block_size, caching)
+        return made
+    manager = BlockManager(num_blocks, block_size, caching)
+    manager.index.__class__ = type("Learners", (PrefixIndex,), {name: version})
+    return manager
 
 
 def _compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None) -> list[tuple[int, int]]:
@@ -56,7 +61,7 @@ def _replay(name: str, block_size: int, prompts: list[list[int]], version: Versi
         seen[f"prompt {number}: block table"] = list(seq.block_table)
         if number % 2:
             manager.free(seq)
-            seen[f"prompt {number}: after free"] = (seq.block_table, seq.prefix_keys)
+            seen[f"prompt {number}: after free"] = (seq.block_table, seq.prefix_nodes)
         else:
             alive.append(seq)
     for parent in alive[-2:]:
@@ -255,29 +260,29 @@ def _pack_cases() -> Iterator[Case]:
 TASKS = [
     Task(
         "match_prefix",
-        Function(_BLOCKS, "BlockManager.match_prefix"),
+        Function("nanoinfer.scheduling.prefix_index", "PrefixIndex.chain"),
         "03",
         "find the cached blocks that hold the beginning of a prompt.\n\n"
-        "self._cached maps (key of the block before, tuple of a block's token ids) to (key, block). The key before the first\n"
-        "block is the request's cache_salt, or _ROOT without one. With blocks of 2 and [5, 6, 7, 8, 9] computed before,\n"
-        "[5, 6, 7, 1] finds one block.",
+        "self._nodes maps (key of the block before, tuple of a block's token ids) to a Node, which has the block's key.\n"
+        "The key before the first block is self.root(cache_salt). Return the nodes. With blocks of 2 and [5, 6, 7, 8, 9]\n"
+        "computed before, [5, 6, 7, 1] finds one block.",
         (
             "Walk over the prompt in steps of block_size, and look one block up at a time.",
-            "The key that you look up with contains the key that the previous block was found under. Stop at the first miss.",
+            "What you look up contains the key of the node that was found before. Stop at the first miss.",
             "The last token must be computed for its logits. With 4 tokens and blocks of 2, only the first block may be used.",
         ),
-        lambda: _block_cases("match_prefix"),
+        lambda: _block_cases("chain"),
     ),
     Task(
         "allocate",
         Function(_BLOCKS, "BlockManager.allocate"),
         "03",
         "give a sequence the blocks that its next tokens need.\n\n"
-        "self._take() returns a free block. self._shared_blocks_to_write(seq) lists the places in seq.block_table whose block\n"
-        "belongs to another sequence, too, and is about to be written. self._drop(block) gives up one of its references.\n"
+        "self.tables(seq) has the block tables of the KV groups, usually seq.block_table alone. self._take() returns a free\n"
+        "block. self.blocks.ref_counts[block] says how many tables have a block, and self.blocks.drop([block]) gives one up.\n"
         "With blocks of 2, a table [0], 2 computed tokens and 3 new ones, two blocks are appended.",
         (
-            "Two things in turn: replace shared blocks that will be written, then append blocks until the tokens fit.",
+            "Two things in turn: replace blocks that will be written and have several references, then append blocks.",
             "For a shared block: take a new one, put it into the table, drop the old one, and note (old, new) to be copied.",
             "The table is long enough when len(table) * block_size >= num_computed_tokens + num_new_tokens.",
         ),
@@ -288,12 +293,13 @@ TASKS = [
         Function(_BLOCKS, "BlockManager.cache_finished_blocks"),
         "03",
         "enter full blocks into the prefix cache, so that match_prefix finds them.\n\n"
-        "seq.prefix_keys has the keys of the blocks that were entered or found before. self._cached maps (parent key, tuple\n"
-        "of ids) to (key, block), self._content maps a block to its entry in _cached, and self._new_key(entry) is a new key.",
+        "seq.prefix_nodes has the nodes of the blocks that were entered or found before. self.index.node(parent, token_ids)\n"
+        "is a block's node, given the key before it. self.index.enter(node, group, block) enters the block of a KV group.\n"
+        "Usually there is only group 0, with seq.block_table; self.tables(seq) has the tables of all.",
         (
-            "Blocks len(seq.prefix_keys) .. num_tokens // block_size - 1 are full and not yet entered.",
-            "The parent of the first block is seq.cache_salt or _ROOT, that of a later one the last of seq.prefix_keys.",
-            "If the content is in the cache already, keep that entry, and continue the chain with its key.",
+            "Blocks len(seq.prefix_nodes) .. num_tokens // block_size - 1 are full and not yet entered.",
+            "The key before the first block is self.index.root(seq.cache_salt), before a later one seq.prefix_nodes[-1].key.",
+            "Append the node of every full block. enter() itself keeps a block that is there already.",
         ),
         lambda: _block_cases("cache_finished_blocks"),
     ),

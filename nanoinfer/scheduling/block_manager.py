@@ -3,71 +3,137 @@
 A sequence's tokens are stored in blocks of `block_size` slots, and its block table lists these blocks in order, so token i has
 slot `block_table[i // block_size] * block_size + i % block_size`. There are three mechanisms:
 
-- Reference counts: after a prefix hit or a fork, a block is in several block tables, and it is free at count zero.
-- Prefix caching: a full block is identified by (key of the block before it, its token ids), so a chain of lookups from the
-  start of a prompt finds the blocks that already hold it. The dict compares the token ids themselves, so prefixes whose
-  hashes collide are never confused. Freed blocks keep their content until they are needed, the least recently used first.
+- Reference counts (pool.py): after a prefix hit or a fork, a block is in several block tables, and it is free at count zero.
+- Prefix caching (prefix_index.py): a full block has a key that stands for all tokens up to its end, so the index finds the
+  blocks that already hold the start of a prompt. Freed blocks keep their content until they are needed, the least recently used
+  first.
 - Copy on write: a fork shares all blocks, including the partly filled last one. Before a sequence writes into a shared block,
   it gets its own copy, which the executor makes before the forward pass.
 
     tokens   [ the cat sat on | the mat and     ]         block_size 4
     table    [       7        |        2        ]         7 is full and has a key, 2 is being filled
 
-A subclass may override choose_evicted, which decides what the prefix cache forgets, and extend start and evict to count hits:
-LLM(block_manager_cls=...). kv_groups.py has block tables for sliding windows, stored_blocks.py a prefix cache in files.
+Usually every layer keeps every token, and a sequence has this one table. A CacheLayout says what else a model has:
 
-Source: PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180. The keys differ from vLLM's, which are hashes.
+- Windows: a sequence has a table for each KV group, all with blocks of one pool (attention/kv_cache.py, `kv_groups`). A group
+  with a window keeps the blocks that the next query can still reach, and frees the others while the sequence runs. Their places
+  in the table are NO_BLOCK. A prefix hit needs the blocks of each group that the first query after it reaches.
+
+      tokens      | a a a a | b b b b | c c c c | d d     |     block_size 4, the next query is at position 14
+      no window   |    7    |    2    |    9    |    4    |     it reaches every token
+      window 6    |   -1    |   -1    |    8    |    5    |     it reaches tokens 9 to 14
+
+- States: state_slots.py has a slot for each sequence.
+
+- A store: stored_blocks.py keeps blocks that leave the memory in files.
+
+A subclass may override choose_evicted, which decides what the prefix cache forgets, and extend start and evict to count hits:
+LLM(block_manager_cls=...). `explain` says who holds a block, and why.
+
+Source: PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Collection
-from itertools import count
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from nanoinfer import tracing
+from nanoinfer.scheduling.pool import NO_BLOCK, Pool
+from nanoinfer.scheduling.prefix_index import Part, Prefix, PrefixIndex, first_reached
 from nanoinfer.scheduling.sequence import Sequence
 
-_ROOT = -1  # the key before the first block of a sequence without a cache_salt
+if TYPE_CHECKING:
+    from nanoinfer.scheduling.stored_blocks import BlockStore
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """What the layers of a model keep.
+
+    Attributes:
+        windows: of the KV groups, in tokens. None: every token is kept.
+        chunk_size: the most tokens of a sequence in a step, which a window's blocks must hold as well.
+        num_state_slots: the number of slots for states. 0: no layer has one.
+    """
+
+    windows: tuple[int | None, ...] = (None,)
+    chunk_size: int = 1
+    num_state_slots: int = 0
 
 
 class BlockManager:
-    """Owns block ids 0 .. num_blocks - 1, every Sequence.block_table and every Sequence.prefix_keys.
+    """Owns block ids 0 .. num_blocks - 1, every Sequence.block_table and every Sequence.prefix_nodes.
 
     >>> manager = BlockManager(num_blocks=4, block_size=2)
     >>> seq = Sequence("r0", [5, 6, 7], SamplingParams(), seed=0, max_num_tokens=8)
     >>> manager.allocate(seq, 3), seq.block_table, manager.num_free_blocks
     ([], [0, 1], 2)
+
+    Attributes:
+        blocks: who holds which block.
+        index: the prefix cache.
+        states: the slots of a model with states.
+        stored: what moves blocks between memory and a store, if there is one.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, tracer: "tracing.Tracer | None" = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        tracer: "tracing.Tracer | None" = None,
+        layout: CacheLayout = CacheLayout(),
+        store: "BlockStore | None" = None,
     ) -> None:
+        """A subclass passes its arguments on. store: where blocks go that leave the memory. None: nowhere."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.tracer = tracer
-        self._ref_counts = [0] * num_blocks
-        # Free blocks: empty ones, which are taken first, and cached ones, the least recently used first.
-        self._empty = deque(range(num_blocks))
-        self._reusable: OrderedDict[int, None] = OrderedDict()
-        self._keys = count()
-        self._cached: dict[tuple[int | str, tuple[int, ...]], tuple[int, int]] = {}  # (parent key, ids) -> (key, block)
-        self._content: dict[int, tuple[int | str, tuple[int, ...]]] = {}  # block -> its entry in _cached
+        self.windows, self._layout, self._has_windows = layout.windows, layout, layout.windows != (None,)
+        self.blocks = Pool(num_blocks)
+        parts = [Part(window, self.blocks) for window in layout.windows]
+        self.states = self.stored = None
+        if layout.num_state_slots:
+            from nanoinfer.scheduling.state_slots import StateSlots, states_part
+
+            parts.append(states_part(layout.num_state_slots))
+        self.index = PrefixIndex(parts, block_size, b"" if store is None else store.fingerprint)
+        if store is not None:
+            from nanoinfer.scheduling.stored_blocks import StoredBlocks
+
+            self.stored = StoredBlocks(store, self.index)
+        if layout.num_state_slots:
+            self.states = StateSlots(self.index, self.stored)
 
     @property
     def num_free_blocks(self) -> int:
         """The number of blocks in no block table, some of which stay in the prefix cache until they are taken."""
-        return len(self._empty) + len(self._reusable)
+        return self.blocks.num_free
 
     def num_blocks_for(self, num_tokens: int) -> int:
+        """Return the most blocks that a sequence holds at a time, while it grows to num_tokens."""
+        if self._has_windows:
+            return most_blocks(num_tokens, self.windows, self.block_size, self._layout.chunk_size)
         return -(-num_tokens // self.block_size)
 
     def num_blocks_for_forks(self, num_forks: int, num_shared_tokens: int, num_tokens: int) -> int:
         """Return the most blocks that forks need to grow to num_tokens each, of which the first ones are shared."""
-        num_shared = num_shared_tokens // self.block_size
+        num_shared = 0 if self._has_windows else num_shared_tokens // self.block_size  # windows leave what was shared
         return num_shared + num_forks * (self.num_blocks_for(num_tokens) - num_shared)
 
     def num_held_blocks(self, seq: Sequence) -> int:
-        return len(seq.block_table)
+        return len(self._held(seq)) if self._has_windows else len(seq.block_table)
+
+    def tables(self, seq: Sequence) -> tuple[list[int], ...]:
+        """Return the block tables of a sequence, in the order of the KV groups."""
+        if not self._has_windows:
+            return (seq.block_table,)
+        if len(seq.more_block_tables) < len(self.windows) - 1:
+            seq.more_block_tables = [[] for _ in self.windows[1:]]
+        return (seq.block_table, *seq.more_block_tables)
 
     # ---- for subclasses to override
 
@@ -80,151 +146,237 @@ class BlockManager:
 
     # ---- queries
 
-    def match_prefix(self, token_ids: list[int], cache_salt: str | None = None) -> list[tuple[int, int]]:
-        """Return the longest chain of full cached blocks that hold the start of token_ids, as (key, block).
+    def match_prefix(self, token_ids: list[int], cache_salt: str | None = None) -> Prefix:
+        """Return the longest chain of full cached blocks that hold the start of token_ids. len() is its number of blocks.
 
-        The last token is never included, because it must be computed for its logits. Blocks have the salt that they were
-        computed with, so that requests with different salts share none.
+        With a store, blocks that only the store has are read, if there is room for all tokens.
         """
-        matched: list[tuple[int, int]] = []
         if not self.enable_prefix_caching:
-            return matched
-        key: int | str = cache_salt or _ROOT
-        for start in range(0, len(token_ids) - self.block_size, self.block_size):
-            found = self._cached.get((key, tuple(token_ids[start : start + self.block_size])))
-            if found is None:
-                break
-            matched.append(found)
-            key = found[0]
-        return matched
+            return Prefix()
+        prefix = self.index.match(token_ids, cache_salt)
+        if self.stored is not None and self.stored.is_open and self.can_start(len(token_ids), prefix):
+            wanted = self.index.match(token_ids, cache_salt, self.stored.store.has)
+            self.stored.read(wanted, self._take_for, others_run=self._others_run)
+            prefix = self.index.match(token_ids, cache_salt)
+        return prefix
 
-    def can_start(self, num_tokens: int, prefix: list[tuple[int, int]], *, num_kept_free: int = 0) -> bool:
-        """Return whether there are blocks for all tokens of a waiting sequence with this prefix, and num_kept_free more."""
-        num_revived = sum(block in self._reusable for _, block in prefix)
-        num_needed = self.num_blocks_for(num_tokens) - len(prefix) + num_revived
+    def can_start(self, num_tokens: int, prefix: Prefix, *, num_kept_free: int = 0) -> bool:
+        """Return whether there is room for all tokens of a waiting sequence with this prefix, and num_kept_free blocks more."""
+        if self.states is not None and not self.states.pool.num_free:
+            return False
+        if self.stored is not None and self._others_run and self.stored.is_busy:
+            return False  # there may be more to read
+        blocks = self._blocks_of(prefix)
+        num_revived = sum(map(self.blocks.reusable.__contains__, blocks))
+        num_needed = max(self.num_blocks_for(num_tokens) - len(blocks), 0) + num_revived
         return num_needed + num_kept_free <= self.num_free_blocks
 
     def can_allocate(self, seq: Sequence, num_new_tokens: int) -> bool:
-        num_missing = self.num_blocks_for(seq.num_computed_tokens + num_new_tokens) - len(seq.block_table)
-        return max(num_missing, 0) + len(self._shared_blocks_to_write(seq)) <= self.num_free_blocks
+        if self.states is not None and not self.states.can_allocate(seq, num_new_tokens):
+            return False
+        first, end = seq.num_computed_tokens // self.block_size, seq.num_computed_tokens + num_new_tokens
+        num_missing, ref_counts = 0, self.blocks.ref_counts
+        for table in self.tables(seq):
+            num_missing += max(-(-end // self.block_size) - len(table), 0)
+            for block in table[first:]:
+                num_missing += ref_counts[block] > 1  # it is copied
+        return num_missing <= self.num_free_blocks
+
+    def explain(self, block: int, sequences: Iterable[Sequence]) -> str:
+        """Say who holds a block, and why. sequences: those that may, such as Scheduler.running.
+
+        >>> manager.explain(1, [seq])
+        'block 1: 1 reference; tokens 2 to 3 of r0'
+        """
+        said = [f"{self.blocks.ref_counts[block]} reference{'s' * (self.blocks.ref_counts[block] != 1)}"]
+        for seq in sequences:
+            for group, table in enumerate(self.tables(seq)):
+                if block in table:
+                    first = table.index(block) * self.block_size
+                    of_group = f" in KV group {group}" if self._has_windows else ""
+                    said.append(f"tokens {first} to {first + self.block_size - 1} of {seq.sequence_id}{of_group}")
+        if block in self.blocks.entries:
+            said.append(f"in the prefix cache with key {self.blocks.entries[block][0].key.hex()[:8]}")
+        if block in self.blocks.reusable:
+            said.append(f"evicted after {list(self.blocks.reusable).index(block)} others, when no block is empty")
+        return f"block {block}: {'; '.join(said)}"
 
     # ---- changes
 
-    def start(self, seq: Sequence, prefix: list[tuple[int, int]]) -> None:
+    def start(self, seq: Sequence, prefix: Prefix) -> None:
         """Give a waiting sequence the cached blocks of its prefix, as match_prefix has just returned them."""
-        assert not seq.block_table, "a sequence starts with an empty block table"
-        for key, block in prefix:
-            self._reusable.pop(block, None)
-            self._ref_counts[block] += 1
-            seq.block_table.append(block)
-            seq.prefix_keys.append(key)
-        if self.tracer is not None and prefix:
-            self.tracer.emit(tracing.BlocksShared(seq.sequence_id, tuple(seq.block_table)))
+        assert not seq.block_table, "a sequence starts with empty block tables"
+        seq.prefix_nodes = list(prefix.nodes)
+        for group, (table, ids) in enumerate(zip(self.tables(seq), prefix.tables, strict=False)):
+            table += ids
+            if self.tracer is not None:
+                self.tracer.emit(tracing.BlocksShared(seq.sequence_id, tuple(table), group))
+        self.blocks.hold(self._blocks_of(prefix))
+        if self.states is not None and prefix:
+            self.states.share(prefix.tables[-1][-1], seq)
+        if self.stored is not None:
+            self.stored.touch(prefix)
 
     def allocate(self, seq: Sequence, num_new_tokens: int) -> list[tuple[int, int]]:
         """Allocate blocks for the sequence's next tokens, which can_allocate has confirmed.
 
         Returns the (from, to) blocks to copy before these tokens are written.
         """
-        copies = []
-        for index in self._shared_blocks_to_write(seq):
-            shared = seq.block_table[index]
-            seq.block_table[index] = self._take()
-            self._drop(shared)
-            copies.append((shared, seq.block_table[index]))
-            if self.tracer is not None:
-                self.tracer.emit(tracing.BlockCopied(seq.sequence_id, *copies[-1]))
-        num_before = len(seq.block_table)
-        while len(seq.block_table) * self.block_size < seq.num_computed_tokens + num_new_tokens:
-            seq.block_table.append(self._take())
-        if self.tracer is not None and len(seq.block_table) > num_before:
-            self.tracer.emit(tracing.BlocksAllocated(seq.sequence_id, tuple(seq.block_table[num_before:])))
+        copies, tables, end = [], self.tables(seq), seq.num_computed_tokens + num_new_tokens
+        for table in tables:
+            for index in range(seq.num_computed_tokens // self.block_size, len(table)):
+                if self.blocks.ref_counts[table[index]] > 1:  # at most one of a table, after a fork
+                    shared, table[index] = table[index], self._take()
+                    self.blocks.drop([shared])
+                    copies.append((shared, table[index]))
+                    if self.tracer is not None:
+                        self.tracer.emit(tracing.BlockCopied(seq.sequence_id, *copies[-1]))
+        for group, table in enumerate(tables):
+            num_before = len(table)
+            while len(table) * self.block_size < end:
+                table.append(self._take())
+            if self.tracer is not None and len(table) > num_before:
+                self.tracer.emit(tracing.BlocksAllocated(seq.sequence_id, tuple(table[num_before:]), group))
+        if self.states is not None:
+            self.states.allocate(seq, num_new_tokens, keeps=self.enable_prefix_caching and seq.reader is None)
         return copies
 
     def cache_finished_blocks(self, seq: Sequence, num_tokens: int) -> None:
-        """Add the blocks that the sequence's first num_tokens fill, which must be computed, to the prefix cache."""
-        if not self.enable_prefix_caching or seq.reader is not None:
-            return
+        """Add the blocks that the sequence's first num_tokens fill, which must be computed, to the prefix cache.
+
+        Blocks that no query after these tokens reaches are freed.
+        """
+        num_full = num_tokens // self.block_size if self.enable_prefix_caching and seq.reader is None else 0
         cached = []
-        for index in range(len(seq.prefix_keys), num_tokens // self.block_size):
-            parent = seq.prefix_keys[-1] if seq.prefix_keys else seq.cache_salt or _ROOT
-            start = index * self.block_size
-            content = (parent, tuple(seq.token_ids[start : start + self.block_size]))
-            if content not in self._cached:
-                block = seq.block_table[index]
-                self._cached[content] = (self._new_key(content), block)
-                self._content[block] = content
-                cached.append(block)
-            # If another sequence filled a block with the same tokens first, its block stays in the cache, and this chain
-            # continues from that block's key.
-            seq.prefix_keys.append(self._cached[content][0])
+        for index in range(len(seq.prefix_nodes), num_full):
+            parent = seq.prefix_nodes[-1].key if index else self.index.root(seq.cache_salt)
+            node = self.index.node(parent, seq.token_ids[index * self.block_size : (index + 1) * self.block_size])
+            seq.prefix_nodes.append(node)
+            for group, table in enumerate(self.tables(seq)):
+                # If another sequence filled a block with the same tokens first, its block stays in the cache.
+                if table[index] != NO_BLOCK and self.index.enter(node, group, table[index]):
+                    cached.append(table[index])
         if self.tracer is not None and cached:
             self.tracer.emit(tracing.BlocksCached(seq.sequence_id, tuple(cached)))
+        if self._has_windows:
+            self._release(seq, num_tokens)
+        if self.states is not None:
+            self.states.cache_finished(seq, num_tokens)
+        if self.stored is not None:
+            self.stored.num_tokens_read = 0  # because the step was launched
 
     def forget_cached(self, seq: Sequence) -> None:
-        """Remove the sequence's blocks from the prefix cache, but not from sequences that share them."""
-        for block in seq.block_table:
-            if block in self._content:
-                self.evict(block)
+        """Remove the blocks with the sequence's keys from the prefix cache, but not from sequences that share them."""
+        for node in map(self.index.current, seq.prefix_nodes):  # also of blocks that the windows have left
+            for block in node.ids[: len(self.windows)]:
+                if block != NO_BLOCK:
+                    self.evict(block)
+            if self.states is not None:
+                self.states.forget(node)
+            if self.stored is not None:
+                self.stored.discard(node)
 
     def reset_prefix_cache(self) -> None:
-        """Remove every block from the prefix cache, but not from the sequences that hold it."""
-        for block in list(self._content):
+        """Remove every block from the prefix cache, but not from the sequences that hold it, and leave the store for good.
+
+        New weights may follow, to which the store's fingerprint does not belong.
+        """
+        for block in list(self.blocks.entries):
             self.evict(block)
+        if self.states is not None:
+            self.states.reset()
+        if self.stored is not None:
+            self.stored.store.close()
 
     def evict(self, block: int) -> None:
         """Remove a cached block from the prefix cache, but not from the sequences that hold it."""
-        del self._cached[self._content.pop(block)]
-        if block in self._reusable:
-            del self._reusable[block]
-            self._empty.append(block)
+        node, group = self.blocks.entries[block]
+        self.index.remove(node, group)
+        if self.states is not None:
+            self.states.forget(node)
         if self.tracer is not None:
             self.tracer.emit(tracing.BlockEvicted(block))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share all of the parent's blocks with a child, whose tokens and num_computed_tokens the caller sets."""
-        assert not child.block_table, "a fork starts with an empty block table"
-        for block in parent.block_table:
-            self._ref_counts[block] += 1
-        child.block_table = list(parent.block_table)
-        child.prefix_keys = list(parent.prefix_keys)
+        assert not child.block_table, "a fork starts with empty block tables"
+        child.block_table, *child.more_block_tables = (list(table) for table in self.tables(parent))
+        child.prefix_nodes = list(parent.prefix_nodes)
+        held = self._held(child)
+        self.blocks.hold(held)
         if self.tracer is not None:
-            self.tracer.emit(tracing.BlocksForked(parent.sequence_id, child.sequence_id, tuple(child.block_table)))
+            self.tracer.emit(tracing.BlocksForked(parent.sequence_id, child.sequence_id, tuple(held)))
+        if self.states is not None:
+            self.states.fork(parent, child)
 
     def free(self, seq: Sequence) -> None:
         """Free the sequence's blocks, the last first, so that the start of a prompt, which others may share, stays longest."""
-        if self.tracer is not None and seq.block_table:
-            self.tracer.emit(tracing.BlocksFreed(seq.sequence_id, tuple(seq.block_table)))
-        while seq.block_table:
-            self._drop(seq.block_table.pop())
-        seq.prefix_keys.clear()
+        tables = self.tables(seq)
+        if self.tracer is not None and (held := self._held(seq)):
+            self.tracer.emit(tracing.BlocksFreed(seq.sequence_id, tuple(held)))
+        self.blocks.drop(block for blocks in zip(*map(reversed, tables), strict=True) for block in blocks if block != NO_BLOCK)
+        for table in tables:
+            table.clear()
+        seq.prefix_nodes.clear()
+        if self.states is not None:
+            self.states.free(seq)
 
     def close(self) -> None:
-        """The engine ends (stored_blocks.py)."""
+        """Write the prefix cache to the store. The engine ends."""
+        if self.stored is not None:
+            self.stored.keep_all()
 
     # ---- inside
 
-    def _new_key(self, content: tuple[int | str, tuple[int, ...]]) -> int:
-        return next(self._keys)
+    @property
+    def _others_run(self) -> bool:
+        return self.num_free_blocks < self.num_blocks
 
-    def _shared_blocks_to_write(self, seq: Sequence) -> range | list[int]:
-        """Return the indices of the shared blocks that the next tokens are written to, at most one after a fork."""
-        first = seq.num_computed_tokens // self.block_size
-        return [i for i in range(first, len(seq.block_table)) if self._ref_counts[seq.block_table[i]] > 1]
+    def _blocks_of(self, prefix: Prefix) -> list[int]:
+        """The blocks of a prefix, group by group."""
+        if not self._has_windows:
+            return prefix.tables[0] if prefix else []
+        return [block for table in prefix.tables[: len(self.windows)] for block in table if block != NO_BLOCK]
+
+    def _held(self, seq: Sequence) -> list[int]:
+        return [block for block in chain.from_iterable(self.tables(seq)) if block != NO_BLOCK]
+
+    def _release(self, seq: Sequence, num_tokens: int) -> None:
+        """Free the blocks that no query after the first num_tokens reaches."""
+        released = []
+        for table, window in zip(self.tables(seq), self.windows, strict=True):
+            first = index = first_reached(num_tokens, window, self.block_size)
+            while index > 0 and table[index - 1] != NO_BLOCK:
+                index -= 1
+            released += table[index:first]
+            table[index:first] = [NO_BLOCK] * (first - index)
+        self.blocks.drop(released)
+        if self.tracer is not None and released:
+            self.tracer.emit(tracing.BlocksReleased(seq.sequence_id, tuple(released)))
 
     def _take(self) -> int:
-        if not self._empty:
-            evicted = self.choose_evicted(self._reusable.keys())
-            assert evicted in self._reusable, "choose_evicted returns one of the candidates"
+        if not self.blocks.empty:
+            evicted = self.choose_evicted(self.blocks.reusable.keys())
+            assert evicted in self.blocks.reusable, "choose_evicted returns one of the candidates"
+            if self.stored is not None:
+                self.stored.keep(self.blocks.entries[evicted][0])
             self.evict(evicted)
-        block = self._empty.popleft()
-        self._ref_counts[block] = 1
-        return block
+        return self.blocks.take()
 
-    def _drop(self, block: int) -> None:
-        self._ref_counts[block] -= 1
-        if self._ref_counts[block] == 0:
-            if block in self._content:
-                self._reusable[block] = None
-            else:
-                self._empty.appendleft(block)
+    def _take_for(self, part: int) -> int:
+        """Take a block, or the slot of a state, for what is read from the store."""
+        return self._take() if self.states is None or part < len(self.windows) else self.states.take()
+
+
+def most_blocks(num_tokens: int, windows: ListLike[int | None], block_size: int, chunk_size: int) -> int:
+    """Return the most blocks that a sequence holds at a time, while it grows to num_tokens by at most chunk_size at a time.
+
+    In a group with a window these are the blocks of the window and the chunk, and one more where they begin inside a block.
+
+    >>> most_blocks(4000, [None, 512], block_size=64, chunk_size=256)
+    76
+    """
+    num_for_all = -(-num_tokens // block_size)
+    return sum(
+        num_for_all if window is None else min(num_for_all, -(-(window + chunk_size) // block_size) + 1) for window in windows
+    )

@@ -14,7 +14,7 @@ In: sequences, as they arrive. Out: a StepPlan per step. The rules, in the order
    of the prompt again.
 6. A waiting sequence starts only if there are blocks for all of its tokens and for what the running sequences will soon
    request: their known tokens, one more block for each that may grow that far, and one for each fork. No sequence starts in a
-   step that preempted one.
+   step that preempted one. One whose LoRA adapter would exceed max_adapters waits, and others may pass it, as in vLLM.
 
 How a sequence's tokens are cut into steps changes the last bits of its numbers. Rule 3 keeps other requests from moving the
 cuts, but a prefix hit skips the first cuts, and a preempted sequence computes its output as if it were prompt. With
@@ -27,6 +27,7 @@ A subclass may override four methods, LLM(scheduler_cls=...): order_waiting (rul
 num_reserved_blocks (rule 6). policies.py has two. No policy can change a token or lose a block. It decides who waits.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -37,6 +38,7 @@ from nanoinfer import tracing
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.prefix_index import Prefix
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
 
@@ -62,10 +64,18 @@ class Scheduler:
 
     reads_priority = False
 
-    def __init__(self, config: SchedulerConfig, block_manager: BlockManager, tracer: "tracing.Tracer | None" = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        block_manager: BlockManager,
+        tracer: "tracing.Tracer | None" = None,
+        max_adapters: int | None = None,
+    ) -> None:
+        """max_adapters: the most LoRA adapters that the running sequences have together. None: no limit."""
         self.config = config
         self.block_manager = block_manager
         self.tracer = tracer
+        self.max_adapters = max_adapters
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._num_steps = 0
@@ -219,26 +229,28 @@ class Scheduler:
     def _start_waiting(self, selection: _Selection) -> None:
         """Start waiting sequences in the policy's order, until one does not fit."""
         num_reserved = sum(map(self._num_kept_free, self.running))
+        adapters, limit = {seq.adapter for seq in self.running} - {None}, self.max_adapters or math.inf
         started: list[Sequence] = []
         try:
             for seq in self.order_waiting(self.waiting):
                 if len(self.running) >= self.config.max_num_seqs:
                     break
                 assert seq.status is SequenceStatus.WAITING, "order_waiting returns waiting sequences, each once"
-                if not self.may_start(seq):
+                if len(adapters | {seq.adapter} - {None}) > limit or not self.may_start(seq):
                     continue
                 started.append(seq)
                 if not self._start(selection, seq, num_reserved):
                     started.pop()
                     break
                 num_reserved += self._num_kept_free(seq)
+                adapters |= {seq.adapter} - {None}
         finally:  # also if the policy raises
             for seq in started:
                 self.waiting.remove(seq)
 
     def _start(self, selection: _Selection, seq: Sequence, num_reserved: int) -> bool:
         """Start a sequence, which the caller removes from `waiting`. Return False if there is no room for it."""
-        prefix = [] if seq.wants_prompt_rows else self.block_manager.match_prefix(seq.token_ids, seq.cache_salt)
+        prefix = Prefix() if seq.wants_prompt_rows else self.block_manager.match_prefix(seq.token_ids, seq.cache_salt)
         num_cached = len(prefix) * self.block_manager.block_size
         num_new = self.next_chunk(seq, num_cached)
         if num_new > 1 and selection.budget < num_new:

@@ -10,7 +10,7 @@ from lora_adapters import linear_shapes, write_adapter
 from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.errors import InvalidValueError, UnsupportedError
+from nanoinfer.errors import InvalidValueError
 from nanoinfer.lora.request import LoRARequest
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ def test_a_restarted_engine_gives_the_bits_of_a_prefix_hit(load, settings):
     with load(**settings) as llm:
         again, num_again = answer(llm)
         assert answer(llm)[1] == 40
-        counts = llm.engine.block_manager.store.counts
+        counts = llm.engine.block_manager.stored.store.counts
     assert (num_cold, num_warm, num_again) == (0, 40, 40)
     assert again == warm
     assert counts["external_prefix_cache_hits"] == 40  # once: then they are in memory
@@ -174,8 +174,8 @@ def test_an_llm_that_is_dropped_keeps_its_prefixes(load):
 def test_damaged_files_are_computed_again(load, tmp_path, caplog):
     with load() as llm:
         expected, _ = answer(llm)
-        third = llm.engine.block_manager.match_prefix(PROMPT)[2][0]
-    path = tmp_path / "kv" / f"{third:064x}.kv"
+        third = llm.engine.block_manager.match_prefix(PROMPT).nodes[2].key
+    path = tmp_path / "kv" / f"{third.hex()}00.kv"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -220,8 +220,33 @@ def test_what_cannot_work_is_refused(load, settings, error, message):
         load(**settings)
 
 
-@pytest.mark.parametrize("family", ["mistral_window", "qwen3_5"])
-def test_models_without_full_attention_in_every_layer_are_refused(load, family, tmp_path):
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_memory": 2**17}], ids=str)
+@pytest.mark.parametrize("family", ["mistral_window", "gemma3_window", "qwen3_5"])
+def test_windows_and_states_give_the_bits_of_a_prefix_hit_after_a_restart(load, family, settings, tmp_path):
     path = tiny_models.save(family, tmp_path / family)
-    with pytest.raises(UnsupportedError, match="prefix_cache_dir needs full attention in every layer"):
-        load(path)
+    with load(path, **settings) as llm:
+        _, num_cold = answer(llm)
+        warm, num_warm = answer(llm)
+        answer(llm, OTHER)
+    with load(path, **settings) as llm:
+        again, num_again = answer(llm)
+        assert answer(llm)[1] == num_warm
+        counts = llm.engine.block_manager.stored.store.counts
+        tiny_models.assert_nothing_is_left(llm)
+    assert (
+        num_cold == 0 < num_warm == num_again >= counts["external_prefix_cache_hits"] > 0
+    )  # windows need the last blocks only
+    assert again == warm
+
+
+@pytest.mark.parametrize(("family", "memory"), [("gemma3_window", 2**16), ("qwen3_5", 2**17)])
+def test_windows_and_states_that_were_evicted_are_found_again(load, family, memory, tmp_path):
+    path = tiny_models.save(family, tmp_path / family)
+    with LLM(path, **SETTINGS) as llm:
+        answer(llm)
+        expected = answer(llm)
+    with load(path, kv_cache_memory=memory, max_num_seqs=1) as llm:
+        for prompt in (PROMPT, OTHER, OTHER[::-1]):
+            assert answer(llm, prompt)[1] == 0
+        assert answer(llm) == expected
+        assert llm.engine.block_manager.stored.store.counts["external_prefix_cache_hits"] > 0

@@ -98,7 +98,7 @@ def test_greedy_tokens_equal_transformers_where_slots_run_out(family):
     path, tokens, _ = family
     _, slot = sizes(path)
     llm = LLM(path, **SETTINGS | {"kv_cache_memory": 5 * slot})
-    assert llm.engine.block_manager.num_slots == 2
+    assert llm.engine.block_manager.states.pool.size == 2
     params = SamplingParams(temperature=0, max_tokens=9, detokenize=False)
     prompts = [PROMPTS[0], PROMPTS[1][:5], PROMPTS[0]]
     expected = tokens_of(generate(LLM(path, **SETTINGS), prompts, params))

@@ -218,7 +218,7 @@ def test_logits_that_are_not_finite_are_an_error_and_not_an_answer(path, monkeyp
     [output] = llm.beam_search([prompt], BeamSearchParams(beam_width=3))
     assert output.sequences == []
     assert "not finite" in output.error
-    assert llm.engine.block_manager.match_prefix(prompt) == []
+    assert len(llm.engine.block_manager.match_prefix(prompt)) == 0
     assert llm.engine.block_manager.num_free_blocks == llm.engine.block_manager.num_blocks
 
 

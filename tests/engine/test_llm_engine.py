@@ -53,7 +53,7 @@ def run(engine, requests):
         engine.step()
     assert engine.num_unfinished == 0
     assert engine.block_manager.num_free_blocks == engine.block_manager.num_blocks
-    assert set(engine.block_manager._ref_counts) == {0}
+    assert set(engine.block_manager.blocks.ref_counts) == {0}
     return [request.output.outputs[0] for request in requests]
 
 

@@ -8,7 +8,8 @@ import shutil
 import pytest
 import torch
 
-from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.attention.kv_cache import KVCache, KVGroup
+from nanoinfer.attention.states import StateCache
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution import block_files
 from nanoinfer.execution.block_files import HEADER_BYTES, BlockFiles
@@ -27,21 +28,26 @@ def new_cache(dtype=torch.float32, layout="HND"):
     return cache
 
 
-def new_files(folder, max_bytes=2**20, cache=None):
-    return BlockFiles(cache or new_cache(), str(folder), max_bytes, bytes(32))
+def new_files(folder, max_bytes=2**20, cache=None, states=None):
+    return BlockFiles(cache or new_cache(), str(folder), max_bytes, bytes(32), 100, states)
+
+
+def entry(key, part=0):
+    """An entry whose key is a number."""
+    return key.to_bytes(32, "big"), part
 
 
 def keep(folder, *keys, **more):
     """Keep block key % NUM_BLOCKS under each key, and return the files' paths."""
     files = new_files(folder, **more)
     for key in keys:
-        files.keep(key, key % NUM_BLOCKS, wait=True)
+        files.keep(entry(key), key % NUM_BLOCKS, wait=True)
     files.close()
     return [path_of(folder, key) for key in keys]
 
 
-def path_of(folder, key):
-    return folder / f"{key:064x}.kv"
+def path_of(folder, key, part=0):
+    return folder / f"{key:064x}{part:02x}.kv"
 
 
 def names(folder):
@@ -63,9 +69,9 @@ def test_another_store_writes_the_same_bytes_into_another_block(folder, dtype, l
         for pages in other.layer(layer):
             pages.zero_()
     files = new_files(folder, cache=other)
-    files.fill(1, files.find(2**255 + 3))
-    files.fill(0, files.find(5))
-    assert files.find(6) is None
+    files.fill(0, 1, files.find(entry(2**255 + 3)))
+    files.fill(0, 0, files.find(entry(5)))
+    assert files.find(entry(6)) is None
     files.close()
     for layer in range(2):
         for pages, expected in zip(other.layer(layer), cache.layer(layer), strict=True):
@@ -83,7 +89,7 @@ DAMAGE = {
     "the end lost": lambda data: data[: len(data) // 2] + bytes(len(data) - len(data) // 2),
     **{
         f"byte {i} changed": lambda data, i=i: data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :]
-        for i in (0, 7, 8, 39, 40, 71, 72, FILE_BYTES // 2, FILE_BYTES - 1)
+        for i in (0, 7, 8, 39, 40, 41, 72, 73, FILE_BYTES // 2, FILE_BYTES - 1)
     },
 }
 
@@ -93,8 +99,8 @@ def test_a_damaged_file_is_removed_and_not_believed(folder, caplog, damage):
     path, whole = keep(folder, 3, 4)
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
     files = new_files(folder)
-    assert files.find(3) is None
-    assert files.find(4) is not None
+    assert files.find(entry(3)) is None
+    assert files.find(entry(4)) is not None
     files.close()
     assert names(folder) == {whole.name}
     [record] = [record for record in caplog.records if record.name == block_files.__name__]
@@ -105,22 +111,22 @@ def test_a_file_under_the_name_of_another_is_not_believed(folder):
     [path] = keep(folder, 3)
     shutil.copy(path, path_of(folder, 4))
     files = new_files(folder)
-    assert files.find(4) is None
-    assert files.find(3) is not None
+    assert files.find(entry(4)) is None
+    assert files.find(entry(3)) is not None
     files.close()
 
 
 def test_files_that_vanish_are_not_found_and_can_be_kept_again(folder):
     [path] = keep(folder, 3)
     files = new_files(folder)
-    content = files.find(3)
+    content = files.find(entry(3))
     os.truncate(path, 0)  # a mapped file could not be read now
     path.unlink()
-    assert files.find(3) is None
+    assert files.find(entry(3)) is None
     assert content.sum() > 0  # what was found stays readable
-    files.touch([3])
-    files.discard(3)
-    files.keep(3, 3, wait=True)
+    files.touch([entry(3)])
+    files.discard(entry(3))
+    files.keep(entry(3), 3, wait=True)
     files.close()
     assert names(folder) == {path.name}
 
@@ -136,10 +142,10 @@ def test_the_least_recently_used_files_make_room_and_the_limit_holds_at_any_time
 
     keep(folder, 1, 2, 3, max_bytes=max_bytes)
     files = new_files(folder, max_bytes)
-    files.touch([2, 1])
+    files.touch([entry(2), entry(1)])
     monkeypatch.setattr(block_files, "header", spying)  # called when a file is about to be written
     for key in (4, 5, 6):
-        files.keep(key, 0, wait=True)
+        files.keep(entry(key), 0, wait=True)
     files.close()
     assert len(sizes) == 3
     assert max(sizes) + FILE_BYTES <= max_bytes
@@ -151,14 +157,14 @@ def test_the_least_recently_used_files_make_room_and_the_limit_holds_at_any_time
 def test_two_stores_share_a_folder_and_its_limit(folder):
     stores = [new_files(folder, 5 * FILE_BYTES) for _ in range(2)]
     for key in range(40):
-        stores[key % 2].keep(key, 0, wait=True)
+        stores[key % 2].keep(entry(key), 0, wait=True)
         assert len(names(folder) - {"writing"}) <= 5
     stores[0].close()
     assert 0 < len(names(folder)) <= 5
-    stores[1].keep(40, 0, wait=True)
+    stores[1].keep(entry(40), 0, wait=True)
     stores[1].close()
     other = new_files(folder, 5 * FILE_BYTES)
-    assert other.find(40) is not None
+    assert other.find(entry(40)) is not None
     other.close()
 
 
@@ -188,6 +194,34 @@ def test_only_the_user_can_read_the_files(folder):
         new_files(path / "below")
 
 
+def test_a_state_and_blocks_of_two_groups_with_one_key_are_three_entries(folder):
+    groups = KVGroup(None, (0,)), KVGroup(4, (1,))
+
+    def new(seed):
+        sizes = {"num_layers": 2, "num_blocks": NUM_BLOCKS, "block_size": 4, "num_kv_heads": 2, "head_dim": 8}
+        cache, states = KVCache(**sizes, groups=groups), StateCache(num_layers=2, num_slots=3, shapes=((2, 5), (4,)))
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in (*cache.pages, *states.tensors):
+            tensor.copy_(torch.rand(tensor.shape, generator=generator))
+        return cache, states
+
+    (cache, states), (other, other_states) = new(0), new(1)
+    files = new_files(folder, cache=cache, states=states)
+    for part, block in enumerate((5, 6, 2)):
+        files.keep(entry(3, part), block, wait=True)
+    files.close()
+    assert names(folder) == {path_of(folder, 3, part).name for part in range(3)}
+    files = new_files(folder, cache=other, states=other_states)
+    assert [files.has(entry(*one)) for one in ((3, 0), (3, 1), (3, 2), (4, 0))] == [True] * 3 + [False]
+    assert files.max_entries(0) == files.max_entries(1) != files.max_entries(2)
+    for part, block in enumerate((0, 1, 0)):
+        files.fill(part, block, files.find(entry(3, part)))
+    files.close()
+    assert all(torch.equal(new[:2], old[5:7]) for new, old in zip(other.pages, cache.pages, strict=True))
+    assert all(torch.equal(new[0], old[2]) for new, old in zip(other_states.tensors, states.tensors, strict=True))
+    assert not torch.equal(other_states.tensors[0][1], states.tensors[0][1])  # the other slots stay
+
+
 def test_a_limit_below_one_block_is_refused(folder):
     with pytest.raises(InvalidValueError, match=f"prefix_cache_size must be at least {FILE_BYTES} bytes"):
         new_files(folder, FILE_BYTES - 1)
@@ -200,10 +234,10 @@ def test_blocks_are_left_out_rather_than_waited_for_while_the_disk_is_slow(folde
         fcntl.flock(other, fcntl.LOCK_EX)
         files = new_files(folder)
         for key in range(50):
-            files.keep(key, 0)
-        assert files.find(0) is not None  # what waits is found, too
+            files.keep(entry(key), 0)
+        assert files.find(entry(0)) is not None  # what waits is found, too
         assert not names(folder) & {path_of(folder, 0).name}
-        files.discard(2)
+        files.discard(entry(2))
         fcntl.flock(other, fcntl.LOCK_UN)
     files.close()
     assert {path_of(folder, key).name for key in (0, 1)} <= names(folder)
@@ -213,13 +247,13 @@ def test_blocks_are_left_out_rather_than_waited_for_while_the_disk_is_slow(folde
 
 def test_a_folder_that_cannot_be_written_is_reported_once_and_stops_nothing(folder, caplog):
     files = new_files(folder)
-    files.keep(1, 0, wait=True)
+    files.keep(entry(1), 0, wait=True)
     while files.counts["prefix_cache_written_bytes"] == 0:
         pass
     shutil.rmtree(folder)
     for key in range(2, 9):
-        files.keep(key, 0, wait=True)
-    assert files.find(1) is None
+        files.keep(entry(key), 0, wait=True)
+    assert files.find(entry(1)) is None
     files.close()
     [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "blocks cannot be kept in" in record.message

@@ -9,7 +9,7 @@ from lora_adapters import linear_shapes, write_adapter
 from safetensors.torch import load_file
 
 from nanoinfer import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
-from nanoinfer.config import EngineConfig, SchedulerConfig
+from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import (
     CheckpointNotFoundError,
     InvalidTypeError,
@@ -21,7 +21,6 @@ from nanoinfer.errors import (
 from nanoinfer.execution import memory
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.lora.request import LoRARequest
-from nanoinfer.lora.scheduler import with_adapters
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
@@ -154,8 +153,7 @@ def test_running_adapters_are_counted_once_in_a_step_however_many_requests_wait(
             return super().__iter__()
 
     def num_passes(num_waiting):
-        scheduler_cls = with_adapters(Scheduler, EngineConfig(enable_lora=True, max_loras=2))
-        scheduler = scheduler_cls(SchedulerConfig(), BlockManager(99, 4))
+        scheduler = Scheduler(SchedulerConfig(), BlockManager(99, 4), max_adapters=2)
         scheduler.running = Counting()
         for i, adapter in enumerate(["a", None, "b", "a", *["c"] * num_waiting, None]):
             scheduler.add(Sequence(str(i), [1, 2], SamplingParams(), seed=0, max_num_tokens=3, adapter=adapter))

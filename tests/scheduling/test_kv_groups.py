@@ -1,4 +1,6 @@
-"""Block tables of KV groups: the invariants of any block manager, and what windows free, keep and share."""
+"""Block managers with several KV groups: the invariants of any block manager, and what windows free, keep and share."""
+
+from functools import partial
 
 import pytest
 from hypothesis import settings
@@ -8,11 +10,11 @@ from machines import SETTINGS, Blocks, Load, Memory
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.block_manager import BlockManager
-from nanoinfer.scheduling.kv_groups import NO_BLOCK, GroupedBlockManager, most_blocks, with_groups
+from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout, most_blocks
+from nanoinfer.scheduling.pool import NO_BLOCK
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.tracing import BlocksReleased, Recorder
+from nanoinfer.tracing import BlockEvicted, BlocksReleased, Recorder
 
 
 class GroupedMemory(Memory):
@@ -44,8 +46,10 @@ class GroupedMemory(Memory):
 
 @pytest.mark.parametrize("windows", [(3,), (None, 3), (5, None, 2)], ids=str)
 def test_blocks_of_groups_are_where_their_tables_say_and_are_lost_by_nobody(windows):
-    manager = with_groups(BlockManager, windows, 7)
-    machine = type("Grouped", (Blocks,), {"block_manager_cls": manager, "memory_cls": GroupedMemory, "NUM_BLOCKS": 14})
+    manager = partial(BlockManager, layout=CacheLayout(windows, 7))
+    machine = type(
+        "Grouped", (Blocks,), {"block_manager_cls": staticmethod(manager), "memory_cls": GroupedMemory, "NUM_BLOCKS": 14}
+    )
     run_state_machine_as_test(machine, settings=settings(stateful_step_count=25, **SETTINGS | {"max_examples": 30}))
 
 
@@ -65,7 +69,7 @@ class GroupedLoad(Load):
     def begin(self, windows, block_size, max_num_seqs, budget, chunk_size, spare):
         config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, chunk_size=chunk_size)
         num_blocks = most_blocks(12, windows, block_size, config.chunk_grid) + spare
-        manager = with_groups(BlockManager, windows, config.chunk_grid)(num_blocks, block_size)
+        manager = BlockManager(num_blocks, block_size, layout=CacheLayout(windows, config.chunk_grid))
         self.scheduler = self.scheduler_cls(config, manager)
         self.memory = self.memory_cls(manager)
         self.arrived, self.num_requests = [], 0
@@ -99,7 +103,7 @@ def computed(manager, token_ids, chunk=1000, cache_salt=None):
 
 @pytest.mark.parametrize("chunk", [1, 64, 100, 512])
 def test_4000_tokens_with_a_window_of_512_never_hold_more_than_window_block_and_chunk(chunk):
-    manager = with_groups(BlockManager, (512,), chunk)(4000 // 64 + 1, 64)
+    manager = BlockManager(4000 // 64 + 1, 64, layout=CacheLayout((512,), chunk))
     seq, most = computed(manager, range(4000), chunk)
     assert 512 <= most <= 512 + 64 + chunk
     assert manager.num_free_blocks == manager.num_blocks - manager.num_held_blocks(seq)  # the others can be taken at once
@@ -108,13 +112,13 @@ def test_4000_tokens_with_a_window_of_512_never_hold_more_than_window_block_and_
 
 def test_full_attention_would_hold_every_block():
     """The twin: what the test above counts can be more."""
-    _, most = computed(with_groups(BlockManager, (None,), 64)(63, 64), range(4000), 64)
+    _, most = computed(BlockManager(63, 64, layout=CacheLayout((None,), 64)), range(4000), 64)
     assert most == 4000
 
 
 def test_the_example_of_the_docstring():
     recorder = Recorder()
-    manager = with_groups(BlockManager, (None, 6), 14)(8, 4, True, recorder)
+    manager = BlockManager(8, 4, True, recorder, CacheLayout((None, 6), 14))
     seq, _ = computed(manager, range(14))
     assert seq.block_table == [0, 1, 2, 3]
     assert seq.more_block_tables == [[NO_BLOCK, NO_BLOCK, 6, 7]]
@@ -122,60 +126,62 @@ def test_the_example_of_the_docstring():
 
 
 def test_a_hit_is_the_longest_prefix_that_every_group_can_serve():
-    manager = with_groups(BlockManager, (None, 6), 100)(12, 4)
+    manager = BlockManager(12, 4, layout=CacheLayout((None, 6), 100))
     seq, _ = computed(manager, range(21))
     manager.free(seq)
     tokens = [*range(20), 99]
     assert len(manager.match_prefix(tokens)) == 5
-    window_blocks = [of_groups[1] for _, of_groups in manager.match_prefix(tokens)]
+    window_blocks = manager.match_prefix(tokens).tables[1]
     assert window_blocks[:3] == [NO_BLOCK] * 3  # a query at position 20 reaches tokens 15 to 20, of blocks 3 and 4
     assert NO_BLOCK not in window_blocks[3:]
     manager.evict(window_blocks[4])
     assert len(manager.match_prefix(tokens)) == 4
-    [(_, (first_full, _)), *_] = manager.match_prefix(tokens)
-    manager.evict(first_full)  # without it, the group that keeps everything can serve nothing
-    assert manager.match_prefix(tokens) == []
+    manager.evict(manager.match_prefix(tokens).tables[0][0])  # without it, the group that keeps everything can serve nothing
+    assert len(manager.match_prefix(tokens)) == 0
 
 
 def test_a_window_alone_needs_only_its_own_blocks_for_a_hit():
-    manager = with_groups(BlockManager, (6,), 100)(12, 4)
+    manager = BlockManager(12, 4, layout=CacheLayout((6,), 100))
     seq, _ = computed(manager, range(21))
-    first = manager.match_prefix([0, 1, 2, 3, 99])[0][1][0]
+    [(_, first)] = manager.match_prefix([0, 1, 2, 3, 99])
     manager.evict(first)
     assert len(manager.match_prefix([*range(20), 99])) == 5
     manager.free(seq)
 
 
 def test_prompts_with_different_salts_share_no_block_of_any_group():
-    manager = with_groups(BlockManager, (None, 6), 100)(24, 4)
+    manager = BlockManager(24, 4, layout=CacheLayout((None, 6), 100))
     first, _ = computed(manager, range(13), cache_salt="a")
     assert len(manager.match_prefix([*range(13)], "a")) == 3
-    assert manager.match_prefix([*range(13)]) == manager.match_prefix([*range(13)], "b") == []
+    assert len(manager.match_prefix([*range(13)])) == len(manager.match_prefix([*range(13)], "b")) == 0
     manager.free(first)
 
 
-def test_a_waiting_prompt_is_hashed_once_and_a_changed_one_again(monkeypatch):
-    manager = with_groups(BlockManager, (6,), 100)(12, 4)
+def test_a_prompt_that_changed_is_another_one():
+    manager = BlockManager(12, 4, layout=CacheLayout((6,), 100))
     seq, _ = computed(manager, range(21))
-    hashed = []
-    next_key = GroupedBlockManager._next_key
-    monkeypatch.setattr(GroupedBlockManager, "_next_key", lambda *given: hashed.append(given[3]) or next_key(*given))
     tokens = [*range(20), 99]
-    hits = [len(manager.match_prefix(tokens)) for _ in range(3)]
-    assert (hits, hashed) == ([5, 5, 5], [0, 4, 8, 12, 16])
+    assert [len(manager.match_prefix(tokens)) for _ in range(3)] == [5, 5, 5]
     tokens[2] = 77  # in place
-    assert manager.match_prefix(tokens) == []
+    assert len(manager.match_prefix(tokens)) == 0
     tokens[2] = 2
     assert len(manager.match_prefix(tokens)) == 5
-    assert manager.match_prefix(tokens, "another tenant") == []
+    assert len(manager.match_prefix(tokens, "another tenant")) == 0
     manager.free(seq)
 
 
-def test_methods_that_a_users_class_overrides_count_in_a_grouped_one_too():
+def test_a_users_class_decides_for_every_group():
     class EvictsLast(BlockManager):
         def choose_evicted(self, candidates):
             return list(candidates)[-1]
 
-    grouped = with_groups(EvictsLast, (None, 4), 8)
-    assert issubclass(grouped, GroupedBlockManager)
-    assert grouped.choose_evicted is EvictsLast.choose_evicted
+    def first_evicted(manager_cls):
+        recorder = Recorder()
+        manager = manager_cls(6, 4, True, recorder, CacheLayout((None, 4), 8))
+        manager.free(computed(manager, range(8))[0])
+        computed(manager, range(50, 59), chunk=8)
+        return recorder.of(BlockEvicted)[0].block, manager.choose_evicted.__qualname__
+
+    (oldest, _), (newest, name) = first_evicted(BlockManager), first_evicted(EvictsLast)
+    assert oldest != newest
+    assert name.endswith("EvictsLast.choose_evicted")

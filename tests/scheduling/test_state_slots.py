@@ -1,19 +1,21 @@
 """States: by hand with blocks of two tokens, then the state machines of machines.py, with drafts as well."""
 
+from functools import partial
+
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.policies import DeadlineScheduler
+from nanoinfer.scheduling.prefix_index import Prefix
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.scheduling.state_slots import with_states
 from tests.scheduling import machines
 
 
 def make(num_slots, num_blocks=8, **more):
-    return with_states(BlockManager, num_slots)(num_blocks, 2, **more)
+    return BlockManager(num_blocks, 2, layout=CacheLayout(num_state_slots=num_slots), **more)
 
 
 def sequence(token_ids, name="r", cache_salt=None):
@@ -81,7 +83,7 @@ def test_one_slot_is_enough_because_a_sequence_gives_up_its_own_checkpoint():
         run(manager, seq)
     assert start_would_reuse(manager, [5, 6, 7, 8, 1]) == 0
     manager.free(seq)
-    assert manager.num_free_slots == 1
+    assert manager.states.pool.num_free == 1
 
 
 def start_would_reuse(manager, token_ids):
@@ -100,10 +102,10 @@ def test_a_checkpoint_is_taken_before_a_slot_that_a_sequence_has_and_the_oldest_
     start(manager, other)  # no slot is empty
     assert start_would_reuse(manager, [1, 1, 0]) == 0
     assert start_would_reuse(manager, [2, 2, 0]) == 2
-    assert manager.can_start(1, [])
+    assert manager.can_start(1, Prefix())
     start(manager, sequence([5]))
     assert start_would_reuse(manager, [2, 2, 0]) == 0
-    assert not manager.can_start(1, [])  # sequences have all three
+    assert not manager.can_start(1, Prefix())  # sequences have all three
 
 
 def test_a_checkpoint_goes_with_its_block():
@@ -114,7 +116,7 @@ def test_a_checkpoint_goes_with_its_block():
     assert start_would_reuse(manager, [5, 6, 1]) == 2
     start(manager, sequence([1, 2, 3, 4]))  # takes both blocks
     assert start_would_reuse(manager, [5, 6, 1]) == 0
-    assert manager.num_free_slots == 7
+    assert manager.states.pool.num_free == 7
 
 
 def test_forks_read_the_same_state_and_each_writes_its_own():
@@ -144,7 +146,7 @@ def test_the_state_after_the_last_accepted_draft_stays():
     seq.token_ids += [9, 1]
     manager.allocate(seq, 1)
     assert seq.state_slot == after_one
-    assert manager.num_free_slots == 7
+    assert manager.states.pool.num_free == 7
 
 
 def test_drafts_take_free_slots_only():
@@ -173,6 +175,11 @@ class States(machines.Memory):
         for num_tokens, slot in seq.state_writes.items():
             self.states[slot] = tuple(seq.token_ids[:num_tokens])
         assert end in seq.state_writes
+
+
+def with_states(num_slots):
+    """A block manager for the machines, which call it as a class."""
+    return staticmethod(partial(BlockManager, layout=CacheLayout(num_state_slots=num_slots)))
 
 
 BITS = st.integers(0, 1)
@@ -209,11 +216,11 @@ class BlocksAndStates(machines.Blocks):
     @invariant()
     def a_slot_is_free_if_no_sequence_has_it(self):
         held = {slot for seq in self.alive for slot in (seq.state_slot, *seq.state_writes.values())} - {-1}
-        assert self.manager.num_free_slots == self.manager.num_slots - len(held)
+        assert self.manager.states.pool.num_free == self.manager.states.pool.size - len(held)
 
     def teardown(self):
         super().teardown()
-        assert self.manager.num_free_slots == self.manager.num_slots
+        assert self.manager.states.pool.num_free == self.manager.states.pool.size
 
 
 class LoadWithStates(machines.Load):
@@ -222,14 +229,14 @@ class LoadWithStates(machines.Load):
     def teardown(self):
         super().teardown()
         if hasattr(self, "scheduler"):
-            assert self.scheduler.block_manager.num_free_slots == self.scheduler.block_manager.num_slots
+            assert self.scheduler.block_manager.states.pool.num_free == self.scheduler.block_manager.states.pool.size
 
 
 def test_every_state_is_where_its_sequence_reads_it():
     for num_slots in (2, 5, 12):
-        machines.check_block_manager(with_states(BlockManager, num_slots), BlocksAndStates, max_examples=40)
+        machines.check_block_manager(with_states(num_slots), BlocksAndStates, max_examples=40)
 
 
 def test_the_scheduler_keeps_its_rules_with_few_slots_and_with_many():
     for scheduler, num_slots in ((Scheduler, 1), (Scheduler, 4), (DeadlineScheduler, 9)):
-        machines.check_scheduler(scheduler, with_states(BlockManager, num_slots), LoadWithStates, max_examples=25)
+        machines.check_scheduler(scheduler, with_states(num_slots), LoadWithStates, max_examples=25)

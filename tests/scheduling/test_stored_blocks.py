@@ -11,50 +11,72 @@ from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.scheduling.stored_blocks import with_store
 from tests.scheduling import machines
 
 
 class DictStore:
-    """A BlockStore in a dict of keys, with the contents of a machine's memory, or with block ids where there is none."""
+    """A BlockStore in a dict of entries, with the contents of a machine's memory, or with block ids where there is none."""
 
-    def __init__(self, memory=None, contents=None, max_blocks=100, fingerprint=bytes(32)):
+    def __init__(self, memory=None, contents=None, max_blocks=100, fingerprint=bytes(32), max_tokens_per_step=100):
         self.contents = {} if contents is None else contents
         self.max_blocks, self.fingerprint, self.is_open, self.counts = max_blocks, fingerprint, True, Counter()
+        self.max_tokens_per_step = max_tokens_per_step
         self.memory, self.filled, self.touched = memory, [], []
+
+    def max_entries(self, part):
+        return self.max_blocks
+
+    def has(self, entry):
+        return entry in self.contents
 
     def slots(self, block):
         size = self.memory.manager.block_size
         return slice(block * size, (block + 1) * size)
 
-    def find(self, key):
+    def find(self, entry):
         assert self.is_open
-        return self.contents.get(key)
+        return self.contents.get(entry)
 
-    def fill(self, block, content):
+    def fill(self, part, block, content):
         self.filled.append(block)
-        if self.memory is not None:
+        if self.memory is None:
+            pass
+        elif self.is_state(part):
+            self.memory.states[block] = content
+        else:
             self.memory.slots[self.slots(block)] = content
 
-    def touch(self, keys):
-        self.touched += keys
+    def touch(self, entries):
+        self.touched += entries
 
-    def keep(self, key, block, *, wait=False):
+    def is_state(self, part):
+        return self.memory.manager.states is not None and part == len(self.memory.manager.windows)
+
+    def keep(self, entry, block, *, wait=False):
         assert self.is_open
-        self.contents[key] = f"block {block}" if self.memory is None else self.memory.slots[self.slots(block)]
+        if self.memory is None:
+            self.contents[entry] = f"block {block}"
+        elif self.is_state(entry[1]):
+            self.contents[entry] = self.memory.states[block]
+        else:
+            self.contents[entry] = self.memory.slots[self.slots(block)]
 
-    def discard(self, key):
-        self.contents.pop(key, None)
+    def discard(self, entry):
+        self.contents.pop(entry, None)
 
     def close(self):
         self.is_open = False
 
 
-def manager_with(contents=None, num_blocks=8, base=BlockManager, max_tokens_per_step=100, **store):
-    return with_store(base, DictStore(contents=contents, **store), max_tokens_per_step)(num_blocks, 2)
+def manager_with(contents=None, num_blocks=8, base=BlockManager, layout=None, **store):
+    return base(num_blocks, 2, layout=layout or CacheLayout(), store=DictStore(contents=contents, **store))
+
+
+def keys_of(seq):
+    return [node.key for node in seq.prefix_nodes]
 
 
 def run(manager, token_ids, cache_salt=None):
@@ -75,12 +97,14 @@ def test_another_manager_finds_what_the_first_one_had_in_memory():
     assert num_found == 0
     first.free(seq)
     first.close()
-    second = manager_with(first.store.contents)
+    second = manager_with(first.stored.store.contents)
     seq, num_found = run(second, [5, 6, 7, 8, 1])
-    assert (num_found, second.store.filled) == (4, seq.block_table[:2])
-    assert second.store.touched == seq.prefix_keys[::-1]  # the first block of a prompt is the last that the store may lose
+    assert (num_found, second.stored.store.filled) == (4, seq.block_table[:2])
+    assert second.stored.store.touched == [
+        (node.key, 0) for node in seq.prefix_nodes[::-1]
+    ]  # the first block of a prompt is the last that the store may lose
     assert run(second, [5, 6, 7, 8, 1])[1] == 4
-    assert len(second.store.filled) == 2  # now they are in memory
+    assert len(second.stored.store.filled) == 2  # now they are in memory
     assert run(second, [5, 7, 7, 8, 1])[1] == 0
 
 
@@ -91,24 +115,30 @@ def test_a_key_is_the_digest_of_fingerprint_salt_and_all_tokens():
     for salt, root in ((None, bytes(32)), ("tenant", bytes(32) + b"tenant")):
         seq, _ = run(manager_with(), [5, 6, 7, 8, 9], salt)
         first = digest(hashlib.sha256(root).digest(), 5, 6)
-        assert [key.to_bytes(32, "big") for key in seq.prefix_keys] == [first, digest(first, 7, 8)]
-    assert run(manager_with(fingerprint=b"x" * 32), [5, 6, 7])[0].prefix_keys != run(manager_with(), [5, 6, 7])[0].prefix_keys
+        assert keys_of(seq) == [first, digest(first, 7, 8)]
+    assert keys_of(run(manager_with(fingerprint=b"x" * 32), [5, 6, 7])[0]) != keys_of(run(manager_with(), [5, 6, 7])[0])
+
+
+def test_without_a_store_a_key_has_no_fingerprint():
+    seq, _ = run(BlockManager(8, 2), [5, 6, 7])
+    root = hashlib.sha256(b"").digest()
+    assert keys_of(seq) == [hashlib.sha256(root + array("q", [5, 6]).tobytes()).digest()]
 
 
 def test_requests_with_another_salt_find_nothing_in_the_store():
     first = manager_with()
     first.free(run(first, [5, 6, 7], "a")[0])
     first.close()
-    found = {salt: run(manager_with(dict(first.store.contents)), [5, 6, 7], salt)[1] for salt in (None, "a", "b")}
+    found = {salt: run(manager_with(dict(first.stored.store.contents)), [5, 6, 7], salt)[1] for salt in (None, "a", "b")}
     assert found == {None: 0, "a": 2, "b": 0}
 
 
 def test_what_is_evicted_is_kept_and_found_again():
     manager = manager_with(num_blocks=3)
     manager.free(run(manager, [5, 6, 7, 8, 9])[0])
-    assert manager.store.contents == {}
+    assert manager.stored.store.contents == {}
     manager.free(run(manager, [1, 2, 3, 4, 5])[0])
-    assert len(manager.store.contents) == 2
+    assert len(manager.stored.store.contents) == 2
     assert run(manager, [5, 6, 7, 8, 9])[1] == 4
 
 
@@ -120,10 +150,10 @@ def test_a_block_in_memory_is_used_after_one_that_was_evicted_before_it():
     manager = manager_with(num_blocks=4, base=FirstFirst)
     manager.free(run(manager, [5, 6, 7, 8])[0])
     manager.free(run(manager, [1, 1, 1, 1, 1])[0])  # two empty blocks, and the one of 5 and 6
-    [kept] = manager.store.contents.values()
+    [kept] = manager.stored.store.contents.values()
     assert kept == "block 0"
     seq, num_found = run(manager, [5, 6, 7, 8, 9])
-    assert (num_found, len(manager.store.filled)) == (4, 1)
+    assert (num_found, len(manager.stored.store.filled)) == (4, 1)
     assert seq.block_table[1] == 1
 
 
@@ -131,10 +161,10 @@ def test_nothing_is_read_for_a_sequence_that_has_no_room():
     first = manager_with()
     first.free(run(first, [5, 6, 7, 8, 9])[0])
     first.close()
-    second = manager_with(first.store.contents, num_blocks=3)
+    second = manager_with(first.stored.store.contents, num_blocks=3)
     other, _ = run(second, [1, 2, 3])
-    assert second.match_prefix([5, 6, 7, 8, 9]) == []
-    assert second.store.filled == []
+    assert len(second.match_prefix([5, 6, 7, 8, 9])) == 0
+    assert second.stored.store.filled == []
     second.free(other)
     assert len(second.match_prefix([5, 6, 7, 8, 9])) == 2
 
@@ -144,27 +174,27 @@ def test_while_sequences_run_a_step_reads_a_limited_number_of_tokens_and_a_later
     first = manager_with(num_blocks=12)
     first.free(run(first, prompt)[0])
     first.close()
-    manager = manager_with(first.store.contents, num_blocks=12, max_tokens_per_step=4)
+    manager = manager_with(first.stored.store.contents, num_blocks=12, max_tokens_per_step=4)
     scheduler = Scheduler(SchedulerConfig(), manager)
 
     def step(*new):
         for request_id, token_ids in new:
             scheduler.add(Sequence(request_id, token_ids, SamplingParams(), seed=0, max_num_tokens=20))
-        num_before, plan = len(manager.store.filled), scheduler.schedule()
+        num_before, plan = len(manager.stored.store.filled), scheduler.schedule()
         scheduler.commit(plan)
         for item in plan.scheduled:
             scheduler.append(item.sequence, 7)
         started = {item.sequence.request_id: item.sequence.num_cached_tokens for item in plan.scheduled}
-        return started, len(manager.store.filled) - num_before
+        return started, len(manager.stored.store.filled) - num_before
 
     assert step(("running", [1, 2])) == ({"running": 0}, 0)
     assert step(("long", prompt), ("later", [3, 4])) == ({"running": 0}, 2)
     assert step() == ({"running": 0}, 2)
-    assert manager.store.touched == []
+    assert manager.stored.store.touched == []
     assert step() == ({"running": 0, "long": 10, "later": 0}, 1)
     long = next(item for item in scheduler.running if item.request_id == "long")
-    assert manager.store.touched == long.prefix_keys[4::-1]  # each block once, and the first one last
-    alone = manager_with(first.store.contents, num_blocks=12, max_tokens_per_step=4)
+    assert manager.stored.store.touched == [(key, 0) for key in keys_of(long)[4::-1]]  # each block once, and the first one last
+    alone = manager_with(first.stored.store.contents, num_blocks=12, max_tokens_per_step=4)
     assert run(alone, prompt)[1] == 10  # nobody waits for it
 
 
@@ -173,7 +203,7 @@ def test_only_the_most_recently_used_blocks_are_kept_at_the_end_if_there_is_no_r
     for token_ids in ([5, 6, 7, 8, 9], [1, 2, 3, 4, 5]):
         manager.free(run(manager, token_ids)[0])
     manager.close()
-    contents = manager.store.contents
+    contents = manager.stored.store.contents
     assert [run(manager_with(dict(contents)), token_ids)[1] for token_ids in ([5, 6, 7, 8, 9], [1, 2, 3, 4, 5])] == [2, 4]
 
 
@@ -192,12 +222,12 @@ def test_a_reset_leaves_the_store():
     manager = manager_with(num_blocks=3)
     manager.free(run(manager, [5, 6, 7])[0])
     manager.free(run(manager, [1, 2, 3, 4, 5])[0])
-    assert len(manager.store.contents) == 1
+    assert len(manager.stored.store.contents) == 1
     manager.reset_prefix_cache()
     manager.free(run(manager, [5, 6, 7])[0])
     assert run(manager, [1, 2, 3, 4, 5])[1] == 0
     manager.close()
-    assert len(manager.store.contents) == 1
+    assert len(manager.stored.store.contents) == 1
 
 
 class StoredMemory(machines.Memory):
@@ -205,21 +235,21 @@ class StoredMemory(machines.Memory):
 
     def __init__(self, manager):
         super().__init__(manager)
-        manager.store.memory = self
+        manager.stored.store.memory = self
 
 
 def new_manager(*sizes):
-    return with_store(BlockManager, DictStore(), max_tokens_per_step=3)(*sizes)
+    return BlockManager(*sizes, store=DictStore(max_tokens_per_step=3))
 
 
 class StoredBlocks(machines.Blocks):
     block_manager_cls = staticmethod(new_manager)
     memory_cls = StoredMemory
 
-    @precondition(lambda self: self.manager.store.contents)
+    @precondition(lambda self: self.manager.stored.store.contents)
     @rule(data=st.data())
     def lose(self, data):
-        self.manager.store.discard(data.draw(st.sampled_from(sorted(self.manager.store.contents))))
+        self.manager.stored.store.discard(data.draw(st.sampled_from(sorted(self.manager.stored.store.contents))))
 
     @rule()
     def restart(self):
@@ -227,10 +257,10 @@ class StoredBlocks(machines.Blocks):
             self.manager.free(seq)
         self.alive = []
         self.manager.close()
-        contents = self.manager.store.contents
+        contents = self.manager.stored.store.contents
         self.manager = self.block_manager_cls(self.NUM_BLOCKS, self.BLOCK_SIZE)
         self.memory = self.memory_cls(self.manager)
-        self.manager.store.contents = contents
+        self.manager.stored.store.contents = contents
 
 
 @pytest.mark.slow
