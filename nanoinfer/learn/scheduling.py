@@ -323,11 +323,10 @@ TASKS = [
         "preempt sequences when no block is free.\n\n"
         "self.choose_victim(self.running, seq) names a running sequence, by default the youngest, and maybe seq itself.\n"
         "self._preempt(victim) frees its blocks and lets it wait, but leaves it in self.running, from which you remove it.\n"
-        "selection.copies has an entry for every sequence that was scheduled in this step, and selection.scheduled its item.",
+        "selection.drop(victim) notes that it was preempted, and removes it from what this step has scheduled.",
         (
             "Ask self.block_manager.can_allocate(seq, num_new_tokens), and preempt one sequence at a time until it says yes.",
-            "Append every victim to selection.preempted. If it is seq itself, there is nothing left to do for it.",
-            "A victim that was scheduled before in this step leaves selection.copies and selection.scheduled.",
+            "If the victim is seq itself, there is nothing left to do for it: return False.",
         ),
         _room_cases,
     ),
@@ -352,8 +351,8 @@ TASKS = [
         "05",
         "start a waiting sequence, if there is room.\n\n"
         "Use self.block_manager.match_prefix, can_start(..., num_kept_free=) and start, self.next_chunk and self._select.\n"
-        "Sequences with seq.wants_prompt_rows use no prefix. Put it into self.running, set status and num_computed_tokens\n"
-        "and, for a sequence that was never preempted, num_cached_tokens.",
+        "Sequences with seq.wants_prompt_rows use no prefix (self._prefix_of). Put it into self.running, set status,\n"
+        "num_computed_tokens, num_tokens_at_start and, for a sequence that was never preempted, num_cached_tokens.",
         (
             "The blocks that running sequences will soon need (num_reserved) stay free.",
             "The prefix's tokens count as computed. The chunk begins behind them and needs its tokens in the budget.",

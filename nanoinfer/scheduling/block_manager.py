@@ -182,6 +182,10 @@ class BlockManager:
                 num_missing += ref_counts[block] > 1  # it is copied
         return num_missing <= self.num_free_blocks
 
+    def num_freed_blocks(self, seq: Sequence, prefix: Prefix) -> int:
+        """Return how many blocks a sequence alone has, which its end would free, without those of another one's prefix."""
+        return sum(self.blocks.ref_counts[block] == 1 for block in set(self._held(seq)).difference(self._blocks_of(prefix)))
+
     def explain(self, block: int, sequences: Iterable[Sequence]) -> str:
         """Say who holds a block, and why. sequences: those that may, such as Scheduler.running.
 

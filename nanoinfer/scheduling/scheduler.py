@@ -15,6 +15,9 @@ In: sequences, as they arrive. Out: a StepPlan per step. The rules, in the order
 6. A waiting sequence starts only if there are blocks for all of its tokens and for what the running sequences will soon
    request: their known tokens, one more block for each that may grow that far, and one for each fork. No sequence starts in a
    step that preempted one. One whose LoRA adapter would exceed max_adapters waits, and others may pass it, as in vLLM.
+7. A subclass may preempt a running sequence for a waiting one. The waiting one starts in the same step, before any other, so
+   that the preempted one does not take the room again. Each start preempts at most one, and only one that has a new token since
+   its own start, so that no two sequences preempt each other without progress.
 
 How a sequence's tokens are cut into steps changes the last bits of its numbers. Rule 3 keeps other requests from moving the
 cuts, but a prefix hit skips the first cuts, and a preempted sequence computes its output as if it were prompt. With
@@ -23,8 +26,9 @@ batch_invariant the cuts change no bit, because the executor attends with one qu
 The scheduler always makes progress: the oldest running sequence can preempt all others and fits alone, because max_model_len
 is at most what the pool holds, and if nothing runs, every block is free and the head of the queue starts.
 
-A subclass may override four methods, LLM(scheduler_cls=...): order_waiting (rule 1), choose_victim (rule 4), may_start and
-num_reserved_blocks (rule 6). policies.py has two. No policy can change a token or lose a block. It decides who waits.
+A subclass may override five methods, LLM(scheduler_cls=...): order_waiting (rule 1), choose_victim (rule 4), may_start and
+num_reserved_blocks (rule 6), to_preempt (rule 7). policies.py has two. No policy can change a token or lose a block. It decides
+who waits.
 """
 
 import math
@@ -51,6 +55,12 @@ class _Selection:
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     copies: dict[Sequence, list[tuple[int, int]]] = field(default_factory=dict)
     preempted: list[Sequence] = field(default_factory=list)
+
+    def drop(self, victim: Sequence) -> None:
+        """Note that a sequence was preempted, which may have been scheduled in this step."""
+        self.preempted.append(victim)
+        if self.copies.pop(victim, None) is not None:
+            self.scheduled = [item for item in self.scheduled if item.sequence is not victim]
 
 
 class Scheduler:
@@ -108,6 +118,15 @@ class Scheduler:
         """Choose the running sequence that is preempted, because there is no block for `seq`, which may be chosen itself."""
         return running[-1]
 
+    def to_preempt(self, running: list[Sequence], waiting: list[Sequence]) -> Sequence | None:
+        """Choose a running sequence that makes room for waiting[0]. None: waiting[0] waits.
+
+        Args:
+            running: those that may be chosen (rule 7), in the order in which they started.
+            waiting: the sequence that lacks room, whose turn it is, then all others.
+        """
+        return None
+
     # ---- queries and changes
 
     @property
@@ -134,7 +153,8 @@ class Scheduler:
         start = time.perf_counter()
         selection = _Selection(self.config.max_num_batched_tokens)
         self._continue_running(selection)
-        if self.waiting and not selection.preempted and len(self.running) < self.config.max_num_seqs:
+        has_place = len(self.running) < self.config.max_num_seqs or type(self).to_preempt is not Scheduler.to_preempt
+        if self.waiting and not selection.preempted and has_place:
             self._start_waiting(selection)
             if not self.running and self.block_manager.num_free_blocks == self.block_manager.num_blocks:
                 raise NanoinferError(
@@ -233,24 +253,29 @@ class Scheduler:
         started: list[Sequence] = []
         try:
             for seq in self.order_waiting(self.waiting):
-                if len(self.running) >= self.config.max_num_seqs:
+                has_place = len(self.running) < self.config.max_num_seqs
+                if not has_place and type(self).to_preempt is Scheduler.to_preempt:
                     break
                 assert seq.status is SequenceStatus.WAITING, "order_waiting returns waiting sequences, each once"
                 if len(adapters | {seq.adapter} - {None}) > limit or not self.may_start(seq):
                     continue
                 started.append(seq)
-                if not self._start(selection, seq, num_reserved):
+                if has_place and self._start(selection, seq, num_reserved):
+                    num_reserved += self._num_kept_free(seq)
+                elif self._start_instead(selection, seq):
+                    num_reserved = sum(map(self._num_kept_free, self.running))
+                else:
                     started.pop()
                     break
-                num_reserved += self._num_kept_free(seq)
                 adapters |= {seq.adapter} - {None}
         finally:  # also if the policy raises
             for seq in started:
                 self.waiting.remove(seq)
+            self.waiting.extendleft(selection.preempted)
 
     def _start(self, selection: _Selection, seq: Sequence, num_reserved: int) -> bool:
         """Start a sequence, which the caller removes from `waiting`. Return False if there is no room for it."""
-        prefix = Prefix() if seq.wants_prompt_rows else self.block_manager.match_prefix(seq.token_ids, seq.cache_salt)
+        prefix = self._prefix_of(seq)
         num_cached = len(prefix) * self.block_manager.block_size
         num_new = self.next_chunk(seq, num_cached)
         if num_new > 1 and selection.budget < num_new:
@@ -261,10 +286,40 @@ class Scheduler:
         seq.status = SequenceStatus.RUNNING
         self.block_manager.start(seq, prefix)
         seq.num_computed_tokens = num_cached
+        seq.num_tokens_at_start = seq.num_tokens
         if seq.num_preemptions == 0:
             seq.num_cached_tokens = num_cached
         self._select(selection, seq, num_new)
         return True
+
+    def _start_instead(self, selection: _Selection, seq: Sequence) -> bool:
+        """Start a sequence in the place of one that to_preempt chooses. Return False, and preempt none, if it lacks room then.
+
+        The caller queues selection.preempted, because the policy may be iterating over `waiting`.
+        """
+        running = [one for one in self.running if one.num_tokens > one.num_tokens_at_start]
+        others = [one for one in self.waiting if one is not seq and one.status is SequenceStatus.WAITING]
+        if not running or (victim := self.to_preempt(running, [seq, *others])) is None:
+            return False
+        assert victim in running, "to_preempt returns one of the running sequences that it is given"
+        prefix = self._prefix_of(seq)
+        num_new = self.next_chunk(seq, len(prefix) * self.block_manager.block_size)
+        released = [item.num_new_tokens for item in selection.scheduled if item.sequence is victim and item.num_new_tokens > 1]
+        num_reserved = sum(self._num_kept_free(one) for one in self.running if one is not victim)
+        num_missing = num_reserved - self.block_manager.num_freed_blocks(victim, prefix)
+        if num_new > 1 and selection.budget + sum(released) < num_new:
+            return False
+        if not self.block_manager.can_start(seq.num_tokens, prefix, num_kept_free=num_missing):
+            return False
+        self.running.remove(victim)
+        self._stop(victim)
+        selection.drop(victim)
+        selection.budget += sum(released)
+        assert self._start(selection, seq, num_reserved), "there is room, as was computed"
+        return True
+
+    def _prefix_of(self, seq: Sequence) -> Prefix:
+        return Prefix() if seq.wants_prompt_rows else self.block_manager.match_prefix(seq.token_ids, seq.cache_salt)
 
     def _select(self, selection: _Selection, seq: Sequence, num_new_tokens: int) -> None:
         """Schedule the sequence's next tokens, for which there are blocks."""
@@ -296,19 +351,20 @@ class Scheduler:
             assert victim.status is SequenceStatus.RUNNING, "choose_victim returns a running sequence"
             self.running.remove(victim)
             self._preempt(victim)
-            selection.preempted.append(victim)
-            if selection.copies.pop(victim, None) is not None:  # it was scheduled in this step
-                selection.scheduled = [item for item in selection.scheduled if item.sequence is not victim]
+            selection.drop(victim)
             if victim is seq:
                 return False
         return True
 
     def _preempt(self, seq: Sequence) -> None:
         """Requeue a sequence, which the caller removes from `running`."""
+        self._stop(seq)
+        self.waiting.appendleft(seq)
+
+    def _stop(self, seq: Sequence) -> None:
         self._free(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
-        self.waiting.appendleft(seq)
 
     def _num_kept_free(self, seq: Sequence) -> int:
         return self.num_reserved_blocks(seq) + len(seq.forks)

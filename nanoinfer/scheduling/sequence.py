@@ -55,6 +55,7 @@ class Sequence:
     num_pending_tokens: int = field(default=0, init=False)  # sampled, but not yet in token_ids: the scheduler
     num_computed_tokens: int = field(default=0, init=False)  # how many of its tokens are in the cache: the scheduler
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)  # the scheduler
+    num_tokens_at_start: int = field(default=0, init=False)  # when it last began to run: the scheduler
     num_preemptions: int = field(default=0, init=False)  # the scheduler
     num_cached_tokens: int = field(default=0, init=False)  # in the prefix cache when it first ran: the scheduler
     block_table: list[int] = field(default_factory=list, init=False)  # the block manager

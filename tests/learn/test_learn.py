@@ -73,11 +73,11 @@ MUTANTS = {
     ],
     "make_room": [
         ("self.running.remove(victim)", "self.running.pop(0)"),
-        ("selection.preempted.append(victim)", "pass"),
+        ("selection.drop(victim)", "pass"),
+        ("selection.drop(victim)", "selection.preempted.append(victim)"),
         ("return False", "return True"),
         ("while not", "if not"),
         ("if victim is seq:", "if victim is seq and len(selection.preempted) > 1:"),
-        ("item.sequence is not victim", "True"),
         ("self._preempt(victim)", "self._free(victim)"),
     ],
     "continue_running": [

@@ -63,12 +63,58 @@ class AtRandom(Scheduler):
         return self.random.choice(running)
 
 
+class PreemptivePriority(PriorityScheduler):
+    """A waiting sequence with a lower number takes the place of the running one with the highest."""
+
+    def to_preempt(self, running, waiting):
+        worst = self.choose_victim(running, waiting[0])
+        return worst if worst.priority > waiting[0].priority else None
+
+
+class ShortestRemainingFirst(Scheduler):
+    """SRPT: who has the fewest tokens left runs, also in the place of one that has more."""
+
+    def remaining(self, seq):
+        return seq.max_num_tokens - seq.num_tokens
+
+    def order_waiting(self, waiting):
+        return sorted(waiting, key=self.remaining)
+
+    def to_preempt(self, running, waiting):
+        longest = max(running, key=self.remaining)
+        return longest if self.remaining(longest) > self.remaining(waiting[0]) else None
+
+
+class MultiLevelFeedback(Scheduler):
+    """MLFQ: after 2, 4, 8 and more output tokens a sequence sinks to the next level. A higher level comes first."""
+
+    def level(self, seq):
+        return seq.num_output_tokens.bit_length()
+
+    def order_waiting(self, waiting):
+        return sorted(waiting, key=self.level)
+
+    def to_preempt(self, running, waiting):
+        lowest = max(running, key=self.level)
+        return lowest if self.level(lowest) > self.level(waiting[0]) else None
+
+
+class PreemptsAlways(Scheduler):
+    """The oldest that may be preempted makes room for anybody."""
+
+    def to_preempt(self, running, waiting):
+        return running[0]
+
+
+PREEMPTIVE = [PreemptivePriority, ShortestRemainingFirst, MultiLevelFeedback, PreemptsAlways]
+
+
 class MostRecentlyUsed(BlockManager):
     def choose_evicted(self, candidates):
         return list(candidates)[-1]
 
 
-SCHEDULERS = [PriorityScheduler, DeadlineScheduler, ShortestJobFirst, Contrary, SelfSacrificing, AtRandom]
+SCHEDULERS = [PriorityScheduler, DeadlineScheduler, ShortestJobFirst, Contrary, SelfSacrificing, AtRandom, *PREEMPTIVE]
 BLOCK_MANAGERS = [LeastFrequentlyHit, MostRecentlyUsed]
 
 
@@ -220,6 +266,59 @@ def test_the_lowest_priority_is_preempted_also_if_it_was_scheduled_in_the_same_s
 
 
 # ---- timeouts
+
+
+def steps_of(scheduler_cls, *given, num_blocks=4, **config):
+    """Who runs and who is preempted in each step, at most 60. given: (step of the arrival, prompt, output, priority)."""
+    config = {"max_num_seqs": 2, "max_num_batched_tokens": 4, "chunk_size": 4} | config
+    scheduler = scheduler_cls(SchedulerConfig(**config), BlockManager(num_blocks, 4, enable_prefix_caching=False))
+    steps = []
+    for number in range(60):
+        for name, (step, num_prompt, num_output, priority) in enumerate(given):
+            if step == number:
+                total = num_prompt + num_output
+                seq = Sequence(str(name), [1] * num_prompt, SamplingParams(), 0, max_num_tokens=total, priority=priority)
+                scheduler.add(seq)
+        plan = scheduler.schedule()
+        steps.append(([item.sequence.request_id for item in plan.scheduled], [seq.request_id for seq in plan.preempted]))
+        scheduler.commit(plan)
+        for seq, _ in plan.rows:
+            scheduler.append(seq, 7)
+            if len(seq.token_ids) == seq.max_num_tokens:
+                scheduler.finish(seq)
+        if not scheduler.num_unfinished:
+            break
+    assert scheduler.num_unfinished or scheduler.block_manager.num_free_blocks == num_blocks
+    return steps, scheduler.num_unfinished
+
+
+def test_a_waiting_sequence_takes_the_place_of_one_with_a_lower_priority_in_the_same_step():
+    given = (0, 4, 8, 5), (2, 4, 3, 0), (3, 4, 3, 5)
+    for config in ({"max_num_seqs": 1}, {"num_blocks": 3}):  # no place, or no blocks
+        steps, num_unfinished = steps_of(PreemptivePriority, *given, **config)
+        assert steps[:4] == [(["0"], []), (["0"], []), (["1"], ["0"]), (["1"], [])]
+        assert num_unfinished == 0
+    steps, _ = steps_of(PriorityScheduler, *given, max_num_seqs=1)  # the twin: without the hook it waits
+    assert all(not preempted for _, preempted in steps)
+    assert steps[2] == (["0"], [])
+
+
+def test_nobody_is_preempted_for_a_sequence_that_lacks_room_even_then():
+    steps, num_unfinished = steps_of(PreemptivePriority, (0, 1, 2, 9), (0, 4, 8, 1), (1, 12, 4, 0), num_blocks=4)
+    assert num_unfinished == 0
+    assert steps[1][1] == []  # the one with the highest number has a block, and the prompt needs three more
+
+
+def test_a_sequence_is_preempted_for_another_only_after_a_new_token_because_else_nobody_ends():
+    class WithoutTheRule(PreemptsAlways):
+        def schedule(self):
+            for seq in self.running:
+                seq.num_tokens_at_start = 0
+            return super().schedule()
+
+    given = [(0, 8, 4, 0), (0, 8, 4, 0)]  # prompts of two chunks, of which each step computes one
+    assert steps_of(WithoutTheRule, *given, max_num_seqs=1)[1] == 2
+    assert steps_of(PreemptsAlways, *given, max_num_seqs=1)[1] == 0
 
 
 def test_a_request_ends_at_its_timeout_waiting_or_running_and_keeps_its_text(monkeypatch):
