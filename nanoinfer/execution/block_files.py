@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -323,7 +323,7 @@ def _make_store(executor: LocalExecutor, config: EngineConfig, identity: list[by
     manager.allocate(seq, num)
     plan = StepPlan((ScheduledSequence(seq, num),))
     runner.forward(ForwardBatch.build(plan, info.block_size, executor.device, has_single_queries=is_invariant))
-    pages, states = runner.cache.pages, runner.backend.states if isinstance(runner.backend, BackendWithStates) else None
+    pages, states = runner.cache.pages, cast(BackendWithStates, runner.backend).states if info.num_state_slots else None
     probed = [page[table[0]] for table in manager.tables(seq) for page in pages]
     probed += [] if states is None else [part[seq.state_writes[num]] for part in states.tensors]
     threads = None if executor.batch_independent else torch.get_num_threads()

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer import tracing
 from nanoinfer.scheduling.pool import NO_BLOCK, Pool
-from nanoinfer.scheduling.prefix_index import Part, Prefix, PrefixIndex, first_reached
+from nanoinfer.scheduling.prefix_index import CachePart, Prefix, PrefixIndex, first_reached
 from nanoinfer.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class BlockManager:
         self.tracer = tracer
         self.windows, self._layout, self._has_windows = layout.windows, layout, layout.windows != (None,)
         self.blocks = Pool(num_blocks)
-        parts = [Part(window, self.blocks) for window in layout.windows]
+        parts = [CachePart(window, self.blocks) for window in layout.windows]
         self.states = self.stored = None
         if layout.num_state_slots:
             from nanoinfer.scheduling.state_slots import StateSlots, states_part

@@ -36,7 +36,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CachePart:
     """A KV group with its window in tokens, or the states. pool: of its ids."""
 
     window: int | None
@@ -66,7 +66,7 @@ class Prefix:
 class PrefixIndex:
     """The nodes whose contents are in memory. `parts` begins with the KV groups, in their order."""
 
-    def __init__(self, parts: list[Part], block_size: int, fingerprint: bytes = b"") -> None:
+    def __init__(self, parts: list[CachePart], block_size: int, fingerprint: bytes = b"") -> None:
         self.parts, self.block_size, self._fingerprint = parts, block_size, fingerprint
         self._nodes: dict[tuple[bytes, tuple[int, ...]], Node] = {}
         self._pack = Struct(f"{block_size}q").pack

@@ -23,7 +23,7 @@ writes to it while it is still being read.
 from typing import TYPE_CHECKING
 
 from nanoinfer.scheduling.pool import NO_BLOCK, Pool
-from nanoinfer.scheduling.prefix_index import Node, Part, PrefixIndex
+from nanoinfer.scheduling.prefix_index import CachePart, Node, PrefixIndex
 from nanoinfer.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 NO_SLOT = NO_BLOCK  # of a sequence without a computed token
 
 
-def states_part(num_slots: int) -> Part:
+def states_part(num_slots: int) -> CachePart:
     """Return the states' part of a prefix index, with num_slots slots.
 
     After a prefix only the state at its end is needed. A query with a window of 2 tokens reaches just as far: to the token
     before it.
     """
-    return Part(2, Pool(num_slots))
+    return CachePart(2, Pool(num_slots))
 
 
 class StateSlots:

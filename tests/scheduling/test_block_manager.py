@@ -131,6 +131,19 @@ def test_a_fork_shares_everything_and_copies_the_block_it_writes_into():
     assert manager.num_free_blocks == 4
 
 
+def test_explain_says_who_holds_a_block_and_when_it_is_evicted():
+    manager = BlockManager(num_blocks=4, block_size=2)
+    parent, child = start(manager, sequence([5, 6, 7], "r0")), sequence([5, 6, 7], "r1")
+    manager.fork(parent, child)
+    said = manager.explain(0, [parent, child])
+    assert said.startswith("block 0: 2 references; tokens 0 to 1 of r0; tokens 0 to 1 of r1; in the prefix cache with key ")
+    assert manager.explain(1, [parent]) == "block 1: 2 references; tokens 2 to 3 of r0"
+    manager.free(parent)
+    manager.free(child)
+    assert manager.explain(0, []).endswith("evicted after 0 others, when no block is empty")
+    assert manager.explain(3, []) == "block 3: 0 references"
+
+
 def test_without_prefix_caching_nothing_is_found():
     manager = BlockManager(num_blocks=4, block_size=2, enable_prefix_caching=False)
     manager.free(start(manager, sequence([5, 6, 7])))
