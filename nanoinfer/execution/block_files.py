@@ -28,14 +28,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanoinfer.attention.kv_cache import KVCache
-from nanoinfer.attention.states import BackendWithStates, StateCache
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line, shown
 from nanoinfer.execution.forward_batch import ForwardBatch
@@ -64,24 +63,22 @@ class BlockFiles:
         max_bytes: int,
         fingerprint: bytes,
         max_tokens_per_step: int,
-        states: StateCache | None = None,
     ) -> None:
         """
         Args:
             max_bytes: the most that all files in the folder may take.
             fingerprint, max_tokens_per_step: see BlockStore.
-            states: of a model that keeps some.
 
         Raises: InvalidValueError if the folder cannot be used.
         """
         self.fingerprint, self.max_tokens_per_step = fingerprint, max_tokens_per_step
         self.counts = {"external_prefix_cache_hits": 0, "prefix_cache_read_bytes": 0, "prefix_cache_written_bytes": 0}
         # Of each part of the prefix index: tensors whose first axis counts the blocks, or the slots.
-        self._tensors = [cache.pages] * len(cache.groups) + ([] if states is None else [states.tensors])
+        self._tensors = [cache.pages] * len(cache.groups) + ([] if cache.states is None else [cache.states.tensors])
         self._num_bytes = [HEADER_BYTES + sum(tensor[0].nbytes for tensor in tensors) for tensors in self._tensors]
         self._max_bytes = max_bytes
         if max_bytes < max(self._num_bytes):
-            what = "a block" if states is None else "a block or a state"
+            what = "a block" if cache.states is None else "a block or a state"
             raise InvalidValueError(
                 f"prefix_cache_size must be at least {max(self._num_bytes)} bytes, which {what} takes, got {max_bytes}"
             )
@@ -323,7 +320,7 @@ def _make_store(executor: LocalExecutor, config: EngineConfig, identity: list[by
     manager.allocate(seq, num)
     plan = StepPlan((ScheduledSequence(seq, num),))
     runner.forward(ForwardBatch.build(plan, info.block_size, executor.device, has_single_queries=is_invariant))
-    pages, states = runner.cache.pages, cast(BackendWithStates, runner.backend).states if info.num_state_slots else None
+    pages, states = runner.cache.pages, runner.cache.states
     probed = [page[table[0]] for table in manager.tables(seq) for page in pages]
     probed += [] if states is None else [part[seq.state_writes[num]] for part in states.tensors]
     threads = None if executor.batch_independent else torch.get_num_threads()
@@ -336,7 +333,6 @@ def _make_store(executor: LocalExecutor, config: EngineConfig, identity: list[by
         config.cache.prefix_cache_size,
         digest,
         config.scheduler.max_num_batched_tokens,
-        states,
     )
 
 

@@ -8,8 +8,7 @@ import shutil
 import pytest
 import torch
 
-from nanoinfer.attention.kv_cache import KVCache, KVGroup
-from nanoinfer.attention.states import StateCache
+from nanoinfer.attention.kv_cache import KVCache, KVGroup, StateCache
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution import block_files
 from nanoinfer.execution.block_files import HEADER_BYTES, BlockFiles
@@ -28,8 +27,8 @@ def new_cache(dtype=torch.float32, layout="HND"):
     return cache
 
 
-def new_files(folder, max_bytes=2**20, cache=None, states=None):
-    return BlockFiles(cache or new_cache(), str(folder), max_bytes, bytes(32), 100, states)
+def new_files(folder, max_bytes=2**20, cache=None):
+    return BlockFiles(cache or new_cache(), str(folder), max_bytes, bytes(32), 100)
 
 
 def entry(key, part=0):
@@ -199,27 +198,27 @@ def test_a_state_and_blocks_of_two_groups_with_one_key_are_three_entries(folder)
 
     def new(seed):
         sizes = {"num_layers": 2, "num_blocks": NUM_BLOCKS, "block_size": 4, "num_kv_heads": 2, "head_dim": 8}
-        cache, states = KVCache(**sizes, groups=groups), StateCache(num_layers=2, num_slots=3, shapes=((2, 5), (4,)))
+        cache = KVCache(**sizes, groups=groups, states=StateCache(num_layers=2, num_slots=3, shapes=((2, 5), (4,))))
         generator = torch.Generator().manual_seed(seed)
-        for tensor in (*cache.pages, *states.tensors):
+        for tensor in cache.tensors():
             tensor.copy_(torch.rand(tensor.shape, generator=generator))
-        return cache, states
+        return cache
 
-    (cache, states), (other, other_states) = new(0), new(1)
-    files = new_files(folder, cache=cache, states=states)
+    cache, other = new(0), new(1)
+    files = new_files(folder, cache=cache)
     for part, block in enumerate((5, 6, 2)):
         files.keep(entry(3, part), block, wait=True)
     files.close()
     assert names(folder) == {path_of(folder, 3, part).name for part in range(3)}
-    files = new_files(folder, cache=other, states=other_states)
+    files = new_files(folder, cache=other)
     assert [files.has(entry(*one)) for one in ((3, 0), (3, 1), (3, 2), (4, 0))] == [True] * 3 + [False]
     assert files.max_entries(0) == files.max_entries(1) != files.max_entries(2)
     for part, block in enumerate((0, 1, 0)):
         files.fill(part, block, files.find(entry(3, part)))
     files.close()
     assert all(torch.equal(new[:2], old[5:7]) for new, old in zip(other.pages, cache.pages, strict=True))
-    assert all(torch.equal(new[0], old[2]) for new, old in zip(other_states.tensors, states.tensors, strict=True))
-    assert not torch.equal(other_states.tensors[0][1], states.tensors[0][1])  # the other slots stay
+    assert all(torch.equal(new[0], old[2]) for new, old in zip(other.states.tensors, cache.states.tensors, strict=True))
+    assert not torch.equal(other.states.tensors[0][1], cache.states.tensors[0][1])  # the other slots stay
 
 
 def test_a_limit_below_one_block_is_refused(folder):

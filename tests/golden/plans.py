@@ -63,13 +63,6 @@ def states_of(seq) -> tuple[int, dict[int, int]]:
     return seq.state_slot, seq.state_writes
 
 
-def manager_with_store(base: type[BlockManager], store: "Store", load: Load) -> type[BlockManager]:
-    """What LLM(prefix_cache_dir=...) makes of block_manager_cls, with a store in memory instead of one in files."""
-    from nanoinfer.scheduling.stored_blocks import with_store
-
-    return with_store(base, store, load.budget)
-
-
 # ---- what the engine is given
 
 
@@ -86,15 +79,21 @@ class Store:
 
     fingerprint = bytes(32)
 
-    def __init__(self, record: Record, max_blocks: int, kept: OrderedDict[int, tuple[int, list]]):
-        """kept: what the engine before has left, by key: the number and the contents of each block."""
-        self.record, self.max_blocks, self.kept = record, max_blocks, kept
+    def __init__(self, record: Record, max_blocks: int, max_tokens_per_step: int, kept: OrderedDict[tuple, tuple[int, list]]):
+        """kept: what the engine before has left, by key and part: the number and the contents of each block."""
+        self.record, self.max_blocks, self.kept, self.max_tokens_per_step = record, max_blocks, kept, max_tokens_per_step
         self.is_open, self.counts = True, Counter()
 
-    def find(self, key):
-        return self.kept.get(key)
+    def max_entries(self, part):
+        return self.max_blocks
 
-    def fill(self, block, found):
+    def has(self, entry):
+        return entry in self.kept
+
+    def find(self, entry):
+        return self.kept.get(entry)
+
+    def fill(self, part, block, found):
         number, contents = found
         self.record.lines.append(f"  read #{number} into {block}")
         self.record.counts["read"] += 1
@@ -297,7 +296,7 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
         max_loras=max(load.max_loras, 1),
         cache=CacheConfig(
             enable_prefix_caching=load.prefix_caching,
-            block_manager_cls=base if store is None else manager_with_store(base, store, load),
+            block_manager_cls=base,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=load.max_num_seqs,
@@ -318,6 +317,7 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
         eos_token_ids=frozenset([EOS]),
         proposer=proposer,
         tracer=EventBuffer(events),
+        store=store,
     )
 
 
@@ -402,7 +402,7 @@ def record_of(load: Load | str, *, check: bool = False) -> Record:
     record, kept = Record(), OrderedDict()
     for _ in range(2 if load.store_blocks else 1):
         record.memory = Memory(load) if check else None
-        store, events = Store(record, load.store_blocks, kept) if load.store_blocks else None, EventLines(record)
+        store, events = Store(record, load.store_blocks, load.budget, kept) if load.store_blocks else None, EventLines(record)
         engine = make_engine(load, record, events, store)
         run_engine(load, record, events, engine)
         engine.close()
