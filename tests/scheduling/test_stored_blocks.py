@@ -15,6 +15,7 @@ from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 from tests.scheduling import machines
+from tests.scheduling.test_state_slots import States
 
 
 class DictStore:
@@ -272,3 +273,17 @@ def test_every_token_is_where_its_block_table_says_whatever_the_store_loses():
 def test_a_scheduler_keeps_its_rules_with_a_store():
     machine = type("StoredLoad", (machines.Load,), {"memory_cls": StoredMemory})
     machines.check_scheduler(Scheduler, staticmethod(new_manager), machine, max_examples=50)
+
+
+class StoredStates(StoredMemory, States):
+    """What a cache with states holds, beside what a store does."""
+
+
+@pytest.mark.slow
+def test_every_state_is_where_its_sequence_reads_it_whatever_the_store_loses():
+    def with_states(*sizes):
+        return BlockManager(*sizes, layout=CacheLayout(num_state_slots=4), store=DictStore(max_tokens_per_step=3))
+
+    classes = {"block_manager_cls": staticmethod(with_states), "memory_cls": StoredStates}
+    machine = type("StoredBlocksAndStates", (StoredBlocks,), classes)
+    run_state_machine_as_test(machine, settings=settings(stateful_step_count=40, **machines.SETTINGS | {"max_examples": 50}))
