@@ -209,7 +209,7 @@ def computed(checkpoints: Checkpoints, run: Run, questions: list[Question]) -> t
         if run["disk"]:
             with LLM(checkpoints.path(run["model"]), **given) as llm:
                 assert ask(checkpoints, llm, run, questions) == answers
-                num_found = llm.engine.block_manager.store.counts["external_prefix_cache_hits"]
+                num_found = llm.engine.block_manager.stored.store.counts["external_prefix_cache_hits"]
     finally:
         if cache_folder is not None:
             shutil.rmtree(cache_folder)

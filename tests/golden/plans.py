@@ -23,7 +23,6 @@ from nanoinfer.engine.beam_search import BeamSearch
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import NanoinferError
 from nanoinfer.execution.executor import ExecutorInfo, SequenceOutput, StepOutput
-from nanoinfer.lora.request import adapted
 from nanoinfer.outputs import TokenLogprobs
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
@@ -336,7 +335,7 @@ def submit(engine: LLMEngine, arrival, adapters: list[Adapter]):
         prompt["cache_salt"] = arrival.cache_salt
     prepared = engine.inputs.prepare(prompt, params, arrival.priority)
     if arrival.adapter is not None:
-        prepared = adapted(prepared, adapters[arrival.adapter])
+        prepared = prepared.with_adapter(adapters[arrival.adapter])
     if arrival.is_read:
         prepared = replace(prepared, reader=object())  # the executor would call it
     request = engine.submit(prepared)

@@ -51,22 +51,9 @@ PLANTED = {
     ],
     "scheduling/block_manager.py": [
         ("the newest block is evicted", "return next(iter(candidates))", "return next(reversed(candidates))"),
-        ("the last block is taken first", "deque(range(num_blocks))", "deque(reversed(range(num_blocks)))"),
-        ("empty blocks are a stack", "self._empty.popleft()", "self._empty.pop()"),
-        ("empty blocks are a queue", "self._empty.appendleft(block)", "self._empty.append(block)"),
-        (
-            "a hit is a block shorter",
-            "range(0, len(token_ids) - self.block_size, self.block_size)",
-            "range(0, len(token_ids) - 2 * self.block_size, self.block_size)",
-        ),
-        ("the first block is freed first", "self._drop(seq.block_table.pop())", "self._drop(seq.block_table.pop(0))"),
+        ("the first block is freed first", "zip(*map(reversed, tables), strict=True)", "zip(*tables, strict=True)"),
         ("beams need a block more", "return num_shared + num_forks", "return num_shared + 1 + num_forks"),
-        (
-            "a forgotten block is taken next",
-            "            self._empty.append(block)",
-            "            self._empty.appendleft(block)",
-        ),
-        ("a prefix in use counts as free", "sum(block in self._reusable for _, block in prefix)", "len(prefix)"),
+        ("a prefix in use counts as free", "sum(map(self.blocks.reusable.__contains__, blocks))", "len(blocks)"),
         (
             "at most one block is kept free",
             "num_needed + num_kept_free <= self.num_free_blocks",
@@ -74,28 +61,42 @@ PLANTED = {
         ),
         (
             "a block is cached a token later",
-            "range(len(seq.prefix_keys), num_tokens // self.block_size)",
-            "range(len(seq.prefix_keys), (num_tokens - 1) // self.block_size)",
+            "num_full = num_tokens // self.block_size if",
+            "num_full = (num_tokens - 1) // self.block_size if",
         ),
-        ("a sequence seems to hold a block less", "return len(seq.block_table)\n", "return max(len(seq.block_table) - 1, 0)\n"),
-        ("a reset turns the order round", "in list(self._content)", "in list(self._content)[::-1]"),
+        ("a sequence seems to hold a block less", "else len(seq.block_table)\n", "else max(len(seq.block_table) - 1, 0)\n"),
+        ("a reset turns the order round", "in list(self.blocks.entries):", "in list(self.blocks.entries)[::-1]:"),
+        ("what a window leaves is freed in turn", "self.blocks.drop(released)", "self.blocks.drop(released[::-1])"),
     ],
-    "scheduling/kv_groups.py": [
+    "scheduling/pool.py": [
+        ("the last block is taken first", "deque(range(size))", "deque(reversed(range(size)))"),
+        ("empty blocks are a stack", "self.empty.popleft()", "self.empty.pop()"),
+        ("empty blocks are a queue", "self.empty.appendleft(dropped)", "self.empty.append(dropped)"),
+        ("a forgotten block is taken next", "self.empty.append(forgotten)", "self.empty.appendleft(forgotten)"),
+    ],
+    "scheduling/prefix_index.py": [
+        (
+            "a lookup ends a block earlier",
+            "max(len(token_ids) - 1, 0) // self.block_size",
+            "max(len(token_ids) - 1 - self.block_size, 0) // self.block_size",
+        ),
+        ("a hit is a block shorter", "range(len(nodes), 0, -1)", "range(len(nodes) - 1, 0, -1)"),
         ("a window keeps a token more", "max(position - window + 1, 0)", "max(position - window, 0)"),
-        ("the first blocks of all groups are freed first", "zip(*map(reversed, self.tables(seq))", "zip(*self.tables(seq)"),
-        ("a hit of groups is a block shorter", "range(len(found[0]), 0, -1)", "range(len(found[0]) - 1, 0, -1)"),
-        ("what a window leaves is freed in turn", "for block in released:", "for block in released[::-1]:"),
     ],
     "scheduling/state_slots.py": [
-        ("the first slot is taken next", "self._empty_slots.pop()", "self._empty_slots.pop(0)"),
-        ("the last free slot is for no checkpoint", "and self.num_free_slots:", "and self.num_free_slots > 1:"),
-        ("the newest checkpoint is taken", "next(iter(self._reusable_slots))", "next(reversed(self._reusable_slots))"),
+        ("the last free slot is for no checkpoint", "keeps and self.pool.num_free:", "keeps and self.pool.num_free > 1:"),
+        ("the newest checkpoint is taken", "next(iter(self.pool.reusable))", "next(reversed(self.pool.reusable))"),
+        ("older checkpoints of a text stay", "self.pool.reusable.move_to_end(before, last=False)", "pass"),
     ],
     "scheduling/stored_blocks.py": [
-        ("what was read is held the other way round", "in reversed(matched)", "in matched"),
-        ("the store loses the start of a prompt", "touch(reversed(seq.prefix_keys))", "touch(seq.prefix_keys)"),
-        ("the store keeps the oldest", "[-store.max_blocks :]", "[: store.max_blocks]"),
-        ("a step reads more", "self._num_tokens_read += self.block_size", "self._num_tokens_read += 1"),
+        ("what was read is held the other way round", "sorted(held, reverse=True)", "sorted(held)"),
+        ("the store loses the start of a prompt", "for node in reversed(prefix.nodes)", "for node in prefix.nodes"),
+        ("the store keeps the oldest", "[-store.max_entries(number) :]", "[: store.max_entries(number)]"),
+        (
+            "a step reads more",
+            "self.num_tokens_read += self._index.block_size if missing else 0",
+            "self.num_tokens_read += 1 if missing else 0",
+        ),
     ],
     "scheduling/policies.py": [
         (
