@@ -137,11 +137,6 @@ def make_proposer(draft: "Parts | None", config: EngineConfig, executor: "LocalE
             "the draft model keeps states, which cannot go back to an earlier token; choose one with attention in all "
             "layers, or use method 'ngram'"
         )
-    if draft_executor.info.windows != (None,):
-        raise UnsupportedError(
-            "the draft model has sliding windows, which free blocks that it would need again after a rejected draft; "
-            "choose one with full attention in every layer, or use method 'ngram'"
-        )
     return DraftModelProposer(draft_executor, config.scheduler)
 
 

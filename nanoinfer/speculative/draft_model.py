@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.execution.executor import Executor, StepOutput
-from nanoinfer.scheduling.block_manager import BlockManager
+from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
 
@@ -30,7 +30,8 @@ class DraftModelProposer:
 
     def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
         info = executor.info
-        self.block_manager = BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=False)
+        layout = CacheLayout(info.windows, config.chunk_grid)
+        self.block_manager = BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=False, layout=layout)
         self._executor = executor
         self._max_model_len = info.max_model_len
         self._config = config
@@ -69,6 +70,8 @@ class DraftModelProposer:
         while twin.token_ids[:num_equal] != seq.token_ids[:num_equal]:
             num_equal -= 1
         twin.num_computed_tokens = min(num_equal, len(seq.token_ids) - 1)  # the newest token is computed for its logits
+        # Blocks that windows have left are freed here alone, because a rejected draft never goes back before these tokens.
+        self.block_manager.cache_finished_blocks(twin, twin.num_computed_tokens)
         twin.token_ids = list(seq.token_ids)
         return twin
 

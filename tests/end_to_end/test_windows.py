@@ -171,10 +171,16 @@ def test_a_model_file_that_slides_without_saying_so_in_its_config_is_computed_as
     ]
 
 
-def test_a_draft_model_with_windows_is_refused(path):
-    draft = {"method": "draft_model", "model": str(path)}
-    with pytest.raises(UnsupportedError, match="the draft model has sliding windows"):
-        LLM(path, kv_cache_memory=2**24, speculative_config=draft)
+def test_a_draft_model_with_windows_goes_back_after_a_rejected_draft(path, expected, request, tmp_path):
+    """Windows free blocks up to the verified tokens only. Drafts of the model itself are right, and those of another are not."""
+    for model, is_right in ((path, True), (tiny_models.save(request.node.callspec.params["path"], tmp_path, seed=1), False)):
+        draft = {"method": "draft_model", "model": str(model), "adaptive": False, "num_speculative_tokens": 5}
+        llm = LLM(path, kv_cache_memory=2**24, speculative_config=draft, **SIZES)
+        check(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
+        metrics, manager = llm.engine.speculator.metrics, llm.engine.speculator.proposer.block_manager
+        assert metrics.num_draft_tokens > 20
+        assert (metrics.num_accepted_tokens > 0.8 * metrics.num_draft_tokens) == is_right
+        assert manager.num_free_blocks == manager.num_blocks
 
 
 def test_a_backend_without_windows_is_refused_by_name(path, monkeypatch):
