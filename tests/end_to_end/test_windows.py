@@ -172,7 +172,7 @@ def test_a_model_file_that_slides_without_saying_so_in_its_config_is_computed_as
 
 
 def test_a_draft_model_with_windows_goes_back_after_a_rejected_draft(path, expected, request, tmp_path):
-    """Windows free blocks up to the verified tokens only. Drafts of the model itself are right, and those of another are not."""
+    """Windows free blocks up to the verified tokens only. Drafts of the model itself are right, those of another are not."""
     for model, is_right in ((path, True), (tiny_models.save(request.node.callspec.params["path"], tmp_path, seed=1), False)):
         draft = {"method": "draft_model", "model": str(model), "adaptive": False, "num_speculative_tokens": 5}
         llm = LLM(path, kv_cache_memory=2**24, speculative_config=draft, **SIZES)
