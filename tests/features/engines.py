@@ -24,14 +24,14 @@ from nanoinfer.lora.request import LoRARequest
 from nanoinfer.sampling.logits_processors import LogitsProcessor
 from nanoinfer.sampling.sampler import STAGES
 
-# Sizes are multiples of 32 on each of two ranks, which quantization= needs.
-WIDTHS = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+# On each of two ranks rows have whole groups of 64 numbers, so that quantization="int4" rounds them as one rank does.
+WIDTHS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 MODELS = {
     "full attention": ("qwen3", {}),
     "sliding windows": ("gemma3_window", {"num_hidden_layers": 3}),
     "attention sinks": ("gpt_oss_window", {"num_hidden_layers": 2}),
     "states": ("qwen3_5", {}),
-    "experts": ("qwen3_moe", {"moe_intermediate_size": 64}),
+    "experts": ("qwen3_moe", {"moe_intermediate_size": 128}),
 }
 HARMONY = (
     "{% for tool in tools or [] %}<|start|>developer<|message|>{{ tool | tojson }}<|end|>{% endfor %}"
@@ -48,8 +48,9 @@ TEMPERATURE = 0.2  # of the answers with n > 1
 PREFIX = [i * i % 60 + 3 for i in range(1, 34)]  # four blocks of 8 tokens, longer than the windows of 24
 CANDIDATES = [[*PREFIX, *(3 + (7 * i + k * k) % 60 for k in range(4 + 3 * (i % 4)))] for i in range(120)]
 CITIES = (
-    "Oslo Rome Paris Lima Cairo Delhi Quito Accra Seoul Turin Lyon Kyoto Bonn Bern Riga Nice Minsk Split Graz Malmo".split()
-)
+    "Oslo Rome Paris Lima Cairo Delhi Quito Accra Seoul Turin Lyon Kyoto Bonn Bern Riga Nice Minsk Split Graz Malmo "
+    "Ghent Porto Cork Pisa Brno Lodz Vigo Basel Genoa Omsk Perth Dakar Hanoi Osaka Busan Cusco Davos Derby Dover Essen"
+).split()
 SLOTS = ("one", None, "two")  # the adapters of a run's requests
 PRIORITIES = (2, 0, 1)
 # Noise that is more than the dtype and the kernels of rounded weights round, in standard deviations of the embeddings.
@@ -163,7 +164,7 @@ def ask(
     others: Parameters of the requests in place of those that a run's features give.
     """
     requests: dict = {}  # arguments of generate(), chat() or beam_search()
-    params: dict = {"max_tokens": 3 if run["search"] else NUM_TOKENS}
+    params: dict = {"max_tokens": 3 if run["search"] or run["calls"] else NUM_TOKENS}
     if run["policy"]:
         requests["priority"] = list(PRIORITIES[: len(questions)])
     if run["adapters"]:
@@ -208,7 +209,10 @@ def computed(checkpoints: Checkpoints, run: Run, questions: list[Question]) -> t
             tiny_models.assert_nothing_is_left(llm)
         if run["disk"]:
             with LLM(checkpoints.path(run["model"]), **given) as llm:
-                assert ask(checkpoints, llm, run, questions) == answers
+                again = ask(checkpoints, llm, run, questions)
+                assert [[one.token_ids for one in several] for several in again] == [
+                    [one.token_ids for one in several] for several in answers
+                ]  # a hit skips the first cuts of a prompt, which may change the last bits of scores
                 num_found = llm.engine.block_manager.stored.store.counts["external_prefix_cache_hits"]
     finally:
         if cache_folder is not None:
@@ -249,15 +253,17 @@ class Oracle:
     def expected(self, run: Run, question: Question) -> list[list[int]] | None:
         """The tokens of each answer to a question. None: a rounding may change them.
 
-        Rounded weights are multiplied by rounded inputs in the kernels only, so there eager and compiled models must agree.
+        Kernels add in another order, and multiply rounded weights by rounded inputs, so eager and compiled models must agree.
         """
         asked = [run[factor] for factor in ("model", "dtype", "quantization", "calls", "form", "search", "number", "stages")]
-        key = (*asked, question)
+        is_split = bool(run["quantization"] and run["ranks"])  # a rank rounds its own part of the weights
+        key = (*asked, is_split, question)
         if key not in self._expected:
             llm = self._engine(run, question.adapter, "eager")
             tokens = self._tokens(llm, run, question)
-            is_clear = not run["quantization"] or tokens == self._tokens(self._engine(run, question.adapter, ""), run, question)
-            with shaken(llm, SHAKES[run["quantization"] or run["dtype"]]):
+            is_clear = tokens == self._tokens(self._engine(run, question.adapter, ""), run, question)
+            size = SHAKES[run["quantization"] or run["dtype"]] * (3 if is_split else 1)
+            with shaken(llm, size):
                 is_clear = is_clear and self._tokens(llm, run, question) == tokens
             self._expected[key] = tokens if is_clear else None
         return self._expected[key]
@@ -280,7 +286,7 @@ class Oracle:
         if question.adapter is not None and run["quantization"]:
             plain["adapters"] = run["adapters"]
         others: dict = {}
-        if run["form"]:
+        if run["form"] and run["calls"] != "required calls":  # where a call is required there is no message to have the form
             others["allowed_token_ids"] = self._checkpoints.digits
         if run["stages"] and not run["search"]:  # nothing is drawn in a beam search
             others["logit_bias"] = dict.fromkeys(range(0, llm.info.vocab_size, 3), BIAS)
