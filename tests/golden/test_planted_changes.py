@@ -28,7 +28,11 @@ PLANTED = {
         ("a preempted sequence waits at the end", "self.waiting.appendleft(seq)", "self.waiting.append(seq)"),
         ("forks are the youngest", "index = self.running.index(parent) + 1", "index = len(self.running)"),
         ("no block is kept free for forks", "self.num_reserved_blocks(seq) + len(seq.forks)", "self.num_reserved_blocks(seq)"),
-        ("a step that preempts starts others", "if self.waiting and not selection.preempted and", "if self.waiting and"),
+        (
+            "none starts beside others",
+            "if self.waiting and not selection.preempted and",
+            "if self.waiting and not selection.preempted and not selection.scheduled and",
+        ),
         (
             "decode steps take of the budget",
             "selection.budget -= num_new_tokens if num_new_tokens > 1 else 0",
