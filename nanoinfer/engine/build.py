@@ -95,7 +95,7 @@ def make_parts(
 def make_draft(parts: "Parts", config: EngineConfig, draft_model: "Model | None") -> "tuple[Parts, Parts | None]":
     """Make the parts of what drafts by a model or by a module of the model itself. Returns the model's parts as well."""
     if draft_model is not None:
-        return parts, make_parts(draft_model, _draft_config(config, parts))
+        return parts, make_parts(draft_model, _draft_config(config))
     if config.speculative is None or config.speculative.method != "mtp":
         return parts, None
     from nanoinfer.execution.mtp_runner import with_drafter
@@ -104,11 +104,11 @@ def make_draft(parts: "Parts", config: EngineConfig, draft_model: "Model | None"
     return with_drafter(parts, load_drafter(parts.model, config))  # of the faster model, whose head it shares
 
 
-def _draft_config(config: EngineConfig, parts: "Parts") -> EngineConfig:
+def _draft_config(config: EngineConfig) -> EngineConfig:
     return EngineConfig(
         attention_backend=config.attention_backend,
         enforce_eager=config.enforce_eager,
-        cache=replace(config.cache, block_size=parts.block_size),
+        cache=config.cache,
         scheduler=replace(config.scheduler, batch_invariant=False),
     )
 
@@ -121,7 +121,8 @@ def make_proposer(draft: "Parts | None", config: EngineConfig, executor: "LocalE
         from nanoinfer.speculative.ngram import NGramProposer
 
         return NGramProposer(config.speculative)
-    draft_executor = make_executor(draft, _draft_config(config, draft), num_blocks=executor.info.num_blocks)
+    num_tokens = executor.info.num_blocks * executor.info.block_size
+    draft_executor = make_executor(draft, _draft_config(config), num_blocks=-(-num_tokens // draft.block_size))
     if config.speculative.method == "mtp":
         from nanoinfer.execution.mtp_runner import DrafterRunner, KeepingRunner
         from nanoinfer.speculative.mtp import MTPProposer
@@ -132,7 +133,7 @@ def make_proposer(draft: "Parts | None", config: EngineConfig, executor: "LocalE
         return MTPProposer(draft_executor, config.scheduler, runner, target)
     from nanoinfer.speculative.draft_model import DraftModelProposer
 
-    if draft.has_states:
+    if draft.sizes.num_state_layers:
         raise UnsupportedError(
             "the draft model keeps states, which cannot go back to an earlier token; choose one with attention in all "
             "layers, or use method 'ngram'"

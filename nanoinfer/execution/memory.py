@@ -6,7 +6,6 @@ In: Parts and an EngineConfig. Out: an ExecutorInfo.
 import logging
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +13,10 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.dense import DenseAttention
-from nanoinfer.attention.kv_cache import bytes_per_block_of, bytes_per_slot, kv_groups, num_kv_layers, state_shapes
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.parts import Parts
-from nanoinfer.models.registry import Model
-from nanoinfer.sampling.routes import Route
 from nanoinfer.scheduling.block_manager import most_blocks
 
 if TYPE_CHECKING:
@@ -48,15 +44,17 @@ def size_cache(
     if config.max_model_len is not None and config.max_model_len > limit:
         raise InvalidValueError(f"max_model_len must be <= {limit}, the positions this model knows, got {config.max_model_len}")
     is_cuda, requested = parts.device.type == "cuda", config.cache.kv_cache_memory
-    step_bytes = peak_step_bytes(parts.model, config, parts.device, parts.routes) if is_cuda else 0
+    step_bytes = peak_step_bytes(parts, config) if is_cuda else 0
     memory = memory_for_cache(
         parts.device, requested, config.cache.gpu_memory_utilization, step_bytes=step_bytes, lora_bytes=parts.reserved_bytes
     )
     if shards is not None and not is_cuda and requested is None:
         memory //= shards.communicator.size  # each process sees the same free memory
-    block_bytes = sum(_block_bytes(one) for one in (parts, draft) if one is not None)
+    block_bytes = parts.bytes_per_block
+    if draft is not None:
+        block_bytes += draft.bytes_per_block * parts.block_size // draft.block_size
     num_slots = _num_state_slots(parts, config, memory)
-    memory -= num_slots * bytes_per_slot(parts.model.config)
+    memory -= num_slots * parts.sizes.bytes_per_slot
     max_blocks = config.scheduler.max_num_seqs * _num_blocks_for(config.max_model_len or limit, parts, config)
     num_blocks, fewest = min(memory // block_bytes, max_blocks), _num_blocks_for(1, parts, config)
     if num_blocks < fewest:
@@ -79,7 +77,7 @@ def size_cache(
 
 def _num_state_slots(parts: Parts, config: EngineConfig, memory: int) -> int:
     """The slots for states: two for each running sequence, of which one is for a checkpoint, in at most half of the memory."""
-    if not (slot_bytes := bytes_per_slot(parts.model.config)):
+    if not (slot_bytes := parts.sizes.bytes_per_slot):
         return 0
     if (num_slots := min(memory // 2 // slot_bytes, 2 * config.scheduler.max_num_seqs)) < 1:
         raise InvalidValueError(
@@ -98,11 +96,11 @@ def describe_cache(parts: Parts, config: EngineConfig, num_blocks: int, num_slot
         max_model_len=bisect_right(lengths, num_blocks, key=lambda length: _num_blocks_for(length, parts, config)),
         num_blocks=num_blocks,
         block_size=parts.block_size,
-        num_cache_bytes=num_blocks * _block_bytes(parts) + num_slots * bytes_per_slot(parts.model.config),
+        num_cache_bytes=num_blocks * parts.bytes_per_block + num_slots * parts.sizes.bytes_per_slot,
         device=str(parts.device),
         dtype=str(parts.dtype).removeprefix("torch."),
         attention_backend=parts.backend_name,
-        windows=tuple(group.window for group in kv_groups(parts.model.config)),
+        windows=parts.sizes.windows,
         num_state_slots=num_slots,
     )
     logger.info(
@@ -113,17 +111,9 @@ def describe_cache(parts: Parts, config: EngineConfig, num_blocks: int, num_slot
     return info
 
 
-def _block_bytes(parts: Parts) -> int:
-    config = parts.model.config
-    num_layers = max(len(group.layers) for group in kv_groups(config))  # for which a block has a place
-    kept = parts.block_size * parts.kept_bytes_per_token
-    return bytes_per_block_of(config, parts.block_size, parts.cache_dtype) * num_layers // num_kv_layers(config) + kept
-
-
 def _num_blocks_for(num_tokens: int, parts: Parts, config: EngineConfig) -> int:
     """The most blocks that one sequence holds while it grows to num_tokens."""
-    windows = [group.window for group in kv_groups(parts.model.config)]
-    return most_blocks(num_tokens, windows, parts.block_size, config.scheduler.chunk_grid)
+    return most_blocks(num_tokens, parts.sizes.windows, parts.block_size, config.scheduler.chunk_grid)
 
 
 def memory_for_cache(
@@ -175,19 +165,19 @@ class _NoAttention(DenseAttention):
 
 
 @torch.inference_mode()
-def peak_step_bytes(model: Model, config: EngineConfig, device: torch.device, routes: Sequence[Route]) -> int:
+def peak_step_bytes(parts: Parts, config: EngineConfig) -> int:
     """The bytes that the largest step takes on a GPU besides weights and cache, measured with a step without attention.
 
     The sampler is counted as LOGITS_COPIES copies of the logits, and what its routes reserve.
     """
-    num_rows = config.max_num_rows
-    attend = _NoAttention(state_shapes(model.config))
+    num_rows, device, model = config.max_num_rows, parts.device, parts.model
+    attend = _NoAttention(parts.sizes.state_shapes)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     ids = torch.zeros(config.scheduler.max_num_batched_tokens + num_rows, dtype=torch.int64, device=device)
     hidden = model(ids, ids, attend)
     logits = model.compute_logits(hidden[:num_rows]).float()
-    sampler = LOGITS_COPIES * logits.nbytes + sum(route.reserved_bytes(logits.nbytes) for route in routes)
+    sampler = LOGITS_COPIES * logits.nbytes + sum(route.reserved_bytes(logits.nbytes) for route in parts.routes)
     needed = torch.cuda.max_memory_allocated(device) - before + sampler
     del hidden, logits
     torch.cuda.empty_cache()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from nanoinfer.attention.base import AttentionBackend, select_backend
-from nanoinfer.attention.kv_cache import KVCache, has_windows, state_shapes
+from nanoinfer.attention.kv_cache import CacheSizes, KVCache
 from nanoinfer.config import LOGPROBS_MODES, EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
@@ -28,7 +28,8 @@ class Parts:
         model: on its device.
         backend: its attention. It serves this model only.
         backend_name: in attention.base.BACKENDS.
-        block_size: tokens of a block of the KV cache.
+        sizes: of what the model's layers keep in the KV cache.
+        block_size: tokens of a block of it.
         cache_dtype: the model's, or torch.int8.
         routes: of the sampler, in the order in which they are tried.
         make_decode_graphs: given the sizes of the cache, makes what replays decode steps. None: every step runs eagerly.
@@ -44,6 +45,7 @@ class Parts:
     model: Model
     backend: AttentionBackend
     backend_name: str
+    sizes: CacheSizes
     block_size: int
     cache_dtype: torch.dtype
     routes: tuple[Route, ...] = ()
@@ -60,8 +62,21 @@ class Parts:
         return replace(self, wrappers=(*self.wrappers, wrap))
 
     @property
-    def has_states(self) -> bool:
-        return bool(state_shapes(self.model.config))
+    def bytes_per_block(self) -> int:
+        """The memory of a block of the cache."""
+        return self.sizes.bytes_per_block(self.block_size, self.cache_dtype) + self.block_size * self.kept_bytes_per_token
+
+    def make_cache(self, num_blocks: int, num_state_slots: int) -> KVCache:
+        """Make a cache, with slots if the model's layers keep states."""
+        return KVCache.for_model(
+            self.sizes,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            dtype=self.cache_dtype,
+            device=self.device,
+            layout=self.backend.layout,
+            num_state_slots=num_state_slots,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -75,14 +90,15 @@ class Parts:
 def plain_parts(model: Model, config: EngineConfig, weights: HeldWeights | None = None) -> Parts:
     """Select the attention backend of a model. The model runs as its file says, and the sampler stage by stage."""
     weight = next(model.parameters())
+    sizes = CacheSizes.of(model.config)
     name, backend = select_backend(
         config.attention_backend,
         weight.device,
         weight.dtype,
-        model.config.head_dim,
+        sizes.head_dim,
         block_size=config.cache.block_size,
         enforce_eager=config.enforce_eager,
-        has_windows=has_windows(model.config),
+        has_windows=sizes.has_windows,
     )
     is_int8 = config.cache.kv_cache_dtype == "int8"
     if is_int8 and not getattr(backend, "supports_int8_cache", False):
@@ -91,21 +107,13 @@ def plain_parts(model: Model, config: EngineConfig, weights: HeldWeights | None 
         )
     block_size = config.cache.block_size or backend.default_block_size
     dtype = torch.int8 if is_int8 else weight.dtype
-    return Parts(model, backend, name, block_size, dtype, weights=weights or HeldWeights())
+    return Parts(model, backend, name, sizes, block_size, dtype, weights=weights or HeldWeights())
 
 
 def make_runner(parts: Parts, info: ExecutorInfo) -> ModelRunner:
     """Allocate the KV cache, and make the runner of the model with it."""
     graphs = None if parts.make_decode_graphs is None else parts.make_decode_graphs(info)
-    cache = KVCache.for_model(
-        parts.model.config,
-        num_blocks=info.num_blocks + (graphs is not None),
-        block_size=info.block_size,
-        dtype=parts.cache_dtype,
-        device=parts.device,
-        layout=parts.backend.layout,
-        num_state_slots=info.num_state_slots,
-    )
+    cache = parts.make_cache(info.num_blocks + (graphs is not None), info.num_state_slots)
     runner: ModelRunner = ModelRunner(parts.model, cache, parts.backend, graphs, parts.weights)
     for wrap in parts.wrappers:
         runner = wrap(runner)

@@ -164,10 +164,7 @@ def _try_out(parts: Parts, config: EngineConfig) -> bool:
     """Compile one layer of each kind, and try whether a row's bits depend on the batch."""
     few_layers = one_layer_of_each_kind(cast(nn.Module, parts.model), parts.model.config.num_hidden_layers)
     _replace(few_layers, parts.model.weight_rules.head.rpartition(".")[0], nn.Identity())  # hidden rows are compared
+    few_layers = compile_model(few_layers, config.quantization, keeps_plain=True).model
     return is_batch_independent(
-        cast(Model, compile_model(few_layers, config.quantization, keeps_plain=True).model),
-        parts.backend,
-        parts.block_size,
-        parts.cache_dtype,
-        has_single_queries=config.scheduler.batch_invariant,
+        replace(parts, model=cast(Model, few_layers)), has_single_queries=config.scheduler.batch_invariant
     )
