@@ -4,7 +4,8 @@ In: a model with its weights. Out: Parts, from which engine/build.py makes an ex
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -18,6 +19,15 @@ from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import STAGES, Sampler
+
+
+@runtime_checkable
+class Ranks(Protocol):
+    """The processes that share a model (distributed/). All of them make the same calls."""
+
+    @property
+    def size(self) -> int: ...
+    def minimum(self, number: int) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,7 @@ class Parts:
         weights: of the model, in all of their forms.
         wrappers: what adds to the runner's steps, from the inside out: adapters, a drafter, the ranks.
         kept_bytes_per_token: memory of each token of the cache beside its keys and values.
+        ranks: that share the model. None: this process has all of it.
     """
 
     model: Model
@@ -56,10 +67,7 @@ class Parts:
     weights: HeldWeights = field(default_factory=HeldWeights)
     wrappers: tuple[Callable[[ModelRunner], ModelRunner], ...] = ()
     kept_bytes_per_token: int = 0
-
-    def wrapped(self, wrap: Callable[[ModelRunner], ModelRunner]) -> "Parts":
-        """Return the same parts, whose runner has a further wrapper."""
-        return replace(self, wrappers=(*self.wrappers, wrap))
+    ranks: Ranks | None = None
 
     @property
     def bytes_per_block(self) -> int:
