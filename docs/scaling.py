@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from nanoinfer.attention.kv_cache import bytes_per_block_of
+from nanoinfer.attention.kv_cache import CacheSizes
 from nanoinfer.bench.random_models import RANDOM_MODELS
 from nanoinfer.bench.roofline import Machine, Part, count
 from nanoinfer.config import CacheConfig
@@ -56,7 +56,7 @@ def num_parameters(model: QwenForCausalLM) -> int:
 
 def cache_bytes(model: QwenForCausalLM) -> int:
     """Bytes of one token's keys and values."""
-    return bytes_per_block_of(model.config, 1, DTYPE)
+    return CacheSizes.of(model.config).bytes_per_token(DTYPE)
 
 
 def num_users(model: QwenForCausalLM, ranks: int, context: int) -> int:

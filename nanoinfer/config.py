@@ -432,7 +432,7 @@ class EngineArgs:
         """Add an option for each argument to the parser of a script, and return the parser, as vLLM does."""
         from nanoinfer.vllm_names import add_cli_arguments
 
-        add_cli_arguments(parser, cls)
+        add_cli_arguments(parser, cls, NEUTRAL_VALUES["LLM()"])
         return parser
 
     @classmethod

@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache
 from importlib import import_module
@@ -20,7 +20,6 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from nanoinfer.errors import UnsupportedError
-from nanoinfer.vllm_compat import NEUTRAL_VALUES
 
 # vLLM's modules that nanoinfer does not have -> the names that scripts import from them. "" is the package itself, and config
 # one of nanoinfer's own modules.
@@ -218,17 +217,17 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args(dashed, namespace)
 
 
-def add_cli_arguments(parser: argparse.ArgumentParser, arguments: type) -> None:
+def add_cli_arguments(parser: argparse.ArgumentParser, arguments: type, further: Mapping[str, tuple[object, ...]]) -> None:
     """Add an option for each field of a dataclass of arguments that a command line can give, and for vLLM's further arguments.
 
-    vLLM's further ones are in the parsed arguments only if they were given.
+    further: with their neutral values. They are in the parsed arguments only if they were given.
     """
     for field in fields(arguments):
         kind = re.search(r"bool|int|float|str|Mapping", str(field.type))
         if kind is not None:
             default = None if field.default is MISSING else field.default
             _add_option(parser, field.name, kind[0], default)
-    for name, (neutral, *_) in NEUTRAL_VALUES["LLM()"].items():
+    for name, (neutral, *_) in further.items():
         _add_option(parser, name, "bool" if isinstance(neutral, bool) else "JSON", argparse.SUPPRESS)
 
 

@@ -31,7 +31,7 @@ import lora_adapters
 import tiny_models
 
 from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams
-from nanoinfer.attention.kv_cache import bytes_per_slot
+from nanoinfer.attention.kv_cache import CacheSizes
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import read_config
 from nanoinfer.lora.request import LoRARequest
@@ -154,7 +154,7 @@ def cramped_engine(rng, path, settings):
     drafts = {"speculative_config": speculative_config("ngram", path)}
     settings |= drafts if rng.random() < 0.4 else {"async_scheduling": rng.random() < 0.5}
     probe = LLM(path, **settings | {"kv_cache_memory": 2**24})
-    slot_bytes = bytes_per_slot(read_config(Checkpoint.open(str(path)))[1])
+    slot_bytes = CacheSizes.of(read_config(Checkpoint.open(str(path)))[1]).bytes_per_slot
     block_bytes = (probe.info.num_cache_bytes - probe.info.num_state_slots * slot_bytes) // probe.info.num_blocks
     num_blocks = probe.engine.block_manager.num_blocks_for(MOST_SHARED + MOST_OWN + MOST_NEW) + rng.choice([0, 10, 100])
     for_blocks = num_blocks * block_bytes

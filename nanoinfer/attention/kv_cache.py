@@ -30,7 +30,7 @@ SCALE_BYTES = 4  # after a head of 8-bit integers
 
 @runtime_checkable
 class LayerSizes(Protocol):
-    """What the cache reads of a model's config. _ALIKE has what some configs have in addition."""
+    """What the cache reads of a model's config. CacheSizes.of says what some configs have in addition."""
 
     @property
     def num_hidden_layers(self) -> int: ...
@@ -51,14 +51,14 @@ class KVGroup:
     layers: tuple[int, ...]
 
 
-def kv_groups(config: LayerSizes) -> tuple[KVGroup, ...]:
-    """The layers of a model by their windows (`layer_windows` of its config, if it has some).
+def kv_groups(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
+    """The layers of a model by their windows, one for each layer.
 
     All groups take blocks from one pool, and a block has a place for each layer of a group. So that few places stay empty, the
     layers of the more frequent kind are several groups of as many layers as the other kind has.
     """
     layers_of: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(_of(config, "layer_windows") or [None] * num_kv_layers(config)):
+    for layer, window in enumerate(windows):
         layers_of.setdefault(window, []).append(layer)
     size = min(map(len, layers_of.values()))
     return tuple(
@@ -66,6 +66,64 @@ def kv_groups(config: LayerSizes) -> tuple[KVGroup, ...]:
         for window, layers in layers_of.items()
         for i in range(0, len(layers), size)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """What the layers of a model keep for each token and for each sequence, read once from its config.
+
+    Attributes:
+        groups: the layers that have keys and values.
+        has_windows: whether some of them have a window or sinks, which a backend must know.
+        num_state_layers: the layers that keep a state instead (Recur in base.py).
+        state_shapes: of the parts of a state in one layer. (): no layer keeps one.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    groups: tuple[KVGroup, ...]
+    has_windows: bool
+    num_state_layers: int
+    state_shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, config: LayerSizes) -> "CacheSizes":
+        """Read a config. If the layers of a family are not all alike, its configs have some of the fields in `usual`."""
+        usual: dict[str, Any] = {"layer_windows": (), "has_sinks": False, "state_shapes": (), "num_state_layers": 0}
+        usual["num_attention_layers"] = config.num_hidden_layers
+        given = {name: getattr(config, name, value) for name, value in usual.items()}
+        windows = given["layer_windows"] or [None] * given["num_attention_layers"]
+        return cls(
+            config.num_key_value_heads,
+            config.head_dim,
+            kv_groups(windows),
+            any(windows) or given["has_sinks"],
+            given["num_state_layers"],
+            given["state_shapes"],
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """The layers that have keys and values."""
+        return sum(len(group.layers) for group in self.groups)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(group.window for group in self.groups)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """The bytes of a sequence's state in all layers, in fp32."""
+        return 4 * self.num_state_layers * sum(map(math.prod, self.state_shapes))
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """The bytes of a token's keys and values in all layers."""
+        sizes = {"num_layers": self.num_layers, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+        return bytes_per_block(block_size=1, dtype=dtype, **sizes)
+
+    def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
+        """The bytes of a block, which has a place for each layer of the largest group."""
+        return block_size * self.bytes_per_token(dtype) // self.num_layers * max(len(group.layers) for group in self.groups)
 
 
 class KVCache:
@@ -106,7 +164,7 @@ class KVCache:
     @classmethod
     def for_model(
         cls,
-        config: LayerSizes,
+        sizes: CacheSizes,
         *,
         num_blocks: int,
         block_size: int,
@@ -115,21 +173,20 @@ class KVCache:
         layout: Layout = "NHD",
         num_state_slots: int = 0,
     ) -> "KVCache":
-        """Make the cache of a model with this config. num_state_slots: of the sequences' states, if its layers keep some."""
+        """Make the cache of a model. num_state_slots: for the sequences' states, if its layers keep some."""
         states = None
-        if num_state_slots:
-            sizes = {"num_layers": _of(config, "num_state_layers"), "shapes": state_shapes(config)}
-            states = StateCache(num_slots=num_state_slots, device=device, **sizes)
+        if num_layers := sizes.num_state_layers:
+            states = StateCache(num_layers=num_layers, num_slots=num_state_slots, shapes=sizes.state_shapes, device=device)
         return cls(
-            num_layers=num_kv_layers(config),
+            num_layers=sizes.num_layers,
             num_blocks=num_blocks,
             block_size=block_size,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
             dtype=dtype,
             device=device,
             layout=layout,
-            groups=kv_groups(config),
+            groups=sizes.groups,
             states=states,
         )
 
@@ -253,41 +310,6 @@ def bytes_per_block(*, num_layers: int, block_size: int, num_kv_heads: int, head
     1179648
     """
     return 2 * num_layers * block_size * num_kv_heads * _stored_size(head_dim, dtype) * dtype.itemsize
-
-
-def bytes_per_block_of(config: LayerSizes, block_size: int, dtype: torch.dtype) -> int:
-    """bytes_per_block with the sizes of a model's config."""
-    sizes = {"num_layers": num_kv_layers(config), "num_kv_heads": config.num_key_value_heads, "head_dim": config.head_dim}
-    return bytes_per_block(block_size=block_size, dtype=dtype, **sizes)
-
-
-def bytes_per_slot(config: LayerSizes) -> int:
-    """The bytes of a sequence's state in all layers of a model. 0: its layers keep none."""
-    sizes = map(math.prod, _of(config, "state_shapes"))
-    return 4 * sum(sizes) * _of(config, "num_state_layers")
-
-
-def num_kv_layers(config: LayerSizes) -> int:
-    """The layers of a model that have keys and values: all of them, unless some keep a state (Recur in base.py)."""
-    return _of(config, "num_attention_layers") or config.num_hidden_layers
-
-
-# Fields that a family's config has if its layers are not all alike, and what they are in the others.
-_ALIKE = {"layer_windows": (), "has_sinks": False, "state_shapes": (), "num_state_layers": 0, "num_attention_layers": None}
-
-
-def _of(config: LayerSizes, name: str) -> Any:
-    return getattr(config, name, _ALIKE[name])
-
-
-def has_windows(config: LayerSizes) -> bool:
-    """Whether some layers of a model have a window or sinks, which a backend must know."""
-    return any(_of(config, "layer_windows")) or _of(config, "has_sinks")
-
-
-def state_shapes(config: LayerSizes) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the parts of a state in one layer. (): the layers keep none."""
-    return _of(config, "state_shapes")
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.attention.kv_cache import bytes_per_block_of, bytes_per_slot, kv_groups, num_kv_layers
+from nanoinfer.attention.kv_cache import CacheSizes
 from nanoinfer.bench.timing import RequestTiming
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import UnsupportedError
@@ -134,30 +134,34 @@ def count(
         elif weight.dim() == 2 and ".mlp." in name:
             weights["MLP"] += weight.numel()
     hidden, head = config.hidden_size, config.vocab_size * config.hidden_size
-    layers, kv = num_kv_layers(config), 2 * config.num_key_value_heads * config.head_dim
+    kept = CacheSizes.of(config)
+    token_bytes = kept.bytes_per_token(dtype)
     num_read = num_seen = 0  # keys of all layers, and pairs of a token and one that it sees
-    for group in kv_groups(config):
+    for group in kept.groups:
         window = group.window or context
         num_read += num_seqs * min(context, window + num_new - 1) * len(group.layers)
         num_seen += num_seqs * sum(min(context - i, window) for i in range(num_new)) * len(group.layers)
-    num_state_bytes = 2 * num_seqs * bytes_per_slot(config)  # each is read and written
+    num_state_bytes = 2 * num_seqs * kept.bytes_per_slot  # each is read and written
     return (
         Part("embedding", num_tokens * hidden * size, 0),
         *(Part(name, number * bits // 8, 2 * num_tokens * number) for name, number in weights.items()),
-        Part("attention", num_read * kv * size + num_state_bytes, 4 * num_seen * config.num_attention_heads * config.head_dim),
-        Part("cache write", num_tokens * kv * layers * size, 0),
+        Part(
+            "attention",
+            num_read * token_bytes // kept.num_layers + num_state_bytes,
+            4 * num_seen * config.num_attention_heads * config.head_dim,
+        ),
+        Part("cache write", num_tokens * token_bytes, 0),
         Part("LM head", head * bits // 8 + num_seqs * config.vocab_size * 4, 2 * num_seqs * head),
     )
 
 
 def cache_bytes(config: Any, dtype: torch.dtype, num_tokens: list[int]) -> int:
     """Bytes of a KV cache for the largest sequences that run at once. num_tokens: the length of each sequence."""
-    block, groups = 256, kv_groups(config)  # tokens: a multiple of every backend's block size
+    block, sizes = 256, CacheSizes.of(config)  # tokens: a multiple of every backend's block size
     largest = sorted(num_tokens, reverse=True)[: SchedulerConfig.max_num_seqs]
-    places = len(groups) * max(len(group.layers) for group in groups)  # of which the last group may leave some empty
-    block_bytes = bytes_per_block_of(config, block, dtype) * places // num_kv_layers(config)
-    blocks = sum(-(-tokens // block) for tokens in largest) * block_bytes
-    states = 2 * len(largest) * bytes_per_slot(config)  # each with a checkpoint
+    num_blocks = len(sizes.groups) * sum(-(-tokens // block) for tokens in largest)
+    blocks = num_blocks * sizes.bytes_per_block(block, dtype)
+    states = 2 * len(largest) * sizes.bytes_per_slot  # each with a checkpoint
     return states + max(blocks, states)  # because states get at most half
 
 

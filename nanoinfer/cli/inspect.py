@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
-from nanoinfer.attention.kv_cache import bytes_per_block_of, bytes_per_slot
+from nanoinfer.attention.kv_cache import CacheSizes
 from nanoinfer.cli.options import new_table, print_table
 from nanoinfer.errors import CheckpointError, InvalidValueError, NanoinferError, UnsupportedError
 from nanoinfer.loading import loader
@@ -95,9 +95,10 @@ def examine(
         if num_tokens > limit:
             raise InvalidValueError(f"--tokens must be <= {limit}, the positions this model knows, got {num_tokens}")
         if run_dtype is not None:
-            found.num_cache_bytes_per_token = num_cache_bytes = bytes_per_block_of(config, 1, run_dtype)
+            sizes = CacheSizes.of(config)
+            found.num_cache_bytes_per_token = num_cache_bytes = sizes.bytes_per_token(run_dtype)
             if found.num_weight_bytes is not None:
-                num_bytes_per_user = num_tokens * num_cache_bytes + bytes_per_slot(config)
+                num_bytes_per_user = num_tokens * num_cache_bytes + sizes.bytes_per_slot
                 found.num_bytes = found.num_weight_bytes + num_users * num_bytes_per_user
     return found
 

@@ -175,7 +175,8 @@ class Shards:
 
     def connect(self, parts: Parts) -> Parts:
         """Make this rank's parts agree with the others': what one rank cannot promise, none promises."""
-        return dataclasses.replace(parts, is_batch_independent=bool(self.communicator.minimum(parts.is_batch_independent)))
+        is_independent = bool(self.communicator.minimum(parts.is_batch_independent))
+        return dataclasses.replace(parts, is_batch_independent=is_independent, ranks=self.communicator)
 
 
 def split_of(model_class: type[Any], layer: str) -> Split | None:

@@ -60,7 +60,7 @@ def run(
             communicator.share_memory(shared_memory, lambda: None)  # rank 0 looks after the others, and ends this process
         shards = Shards(communicator)
         model, weights, _ = load_configured(Checkpoint.open(config.model), config, shards)
-        executor = make_executor(make_parts(model, config, shards, weights), config, shards=shards)
+        executor = make_executor(make_parts(model, config, shards, weights), config)
         serve(connection, executor.runner, executor.device)
 
 

@@ -10,6 +10,7 @@ from nanoinfer import tracing
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -36,27 +37,27 @@ def make_engine(
 
     Args:
         weights: the model's, as the loader holds them. None: they cannot be replaced.
-        draft_model: the model of config.speculative, on the same device.
+        draft_model: the model or the module of config.speculative, on the same device.
         shards: the ranks that share the model. All of them make their engines together.
 
     Raises: as LLM() does, for the draft model too.
     """
+    adapters = make_adapters(model, config)
     make_store = None
     if config.cache.prefix_cache_dir is not None:
         from nanoinfer.execution.block_files import store_of
 
         make_store = store_of(model, config)
-    adapters = make_adapters(model, config)
     parts = make_parts(model, config, shards, weights, adapters)
     parts, draft = make_draft(parts, config, draft_model)
     tracer = None if config.tracer is None else tracing.EventBuffer(config.tracer)
-    executor = make_executor(parts, config, shards=shards, draft=draft, tokenizer=tokenizer, tracer=tracer)
+    executor = make_executor(parts, config, draft=draft, tokenizer=tokenizer, tracer=tracer)
     return LLMEngine(
         executor,
         config,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
-        proposer=make_proposer(draft, config, executor),
+        proposer=make_proposer(draft, config, executor.info),
         adapters=adapters,
         tracer=tracer,
         store=None if make_store is None else make_store(executor),
@@ -94,63 +95,58 @@ def make_parts(
 
 def make_draft(parts: "Parts", config: EngineConfig, draft_model: "Model | None") -> "tuple[Parts, Parts | None]":
     """Make the parts of what drafts by a model or by a module of the model itself. Returns the model's parts as well."""
-    if draft_model is not None:
-        return parts, make_parts(draft_model, _draft_config(config, parts))
-    if config.speculative is None or config.speculative.method != "mtp":
+    if config.speculative is None or draft_model is None:
         return parts, None
-    from nanoinfer.execution.mtp_runner import with_drafter
-    from nanoinfer.loading.drafter import load_drafter
+    if config.speculative.method == "mtp":
+        from nanoinfer.execution.mtp_runner import with_drafter
 
-    return with_drafter(parts, load_drafter(parts.model, config))  # of the faster model, whose head it shares
+        return with_drafter(parts, draft_model)
+    return parts, make_parts(draft_model, _draft_config(config))
 
 
-def _draft_config(config: EngineConfig, parts: "Parts") -> EngineConfig:
+def _draft_config(config: EngineConfig) -> EngineConfig:
     return EngineConfig(
         attention_backend=config.attention_backend,
         enforce_eager=config.enforce_eager,
-        cache=replace(config.cache, block_size=parts.block_size),
+        cache=config.cache,
         scheduler=replace(config.scheduler, batch_invariant=False),
     )
 
 
-def make_proposer(draft: "Parts | None", config: EngineConfig, executor: "LocalExecutor") -> "Proposer | None":
-    """Make what drafts tokens. draft: the parts of a model that drafts, or of a module of the executor's model."""
+def make_proposer(draft: "Parts | None", config: EngineConfig, info: ExecutorInfo) -> "Proposer | None":
+    """Make what drafts tokens. draft: the parts of a model that drafts, or of a module of the model that `info` describes."""
     if config.speculative is None:
         return None
     if draft is None:
         from nanoinfer.speculative.ngram import NGramProposer
 
         return NGramProposer(config.speculative)
-    draft_executor = make_executor(draft, _draft_config(config, draft), num_blocks=executor.info.num_blocks)
+    num_blocks = -(-info.num_blocks * info.block_size // draft.block_size)  # for as many tokens
+    executor = make_executor(draft, _draft_config(config), num_blocks=num_blocks)
     if config.speculative.method == "mtp":
-        from nanoinfer.execution.mtp_runner import DrafterRunner, KeepingRunner
         from nanoinfer.speculative.mtp import MTPProposer
 
-        runner, target = draft_executor.runner, executor.runner
-        assert isinstance(runner, DrafterRunner)
-        assert isinstance(target, KeepingRunner)
-        return MTPProposer(draft_executor, config.scheduler, runner, target)
+        return MTPProposer(executor, config.scheduler)
     from nanoinfer.speculative.draft_model import DraftModelProposer
 
-    if draft.has_states:
+    if draft.sizes.num_state_layers:
         raise UnsupportedError(
             "the draft model keeps states, which cannot go back to an earlier token; choose one with attention in all "
             "layers, or use method 'ngram'"
         )
-    return DraftModelProposer(draft_executor, config.scheduler)
+    return DraftModelProposer(executor, config.scheduler)
 
 
 def make_executor(
     parts: "Parts",
     config: EngineConfig,
     *,
-    shards: "Shards | None" = None,
     draft: "Parts | None" = None,
     num_blocks: int | None = None,
     tokenizer: Tokenizer | None = None,
     tracer: "tracing.EventBuffer | None" = None,
 ) -> "LocalExecutor":
-    """Make the executor of finished parts. All ranks of `shards` make theirs together.
+    """Make the executor of finished parts. All ranks make theirs together.
 
     Args:
         draft: of a draft model, whose cache must fit into the memory as well. It is not run by this executor.
@@ -158,13 +154,10 @@ def make_executor(
         tokenizer: for the token texts in the tracer's events.
     """
     from nanoinfer.execution.local_executor import LocalExecutor
-    from nanoinfer.execution.memory import describe_cache, size_cache
+    from nanoinfer.execution.memory import size_cache
     from nanoinfer.execution.parts import make_runner, make_sampler
 
-    if num_blocks is not None:
-        info = describe_cache(parts, config, num_blocks)
-    else:
-        info = size_cache(parts, config, draft=draft, shards=shards)
+    info = size_cache(parts, config, draft=draft, num_blocks=num_blocks)
     if config.scheduler.batch_invariant and not parts.is_batch_independent:
         why = "enforce_eager=True uses torch's products, whose bits do" if config.enforce_eager else "this machine's do"
         raise UnsupportedError(

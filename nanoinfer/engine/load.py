@@ -31,10 +31,10 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
         config, shards = start(config)  # under torchrun, ranks above 0 work for rank 0 in here, and exit
     with nullcontext() if shards is None else shards.workers.watched():
         loaded, draft_model = load(config, shards), None
-        if config.speculative is not None and config.speculative.model is not None:
-            from nanoinfer.loading.drafter import load_draft_model
+        if config.speculative is not None and config.speculative.method != "ngram":
+            from nanoinfer.loading.drafter import load_draft
 
-            draft_model = load_draft_model(config.speculative.model, config, loaded)
+            draft_model = load_draft(config.speculative, config, loaded)
         engine = make_engine(
             loaded.model,
             config,

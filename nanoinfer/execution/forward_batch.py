@@ -47,6 +47,7 @@ class ForwardBatch:
         logits_indices: the packed tokens whose hidden rows enter the LM head, in the order of plan.rows.
         attention: the same for all layers, or of the first KV group. further_groups has it for the others.
         adapters: of requests, each with the first packed token that uses it, and the one after the last.
+        hidden_slots: of a drafter's sequences, as StepPlan has them.
     """
 
     input_ids: Int[Tensor, " num_tokens"]
@@ -56,6 +57,7 @@ class ForwardBatch:
     block_copies: list[tuple[int, int]]
     further_groups: tuple[AttentionMetadata, ...] = ()
     adapters: tuple[tuple[Any, int, int], ...] = ()
+    hidden_slots: tuple[tuple[Sequence, list[int]], ...] = ()
 
     @classmethod
     def build(
@@ -109,7 +111,7 @@ class ForwardBatch:
         adapters = tuple((seq.adapter, *run) for seq, *run in runs if seq.adapter is not None)
         if has_single_queries:
             groups = list(map(single_queries, groups))
-        return cls(ids, positions, rows, groups[0], list(plan.block_copies), tuple(groups[1:]), adapters)
+        return cls(ids, positions, rows, groups[0], list(plan.block_copies), tuple(groups[1:]), adapters, plan.hidden_slots)
 
 
 def _padded(tables: list[list[int]]) -> list[int]:

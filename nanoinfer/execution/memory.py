@@ -6,25 +6,19 @@ In: Parts and an EngineConfig. Out: an ExecutorInfo.
 import logging
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nanoinfer.attention.dense import DenseAttention
-from nanoinfer.attention.kv_cache import bytes_per_block_of, bytes_per_slot, kv_groups, num_kv_layers, state_shapes
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.parts import Parts
-from nanoinfer.models.registry import Model
-from nanoinfer.sampling.routes import Route
 from nanoinfer.scheduling.block_manager import most_blocks
-
-if TYPE_CHECKING:
-    from nanoinfer.distributed.sharding import Shards
 
 logger = logging.getLogger(__name__)
 
@@ -35,40 +29,42 @@ LOGITS_COPIES = 12  # fp32 copies of [num_rows, vocab] that a sampler with every
 
 
 def size_cache(
-    parts: Parts, config: EngineConfig, *, draft: Parts | None = None, shards: "Shards | None" = None
+    parts: Parts, config: EngineConfig, *, draft: Parts | None = None, num_blocks: int | None = None
 ) -> ExecutorInfo:
     """Decide how many blocks the KV cache gets, and the longest sequence that this allows. Call it after loading weights.
 
-    The cache gets as many blocks as fit, but no more than max_num_seqs of the longest sequences need, equally many on each rank
-    of `shards`. The cache of a draft model gets as many blocks, and must fit into the memory as well.
+    Args:
+        draft: of what drafts by a model. Its cache holds as many tokens, and must fit into the memory as well.
+        num_blocks: of the cache, without states. None: as many as fit, as many on each rank.
 
     Raises: InvalidValueError if max_model_len is more than the model supports, or no block fits.
     """
-    limit = parts.model.config.max_position_embeddings
+    limit, num_slots = parts.model.config.max_position_embeddings, 0
     if config.max_model_len is not None and config.max_model_len > limit:
         raise InvalidValueError(f"max_model_len must be <= {limit}, the positions this model knows, got {config.max_model_len}")
-    is_cuda, requested = parts.device.type == "cuda", config.cache.kv_cache_memory
-    step_bytes = peak_step_bytes(parts.model, config, parts.device, parts.routes) if is_cuda else 0
-    memory = memory_for_cache(
-        parts.device, requested, config.cache.gpu_memory_utilization, step_bytes=step_bytes, lora_bytes=parts.reserved_bytes
+    windows, chunk_size = parts.sizes.windows, config.scheduler.chunk_grid
+    blocks_for = partial(most_blocks, windows=windows, block_size=parts.block_size, chunk_size=chunk_size)
+    if num_blocks is None:
+        num_blocks, num_slots = _most_that_fit(parts, config, draft, blocks_for)
+    lengths = range(1, min(config.max_model_len or limit, limit) + 1)
+    info = ExecutorInfo(
+        vocab_size=parts.model.config.vocab_size,
+        max_position_embeddings=limit,
+        max_model_len=bisect_right(lengths, num_blocks, key=blocks_for),
+        num_blocks=num_blocks,
+        block_size=parts.block_size,
+        num_cache_bytes=num_blocks * parts.bytes_per_block + num_slots * parts.sizes.bytes_per_slot,
+        device=str(parts.device),
+        dtype=str(parts.dtype).removeprefix("torch."),
+        attention_backend=parts.backend_name,
+        windows=windows,
+        num_state_slots=num_slots,
     )
-    if shards is not None and not is_cuda and requested is None:
-        memory //= shards.communicator.size  # each process sees the same free memory
-    block_bytes = sum(_block_bytes(one) for one in (parts, draft) if one is not None)
-    num_slots = _num_state_slots(parts, config, memory)
-    memory -= num_slots * bytes_per_slot(parts.model.config)
-    max_blocks = config.scheduler.max_num_seqs * _num_blocks_for(config.max_model_len or limit, parts, config)
-    num_blocks, fewest = min(memory // block_bytes, max_blocks), _num_blocks_for(1, parts, config)
-    if num_blocks < fewest:
-        more = " or gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs" if is_cuda else ""
-        if parts.reserved_bytes:
-            more += f", lower max_loras or max_lora_rank (the adapters take {parts.reserved_bytes} bytes)"
-        raise InvalidValueError(
-            f"the KV cache may take {memory} bytes, less than one block of {parts.block_size} tokens "
-            f"({fewest * block_bytes} bytes); raise kv_cache_memory{more}, or lower block_size"
-        )
-    num_blocks = num_blocks if shards is None else shards.communicator.minimum(num_blocks)
-    info = describe_cache(parts, config, num_blocks, num_slots)
+    logger.info(
+        "%s on %s, attention %s, KV cache of %d blocks of %d tokens (%.0f MiB), max_model_len %d",
+        info.dtype, info.device, info.attention_backend, num_blocks, info.block_size,
+        info.num_cache_bytes / 2**20, info.max_model_len,
+    )  # fmt: skip
     if config.max_model_len is not None and info.max_model_len < config.max_model_len:
         logger.warning(
             "max_model_len is %d, not %d: the KV cache holds no more; raise kv_cache_memory",
@@ -77,53 +73,43 @@ def size_cache(
     return info
 
 
-def _num_state_slots(parts: Parts, config: EngineConfig, memory: int) -> int:
-    """The slots for states: two for each running sequence, of which one is for a checkpoint, in at most half of the memory."""
-    if not (slot_bytes := bytes_per_slot(parts.model.config)):
-        return 0
-    if (num_slots := min(memory // 2 // slot_bytes, 2 * config.scheduler.max_num_seqs)) < 1:
-        raise InvalidValueError(
-            f"half of the cache's {memory} bytes must hold the state of a sequence, {slot_bytes} bytes; raise kv_cache_memory"
-        )
-    return num_slots
+def _most_that_fit(
+    parts: Parts, config: EngineConfig, draft: Parts | None, blocks_for: Callable[[int], int]
+) -> tuple[int, int]:
+    """Return how many blocks and slots for states fit, but no more blocks than max_num_seqs of the longest sequences need.
 
-
-def describe_cache(parts: Parts, config: EngineConfig, num_blocks: int, num_slots: int = 0) -> ExecutorInfo:
-    """Collect and log what the engine must know about a model with a cache of this many blocks."""
-    limit = parts.model.config.max_position_embeddings
-    lengths = range(1, min(config.max_model_len or limit, limit) + 1)
-    info = ExecutorInfo(
-        vocab_size=parts.model.config.vocab_size,
-        max_position_embeddings=limit,
-        max_model_len=bisect_right(lengths, num_blocks, key=lambda length: _num_blocks_for(length, parts, config)),
-        num_blocks=num_blocks,
-        block_size=parts.block_size,
-        num_cache_bytes=num_blocks * _block_bytes(parts) + num_slots * bytes_per_slot(parts.model.config),
-        device=str(parts.device),
-        dtype=str(parts.dtype).removeprefix("torch."),
-        attention_backend=parts.backend_name,
-        windows=tuple(group.window for group in kv_groups(parts.model.config)),
-        num_state_slots=num_slots,
+    blocks_for: the most blocks that one sequence holds while it grows to a number of tokens.
+    """
+    is_cuda, requested = parts.device.type == "cuda", config.cache.kv_cache_memory
+    step_bytes = peak_step_bytes(parts, config) if is_cuda else 0
+    memory = memory_for_cache(
+        parts.device, requested, config.cache.gpu_memory_utilization, step_bytes=step_bytes, lora_bytes=parts.reserved_bytes
     )
-    logger.info(
-        "%s on %s, attention %s, KV cache of %d blocks of %d tokens (%.0f MiB), max_model_len %d",
-        info.dtype, info.device, info.attention_backend, num_blocks, info.block_size,
-        info.num_cache_bytes / 2**20, info.max_model_len,
-    )  # fmt: skip
-    return info
-
-
-def _block_bytes(parts: Parts) -> int:
-    config = parts.model.config
-    num_layers = max(len(group.layers) for group in kv_groups(config))  # for which a block has a place
-    kept = parts.block_size * parts.kept_bytes_per_token
-    return bytes_per_block_of(config, parts.block_size, parts.cache_dtype) * num_layers // num_kv_layers(config) + kept
-
-
-def _num_blocks_for(num_tokens: int, parts: Parts, config: EngineConfig) -> int:
-    """The most blocks that one sequence holds while it grows to num_tokens."""
-    windows = [group.window for group in kv_groups(parts.model.config)]
-    return most_blocks(num_tokens, windows, parts.block_size, config.scheduler.chunk_grid)
+    if parts.ranks is not None and not is_cuda and requested is None:
+        memory //= parts.ranks.size  # each process sees the same free memory
+    block_bytes = parts.bytes_per_block
+    if draft is not None:
+        block_bytes += draft.bytes_per_block * parts.block_size // draft.block_size
+    num_slots = 0
+    if slot_bytes := parts.sizes.bytes_per_slot:  # two slots for each running sequence, of which one is for a checkpoint
+        num_slots = min(memory // 2 // slot_bytes, 2 * config.scheduler.max_num_seqs)
+        if num_slots < 1:
+            raise InvalidValueError(
+                f"half of the cache's {memory} bytes must hold the state of a sequence, {slot_bytes} bytes; "
+                "raise kv_cache_memory"
+            )
+        memory -= num_slots * slot_bytes
+    longest = config.max_model_len or parts.model.config.max_position_embeddings
+    num_blocks, fewest = min(memory // block_bytes, config.scheduler.max_num_seqs * blocks_for(longest)), blocks_for(1)
+    if num_blocks < fewest:
+        more = " or gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs" if is_cuda else ""
+        if parts.reserved_bytes:
+            more += f", lower max_loras or max_lora_rank (the adapters take {parts.reserved_bytes} bytes)"
+        raise InvalidValueError(
+            f"the KV cache may take {memory} bytes, less than one block of {parts.block_size} tokens "
+            f"({fewest * block_bytes} bytes); raise kv_cache_memory{more}, or lower block_size"
+        )
+    return num_blocks if parts.ranks is None else parts.ranks.minimum(num_blocks), num_slots
 
 
 def memory_for_cache(
@@ -175,19 +161,19 @@ class _NoAttention(DenseAttention):
 
 
 @torch.inference_mode()
-def peak_step_bytes(model: Model, config: EngineConfig, device: torch.device, routes: Sequence[Route]) -> int:
+def peak_step_bytes(parts: Parts, config: EngineConfig) -> int:
     """The bytes that the largest step takes on a GPU besides weights and cache, measured with a step without attention.
 
     The sampler is counted as LOGITS_COPIES copies of the logits, and what its routes reserve.
     """
-    num_rows = config.max_num_rows
-    attend = _NoAttention(state_shapes(model.config))
+    num_rows, device, model = config.max_num_rows, parts.device, parts.model
+    attend = _NoAttention(parts.sizes.state_shapes)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     ids = torch.zeros(config.scheduler.max_num_batched_tokens + num_rows, dtype=torch.int64, device=device)
     hidden = model(ids, ids, attend)
     logits = model.compute_logits(hidden[:num_rows]).float()
-    sampler = LOGITS_COPIES * logits.nbytes + sum(route.reserved_bytes(logits.nbytes) for route in routes)
+    sampler = LOGITS_COPIES * logits.nbytes + sum(route.reserved_bytes(logits.nbytes) for route in parts.routes)
     needed = torch.cuda.max_memory_allocated(device) - before + sampler
     del hidden, logits
     torch.cuda.empty_cache()

@@ -5,62 +5,72 @@ kept in slots as keys and values are, so they are there after a prefix hit, and 
 """
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from nanoinfer.attention.kv_cache import CacheSizes
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper, begin_step
 from nanoinfer.execution.parts import Parts
 from nanoinfer.loading.held_weights import HeldWeights
-from nanoinfer.models.registry import Model
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.scheduling.step_plan import StepPlan
 
 
-def with_drafter(parts: Parts, drafter: Model) -> tuple[Parts, Parts]:
-    """Return the parts of a model whose hidden rows are kept, and those of its drafter."""
-    num_bytes = parts.model.config.hidden_size * parts.dtype.itemsize
-    draft = replace(parts, model=drafter, weights=HeldWeights(), wrappers=(DrafterRunner,), kept_bytes_per_token=num_bytes)
-    return parts.wrapped(KeepingRunner), draft
+class KeptRows:
+    """The hidden rows of a model, [num_blocks, block_size, hidden]: one for each slot of its cache."""
+
+    rows: Tensor
+
+
+def with_drafter(parts: Parts, drafter: Any) -> tuple[Parts, Parts]:
+    """Return the parts of a model whose hidden rows are kept, and those of its drafter, which shares its embedding and head."""
+    drafter.target, kept = (parts.model,), KeptRows()
+    draft = replace(
+        parts,
+        model=drafter,
+        sizes=CacheSizes.of(drafter.config),
+        weights=HeldWeights(),
+        wrappers=(partial(DrafterRunner, kept=kept),),
+        kept_bytes_per_token=parts.model.config.hidden_size * parts.dtype.itemsize,
+    )
+    return replace(parts, wrappers=(*parts.wrappers, partial(KeepingRunner, kept=kept))), draft
 
 
 class KeepingRunner(RunnerWrapper):
-    """Keeps the hidden row of each slot of the cache. kept: [num_blocks, block_size, hidden]."""
+    """Keeps the hidden row of each slot of the cache."""
 
-    def __init__(self, inner: ModelRunner) -> None:
+    def __init__(self, inner: ModelRunner, kept: KeptRows) -> None:
         super().__init__(inner)
         weight = next(iter(self.model.parameters()))
         sizes = self.cache.num_blocks, self.cache.block_size, self.model.config.hidden_size
-        self.kept = torch.zeros(sizes, dtype=weight.dtype, device=weight.device)
+        kept.rows = self._kept = torch.zeros(sizes, dtype=weight.dtype, device=weight.device)
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         for source, target in batch.block_copies:
-            self.kept[target] = self.kept[source]
+            self._kept[target] = self._kept[source]
         hidden = super().forward(batch)
-        self.kept.flatten(0, 1)[batch.attention.slot_mapping] = hidden
+        self._kept.flatten(0, 1)[batch.attention.slot_mapping] = hidden
         return hidden
 
 
 class DrafterRunner(RunnerWrapper):
     """The runner of a drafter, whose forward pass has one more argument: the hidden row before each token."""
 
-    def __init__(self, inner: ModelRunner) -> None:
+    def __init__(self, inner: ModelRunner, kept: KeptRows) -> None:
         super().__init__(inner)
+        self._kept = kept
         self._latest: dict[Sequence, Tensor] = {}  # the row of each sequence of the step before
 
     @torch.inference_mode()
-    def take(self, plan: StepPlan, kept: Tensor, slots: list[list[int]]) -> None:
-        """Prepare the next step. slots: where the hidden rows of a sequence's tokens are. []: its row of the step before."""
-        rows = [
-            kept.flatten(0, 1)[its_slots] if its_slots else self._latest[item.sequence]
-            for item, its_slots in zip(plan.scheduled, slots, strict=True)
-        ]
-        self._plan, self._given = plan, torch.cat(rows)
-
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
+        kept = self._kept.rows.flatten(0, 1)
+        before = torch.cat([kept[slots] if slots else self._latest[seq] for seq, slots in batch.hidden_slots])
         attend = begin_step(self.backend, self.cache, batch)
-        hidden = self.model(batch.input_ids, batch.positions, attend, self._given)  # type: ignore[call-arg]
-        self._latest = {seq: hidden[index : index + 1] for seq, index in self._plan.rows}
+        hidden = self.model(batch.input_ids, batch.positions, attend, before)  # type: ignore[call-arg]
+        ends = batch.attention.query_start_loc_cpu[1:]
+        self._latest = {seq: hidden[end - 1 : end] for (seq, _), end in zip(batch.hidden_slots, ends, strict=True)}
         return hidden

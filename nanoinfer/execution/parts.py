@@ -4,12 +4,13 @@ In: a model with its weights. Out: Parts, from which engine/build.py makes an ex
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from nanoinfer.attention.base import AttentionBackend, select_backend
-from nanoinfer.attention.kv_cache import KVCache, has_windows, state_shapes
+from nanoinfer.attention.kv_cache import CacheSizes, KVCache
 from nanoinfer.config import LOGPROBS_MODES, EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.executor import ExecutorInfo
@@ -20,6 +21,15 @@ from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import STAGES, Sampler
 
 
+@runtime_checkable
+class Ranks(Protocol):
+    """The processes that share a model (distributed/). All of them make the same calls."""
+
+    @property
+    def size(self) -> int: ...
+    def minimum(self, number: int) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What an executor is built from.
@@ -28,7 +38,8 @@ class Parts:
         model: on its device.
         backend: its attention. It serves this model only.
         backend_name: in attention.base.BACKENDS.
-        block_size: tokens of a block of the KV cache.
+        sizes: of what the model's layers keep in the KV cache.
+        block_size: tokens of a block of it.
         cache_dtype: the model's, or torch.int8.
         routes: of the sampler, in the order in which they are tried.
         make_decode_graphs: given the sizes of the cache, makes what replays decode steps. None: every step runs eagerly.
@@ -39,11 +50,13 @@ class Parts:
         weights: of the model, in all of their forms.
         wrappers: what adds to the runner's steps, from the inside out: adapters, a drafter, the ranks.
         kept_bytes_per_token: memory of each token of the cache beside its keys and values.
+        ranks: that share the model. None: this process has all of it.
     """
 
     model: Model
     backend: AttentionBackend
     backend_name: str
+    sizes: CacheSizes
     block_size: int
     cache_dtype: torch.dtype
     routes: tuple[Route, ...] = ()
@@ -54,14 +67,24 @@ class Parts:
     weights: HeldWeights = field(default_factory=HeldWeights)
     wrappers: tuple[Callable[[ModelRunner], ModelRunner], ...] = ()
     kept_bytes_per_token: int = 0
-
-    def wrapped(self, wrap: Callable[[ModelRunner], ModelRunner]) -> "Parts":
-        """Return the same parts, whose runner has a further wrapper."""
-        return replace(self, wrappers=(*self.wrappers, wrap))
+    ranks: Ranks | None = None
 
     @property
-    def has_states(self) -> bool:
-        return bool(state_shapes(self.model.config))
+    def bytes_per_block(self) -> int:
+        """The memory of a block of the cache."""
+        return self.sizes.bytes_per_block(self.block_size, self.cache_dtype) + self.block_size * self.kept_bytes_per_token
+
+    def make_cache(self, num_blocks: int, num_state_slots: int) -> KVCache:
+        """Make a cache, with slots if the model's layers keep states."""
+        return KVCache.for_model(
+            self.sizes,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            dtype=self.cache_dtype,
+            device=self.device,
+            layout=self.backend.layout,
+            num_state_slots=num_state_slots,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -75,14 +98,15 @@ class Parts:
 def plain_parts(model: Model, config: EngineConfig, weights: HeldWeights | None = None) -> Parts:
     """Select the attention backend of a model. The model runs as its file says, and the sampler stage by stage."""
     weight = next(model.parameters())
+    sizes = CacheSizes.of(model.config)
     name, backend = select_backend(
         config.attention_backend,
         weight.device,
         weight.dtype,
-        model.config.head_dim,
+        sizes.head_dim,
         block_size=config.cache.block_size,
         enforce_eager=config.enforce_eager,
-        has_windows=has_windows(model.config),
+        has_windows=sizes.has_windows,
     )
     is_int8 = config.cache.kv_cache_dtype == "int8"
     if is_int8 and not getattr(backend, "supports_int8_cache", False):
@@ -91,21 +115,13 @@ def plain_parts(model: Model, config: EngineConfig, weights: HeldWeights | None 
         )
     block_size = config.cache.block_size or backend.default_block_size
     dtype = torch.int8 if is_int8 else weight.dtype
-    return Parts(model, backend, name, block_size, dtype, weights=weights or HeldWeights())
+    return Parts(model, backend, name, sizes, block_size, dtype, weights=weights or HeldWeights())
 
 
 def make_runner(parts: Parts, info: ExecutorInfo) -> ModelRunner:
     """Allocate the KV cache, and make the runner of the model with it."""
     graphs = None if parts.make_decode_graphs is None else parts.make_decode_graphs(info)
-    cache = KVCache.for_model(
-        parts.model.config,
-        num_blocks=info.num_blocks + (graphs is not None),
-        block_size=info.block_size,
-        dtype=parts.cache_dtype,
-        device=parts.device,
-        layout=parts.backend.layout,
-        num_state_slots=info.num_state_slots,
-    )
+    cache = parts.make_cache(info.num_blocks + (graphs is not None), info.num_state_slots)
     runner: ModelRunner = ModelRunner(parts.model, cache, parts.backend, graphs, parts.weights)
     for wrap in parts.wrappers:
         runner = wrap(runner)

@@ -1,8 +1,8 @@
 """Whether a prompt's hidden rows have the same bits in any batch, tried with the compiled model on this machine.
 
-In: a compiled model and its attention backend. Out: True or False. The kernels' rows are independent by construction, so this
-check is about the rest: a model file or an attention of the user's own, and a compiler that does not keep the order of
-additions.
+In: a compiled model, with its attention and its cache's sizes. Out: True or False. The kernels' rows are independent by
+construction, so this check is about the rest: a model file or an attention of the user's own, and a compiler that does not keep
+the order of additions.
 
 A prompt and two decode steps run alone, then beside other prompts, and with batch_invariant also token by token.
 """
@@ -13,12 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from nanoinfer.attention.base import AttentionBackend
-from nanoinfer.attention.kv_cache import KVCache, bytes_per_slot, kv_groups
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.execution.parts import Parts
 from nanoinfer.fast.trace import copied
-from nanoinfer.models.registry import Model
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
@@ -29,30 +27,22 @@ NUM_DECODES = 2
 
 
 @torch.inference_mode()
-def is_batch_independent(
-    model: Model, backend: AttentionBackend, block_size: int, dtype: torch.dtype, *, has_single_queries: bool = False
-) -> bool:
+def is_batch_independent(parts: Parts, *, has_single_queries: bool = False) -> bool:
     """Whether rows are independent of the batch. With has_single_queries (batch_invariant), also of the chunk."""
-    longest = model.config.max_position_embeddings - NUM_DECODES
+    config, num_groups = parts.model.config, len(parts.sizes.groups)
+    longest = config.max_position_embeddings - NUM_DECODES
     if longest < 1:
         return False  # max_position_embeddings is too small for the check
     lengths = [min(length, longest) for length in PROMPT_LENGTHS]
     generator = torch.Generator().manual_seed(0)
     token_ids = [
-        torch.randint(0, model.config.vocab_size, (length + NUM_DECODES,), generator=generator).tolist() for length in lengths
+        torch.randint(0, config.vocab_size, (length + NUM_DECODES,), generator=generator).tolist() for length in lengths
     ]
-    groups = kv_groups(model.config)
-    sequences = scratch_sequences(token_ids, block_size, len(groups))
-    cache = KVCache.for_model(
-        model.config,
-        num_blocks=len(groups) * sum(len(seq.block_table) for seq in sequences),
-        block_size=block_size,
-        dtype=dtype,
-        layout=backend.layout,
-        num_state_slots=len(sequences) if bytes_per_slot(model.config) else 0,
-    )
+    sequences = scratch_sequences(token_ids, parts.block_size, num_groups)
+    num_blocks = num_groups * sum(len(seq.block_table) for seq in sequences)
+    runner = ModelRunner(parts.model, parts.make_cache(num_blocks, len(sequences)), parts.backend)
     decodes = [1] * NUM_DECODES
-    run = partial(_hidden_rows, model, backend, cache, has_single_queries=has_single_queries)
+    run = partial(_hidden_rows, runner, has_single_queries=has_single_queries)
     alone = run([sequences[COMPARED]], [[num] for num in (lengths[COMPARED], *decodes)])
     together = run(sequences, [lengths, *([num] * len(sequences) for num in decodes)])
     others = [run([sequences[COMPARED]], [[1]] * len(alone))] if has_single_queries else []
@@ -83,15 +73,14 @@ def same_bits(first: Tensor, other: Tensor) -> bool:
 
 
 def _hidden_rows(
-    model: Model,
-    backend: AttentionBackend,
-    cache: KVCache,
+    runner: ModelRunner,
     sequences: list[Sequence],
     steps: list[list[int]],
     *,
     has_single_queries: bool,
 ) -> Float[Tensor, "num_tokens hidden"]:
     """The compared sequence's rows. steps: the number of each sequence's new tokens in each step."""
+    cache = runner.cache
     compared = sequences[COMPARED if len(sequences) > 1 else 0]
     for seq in sequences:
         seq.num_computed_tokens = 0
@@ -99,13 +88,13 @@ def _hidden_rows(
     for nums in steps:
         items = [ScheduledSequence(seq, num) for seq, num in zip(sequences, nums, strict=True)]
         items.sort(key=lambda item: item.num_new_tokens > 1)  # the scheduler's order
-        for item in items if bytes_per_slot(model.config) else ():
+        for item in items if cache.states is not None else ():
             seq, slot = item.sequence, int(item.sequence.request_id)
             seq.state_slot = slot if seq.num_computed_tokens else -1
             seq.state_writes = {seq.num_computed_tokens + item.num_new_tokens: slot}
         plan, device = StepPlan(tuple(items)), torch.device("cpu")
         batch = ForwardBatch.build(plan, cache.block_size, device, has_single_queries=has_single_queries)
-        hidden = ModelRunner(model, cache, backend).forward(batch)
+        hidden = runner.forward(batch)
         start = 0
         for item in items:
             if item.sequence is compared:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import EngineConfig, SpeculativeConfig
 from nanoinfer.errors import InvalidValueError, UnsupportedError
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import Loaded, load, open_weights
@@ -12,8 +12,15 @@ from nanoinfer.loading.weights import load_weights
 from nanoinfer.models.registry import Model
 
 
-def load_drafter(model: Any, config: EngineConfig) -> Any:
-    """Load what drafts for a model from the same checkpoint. It shares the model's embedding and head.
+def load_draft(speculative: SpeculativeConfig, config: EngineConfig, target: Loaded) -> Model:
+    """Load the model, or the module of the model itself, that drafts for `target`. Raises: as load_drafter and load do."""
+    return (
+        load_drafter(target.model, config) if speculative.model is None else load_draft_model(speculative.model, config, target)
+    )
+
+
+def load_drafter(model: Any, config: EngineConfig) -> Model:
+    """Load what drafts for a model from the same checkpoint. It will share the model's embedding and head.
 
     Raises:
         UnsupportedError: a family without such a module, or a checkpoint without its weights.
@@ -32,7 +39,6 @@ def load_drafter(model: Any, config: EngineConfig) -> Any:
         drafter = model.drafter_class(model.config)
     weight = next(model.parameters())
     load_weights(drafter, weights, rules, weight.dtype, weight.device)
-    drafter.target = (model,)
     return drafter.to(weight.device).eval()
 
 

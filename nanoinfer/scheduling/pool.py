@@ -9,12 +9,18 @@ A BlockManager has a pool of blocks, and for models with states (state_slots.py)
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from nanoinfer.scheduling.prefix_index import Node
+from dataclasses import dataclass
 
 NO_BLOCK = -1  # in place of a block that is not there, or of a slot
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A block's content: its key, the key before it with its tokens, and its id in each part of the index, or NO_BLOCK."""
+
+    key: bytes
+    content: tuple[bytes, tuple[int, ...]]
+    ids: list[int]
 
 
 class Pool:

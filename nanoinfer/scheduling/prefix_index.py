@@ -19,20 +19,11 @@ from hashlib import sha256
 from itertools import islice
 from struct import Struct
 
-from nanoinfer.scheduling.pool import NO_BLOCK, Pool
+from nanoinfer.scheduling.pool import NO_BLOCK, Node, Pool
 
 IN_STORE = -2  # in a Prefix: only the store has this block
 
 IsStored = Callable[[tuple[bytes, int]], bool]  # whether a store has the entry (key, part)
-
-
-@dataclass(eq=False, slots=True)
-class Node:
-    """A block's content: its key, the key before it with its tokens, and its id in each part, or NO_BLOCK."""
-
-    key: bytes
-    content: tuple[bytes, tuple[int, ...]]
-    ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanoinfer.scheduling.prefix_index import Node
+    from nanoinfer.scheduling.pool import Node
 
 
 class SequenceStatus(Enum):

@@ -22,8 +22,8 @@ writes to it while it is still being read.
 
 from typing import TYPE_CHECKING
 
-from nanoinfer.scheduling.pool import NO_BLOCK, Pool
-from nanoinfer.scheduling.prefix_index import CachePart, Node, PrefixIndex
+from nanoinfer.scheduling.pool import NO_BLOCK, Node, Pool
+from nanoinfer.scheduling.prefix_index import CachePart, PrefixIndex
 from nanoinfer.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:

@@ -66,6 +66,8 @@ class StepPlan:
         schedule_seconds: The seconds that the scheduler took to decide.
         num_top_logprobs: If > 0, nothing is sampled, and each row returns the log-probabilities of that many most likely ids
             instead (beam search).
+        hidden_slots: Of a drafter's step (speculative/mtp.py): each sequence, with the slots of the model's hidden rows that
+            its tokens follow. None stand for the drafter's own row of the step before.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
@@ -76,6 +78,7 @@ class StepPlan:
     step: int = -1
     schedule_seconds: float = 0.0
     num_top_logprobs: int = 0
+    hidden_slots: tuple[tuple[Sequence, list[int]], ...] = ()
 
     @property
     def num_decode_tokens(self) -> int:

@@ -17,8 +17,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from nanoinfer.scheduling.pool import NO_BLOCK
-from nanoinfer.scheduling.prefix_index import IN_STORE, Node, Prefix, PrefixIndex
+from nanoinfer.scheduling.pool import NO_BLOCK, Node
+from nanoinfer.scheduling.prefix_index import IN_STORE, Prefix, PrefixIndex
 
 Entry = tuple[bytes, int]  # a node's key, and a part of the index
 

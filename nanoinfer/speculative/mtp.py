@@ -7,17 +7,13 @@ twin's tokens begin with the sequence's second one, so that token i of the twin 
 What it computed from its own rows is computed again from the model's rows, once the drafts are verified.
 """
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from nanoinfer.config import SchedulerConfig
-from nanoinfer.execution.executor import StepOutput
+from nanoinfer.execution.executor import Executor, StepOutput
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.speculative.draft_model import DraftModelProposer
-
-if TYPE_CHECKING:
-    from nanoinfer.execution.local_executor import LocalExecutor
-    from nanoinfer.execution.mtp_runner import DrafterRunner, KeepingRunner
 
 
 class _Twin(Sequence):
@@ -31,15 +27,12 @@ class _Twin(Sequence):
 
 
 class MTPProposer(DraftModelProposer):
-    """Runs the drafter, as a Proposer. runner: the drafter's, in the executor. target: the model's."""
+    """Runs the drafter, as a Proposer."""
 
     twin_class = _Twin
 
-    def __init__(
-        self, executor: "LocalExecutor", config: SchedulerConfig, runner: "DrafterRunner", target: "KeepingRunner"
-    ) -> None:
+    def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
         super().__init__(executor, config)
-        self._runner, self._target = runner, target
         self._sequences: dict[Sequence, Sequence] = {}  # of the twins that draft
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
@@ -60,13 +53,13 @@ class MTPProposer(DraftModelProposer):
         return twin
 
     def _compute(self, plan: StepPlan) -> StepOutput:
-        self._runner.take(plan, self._target.kept, [self._slots(item) for item in plan.scheduled])
-        return super()._compute(plan)
+        slots = tuple((item.sequence, self._slots(item)) for item in plan.scheduled)
+        return super()._compute(replace(plan, hidden_slots=slots))
 
     def _slots(self, item: ScheduledSequence) -> list[int]:
         """Where the model's rows are that a twin's new tokens follow. []: the newest token is a draft."""
         seq, start = self._sequences[item.sequence], item.sequence.num_computed_tokens
         if start >= len(seq.token_ids) - 1:
             return []
-        size = self._target.cache.block_size
+        size = self.block_manager.block_size  # the model's blocks have the same
         return [seq.block_table[i // size] * size + i % size for i in range(start, start + item.num_new_tokens)]

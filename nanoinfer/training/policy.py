@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, fx, nn
 
-from nanoinfer.attention.kv_cache import KVCache, bytes_per_slot, kv_groups
+from nanoinfer.attention.kv_cache import CacheSizes, KVCache
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, check_number, shown
 from nanoinfer.execution.forward_batch import ForwardBatch
@@ -57,7 +57,8 @@ class Policy(nn.Module):
             for module, name in places:
                 setattr(module, name, parameter)
         config, weight = self.model.config, next(self.model.parameters())
-        if bytes_per_slot(config) or any(group.window is not None for group in kv_groups(config)):
+        self._sizes = CacheSizes.of(config)
+        if self._sizes.num_state_layers or self._sizes.windows != (None,):
             raise UnsupportedError("a Policy attends to all tokens, and this model has windows or states; train another one")
         sizes = {"num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
         self._backend = KernelBackend(weight.dtype, head_dim=config.head_dim, **sizes)
@@ -112,10 +113,10 @@ class Policy(nn.Module):
     def _logprobs(
         self, given: list[tuple[list[int], Sequence[Sequence[int]]]], lengths: list[int], temperature: float
     ) -> Sequence[Tensor]:
-        config, size = self.model.config, self._backend.default_block_size
+        size = self._backend.default_block_size
         scratch = scratch_sequences([ids for ids, _ in given], size)
         cache = KVCache.for_model(
-            config,
+            self._sizes,
             num_blocks=sum(len(seq.block_table) for seq in scratch),
             block_size=size,
             dtype=next(self.model.parameters()).dtype,

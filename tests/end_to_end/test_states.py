@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
-from nanoinfer.attention.kv_cache import bytes_per_block_of, bytes_per_slot
+from nanoinfer.attention.kv_cache import CacheSizes
 from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError, WeightsError
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model, read_config
@@ -78,7 +78,8 @@ def test_greedy_tokens_equal_transformers_alone_together_and_after_a_prefix_hit(
 def sizes(path):
     """The bytes of a block and of a slot."""
     config = read_config(Checkpoint.open(str(path)))[1]
-    return bytes_per_block_of(config, SETTINGS["block_size"], torch.float32), bytes_per_slot(config)
+    sizes = CacheSizes.of(config)
+    return sizes.bytes_per_block(SETTINGS["block_size"], torch.float32), sizes.bytes_per_slot
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nanoinfer import Recorder, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
-from nanoinfer.attention.kv_cache import bytes_per_block_of
+from nanoinfer.attention.kv_cache import CacheSizes
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.build import make_engine
 from nanoinfer.errors import NanoinferError
@@ -30,7 +30,7 @@ def model(request, tmp_path_factory):
 def engine_for(
     model, *, num_blocks=64, chunk_size=1024, backend="cpu", tracer=None, prefix_caching=True, max_num_seqs=256, is_async=False
 ):
-    one_block = bytes_per_block_of(model.config, BLOCK_SIZE, torch.float32)
+    one_block = CacheSizes.of(model.config).bytes_per_block(BLOCK_SIZE, torch.float32)
     config = EngineConfig(
         attention_backend=backend,
         async_scheduling=is_async,

@@ -7,6 +7,7 @@ as they are, and one log line says so.
 import logging
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -26,13 +27,15 @@ from nanoinfer.fast.cpu.delta import KernelRecurrence
 from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.fuse import FusedLinear, fuse
-from nanoinfer.fast.sampling import make_routes
+from nanoinfer.fast.sampling.few_logits import FewLogits
+from nanoinfer.fast.sampling.greedy import GreedyKernel
 from nanoinfer.fast.trace import Trace, copied
 from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.loading.quantization import BITS, check_sizes, quantize_model
 from nanoinfer.loading.weights import progress_bar
 from nanoinfer.models.gated_delta import DeltaRecurrence
 from nanoinfer.models.registry import Model
+from nanoinfer.sampling.routes import Route
 
 if TYPE_CHECKING:
     from nanoinfer.lora.layers import AdaptedLayers
@@ -71,6 +74,7 @@ def compile_model(
         form = partial(PackedQuantizedLinear, bits=BITS[quantization])
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     with torch.inference_mode(), progress_bar("packing weights", len(linears)) as bar:
+        _compile_recurrences(compiled, dtype, weights)
         num_uses: Counter[nn.Module] = Counter()  # calls of linear layers in the traces that are still to be compiled
 
         def packed(fused: FusedLinear) -> Packed:
@@ -93,7 +97,6 @@ def compile_model(
             compiled.num_plain_linears += sum(isinstance(trace.module(node), FusedLinear) for node in trace.graph.nodes)
             return sum(len(program.operations) for program in programs)
 
-        _compile_recurrences(compiled, dtype, weights)
         compile_modules(compiled.model, lower, compiled)
         in_programs = set(num_uses)
         outside = [(path, linear) for path, linear in compiled.model.named_modules() if type(linear) is nn.Linear]
@@ -133,7 +136,10 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
 def accelerate_on_cpu(parts: Parts, config: EngineConfig, adapters: "AdaptedLayers") -> Parts:
     """Return parts with kernels. Raises: UnsupportedError, as compile_model does."""
     sizes = parts.model.config
-    parts = replace(parts, routes=(*parts.routes, *make_routes(parts.device, parts.dtype, sizes.vocab_size, 0)))
+    routes: tuple[Route, ...] = (FewLogits(),)
+    with suppress(UnsupportedError):
+        routes = GreedyKernel(parts.dtype, sizes.vocab_size), *routes
+    parts = replace(parts, routes=routes)
     try:
         kernels = KernelBackend(
             parts.dtype,
@@ -149,7 +155,10 @@ def accelerate_on_cpu(parts: Parts, config: EngineConfig, adapters: "AdaptedLaye
         return parts
     if type(parts.backend) is CPUBackend:
         parts = replace(parts, backend=kernels)
-    is_independent = _try_out(parts, config)
+    few_layers = one_layer_of_each_kind(cast(nn.Module, parts.model), sizes.num_hidden_layers)
+    _replace(few_layers, parts.model.weight_rules.head.rpartition(".")[0], nn.Identity())  # hidden rows are compared
+    tried = replace(parts, model=cast(Model, compile_model(few_layers, config.quantization, keeps_plain=True).model))
+    is_independent = is_batch_independent(tried, has_single_queries=config.scheduler.batch_invariant)
     model = cast(nn.Module, parts.model)
     compiled = compile_model(model, config.quantization, weights=parts.weights, adapters=adapters)
     return replace(
@@ -157,17 +166,4 @@ def accelerate_on_cpu(parts: Parts, config: EngineConfig, adapters: "AdaptedLaye
         model=cast(Model, compiled.model),
         is_batch_independent=is_independent and not compiled.num_plain_linears,
         report=compiled,
-    )
-
-
-def _try_out(parts: Parts, config: EngineConfig) -> bool:
-    """Compile one layer of each kind, and try whether a row's bits depend on the batch."""
-    few_layers = one_layer_of_each_kind(cast(nn.Module, parts.model), parts.model.config.num_hidden_layers)
-    _replace(few_layers, parts.model.weight_rules.head.rpartition(".")[0], nn.Identity())  # hidden rows are compared
-    return is_batch_independent(
-        cast(Model, compile_model(few_layers, config.quantization, keeps_plain=True).model),
-        parts.backend,
-        parts.block_size,
-        parts.cache_dtype,
-        has_single_queries=config.scheduler.batch_invariant,
     )

@@ -16,7 +16,8 @@ from nanoinfer.execution.parts import Parts
 from nanoinfer.fast.compile import CompiledModel, compile_modules
 from nanoinfer.fast.cuda.decode_graphs import DecodeGraphs
 from nanoinfer.fast.cuda.graphs import CUDACapture
-from nanoinfer.fast.sampling import make_routes
+from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
+from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.trace import copied
 from nanoinfer.models.registry import Model
 
@@ -45,6 +46,6 @@ def accelerate_on_cuda(parts: Parts, config: EngineConfig) -> Parts:
     make_decode_graphs = None
     if num_graph_rows and getattr(parts.model, "supports_cuda_graph", True):
         make_decode_graphs = partial(DecodeGraphs, max_num_rows=num_graph_rows, capture=CUDACapture())
-    routes = make_routes(parts.device, parts.dtype, parts.model.config.vocab_size, num_graph_rows)
+    routes = (SamplerGraphs(num_graph_rows, CUDACapture()), FewLogits()) if num_graph_rows else (FewLogits(),)
     model = cast(Model, report.model)
-    return replace(parts, model=model, routes=(*parts.routes, *routes), make_decode_graphs=make_decode_graphs, report=report)
+    return replace(parts, model=model, routes=routes, make_decode_graphs=make_decode_graphs, report=report)
