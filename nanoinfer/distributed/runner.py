@@ -238,8 +238,8 @@ def pack(value: Any) -> Any:
         return value.cpu().numpy()
     if is_dataclass(value) and not isinstance(value, type):
         return type(value), {field.name: pack(getattr(value, field.name)) for field in fields(value)}
-    if type(value) is tuple:  # of the metadata of several KV groups
-        return tuple, [pack(one) for one in value]
+    if type(value) in (tuple, dict):  # of the metadata of several KV groups, of an adapter's updates
+        return type(value), [pack(one) for one in (value.items() if type(value) is dict else value)]
     return value
 
 
@@ -252,6 +252,6 @@ def unpack(packed: Any, device: torch.device) -> Any:
             return unpack(integers, device).view(dtype)
         case type() as kind, dict(values):
             return kind(**{name: unpack(value, device) for name, value in values.items()})
-        case type(), list(values):
-            return tuple(unpack(value, device) for value in values)
+        case type() as kind, list(values):
+            return kind(unpack(value, device) for value in values)
     return packed

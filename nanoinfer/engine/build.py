@@ -46,7 +46,7 @@ def make_engine(
         from nanoinfer.execution.block_files import store_of
 
         make_store = store_of(model, config)
-    adapters = make_adapters(model, config)
+    adapters = make_adapters(model, config, shards)
     parts = make_parts(model, config, shards, weights, adapters)
     parts, draft = make_draft(parts, config, draft_model)
     tracer = None if config.tracer is None else tracing.EventBuffer(config.tracer)
@@ -63,13 +63,13 @@ def make_engine(
     )
 
 
-def make_adapters(model: "Model", config: EngineConfig) -> "Adapters | None":
+def make_adapters(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "Adapters | None":
     """Make room for the adapters of requests, before kernels take the weights. Raises: InvalidValueError if there is none."""
     if not config.enable_lora:
         return None
     from nanoinfer.lora.adapters import Adapters
 
-    return Adapters(model, config.max_loras, config.max_lora_rank)
+    return Adapters(model, config.max_loras, config.max_lora_rank, shards)
 
 
 def make_parts(
@@ -83,13 +83,13 @@ def make_parts(
     from nanoinfer.execution.parts import plain_parts
 
     parts = plain_parts(model, config, weights)
-    if adapters is not None:
-        parts = adapters.join(parts)
     if not config.enforce_eager:
         from nanoinfer.fast.accelerate import accelerate
 
         parts = accelerate(parts, config, {} if adapters is None else adapters.layers)
-    return parts if shards is None else shards.connect(parts)
+    if shards is not None:
+        parts = shards.connect(parts)
+    return parts if adapters is None else adapters.join(parts)  # after the ranks, because rank 0 knows the adapters
 
 
 def make_draft(parts: "Parts", config: EngineConfig, draft_model: "Model | None") -> "tuple[Parts, Parts | None]":
