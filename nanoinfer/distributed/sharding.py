@@ -125,13 +125,13 @@ class Shards:
     """One rank's view of a model that several ranks share."""
 
     def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
+        self.communicator, self.rank, self.size = communicator, communicator.rank, communicator.size
         self.whole: Any = None  # the model that was split, on the meta device
 
     def split(self, model: Any, weights: Weights) -> tuple[Any, Weights]:
         """Build this rank's model on the meta device, and from the whole model's Weights those that fill it."""
         self.whole = model
-        config, rank, size = model.config, self.communicator.rank, self.communicator.size
+        config, rank, size = model.config, self.rank, self.size
         parts = {name: _even(inner_size, rank, size) for name, inner_size in _inner_sizes(config).items()}
         parts["vocab_size"] = _vocabulary(config.vocab_size, rank, size)
         local = {name: part.stop - part.start for name, part in parts.items()}
@@ -144,14 +144,18 @@ class Shards:
 
     def part_of(self, weights: Weights, model_class: type[Any], config: Any) -> Weights:
         """This rank's part of a whole model's Weights."""
-        return ShardedWeights(weights, model_class, config, self.communicator.rank, self.communicator.size)
+        return ShardedWeights(weights, model_class, config, self.rank, self.size)
+
+    def gather(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]:
+        """The tensors of all ranks."""
+        return self.communicator.all_gather(x)
 
     def part_of_update(self, layer: str, update: LowRankUpdate) -> LowRankUpdate:
         """This rank's part of what an adapter adds to a layer: A's columns for a row layer, otherwise B's rows."""
         if (split := split_of(type(self.whole), layer)) is None:
             return update
         axis, whole = (1, update.a) if split == "row" else (0, update.b)
-        parts = parts_of(split, whole.shape[axis], self.whole.config, self.communicator.rank, self.communicator.size)
+        parts = parts_of(split, whole.shape[axis], self.whole.config, self.rank, self.size)
         part = torch.cat([whole[:, one] if axis else whole[one] for one in parts], dim=axis)  # a copy, not to keep the whole
         return dataclasses.replace(update, **{"a" if axis else "b": part})
 
@@ -161,7 +165,7 @@ class Shards:
         The model then has the whole model's forward and compute_logits. Its config has the whole vocabulary, and the rank's
         number of heads, which are those of its KV cache.
         """
-        ids = _vocabulary(vocab_size, self.communicator.rank, self.communicator.size)
+        ids = _vocabulary(vocab_size, self.rank, self.size)
         model.config = dataclasses.replace(model.config, vocab_size=vocab_size)
         model.supports_cuda_graph = False  # a graph with a collective in it has never been tried
 

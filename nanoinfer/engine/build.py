@@ -3,6 +3,7 @@
 torch is imported when an engine is made, inside these functions, so that the rest of this folder runs without it.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanoinfer.distributed.sharding import Shards
+    from nanoinfer.execution.block_files import BlockFiles
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.parts import Parts
     from nanoinfer.loading.held_weights import HeldWeights
@@ -41,11 +43,7 @@ def make_engine(
 
     Raises: as LLM() does, for the draft model too.
     """
-    make_store = None
-    if config.cache.prefix_cache_dir is not None:
-        from nanoinfer.execution.block_files import store_of
-
-        make_store = store_of(model, config)
+    store_of_executor = make_store(model, config, shards)
     adapters = make_adapters(model, config, shards)
     parts = make_parts(model, config, shards, weights, adapters)
     parts, draft = make_draft(parts, config, draft_model)
@@ -59,8 +57,19 @@ def make_engine(
         proposer=make_proposer(draft, config, executor),
         adapters=adapters,
         tracer=tracer,
-        store=None if make_store is None else make_store(executor),
+        store=None if store_of_executor is None else store_of_executor(executor),
     )
+
+
+def make_store(
+    model: "Model", config: EngineConfig, shards: "Shards | None" = None
+) -> "Callable[[LocalExecutor], BlockFiles] | None":
+    """Read the weights, while the model has them, for the store that is made when there is an executor. None: no store."""
+    if config.cache.prefix_cache_dir is None:
+        return None
+    from nanoinfer.execution.block_files import store_of
+
+    return store_of(model, config, shards)
 
 
 def make_adapters(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "Adapters | None":

@@ -40,6 +40,10 @@ class HookInKernels:
 class Shards(Protocol):
     """The part of a model that one of several ranks has (distributed/sharding.py)."""
 
+    rank: int
+    size: int
+
+    def gather(self, x: Tensor) -> Tensor: ...  # the tensors of all ranks
     def split(self, model: Any, weights: Weights) -> tuple[Any, Weights]: ...
     def part_of(self, weights: Weights, model_class: type[nn.Module], config: ModelConfig) -> Weights: ...
     def join(self, model: Any, vocab_size: int) -> None: ...

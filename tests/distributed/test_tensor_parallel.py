@@ -397,6 +397,38 @@ def test_a_killed_rank_is_named_at_once_and_in_every_later_call(qwen3_path, when
     kill_one(qwen3_path, when)
 
 
+def test_an_llm_that_has_lost_a_rank_is_closed_and_its_store_is_whole(qwen3_path, tmp_path):
+    settings = {"kv_cache_memory": 2**22, "tensor_parallel_size": 2, "prefix_cache_dir": tmp_path / "kv", **SETTINGS}
+    before = set(workers_of())
+    with LLM(qwen3_path, **settings) as llm:
+        expected = answers(llm, PROMPTS, asked())
+        [worker] = set(workers_of()) - before
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="rank 1 of 2 was ended by SIGKILL"):
+            llm.generate(PROMPTS, asked(), use_tqdm=False)
+    for num_found in (0, 32 + 16):
+        with LLM(qwen3_path, **settings) as llm:
+            assert answers(llm, PROMPTS, asked()) == expected
+            assert llm.engine.block_manager.stored.store.counts["external_prefix_cache_hits"] == num_found
+
+
+def test_a_process_that_ends_between_the_steps_of_a_thread_keeps_the_prefixes_of_its_ranks(qwen3_path, tmp_path):
+    script = """
+        import sys, threading, time
+        from nanoinfer import LLM, SamplingParams
+        llm = LLM(sys.argv[1], kv_cache_memory=2**22, block_size=8, tensor_parallel_size=2, prefix_cache_dir=sys.argv[2])
+        params, begun = SamplingParams(max_tokens=500, detokenize=False), threading.Event()
+        def generate():
+            for delta in llm.stream(list(range(60)), params):
+                begun.set()
+        threading.Thread(target=generate, daemon=True).start()
+        begun.wait()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(qwen3_path), str(tmp_path / "kv")]
+    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 0
+    assert len(list((tmp_path / "kv").glob("*.kv"))) >= 7
+
+
 @pytest.mark.long
 def test_fifty_killed_ranks_give_fifty_errors(qwen3_path):
     rng = random.Random(1)
