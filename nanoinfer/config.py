@@ -258,8 +258,6 @@ class EngineConfig:
             raise InvalidValueError("max_loras and max_lora_rank need enable_lora=True; pass it, or leave them out")
         check_integer("max_loras", self.max_loras, 1, None, ">= 1")
         check_integer("max_lora_rank", self.max_lora_rank, 1, None, ">= 1")
-        if self.enable_lora and self.tensor_parallel_size > 1:
-            raise UnsupportedError("enable_lora=True needs tensor_parallel_size=1; for several ranks use LLM(lora=path)")
         check_integer("max_model_len", self.max_model_len, 1, None, ">= 1", or_none=True)
         check_flag("enforce_eager", self.enforce_eager)
         if self.async_scheduling is not None:

@@ -8,6 +8,7 @@ days and both sides notice at once when the other has ended.
 import os
 import signal
 import subprocess
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -50,6 +51,7 @@ class Workers:
         self._connections = connections
         self._processes = processes
         self._error: str | None = None
+        self._lock = threading.Lock()  # at a process's end, a store reads blocks while an engine's thread may still run steps
         self._close = weakref.finalize(self, _end, os.getpid(), connections, processes)
 
     def wait_until_ready(self) -> None:
@@ -66,11 +68,12 @@ class Workers:
 
         Raises: EngineDeadError if a rank has ended or failed, also in every later call.
         """
-        if self._error is not None:
-            raise EngineDeadError(self._error)
-        with self.watched():
-            self.send(command)
-            yield
+        with self._lock:
+            if self._error is not None:
+                raise EngineDeadError(self._error)
+            with self.watched():
+                self.send(command)
+                yield
 
     def send(self, message: object) -> None:
         """Send a message to all workers."""
@@ -238,8 +241,8 @@ def pack(value: Any) -> Any:
         return value.cpu().numpy()
     if is_dataclass(value) and not isinstance(value, type):
         return type(value), {field.name: pack(getattr(value, field.name)) for field in fields(value)}
-    if type(value) is tuple:  # of the metadata of several KV groups
-        return tuple, [pack(one) for one in value]
+    if type(value) in (tuple, dict):  # of the metadata of several KV groups, of an adapter's updates
+        return type(value), [pack(one) for one in (value.items() if type(value) is dict else value)]
     return value
 
 
@@ -252,6 +255,6 @@ def unpack(packed: Any, device: torch.device) -> Any:
             return unpack(integers, device).view(dtype)
         case type() as kind, dict(values):
             return kind(**{name: unpack(value, device) for name, value in values.items()})
-        case type(), list(values):
-            return tuple(unpack(value, device) for value in values)
+        case type() as kind, list(values):
+            return kind(unpack(value, device) for value in values)
     return packed

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.execution.parts import Parts
+from nanoinfer.loading.formats.lora import LowRankUpdate
 from nanoinfer.loading.weights import TensorInfo, Weights
 from nanoinfer.models.gemma3 import Gemma3ForCausalLM
 from nanoinfer.models.gpt2 import GPT2LMHeadModel
@@ -124,11 +125,13 @@ class Shards:
     """One rank's view of a model that several ranks share."""
 
     def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
+        self.communicator, self.rank, self.size = communicator, communicator.rank, communicator.size
+        self.whole: Any = None  # the model that was split, on the meta device
 
     def split(self, model: Any, weights: Weights) -> tuple[Any, Weights]:
         """Build this rank's model on the meta device, and from the whole model's Weights those that fill it."""
-        config, rank, size = model.config, self.communicator.rank, self.communicator.size
+        self.whole = model
+        config, rank, size = model.config, self.rank, self.size
         parts = {name: _even(inner_size, rank, size) for name, inner_size in _inner_sizes(config).items()}
         parts["vocab_size"] = _vocabulary(config.vocab_size, rank, size)
         local = {name: part.stop - part.start for name, part in parts.items()}
@@ -141,7 +144,20 @@ class Shards:
 
     def part_of(self, weights: Weights, model_class: type[Any], config: Any) -> Weights:
         """This rank's part of a whole model's Weights."""
-        return ShardedWeights(weights, model_class, config, self.communicator.rank, self.communicator.size)
+        return ShardedWeights(weights, model_class, config, self.rank, self.size)
+
+    def gather(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]:
+        """The tensors of all ranks."""
+        return self.communicator.all_gather(x)
+
+    def part_of_update(self, layer: str, update: LowRankUpdate) -> LowRankUpdate:
+        """This rank's part of what an adapter adds to a layer: A's columns for a row layer, otherwise B's rows."""
+        if (split := split_of(type(self.whole), layer)) is None:
+            return update
+        axis, whole = (1, update.a) if split == "row" else (0, update.b)
+        parts = parts_of(split, whole.shape[axis], self.whole.config, self.rank, self.size)
+        part = torch.cat([whole[:, one] if axis else whole[one] for one in parts], dim=axis)  # a copy, not to keep the whole
+        return dataclasses.replace(update, **{"a" if axis else "b": part})
 
     def join(self, model: Any, vocab_size: int) -> None:
         """Replace the layers of a rank's loaded model that give a part of a result by modules that join the parts.
@@ -149,7 +165,7 @@ class Shards:
         The model then has the whole model's forward and compute_logits. Its config has the whole vocabulary, and the rank's
         number of heads, which are those of its KV cache.
         """
-        ids = _vocabulary(vocab_size, self.communicator.rank, self.communicator.size)
+        ids = _vocabulary(vocab_size, self.rank, self.size)
         model.config = dataclasses.replace(model.config, vocab_size=vocab_size)
         model.supports_cuda_graph = False  # a graph with a collective in it has never been tried
 
@@ -192,6 +208,18 @@ def _vocabulary(vocab_size: int, rank: int, size: int) -> slice:
 
 def _even(total: int, rank: int, size: int) -> slice:
     return slice(rank * total // size, (rank + 1) * total // size)
+
+
+def parts_of(split: Split, total: int, config: Any, rank: int, size: int) -> list[slice]:
+    """A rank's parts of an axis of `total` numbers. config: of the whole model."""
+    if split == "vocabulary":
+        return [_vocabulary(total, rank, size)]
+    if split == "qkv":
+        third, part = total // 3, _even(total // 3, rank, size)
+        return [slice(i * third + part.start, i * third + part.stop) for i in range(3)]
+    if split == "kv" and (num_heads := config.num_key_value_heads) < size:
+        return [_even(total, rank * num_heads // size, num_heads)]  # several ranks have the same head
+    return [_even(total, rank, size)]
 
 
 class ShardedWeights(Weights):
@@ -245,16 +273,7 @@ class ShardedWeights(Weights):
         axis = 1 if split == "row" else 0
         if len(shape) > 1 and name.endswith(self._rules.transpose):
             axis = 1 - axis
-        total, rank, size = shape[axis], self._rank, self._size
-        if split == "vocabulary":
-            return axis, [_vocabulary(total, rank, size)]
-        if split == "qkv":
-            third, part = total // 3, _even(total // 3, rank, size)
-            return axis, [slice(i * third + part.start, i * third + part.stop) for i in range(3)]
-        if split == "kv" and (num_heads := self._config.num_key_value_heads) < size:
-            head = rank * num_heads // size  # several ranks have the same one
-            return axis, [_even(total, head, num_heads)]
-        return axis, [_even(total, rank, size)]
+        return axis, parts_of(split, shape[axis], self._config, self._rank, self._size)
 
 
 # ---- modules that take and return what the whole module does, and hold one rank's part of its weight

@@ -3,6 +3,7 @@
 torch is imported when an engine is made, inside these functions, so that the rest of this folder runs without it.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanoinfer.distributed.sharding import Shards
+    from nanoinfer.execution.block_files import BlockFiles
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.parts import Parts
     from nanoinfer.loading.held_weights import HeldWeights
@@ -42,12 +44,8 @@ def make_engine(
 
     Raises: as LLM() does, for the draft model too.
     """
-    adapters = make_adapters(model, config)
-    make_store = None
-    if config.cache.prefix_cache_dir is not None:
-        from nanoinfer.execution.block_files import store_of
-
-        make_store = store_of(model, config)
+    store_of_executor = make_store(model, config, shards)
+    adapters = make_adapters(model, config, shards)
     parts = make_parts(model, config, shards, weights, adapters)
     parts, draft = make_draft(parts, config, draft_model)
     tracer = None if config.tracer is None else tracing.EventBuffer(config.tracer)
@@ -60,17 +58,28 @@ def make_engine(
         proposer=make_proposer(draft, config, executor.info),
         adapters=adapters,
         tracer=tracer,
-        store=None if make_store is None else make_store(executor),
+        store=None if store_of_executor is None else store_of_executor(executor),
     )
 
 
-def make_adapters(model: "Model", config: EngineConfig) -> "Adapters | None":
+def make_store(
+    model: "Model", config: EngineConfig, shards: "Shards | None" = None
+) -> "Callable[[LocalExecutor], BlockFiles] | None":
+    """Read the weights, while the model has them, for the store that is made when there is an executor. None: no store."""
+    if config.cache.prefix_cache_dir is None:
+        return None
+    from nanoinfer.execution.block_files import store_of
+
+    return store_of(model, config, shards)
+
+
+def make_adapters(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "Adapters | None":
     """Make room for the adapters of requests, before kernels take the weights. Raises: InvalidValueError if there is none."""
     if not config.enable_lora:
         return None
     from nanoinfer.lora.adapters import Adapters
 
-    return Adapters(model, config.max_loras, config.max_lora_rank)
+    return Adapters(model, config.max_loras, config.max_lora_rank, shards)
 
 
 def make_parts(
@@ -84,13 +93,13 @@ def make_parts(
     from nanoinfer.execution.parts import plain_parts
 
     parts = plain_parts(model, config, weights)
-    if adapters is not None:
-        parts = adapters.join(parts)
     if not config.enforce_eager:
         from nanoinfer.fast.accelerate import accelerate
 
         parts = accelerate(parts, config, {} if adapters is None else adapters.layers)
-    return parts if shards is None else shards.connect(parts)
+    if shards is not None:
+        parts = shards.connect(parts)
+    return parts if adapters is None else adapters.join(parts)  # after the ranks, because rank 0 knows the adapters
 
 
 def make_draft(parts: "Parts", config: EngineConfig, draft_model: "Model | None") -> "tuple[Parts, Parts | None]":

@@ -36,9 +36,11 @@ from torch import Tensor
 
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line, shown
+from nanoinfer.errors import EngineDeadError, InvalidValueError, UnsupportedError, first_line, shown
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.local_executor import LocalExecutor
+from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.loading.held_weights import Shards
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.sequence import Sequence
@@ -58,7 +60,7 @@ class BlockFiles:
 
     def __init__(
         self,
-        cache: KVCache,
+        runner: ModelRunner,
         folder: str,
         max_bytes: int,
         fingerprint: bytes,
@@ -73,12 +75,13 @@ class BlockFiles:
         """
         self.fingerprint, self.max_tokens_per_step = fingerprint, max_tokens_per_step
         self.counts = {"external_prefix_cache_hits": 0, "prefix_cache_read_bytes": 0, "prefix_cache_written_bytes": 0}
-        # Of each part of the prefix index: tensors whose first axis counts the blocks, or the slots.
-        self._tensors = [cache.pages] * len(cache.groups) + ([] if cache.states is None else [cache.states.tensors])
-        self._num_bytes = [HEADER_BYTES + sum(tensor[0].nbytes for tensor in tensors) for tensors in self._tensors]
+        self._runner = runner
+        num_ranks = 1 if (shards := shards_of(runner)) is None else shards.size
+        parts = tensors_of(runner.cache)
+        self._num_bytes = [HEADER_BYTES + num_ranks * sum(tensor[0].nbytes for tensor in tensors) for tensors in parts]
         self._max_bytes = max_bytes
         if max_bytes < max(self._num_bytes):
-            what = "a block" if cache.states is None else "a block or a state"
+            what = "a block" if runner.cache.states is None else "a block or a state"
             raise InvalidValueError(
                 f"prefix_cache_size must be at least {max(self._num_bytes)} bytes, which {what} takes, got {max_bytes}"
             )
@@ -123,10 +126,7 @@ class BlockFiles:
         return content
 
     def fill(self, part: int, block: int, content: Tensor) -> None:
-        for tensor in self._tensors[part]:
-            page = tensor[block]
-            page.copy_(content[: page.nbytes].view(page.dtype).view(page.shape))
-            content = content[page.nbytes :]
+        self._runner.on_all_ranks(write_block, part, block, content)
 
     def touch(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
@@ -137,8 +137,9 @@ class BlockFiles:
         if self._has(entry):
             self.touch((entry,))
         elif (wait or not self._waiting.full()) and entry not in self._copies:
-            self._copies[entry] = self._copy_of(entry[1], block)
-            self._waiting.put(entry)
+            with suppress(EngineDeadError):  # a rank has ended, as the next step says
+                self._copies[entry] = self._copy_of(entry[1], block)
+                self._waiting.put(entry)
 
     def discard(self, entry: Entry) -> None:
         self._copies.pop(entry, None)
@@ -150,11 +151,11 @@ class BlockFiles:
             self._is_closed = True
             self._waiting.put(None)
             self._thread.join()
-            self._tensors.clear()  # the memory of the cache
+            del self._runner  # the memory of the cache, and the other ranks
 
     def _copy_of(self, part: int, block: int) -> Callable[[], Tensor]:
         """Begin to copy a block or a state to the CPU. Returns what waits for the copy."""
-        content = torch.cat([tensor[block].reshape(-1).view(torch.uint8) for tensor in self._tensors[part]])
+        content = self._runner.on_all_ranks(read_block, part, block)
         if content.device.type == "cpu":
             return lambda: content
         copy = torch.empty(content.shape, dtype=torch.uint8, pin_memory=True).copy_(content, non_blocking=True)
@@ -279,11 +280,40 @@ def private_folder(name: str) -> Path:
     return folder
 
 
+# ---- blocks and states as bytes, on all ranks
+
+
+def shards_of(runner: ModelRunner) -> Shards | None:
+    """Return this rank's view of the ranks that share the model. None: there is one."""
+    return None if runner.weights.origin is None else runner.weights.origin.shards
+
+
+def tensors_of(cache: KVCache) -> list[list[Tensor]]:
+    """Return, for each part of the prefix index, tensors whose first axis counts the blocks, or the slots of states."""
+    return [[*cache.pages]] * len(cache.groups) + ([] if cache.states is None else [[*cache.states.tensors]])
+
+
+def read_block(runner: ModelRunner, part: int, block: int) -> Tensor:
+    """Copy the bytes of a block or a state: those of rank 0, then those of rank 1, and so on."""
+    content = torch.cat([tensor[block].reshape(-1).view(torch.uint8) for tensor in tensors_of(runner.cache)[part]])
+    return content if (shards := shards_of(runner)) is None else shards.gather(content).flatten()
+
+
+def write_block(runner: ModelRunner, part: int, block: int, content: Tensor) -> None:
+    """Write this rank's share of what read_block returned."""
+    if (shards := shards_of(runner)) is not None:
+        content = content.view(shards.size, -1)[shards.rank]
+    for tensor in tensors_of(runner.cache)[part]:
+        page = tensor[block]
+        page.copy_(content[: page.nbytes].view(page.dtype).view(page.shape))
+        content = content[page.nbytes :]
+
+
 # ---- what decides the bits of a block
 
 
-def store_of(model: Any, config: EngineConfig) -> Callable[[LocalExecutor], BlockFiles]:
-    """Return what makes the store of an engine, given its executor.
+def store_of(model: Any, config: EngineConfig, shards: Shards | None = None) -> Callable[[LocalExecutor], BlockFiles]:
+    """Return what makes the store of an engine, given its executor. All ranks of `shards` call it, and rank 0 has the store.
 
     Call it before the model's modules are replaced, because it reads the weights.
 
@@ -292,8 +322,6 @@ def store_of(model: Any, config: EngineConfig) -> Callable[[LocalExecutor], Bloc
     """
     if sys.platform == "win32":
         raise UnsupportedError("prefix_cache_dir needs the file locks of Linux or macOS; leave it out")
-    if config.tensor_parallel_size > 1:
-        raise UnsupportedError("prefix_cache_dir with tensor_parallel_size > 1 is not supported; leave one of the two out")
     names, weights = zip(*model.named_parameters(), strict=True)
     found = [getattr(module, "weight", None) for module in model.modules()]
     rounded: list[Any] = [weight for weight in found if hasattr(weight, "integers")]  # QuantizedWeights are no parameters
@@ -306,11 +334,14 @@ def store_of(model: Any, config: EngineConfig) -> Callable[[LocalExecutor], Bloc
         files.append(Path(inspect.getfile(type(model))))
     digests += [hashlib.sha256(path.read_bytes()).digest() for path in files]
     what = (names, type(model), model.config, config.enforce_eager, config.quantization, config.scheduler.chunk_grid)
-    return partial(_make_store, config=config, identity=[repr(what).encode(), *digests])
+    identity = hashlib.sha256(b"".join([repr(what).encode(), *digests])).digest()
+    if shards is not None:
+        identity = shards.gather(torch.tensor([*identity], device=weights[0].device)).cpu().numpy().tobytes()
+    return partial(_make_store, config=config, identity=identity)
 
 
 @torch.inference_mode()
-def _make_store(executor: LocalExecutor, config: EngineConfig, identity: list[bytes]) -> BlockFiles:
+def _make_store(executor: LocalExecutor, config: EngineConfig, identity: bytes) -> BlockFiles:
     info, runner = executor.info, executor.runner
     # The keys and values of a fixed prompt, to which another processor, compiler, library or kernel gives other bits.
     num, is_invariant = min(info.block_size, info.max_model_len), config.scheduler.batch_invariant
@@ -320,15 +351,15 @@ def _make_store(executor: LocalExecutor, config: EngineConfig, identity: list[by
     manager.allocate(seq, num)
     plan = StepPlan((ScheduledSequence(seq, num),))
     runner.forward(ForwardBatch.build(plan, info.block_size, executor.device, has_single_queries=is_invariant))
-    pages, states = runner.cache.pages, runner.cache.states
-    probed = [page[table[0]] for table in manager.tables(seq) for page in pages]
-    probed += [] if states is None else [part[seq.state_writes[num]] for part in states.tensors]
+    pages, places = runner.cache.pages, [table[0] for table in manager.tables(seq)]
+    places += [] if runner.cache.states is None else [seq.state_writes[num]]
+    probed = [runner.on_all_ranks(read_block, part, place) for part, place in enumerate(places)]
     threads = None if executor.batch_independent else torch.get_num_threads()
     what = (info.device, info.attention_backend, pages[0].shape[1:], pages[0].dtype, is_invariant, threads, torch.__version__)
-    digest = hashlib.sha256(b"".join([repr(what).encode(), *identity, *map(_sha256, probed)])).digest()
+    digest = hashlib.sha256(b"".join([repr(what).encode(), identity, *map(_sha256, probed)])).digest()
     assert config.cache.prefix_cache_dir is not None
     return BlockFiles(
-        runner.cache,
+        runner,
         config.cache.prefix_cache_dir,
         config.cache.prefix_cache_size,
         digest,

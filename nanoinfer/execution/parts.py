@@ -48,7 +48,7 @@ class Parts:
         report: what was compiled. None: nothing was tried.
         reserved_bytes: memory on the device that the runner takes later.
         weights: of the model, in all of their forms.
-        wrappers: what adds to the runner's steps, from the inside out: adapters, a drafter, the ranks.
+        wrappers: what adds to the runner's steps, from the inside out: the other ranks, adapters, a drafter.
         kept_bytes_per_token: memory of each token of the cache beside its keys and values.
         ranks: that share the model. None: this process has all of it.
     """

@@ -6,7 +6,7 @@ weight in every form, and `tensors`, all memory that the weights take. It knows 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from nanoinfer.config import EngineConfig
 from nanoinfer.loading.weights import Places, Weights
 from nanoinfer.models.registry import ModelConfig, WeightRules
+
+if TYPE_CHECKING:
+    from nanoinfer.loading.formats.lora import LowRankUpdate
 
 
 @runtime_checkable
@@ -37,9 +40,16 @@ class HookInKernels:
 class Shards(Protocol):
     """The part of a model that one of several ranks has (distributed/sharding.py)."""
 
+    rank: int
+    size: int
+
+    def gather(self, x: Tensor) -> Tensor: ...  # the tensors of all ranks
     def split(self, model: Any, weights: Weights) -> tuple[Any, Weights]: ...
     def part_of(self, weights: Weights, model_class: type[nn.Module], config: ModelConfig) -> Weights: ...
     def join(self, model: Any, vocab_size: int) -> None: ...
+    def part_of_update(self, layer: str, update: "LowRankUpdate") -> "LowRankUpdate": ...
+    @property
+    def whole(self) -> nn.Module: ...  # the model before it was split, on the meta device
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,9 @@ linear layers read. An adapter that does not fit is refused when a request names
 
 An adapter is read into one of max_loras slots by the first step that uses it. The slot is taken from the adapter that was least
 recently used. The scheduler (scheduler.py) makes sure that no step uses more adapters than there are slots.
+
+Of several ranks, rank 0 alone reads files. A step that brings an adapter into memory sends it to the others. All take the same
+adapter's place, because they run the same steps. A rank keeps the part of A or of B that belongs to its part of a layer.
 """
 
 import hashlib
@@ -23,8 +26,9 @@ from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper
 from nanoinfer.execution.parts import Parts
 from nanoinfer.loading.formats.lora import LowRankUpdate, check_fit, read_adapter
+from nanoinfer.loading.held_weights import Shards
 from nanoinfer.loading.quantization import QuantizedLinear
-from nanoinfer.lora.layers import AdaptedLinear, AdapterRows
+from nanoinfer.lora.layers import AdaptedLinear, AdapterRows, shape_of
 from nanoinfer.lora.request import LoRARequest
 
 
@@ -32,7 +36,8 @@ from nanoinfer.lora.request import LoRARequest
 class Adapter:
     """An adapter that fits the model.
 
-    updates: by the paths of the linear layers, on the CPU in the model's dtype. digest: of all that changes an answer.
+    updates: by the paths of the linear layers, in the model's dtype. On rank 0 they are on the CPU.
+    digest: of all that changes an answer.
     """
 
     request: LoRARequest
@@ -40,10 +45,16 @@ class Adapter:
     digest: str
 
 
+Runs = tuple[tuple[Adapter | str, int, int], ...]  # an adapter or the digest of one, its first row, and the row after its last
+
+
 class Adapters:
     """The adapters of one model, whose linear layers it changes in place, before fast/ compiles them.
 
     An LM head and the experts of a mixture cannot be adapted.
+
+    Args:
+        shards: the ranks that share the model. None: one rank has all of it.
 
     Attributes:
         layers: the linear layers that can be adapted.
@@ -52,20 +63,24 @@ class Adapters:
         InvalidValueError: full slots take more memory than is free.
     """
 
-    def __init__(self, model: Any, max_loras: int, max_rank: int) -> None:
-        self._rules = model.weight_rules
+    def __init__(self, model: Any, max_loras: int, max_rank: int, shards: Shards | None = None) -> None:
+        self._rules, self._shards = model.weight_rules, shards
         self._rows = AdapterRows(max_loras, max_rank)
         weight = next(model.parameters())
         self._device, self._dtype = weight.device, weight.dtype
         self._layers: dict[str, AdaptedLinear] = {}
         self.layers: dict[nn.Module, AdaptedLinear] = {}
-        for path, module in model.named_modules():
-            if isinstance(module, nn.Linear | QuantizedLinear) and not self._is_for_all(path):
-                self._layers[path] = self.layers[module] = AdaptedLinear(module, self._rows)
-        # What full slots take: on a CPU each adapter twice, as it was read and as kernels read it.
-        num_copies = 2 if weight.device.type == "cpu" else 1
-        num_sides = sum(sum(layer.shape) for layer in self._layers.values())
-        self.num_bytes = num_copies * max_loras * max_rank * num_sides * weight.dtype.itemsize
+        self._shapes = {  # of the whole layers
+            path: shape_of(linear)
+            for path, linear in (model if shards is None else shards.whole).named_modules()
+            if isinstance(linear, nn.Linear | QuantizedLinear) and not self._is_for_all(path)
+        }
+        modules = {path.replace(".module", ""): module for path, module in model.named_modules()}  # those in an AllReduced too
+        for path in self._shapes:
+            self._layers[path] = self.layers[modules[path]] = AdaptedLinear(modules[path], self._rows)
+        # What full slots take. On a CPU each adapter is there twice, as it was read and as kernels read it.
+        shapes = [*map(shape_of, self.layers), *(self._shapes.values() if weight.device.type == "cpu" else ())]
+        self.num_bytes = max_loras * max_rank * sum(map(sum, shapes)) * weight.dtype.itemsize
         is_cuda = weight.device.type == "cuda"
         free = torch.cuda.mem_get_info(weight.device)[0] if is_cuda else memory.available_cpu_memory()
         if self.num_bytes > free:
@@ -74,7 +89,7 @@ class Adapters:
                 f"but {free} are free on {weight.device}; lower max_loras or max_lora_rank"
             )
         self._known: dict[int, Adapter] = {}  # by lora_int_id
-        self._slots: OrderedDict[Adapter, int] = OrderedDict()  # the least recently used first
+        self._slots: OrderedDict[str, int] = OrderedDict()  # by digest, the least recently used first
 
     def get(self, request: LoRARequest) -> Adapter:
         """Return the adapter of a request. It is read and checked when its id is new.
@@ -112,7 +127,7 @@ class Adapters:
                     f"the adapter {shown(request.lora_path)} changes {shown(module)}, which an adapter of a request cannot: "
                     "the head and experts are the same for all; use LLM(lora=path)"
                 )
-            check_fit(request.lora_path, module, update, self._layers[path].shape if path in self._layers else None)
+            check_fit(request.lora_path, module, update, self._shapes.get(path))
             if len(update.a) > self._rows.max_rank:
                 raise InvalidValueError(
                     f"the adapter {shown(request.lora_path)} has the rank {len(update.a)}, and max_lora_rank is "
@@ -130,27 +145,43 @@ class Adapters:
         wrappers = *parts.wrappers, partial(AdapterRunner, adapters=self)
         return replace(parts, reserved_bytes=self.num_bytes, wrappers=wrappers)
 
-    def begin_step(self, runs: tuple[tuple[Adapter, int, int], ...], num_rows: int) -> None:
-        """Bring the adapters of a step into memory, and note its rows. runs: (adapter, first row, row after the last)."""
-        slots = [-1] * num_rows
-        used = {adapter for adapter, _, _ in runs}
-        for adapter, start, stop in runs:
-            if adapter not in self._slots:
-                self._place(adapter, used)
-            self._slots.move_to_end(adapter)
-            slots[start:stop] = [self._slots[adapter]] * (stop - start)
-        self._rows.set(slots, self._device)
+    def begin_step(self, runs: Runs, num_rows: int) -> Runs:
+        """Bring the adapters of a step into memory, and note its rows.
 
-    def _place(self, adapter: Adapter, used: set[Adapter]) -> None:
+        Returns: the runs for the other ranks, with the digest of an adapter that is in memory already.
+        """
+        slots, for_others = [-1] * num_rows, []
+        used = {digest_of(adapter) for adapter, _, _ in runs}
+        for adapter, start, stop in runs:
+            digest = digest_of(adapter)
+            for_others.append((digest if digest in self._slots else adapter, start, stop))
+            if isinstance(adapter, Adapter) and digest not in self._slots:
+                try:
+                    self._place(adapter, used)
+                except BaseException:
+                    self._slots.clear()  # the other ranks do not get this step, so later ones send them all again
+                    raise
+            self._slots.move_to_end(digest)
+            slots[start:stop] = [self._slots[digest]] * (stop - start)
+        self._rows.set(slots, self._device)
+        return tuple(for_others)
+
+    def _place(self, adapter: Adapter, used: set[str]) -> None:
         if len(self._slots) == self._rows.num_slots:
             del self._slots[next(other for other in self._slots if other not in used)]
         slot = min(set(range(self._rows.num_slots)) - set(self._slots.values()))
         for path, layer in self._layers.items():
             update = adapter.updates.get(path)
+            if update is not None and self._shards is not None:
+                update = self._shards.part_of_update(path, update)
             if update is not None:
                 update = replace(update, a=update.a.to(self._device), b=update.b.to(self._device))
             layer.put(slot, update)
-        self._slots[adapter] = slot
+        self._slots[adapter.digest] = slot
+
+
+def digest_of(adapter: Adapter | str) -> str:
+    return adapter if isinstance(adapter, str) else adapter.digest
 
 
 class AdapterRunner(RunnerWrapper):
@@ -161,5 +192,5 @@ class AdapterRunner(RunnerWrapper):
         self.adapters = adapters
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
-        self.adapters.begin_step(batch.adapters, len(batch.input_ids))
-        return self.inner.forward(batch)
+        for_others = self.adapters.begin_step(batch.adapters, len(batch.input_ids))
+        return self.inner.forward(replace(batch, adapters=for_others))

@@ -75,8 +75,6 @@ class AdaptedLinear(HookInKernels):
 
     def __init__(self, linear: nn.Linear | QuantizedLinear, rows: AdapterRows) -> None:
         self.rows = rows
-        weight = linear.weight.integers if isinstance(linear, QuantizedLinear) else linear.weight
-        self.shape = tuple(weight.shape)  # [out, in]
         self.kernels: WeakKeyDictionary[KernelAdapters, int] = WeakKeyDictionary()
         self._updates: dict[int, LowRankUpdate] = {}  # by slot
         linear.register_forward_hook(self)
@@ -100,6 +98,11 @@ class AdaptedLinear(HookInKernels):
                     )
                 out[rows] += x[rows] @ update.a.T @ update.b.T * update.scale
         return out
+
+
+def shape_of(linear: nn.Linear | QuantizedLinear) -> tuple[int, ...]:
+    """[out, in]"""
+    return tuple((linear.weight.integers if isinstance(linear, QuantizedLinear) else linear.weight).shape)
 
 
 AdaptedLayers = Mapping[nn.Module, AdaptedLinear]

@@ -7,6 +7,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from lora_adapters import linear_shapes, write_adapter
 
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.config import EngineConfig
@@ -16,7 +17,10 @@ from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu.accelerate import compile_model
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.formats.lora import LowRankUpdate
 from nanoinfer.loading.weights import TensorInfo, Weights
+from nanoinfer.lora.adapters import Adapters
+from nanoinfer.lora.request import LoRARequest
 
 ODD_VOCAB_SIZE = 97
 IDS = torch.arange(20) * 4 % ODD_VOCAB_SIZE
@@ -103,6 +107,58 @@ def test_ranks_give_the_logits_of_one(family, tmp_path):
     for size, optimized in ((2, False), (2, True), (4, True)):
         for logits in logits_on_ranks(checkpoint, size, optimized=optimized):
             torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+HALVES = ((0, 10), (10, 20))  # rows of IDS
+
+
+def logits_with_adapters(model, requests, shards=None, *, optimized=False):
+    """The logits of IDS, of which the rows of HALVES have an adapter each."""
+    adapters = Adapters(model, 2, 4, shards)
+    if optimized:
+        model = compile_model(model, adapters=adapters.layers).model
+    runs = tuple((adapters.get(one), *half) for one, half in zip(requests, HALVES, strict=True))
+    adapters.begin_step(runs, len(IDS))
+    return logits_of(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family in tiny_models.FAMILIES if family not in tiny_models.WITH_STATES])
+def test_ranks_give_the_logits_of_one_with_two_adapters_in_a_batch(family, tmp_path):
+    heads = {"n_head": 4} if family == "gpt2_n_inner" else {}
+    path = tiny_models.save(family, tmp_path / "base", vocab_size=ODD_VOCAB_SIZE, **heads)
+    checkpoint = Checkpoint.open(str(path))
+    requests = [LoRARequest(str(i), i, str(tmp_path / str(i))) for i in (1, 2)]
+    for one in requests:
+        write_adapter(tmp_path / one.lora_name, linear_shapes(path), seed=one.lora_int_id, lora_alpha=16)
+    plain = logits_of(loader.load_model(checkpoint, "float32"))
+    expected = logits_with_adapters(loader.load_model(checkpoint, "float32"), requests)
+    assert all((expected - plain)[slice(*half)].abs().max() > 0.1 for half in HALVES)
+    for size, optimized in ((2, False), (4, True)):
+
+        def run(communicator, optimized=optimized):
+            shards = Shards(communicator)
+            model, _, _ = loader.load_configured(checkpoint, EngineConfig(dtype="float32", device="cpu"), shards)
+            return logits_with_adapters(model, requests, shards, optimized=optimized)
+
+        for logits in on_ranks(size, run):
+            torch.testing.assert_close(logits, expected, atol=2e-5, rtol=0)
+
+
+def test_the_parts_of_an_update_are_those_of_its_layers_weight():
+    """The product of a rank's A and B is the rank's part of the whole product, for layers of all kinds."""
+    for family, size in (("gpt2", 2), ("qwen3", 2), ("qwen3_one_kv_head", 4)):
+        model = on_meta(family, **{"n_head": 4} if family == "gpt2" else {})
+        weights = Numbered(model)
+        for rank in range(size):
+            shards = Shards(Member(rank, None, [None] * size))
+            _, parts = shards.split(model, weights)
+            for name in [name for name in weights if name.endswith(("proj.weight", "c_attn.weight", "c_fc.weight"))]:
+                turned = (lambda weight: weight.T) if name.endswith(model.weight_rules.transpose) else (lambda weight: weight)
+                whole = turned(weights.read(name))
+                update = LowRankUpdate(torch.eye(whole.shape[1]), whole, 1.0)
+                part = shards.part_of_update(name.removesuffix(".weight"), update)
+                assert torch.equal(part.b @ part.a, turned(parts.read(name))), name
 
 
 def test_a_bias_that_every_rank_adds_would_be_noticed(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -15,12 +16,15 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from lora_adapters import linear_shapes, write_adapter
+from safetensors.torch import load_file
 from tiny_models import assert_nothing_is_left
 
 from nanoinfer import LLM, BeamSearchParams, Recorder, SamplingParams
 from nanoinfer.distributed.communicator import RankLostError
 from nanoinfer.distributed.runner import FAILED, LOST, Workers
 from nanoinfer.errors import CheckpointNotFoundError, EngineDeadError, InvalidValueError, UnsupportedError
+from nanoinfer.lora.request import LoRARequest
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.tracing import StageApplied
 
@@ -223,6 +227,99 @@ def test_ranks_of_models_with_windows_give_the_tokens_of_one(family, tmp_path):
     assert_nothing_is_left(split)
 
 
+# ---- adapters of requests
+
+
+@pytest.fixture(scope="module")
+def adapters(qwen3_path, tmp_path_factory):
+    """LoRARequests for the model of qwen3_path."""
+    folder = tmp_path_factory.mktemp("adapters")
+    requests = [LoRARequest(str(i), i, str(folder / str(i))) for i in (1, 2, 3)]
+    for one in requests:
+        write_adapter(Path(one.lora_path), linear_shapes(qwen3_path), seed=one.lora_int_id, lora_alpha=16)
+    return requests
+
+
+def with_adapters(llm, requests, params=None):
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(requests))]
+    outputs = llm.generate(prompts, params or asked(temperature=0), use_tqdm=False, lora_request=requests)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def adapted(qwen3_path):
+    return load_pair(qwen3_path, 80, enable_lora=True, max_loras=2)
+
+
+def test_two_ranks_give_the_tokens_of_one_with_several_adapters_in_a_batch(adapted, adapters):
+    split, whole = adapted
+    requests = [adapters[0], None, adapters[1], adapters[1], None, adapters[2], adapters[0], adapters[2]]  # with two slots
+    expected = with_adapters(whole, requests)
+    assert len({str(with_adapters(whole, [one])) for one in (None, *adapters)}) == 4
+    assert with_adapters(split, requests) == expected
+    sampled = asked(temperature=1, top_p=0.9)
+    assert with_adapters(split, requests[::-1], sampled) == with_adapters(whole, requests[::-1], sampled)
+    assert_nothing_is_left(split)
+
+
+def test_eager_ranks_give_the_tokens_of_one_with_adapters(qwen3_path, adapters):
+    split, whole = load_pair(qwen3_path, 40, enable_lora=True, enforce_eager=True)
+    requests = [adapters[0], None, adapters[1], adapters[0]]
+    assert with_adapters(split, requests) == with_adapters(whole, requests)
+
+
+def test_a_removed_id_takes_another_adapter_on_every_rank(adapted, adapters):
+    other = LoRARequest("other", 1, adapters[1].lora_path)
+    first, second = ([with_adapters(llm, [one]) for llm in adapted] for one in adapters[:2])
+    known = [llm.engine.inputs.adapters for llm in adapted]
+    assert [one.remove(1) for one in known] == [True, True]
+    assert [with_adapters(llm, [other]) for llm in adapted] == second != first
+    assert [one.remove(1) for one in known] == [True, True]
+    assert [with_adapters(llm, [adapters[0]]) for llm in adapted] == first
+
+
+def test_new_weights_of_ranks_keep_the_adapters(adapted, adapters, tmp_path):
+    split, whole = adapted
+    other = tiny_models.save("qwen3", tmp_path / "other", seed=7)
+    expected = with_adapters(whole, adapters[:2])
+    for llm in adapted:
+        llm.update_weights_from_path(str(other))
+    assert with_adapters(split, adapters[:2]) == with_adapters(whole, adapters[:2]) != expected
+
+
+def test_an_adapter_is_sent_to_the_ranks_when_it_comes_into_memory_and_not_with_each_step(qwen3_path, adapters):
+    split, _ = load_pair(qwen3_path, 40, enable_lora=True)
+    workers, sizes = split.engine.executor.runner.inner.workers, []
+    send = workers.send
+    workers.send = lambda message: (sizes.append(len(pickle.dumps(message))), send(message))
+    adapter_bytes = sum(tensor.nbytes for tensor in load_file(f"{adapters[0].lora_path}/adapter_model.safetensors").values())
+    for request, num_sent in ((adapters[0], 1), (adapters[0], 0), (adapters[1], 1), (adapters[0], 1), (None, 0)):
+        sizes.clear()
+        with_adapters(split, [request] * 3)
+        assert len(sizes) > 12
+        assert sum(size > adapter_bytes for size in sizes) == num_sent
+        assert sum(sizes) < num_sent * 1.2 * adapter_bytes + len(sizes) * 5_000
+
+
+def test_an_adapter_that_rank_0_cannot_place_is_placed_by_all_ranks_in_a_later_step(adapted, adapters, monkeypatch):
+    """Nothing is believed to be in memory after the step that failed, which the other ranks did not get."""
+    split, whole = adapted
+    requests = [adapters[0], adapters[1]]
+    expected = with_adapters(whole, requests)
+    with_adapters(split, [adapters[2], adapters[0]])
+    known = split.engine.inputs.adapters
+    layer = list(known.layers.values())[5]
+    monkeypatch.setattr(layer, "put", lambda slot, update: (_ for _ in ()).throw(MemoryError("full")))
+    with pytest.raises(MemoryError, match="full"):
+        with_adapters(split, requests)
+    monkeypatch.undo()
+    assert with_adapters(split, requests) == expected
+    assert with_adapters(split, [adapters[2], adapters[1]]) == with_adapters(whole, [adapters[2], adapters[1]])
+
+
+# ---- memory and ends
+
+
 def test_the_workers_of_a_closed_llm_have_ended_although_it_is_still_referenced(qwen3_path):
     before = set(workers_of())
     with LLM(qwen3_path, kv_cache_memory=40 * BLOCK_BYTES, tensor_parallel_size=2, **SETTINGS) as split:
@@ -300,6 +397,21 @@ def test_a_killed_rank_is_named_at_once_and_in_every_later_call(qwen3_path, when
     kill_one(qwen3_path, when)
 
 
+def test_an_llm_that_has_lost_a_rank_is_closed_and_its_store_is_whole(qwen3_path, tmp_path):
+    settings = {"kv_cache_memory": 2**22, "tensor_parallel_size": 2, "prefix_cache_dir": tmp_path / "kv", **SETTINGS}
+    before = set(workers_of())
+    with LLM(qwen3_path, **settings) as llm:
+        expected = answers(llm, PROMPTS, asked())
+        [worker] = set(workers_of()) - before
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="rank 1 of 2 was ended by SIGKILL"):
+            llm.generate(PROMPTS, asked(), use_tqdm=False)
+    for num_found in (0, 32 + 16):
+        with LLM(qwen3_path, **settings) as llm:
+            assert answers(llm, PROMPTS, asked()) == expected
+            assert llm.engine.block_manager.stored.store.counts["external_prefix_cache_hits"] == num_found
+
+
 @pytest.mark.long
 def test_fifty_killed_ranks_give_fifty_errors(qwen3_path):
     rng = random.Random(1)
@@ -361,6 +473,25 @@ def test_an_error_of_rank_0_stays_as_it_is_and_ends_the_workers():
         theirs.recv()
     with pytest.raises(EngineDeadError, match="rank 0 of 2 failed: mine; make a new LLM"), workers.together("forward"):
         pass
+
+
+def test_two_threads_command_the_workers_one_after_the_other():
+    """At a process's end a store reads blocks while a thread may run steps. Its thread is not waited for."""
+    ours, theirs = Pipe()
+    workers = Workers([ours], [])
+
+    def command():
+        with workers.together("second"):
+            pass
+
+    thread = threading.Thread(target=command)
+    with workers.together("first"):
+        thread.start()
+        thread.join(0.1)
+        assert theirs.recv() == ("first",)
+        assert not theirs.poll()
+    thread.join()
+    assert theirs.recv() == ("second",)
 
 
 def test_torchruns_number_of_processes_must_be_the_llms(monkeypatch):

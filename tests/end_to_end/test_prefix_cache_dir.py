@@ -3,6 +3,7 @@
 import gc
 import logging
 import shutil
+from itertools import product
 
 import pytest
 import tiny_models
@@ -52,6 +53,8 @@ def answer(llm, prompt=PROMPT, **prompt_fields):
         {"attention_backend": "reference", "chunk_size": 16},
         {"batch_invariant": True},
         {"speculative_config": {"method": "ngram"}},
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "enforce_eager": True, "dtype": "bfloat16"},
     ],
     ids=str,
 )
@@ -70,15 +73,17 @@ def test_a_restarted_engine_gives_the_bits_of_a_prefix_hit(load, settings):
         assert again == cold
 
 
-def test_blocks_that_were_evicted_are_found_again(load):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_blocks_that_were_evicted_are_found_again(load, num_ranks):
     block_bytes = 2 * 2 * 4 * 2 * 16 * 4
-    with load(kv_cache_memory=14 * block_bytes) as llm:
+    settings = {"kv_cache_memory": 14 * block_bytes // num_ranks, "tensor_parallel_size": num_ranks}
+    with load(**settings) as llm:
         answer(llm)
         expected = answer(llm)
         assert answer(llm, OTHER)[1] == 0  # it takes the blocks
         assert answer(llm) == expected
         other = answer(llm, OTHER)
-    with load(kv_cache_memory=14 * block_bytes) as llm:
+    with load(**settings) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in [PROMPT, OTHER] * 3], PARAMS, use_tqdm=False)
     assert [(one.outputs, one.num_cached_tokens) for one in outputs] == [expected, other] * 3
 
@@ -99,12 +104,20 @@ def filled(paths, tmp_path_factory):
     [
         {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8", "attention_backend": "reference"}, {"attention_backend": "reference"},
         {"block_size": 8}, {"chunk_size": 8}, {"batch_invariant": True}, {"enforce_eager": True}, {"path": 1},
+        {"tensor_parallel_size": 2},
     ],
     ids=str,
 )  # fmt: skip
 def test_nothing_is_found_by_an_engine_that_would_compute_other_bits(load, filled, paths, other):
     with load(paths[other.pop("path", 0)], **other, prefix_cache_dir=filled) as llm:
         assert answer(llm)[1] == 0
+
+
+def test_one_rank_finds_nothing_of_two(load):
+    """The other way round is in the test above. Each finds its own files in the same folder."""
+    for num_ranks, num_found in ((2, 0), (1, 0), (2, 40), (1, 40)):
+        with load(tensor_parallel_size=num_ranks) as llm:
+            assert answer(llm)[1] == num_found
 
 
 def test_one_changed_number_in_the_weights_is_another_model(load, paths):
@@ -123,15 +136,19 @@ def test_one_changed_number_in_the_weights_is_another_model(load, paths):
     assert expected[1] == 40
 
 
-@pytest.mark.parametrize("settings", [{}, {"quantization": "int8", "dtype": "bfloat16", "enforce_eager": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"quantization": "int8", "dtype": "bfloat16", "enforce_eager": True}, {"tensor_parallel_size": 2}],
+    ids=str,
+)
 def test_weights_behind_the_last_keys_count_too(load, tmp_path, settings):
-    """No key or value of a probe shows them."""
+    """No key or value of a probe shows them. Of two ranks, only the second one has these."""
     path = tiny_models.save("qwen3", tmp_path / "model", hidden_size=64, intermediate_size=96)
     with load(path, **settings) as llm:
         answer(llm)
     other = shutil.copytree(path, tmp_path / "other")
     tensors = load_file(other / "model.safetensors")
-    tensors[max(name for name in tensors if name.endswith("down_proj.weight"))] *= 2
+    tensors[max(name for name in tensors if name.endswith("down_proj.weight"))][:, -1] *= 2
     save_file(tensors, other / "model.safetensors")
     with load(other, **settings) as llm:
         assert answer(llm)[1] == 0
@@ -162,31 +179,35 @@ def test_an_adapter_finds_its_own_prefixes_over_a_restart(load, paths, tmp_path)
     assert [num_found(request) for request in (first, second, None, first)] == [0, 0, 0, 40]
 
 
-def test_an_llm_that_is_dropped_keeps_its_prefixes(load):
-    llm = load()
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_llm_that_is_dropped_keeps_its_prefixes(load, num_ranks):
+    llm = load(tensor_parallel_size=num_ranks)
     expected = [answer(llm) for _ in range(2)][1]
     del llm
     gc.collect()
-    with load() as llm:
+    with load(tensor_parallel_size=num_ranks) as llm:
         assert answer(llm) == expected
 
 
-def test_damaged_files_are_computed_again(load, tmp_path, caplog):
-    with load() as llm:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_damaged_files_are_computed_again(load, tmp_path, caplog, num_ranks):
+    """By all ranks, also if only the part of one of them is damaged."""
+    settings = {"tensor_parallel_size": num_ranks}
+    with load(**settings) as llm:
         expected, _ = answer(llm)
         third = llm.engine.block_manager.match_prefix(PROMPT).nodes[2].key
     path = tmp_path / "kv" / f"{third.hex()}00.kv"
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[-1] ^= 1
     path.write_bytes(data)
-    with load() as llm:
+    with load(**settings) as llm:
         found, num_found = answer(llm)
         assert (found[0].token_ids, num_found) == (expected[0].token_ids, 8)
     assert sum("is damaged" in record.message for record in caplog.records if record.levelno == logging.WARNING) == 1
     for other in (tmp_path / "kv").glob("*.kv"):
         other.write_bytes(b"")
     for num_found in (0, 40):
-        with load() as llm:
+        with load(**settings) as llm:
             assert answer(llm)[1] == num_found
 
 
@@ -220,8 +241,14 @@ def test_what_cannot_work_is_refused(load, settings, error, message):
         load(**settings)
 
 
-@pytest.mark.parametrize("settings", [{}, {"kv_cache_memory": 2**17}], ids=str)
-@pytest.mark.parametrize("family", ["mistral_window", "gemma3_window", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        *product(["mistral_window", "gemma3_window", "qwen3_5"], [{}, {"kv_cache_memory": 2**17}]),
+        ("gemma3_window", {"kv_cache_memory": 2**16, "tensor_parallel_size": 2}),
+    ],
+    ids=str,
+)
 def test_windows_and_states_give_the_bits_of_a_prefix_hit_after_a_restart(load, family, settings, tmp_path):
     path = tiny_models.save(family, tmp_path / family)
     with load(path, **settings) as llm:

@@ -12,6 +12,8 @@ from nanoinfer.attention.kv_cache import KVCache, KVGroup, StateCache
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution import block_files
 from nanoinfer.execution.block_files import HEADER_BYTES, BlockFiles
+from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.loading.held_weights import HeldWeights
 
 NUM_BLOCKS, CONTENT_BYTES = 8, 2 * 2 * 4 * 2 * 8 * 4  # layers, keys and values, tokens, heads, head_dim, fp32
 FILE_BYTES = HEADER_BYTES + CONTENT_BYTES
@@ -27,8 +29,15 @@ def new_cache(dtype=torch.float32, layout="HND"):
     return cache
 
 
+class CacheRunner(ModelRunner):
+    """A runner that has a cache and runs no model."""
+
+    def __init__(self, cache):
+        self.cache, self.weights = cache, HeldWeights()
+
+
 def new_files(folder, max_bytes=2**20, cache=None):
-    return BlockFiles(cache or new_cache(), str(folder), max_bytes, bytes(32), 100)
+    return BlockFiles(CacheRunner(cache or new_cache()), str(folder), max_bytes, bytes(32), 100)
 
 
 def entry(key, part=0):

@@ -375,7 +375,6 @@ def test_wrong_arguments_are_refused_by_name(qwen3):
     for settings, sentence in (
         ({"max_loras": 4}, "max_loras and max_lora_rank need enable_lora=True"),
         ({"enable_lora": True, "max_lora_rank": 0}, "max_lora_rank must be >= 1"),
-        ({"enable_lora": True, "tensor_parallel_size": 2}, "enable_lora=True needs tensor_parallel_size=1"),
     ):
         with pytest.raises(NanoinferError, match=sentence):
             LLM(base, **settings)
