@@ -84,29 +84,21 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0.dev0"
 
-# The public names, imported on first use, so that `import nanoinfer` does not wait a second for torch.
-_PUBLIC = {
-    "LLM": "nanoinfer.llm",
-    "AsyncLLM": "nanoinfer.async_llm",
-    "EngineArgs": "nanoinfer.config",
-    "AsyncEngineArgs": "nanoinfer.config",
-    "SamplingParams": "nanoinfer.sampling_params",
-    "BeamSearchParams": "nanoinfer.sampling_params",
-    "StructuredOutputsParams": "nanoinfer.sampling_params",
-    "PromptType": "nanoinfer.prompts",
-    "TextPrompt": "nanoinfer.prompts",
-    "TokensPrompt": "nanoinfer.prompts",
-    "RequestOutput": "nanoinfer.outputs",
-    "CompletionOutput": "nanoinfer.outputs",
-    "BeamSearchOutput": "nanoinfer.outputs",
-    "Delta": "nanoinfer.outputs",
-    "NanoinferError": "nanoinfer.errors",
-    "Recorder": "nanoinfer.tracing",
-    "ChatParser": "nanoinfer.chat.parsing",
-    "parse_chat_answer": "nanoinfer.chat.parsing",
-    "register_model": "nanoinfer.models.registry",
-    "register_backend": "nanoinfer.attention.base",
+# The module of each public name, imported on first use, so that `import nanoinfer` does not wait a second for torch.
+_NAMES = {
+    "llm": "LLM",
+    "async_llm": "AsyncLLM",
+    "config": "EngineArgs AsyncEngineArgs",
+    "sampling_params": "SamplingParams BeamSearchParams StructuredOutputsParams",
+    "prompts": "PromptType TextPrompt TokensPrompt",
+    "outputs": "RequestOutput CompletionOutput BeamSearchOutput Delta",
+    "errors": "NanoinferError",
+    "tracing": "Recorder",
+    "chat.parsing": "ChatParser parse_chat_answer",
+    "models.registry": "register_model",
+    "attention.base": "register_backend",
 }
+_PUBLIC = {name: f"nanoinfer.{module}" for module, names in _NAMES.items() for name in names.split()}
 __all__ = ["__version__", *_PUBLIC]
 
 
