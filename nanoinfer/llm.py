@@ -257,6 +257,7 @@ class LLM:
         """End a running request. Its stream ends with finish_reason "abort". Unknown and finished ids are ignored."""
         self.engine.abort(request_id)
 
+    @check_argument_names("reset_prefix_cache()")
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, so that the next prompts are computed in full. Running requests keep their blocks.
 
