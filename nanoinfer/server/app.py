@@ -38,6 +38,7 @@ from nanoinfer.server.protocol import (
 )
 from nanoinfer.server.responses import ResponsesReply, ResponsesRequest, ResponseStore
 from nanoinfer.server.responses import to_chat as responses_to_chat
+from nanoinfer.server.updates import add_adapters, add_weights
 from nanoinfer.tracing.recent import RecentRecorder
 
 STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # or JSON
@@ -85,12 +86,8 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     _add_tokenizer(app, async_llm, settings)
     _add_information(app, async_llm, settings)
     if settings.weight_updates:
-        from nanoinfer.server.weights import add_weights
-
         add_weights(app, async_llm, settings.weight_updates)
     if settings.lora_updates:
-        from nanoinfer.server.adapters import add_adapters
-
         add_adapters(app, async_llm, settings.adapters, settings.served_model_names)
     describe_errors(app.openapi())
     return app

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
-import numpy as np
 from fastapi import FastAPI
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from starlette.responses import Response
@@ -92,7 +91,9 @@ def add_pooling(app: FastAPI, async_llm: AsyncLLM, check_body: Callable[[TextsRe
 
         def fields_of(prepared: list[PreparedRequest]) -> dict[str, Any]:
             found = [one.reader.embedding.numpy(force=True) for one in prepared]
-            vectors = [_base64(one) if body.encoding_format == "base64" else one.tolist() for one in found]
+            vectors = [one.tolist() for one in found]
+            if body.encoding_format == "base64":  # as OpenAI's client reads it: fp32, the lowest byte first
+                vectors = [base64.b64encode(one.astype("<f4").tobytes()).decode() for one in found]
             return {"data": [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(vectors)]}
 
         return await _read(http, async_llm, model, [partial(prepare, prompt) for prompt in as_prompts(body.input)], fields_of)
@@ -157,8 +158,3 @@ async def _read(
 
     await answers.submit(async_llm, list(prepares), is_large=http.is_large)
     return await respond_whole(http, answers, partial(async_llm.threads.run, whole, is_large=http.is_large))
-
-
-def _base64(vector: "np.ndarray[Any, np.dtype[np.float32]]") -> str:
-    """As OpenAI's client reads it: fp32, the lowest byte first."""
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

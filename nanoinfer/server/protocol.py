@@ -307,7 +307,10 @@ def to_sampling_params(request: CompletionRequest | ChatCompletionRequest, defau
         max_tokens = request.max_completion_tokens or request.max_tokens  # None: up to the model's length
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
     else:
-        _check_completion(request)
+        if request.max_tokens == 0 and not request.echo:
+            raise RequestError(400, "max_tokens must be >= 1, or 0 with echo", param="max_tokens")
+        if request.best_of not in (None, request.n or 1):
+            raise RequestError(400, "best_of is not supported; leave it out", param="best_of", code="unsupported")
         max_tokens = 16 if request.max_tokens is None else max(request.max_tokens, 1)  # 16 is OpenAI's default
         logprobs = request.logprobs
         if request.echo and request.prompt_logprobs is None:
@@ -316,14 +319,6 @@ def to_sampling_params(request: CompletionRequest | ChatCompletionRequest, defau
     given["extra_args"] = request.vllm_xargs
     given = {name: value for name, value in given.items() if value is not None}
     return replace(default, **given, max_tokens=max_tokens, logprobs=logprobs)
-
-
-def _check_completion(request: CompletionRequest) -> None:
-    """Refuse known features that are not supported."""
-    if request.max_tokens == 0 and not request.echo:
-        raise RequestError(400, "max_tokens must be >= 1, or 0 with echo", param="max_tokens")
-    if request.best_of not in (None, request.n or 1):
-        raise RequestError(400, "best_of is not supported; leave it out", param="best_of", code="unsupported")
 
 
 def _structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:

@@ -171,7 +171,8 @@ def to_chat(
         messages = [first | {"content": f"{first['content']}\n\n{second['content']}"}, *rest]
     fields: dict[str, Any] = {"messages": messages, "max_tokens": body.max_output_tokens}
     tools = [tool for tool in body.tools or () if isinstance(tool, FunctionTool)]
-    fields["tools"] = [{"type": "function", "function": _given(tool) | {"name": tool.name}} for tool in tools]
+    given = ("name", "description", "parameters", "strict")
+    fields["tools"] = [{"type": "function", "function": tool.model_dump(include={*given}, exclude_none=True)} for tool in tools]
     fields["tool_choice"] = choice = body.tool_choice
     if isinstance(choice, FunctionChoice):
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
@@ -180,10 +181,6 @@ def to_chat(
     if (form := (body.text or TextConfig()).format) is not None:
         fields["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
     return chat_request(body, fields), stored
-
-
-def _given(tool: FunctionTool) -> dict[str, Any]:
-    return tool.model_dump(include={"description", "parameters", "strict"}, exclude_none=True)
 
 
 def _add(messages: list[dict[str, Any]], item: Any) -> None:
