@@ -272,11 +272,7 @@ class LLM:
         return self.engine.get_metrics()
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """Return transformers' tokenizer of this model.
-
-        Raises:
-            InvalidValueError: The checkpoint has none.
-        """
+        """Return transformers' tokenizer of this model. Raises: InvalidValueError, if the checkpoint has none."""
         if self.engine.tokenizer is None:
             raise InvalidValueError("this checkpoint has no tokenizer; pass LLM(tokenizer=...)")
         return self.engine.tokenizer.hf

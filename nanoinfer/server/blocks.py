@@ -159,11 +159,7 @@ def _render(event: dict[str, Any]) -> bytes:
 
 
 def chat_request(body: Body, fields: dict[str, Any]) -> ChatCompletionRequest:
-    """Return the chat request with these fields, and the fields of a body that have the same meaning in both.
-
-    Raises:
-        RequestError: 400.
-    """
+    """Return the chat request with these fields, and the fields of a body that mean the same. Raises: RequestError, 400."""
     shared = {name: getattr(body, name) for name in SamplingRequest.model_fields.keys() & type(body).model_fields.keys()}
     try:
         return ChatCompletionRequest(**shared | fields)

@@ -137,11 +137,7 @@ class MessagesRequest(_Conversation, SamplingRequest):
 
 
 def to_chat(body: CountTokensRequest | MessagesRequest) -> ChatCompletionRequest:
-    """Return the chat request with the meaning of a body.
-
-    Raises:
-        RequestError: 400.
-    """
+    """Return the chat request with the meaning of a body. Raises: RequestError, 400."""
     messages = [chat for message in body.messages for chat in _chat_messages(message)]
     system: list[dict[str, Any]] = [] if body.system is None else [{"role": "system", "content": joined(body.system)}]
     tools = [_function(tool) for tool in body.tools or () if isinstance(tool, Tool)]

@@ -97,8 +97,7 @@ class Body(BaseModel):
     def check_unknown_fields(self) -> None:
         """Refuse unknown fields, and those of other servers with a value that is not supported, also of bodies in this one.
 
-        Raises:
-            RequestError: 400.
+        Raises: RequestError, 400.
         """
         check_fields(self.model_extra or {}, type(self).model_fields)
         for name in type(self).model_fields:

@@ -154,8 +154,7 @@ def to_chat(
 ) -> tuple[ChatCompletionRequest, list[dict[str, Any]]]:
     """Return the chat request with the meaning of a body, which continues the previous messages, and its messages to store.
 
-    Raises:
-        RequestError: 400.
+    Raises: RequestError, 400.
     """
     messages = [*previous]
     items = [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
