@@ -13,19 +13,7 @@ from pydantic_core import from_json
 
 from nanoinfer.outputs import CompletionOutput, Delta
 from nanoinfer.server.answers import Answers
-from nanoinfer.server.blocks import (
-    Block,
-    BlockReply,
-    Blocks,
-    Change,
-    Lenient,
-    chat_request,
-    check_type,
-    joined,
-    list_of_tools,
-    one_of,
-    text_or,
-)
+from nanoinfer.server.blocks import Block, BlockReply, Blocks, Change
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.errors import RequestError, error_body
 from nanoinfer.server.protocol import (
@@ -33,10 +21,17 @@ from nanoinfer.server.protocol import (
     MAX_STOPS,
     Body,
     ChatCompletionRequest,
+    Lenient,
     SamplingRequest,
     StopString,
     add_accepted_fields,
+    chat_request,
+    check_type,
     few_items,
+    joined,
+    list_of_tools,
+    one_of,
+    text_or,
 )
 
 SIGNATURE = "none"  # of thinking blocks. Anthropic's service checks its own, and clients drop a block without one
@@ -110,6 +105,8 @@ class OutputConfig(Body):
 class _Conversation(Body):
     """What becomes the prompt."""
 
+    model_config = ConfigDict(json_schema_extra=add_accepted_fields)
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: TextContent | None = None
     tools: list_of_tools(Tool) | None = None
@@ -122,14 +119,12 @@ class _Conversation(Body):
 class CountTokensRequest(_Conversation):
     """The body of /v1/messages/count_tokens."""
 
-    model_config = ConfigDict(json_schema_extra=add_accepted_fields)
     model: str | None = None
 
 
 class MessagesRequest(_Conversation, SamplingRequest):
     """The body of /v1/messages."""
 
-    model_config = ConfigDict(json_schema_extra=add_accepted_fields)
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: (
         Annotated[list[Annotated[StopString, Field(min_length=1)]], Field(max_length=MAX_STOPS, fail_fast=True)] | None

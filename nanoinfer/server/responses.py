@@ -11,27 +11,27 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_validator
+from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, TypeAdapter, model_validator
 from pydantic_core import to_json
 
 from nanoinfer.outputs import CompletionOutput, Delta
 from nanoinfer.server.answers import Answers
-from nanoinfer.server.blocks import (
-    Block,
-    BlockReply,
-    Blocks,
-    Change,
+from nanoinfer.server.blocks import Block, BlockReply, Blocks, Change
+from nanoinfer.server.choices import ChatFormat
+from nanoinfer.server.errors import RequestError
+from nanoinfer.server.protocol import (
+    Body,
+    ChatCompletionRequest,
     Lenient,
+    SamplingRequest,
     chat_request,
     check_type,
+    few_items,
     joined,
     list_of_tools,
     one_of,
     text_or,
 )
-from nanoinfer.server.choices import ChatFormat
-from nanoinfer.server.errors import RequestError
-from nanoinfer.server.protocol import Body, ChatCompletionRequest, SamplingRequest, add_accepted_fields, few_items
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 MAX_STORED_BYTES = 2**28  # of all stored conversations
@@ -127,8 +127,6 @@ class ResponseStreamOptions(Body):
 
 class ResponsesRequest(SamplingRequest):
     """The body of /v1/responses."""
-
-    model_config = ConfigDict(json_schema_extra=add_accepted_fields)
 
     input: text_or(Item)
     instructions: str | None = None
