@@ -42,7 +42,7 @@ class HarmonyParser(ChatParser):
 
     def __init__(self, prompt: str = "", **options: bool) -> None:
         """Begin an answer. The arguments are ChatParser's. The prompt may have begun the header, or a message."""
-        super().__init__(**options)
+        super().__init__("", **options)
         self._name: Literal["content", "reasoning"] = "content"  # of the message
         self._separator = ""  # from the message before it
         if (begun := begun_message(prompt)) and begun[2]:

@@ -17,6 +17,7 @@ from nanoinfer import __version__
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.lora.request import LoRARequest
+from nanoinfer.server import protocol
 from nanoinfer.server.answers import Answers, Choices, ChoicesReply, Reply, respond
 from nanoinfer.server.choices import ChatChoices, ChatFormat, CompletionChoices, messages_of
 from nanoinfer.server.errors import ERRORS, MESSAGES_ERRORS, RequestError, add_error_handlers, describe_errors, json_response
@@ -26,16 +27,6 @@ from nanoinfer.server.messages import to_chat as messages_to_chat
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.server.page import Replays, add_page
 from nanoinfer.server.pooling import TextsRequest, add_pooling
-from nanoinfer.server.protocol import (
-    MAX_TOKENIZED,
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    SamplingRequest,
-    StreamOptions,
-    TokenizeRequest,
-    to_sampling_params,
-)
 from nanoinfer.server.responses import ResponsesReply, ResponsesRequest, ResponseStore
 from nanoinfer.server.responses import to_chat as responses_to_chat
 from nanoinfer.server.updates import add_adapters, add_weights
@@ -101,7 +92,7 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
 
     async def generate(
         http: StrictRequest,
-        body: CompletionRequest | ChatCompletionRequest,
+        body: protocol.CompletionRequest | protocol.ChatCompletionRequest,
         prepares: Sequence[Callable[..., PreparedRequest]],
         reply: Reply,
     ) -> Response:
@@ -110,7 +101,7 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
         lora_request = settings.adapters.get(body.model or "")
         # Found before anything is awaited, because another client may drop the adapter meanwhile.
         adapter = None if lora_request is None else inputs.adapter_of(lora_request)
-        params = await async_llm.threads.run(partial(to_sampling_params, body, default), is_large=http.is_large)
+        params = await async_llm.threads.run(partial(protocol.to_sampling_params, body, default), is_large=http.is_large)
         answers = Answers(params.n, is_prompt_only=body.max_tokens == 0)
 
         def prepare_adapted(prepare: Callable[..., PreparedRequest]) -> PreparedRequest:
@@ -122,19 +113,19 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
             replays.add(answers)
         return await respond(http, answers, reply, is_stream=bool(body.stream))
 
-    def choices_reply(body: CompletionRequest | ChatCompletionRequest, choices: Choices) -> Reply:
-        return ChoicesReply(choices, check_body(body, settings), body.stream_options or StreamOptions())
+    def choices_reply(body: protocol.CompletionRequest | protocol.ChatCompletionRequest, choices: Choices) -> Reply:
+        return ChoicesReply(choices, check_body(body, settings), body.stream_options or protocol.StreamOptions())
 
-    async def answer_chat(http: StrictRequest, chat: ChatCompletionRequest, reply: Reply) -> Response:
+    async def answer_chat(http: StrictRequest, chat: protocol.ChatCompletionRequest, reply: Reply) -> Response:
         return await generate(http, chat, [partial(chat_format.prepare, chat, inputs)], reply)
 
     @app.post("/v1/completions", responses=STREAMS)
-    async def completions(http: StrictRequest, body: CompletionRequest) -> Response:
+    async def completions(http: StrictRequest, body: protocol.CompletionRequest) -> Response:
         prepares = [partial(inputs.prepare_prompt, prompt, priority=body.priority) for prompt in body.prompts]
         return await generate(http, body, prepares, choices_reply(body, CompletionChoices(body, tokenizer)))
 
     @app.post("/v1/chat/completions", responses=STREAMS)
-    async def chat_completions(http: StrictRequest, body: ChatCompletionRequest) -> Response:
+    async def chat_completions(http: StrictRequest, body: protocol.ChatCompletionRequest) -> Response:
         return await answer_chat(http, body, choices_reply(body, ChatChoices(body, chat_format, tokenizer)))
 
     _add_chat_apis(app, async_llm, settings, chat_format, answer_chat)
@@ -145,7 +136,7 @@ def _add_chat_apis(
     async_llm: AsyncLLM,
     settings: ServerSettings,
     chat_format: ChatFormat,
-    answer: Callable[[StrictRequest, ChatCompletionRequest, Reply], Awaitable[Response]],
+    answer: Callable[[StrictRequest, protocol.ChatCompletionRequest, Reply], Awaitable[Response]],
 ) -> None:
     """Add the APIs whose requests become chat requests, to which answer gives the reply."""
     engine = async_llm.engine
@@ -162,7 +153,7 @@ def _add_chat_apis(
         return await async_llm.threads.run(partial(counted, body), is_large=http.is_large)
 
     def counted(body: CountTokensRequest) -> Response:
-        most = max(MAX_TOKENIZED, engine.max_model_len)
+        most = max(protocol.MAX_TOKENIZED, engine.max_model_len)
         tokens = chat_format.render(messages_to_chat(body), engine.inputs, max_tokens=most)["prompt_token_ids"]
         return json_response({"input_tokens": len(check_length(tokens, most))})
 
@@ -202,12 +193,12 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) 
         return engine.tokenizer
 
     @app.post("/tokenize")
-    async def tokenize(http: StrictRequest, body: TokenizeRequest) -> Response:
+    async def tokenize(http: StrictRequest, body: protocol.TokenizeRequest) -> Response:
         check_body(body, settings)
         return await async_llm.threads.run(partial(tokenized, body), is_large=http.is_large)
 
-    def tokenized(body: TokenizeRequest) -> Response:
-        most = max(MAX_TOKENIZED, engine.max_model_len)
+    def tokenized(body: protocol.TokenizeRequest) -> Response:
+        most = max(protocol.MAX_TOKENIZED, engine.max_model_len)
         if body.messages is None:
             add_special_tokens = body.add_special_tokens is not False
             tokens = list(tokenizer().encode(body.prompt, add_special_tokens=add_special_tokens, max_tokens=most))
@@ -222,11 +213,11 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) 
         return json_response({"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": texts})
 
     @app.post("/detokenize")
-    async def detokenize(http: StrictRequest, body: DetokenizeRequest) -> Response:
+    async def detokenize(http: StrictRequest, body: protocol.DetokenizeRequest) -> Response:
         check_body(body, settings)
         return await async_llm.threads.run(partial(detokenized, body), is_large=http.is_large)
 
-    def detokenized(body: DetokenizeRequest) -> Response:
+    def detokenized(body: protocol.DetokenizeRequest) -> Response:
         if (largest := max(body.tokens, default=0)) >= vocab_size:
             raise RequestError(400, f"this model's token ids are 0 .. {vocab_size - 1}, got {largest}", param="tokens")
         return json_response({"prompt": tokenizer().decode(body.tokens, skip_special_tokens=False)})
@@ -270,9 +261,7 @@ def check_length(tokens: list[int], most: int) -> list[int]:
     return tokens
 
 
-def check_body(
-    body: SamplingRequest | CountTokensRequest | TextsRequest | TokenizeRequest | DetokenizeRequest, settings: ServerSettings
-) -> str:
+def check_body(body: protocol.ModelBody, settings: ServerSettings) -> str:
     """Refuse unknown fields of a body, and a model that is not served. Returns the model name that an answer contains."""
     if not settings.ignore_unknown_fields:
         body.check_unknown_fields()

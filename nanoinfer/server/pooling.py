@@ -21,7 +21,7 @@ from nanoinfer.prompts import PromptType
 from nanoinfer.server.answers import Answers, respond_whole
 from nanoinfer.server.errors import json_response
 from nanoinfer.server.limits import StrictRequest
-from nanoinfer.server.protocol import INT64, MAX_PROMPTS, Body, Prompt, add_accepted_fields, as_prompts
+from nanoinfer.server.protocol import INT64, MAX_PROMPTS, ModelBody, Prompt, add_accepted_fields, as_prompts
 
 
 def _text_of(document: object) -> object:
@@ -31,12 +31,11 @@ def _text_of(document: object) -> object:
 Texts = Annotated[list[Annotated[str, BeforeValidator(_text_of)]], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
-class TextsRequest(Body):
+class TextsRequest(ModelBody):
     """The fields of all these endpoints."""
 
     model_config = ConfigDict(json_schema_extra=add_accepted_fields)
 
-    model: str | None = None
     truncate_prompt_tokens: int | None = None
     priority: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     timeout: float | None = None

@@ -110,6 +110,12 @@ class Body(BaseModel):
                 inner.check_unknown_fields()
 
 
+class ModelBody(Body):
+    """A body that names one of the served models. None: the first."""
+
+    model: str | None = None
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # as in vLLM: with include_usage, each chunk has the usage so far
@@ -133,12 +139,11 @@ def add_accepted_fields(schema: dict[str, Any]) -> None:
     schema["additionalProperties"] = False
 
 
-class SamplingRequest(Body):
+class SamplingRequest(ModelBody):
     """The fields of every endpoint that generates, where None means the checkpoint's default."""
 
     model_config = ConfigDict(json_schema_extra=add_accepted_fields)
 
-    model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -267,14 +272,13 @@ class ChatCompletionRequest(_Rendered, GenerationRequest):
         return super().rendering | {"chat_template_kwargs": variables | (self.chat_template_kwargs or {})}
 
 
-class TokenizeRequest(_Rendered, Body):
+class TokenizeRequest(_Rendered, ModelBody):
     """The body of /tokenize, as in vLLM: a prompt, or messages."""
 
     model_config = ConfigDict(
         json_schema_extra={"additionalProperties": False, "anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
     )
 
-    model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
@@ -289,10 +293,9 @@ class TokenizeRequest(_Rendered, Body):
         return self
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(ModelBody):
     """The body of /detokenize, as in vLLM."""
 
-    model: str | None = None
     tokens: Annotated[TokenIds, Field(max_length=MAX_ALLOWED)]
 
 

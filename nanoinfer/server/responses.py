@@ -15,23 +15,11 @@ from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, T
 from pydantic_core import to_json
 
 from nanoinfer.outputs import CompletionOutput, Delta
+from nanoinfer.server import protocol
 from nanoinfer.server.answers import Answers
 from nanoinfer.server.blocks import Block, BlockReply, Blocks, Change
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.errors import RequestError
-from nanoinfer.server.protocol import (
-    Body,
-    ChatCompletionRequest,
-    Lenient,
-    SamplingRequest,
-    chat_request,
-    check_type,
-    few_items,
-    joined,
-    list_of_tools,
-    one_of,
-    text_or,
-)
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 MAX_STORED_BYTES = 2**28  # of all stored conversations
@@ -40,45 +28,47 @@ _RETURNED = set(
 )
 
 
-class Part(Lenient):
+class Part(protocol.Lenient):
     type: Literal["input_text", "output_text", "refusal", "reasoning_text"]
     text: Annotated[str, Field(validation_alias=AliasChoices("text", "refusal"))]
 
 
-Text = text_or(Annotated[Part, check_type("a part", "input_text", "output_text", "refusal", "reasoning_text")])
+Text = protocol.text_or(
+    Annotated[Part, protocol.check_type("a part", "input_text", "output_text", "refusal", "reasoning_text")]
+)
 
 
-class MessageItem(Lenient):
+class MessageItem(protocol.Lenient):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Text
 
 
-class ReasoningItem(Lenient):
+class ReasoningItem(protocol.Lenient):
     type: Literal["reasoning"]
     content: Text | None = None
 
 
-class CallItem(Lenient):
+class CallItem(protocol.Lenient):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
 
 
-class CallOutputItem(Lenient):
+class CallOutputItem(protocol.Lenient):
     type: Literal["function_call_output"]
     call_id: str
     output: Text
 
 
-Item = one_of(
+Item = protocol.one_of(
     "an item", message=MessageItem, reasoning=ReasoningItem, function_call=CallItem, function_call_output=CallOutputItem
 )
 _ITEMS = TypeAdapter(list[Item])
 
 
-class FunctionTool(Body):
+class FunctionTool(protocol.Body):
     type: Literal["function"]
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
@@ -86,7 +76,7 @@ class FunctionTool(Body):
     strict: bool | None = None
 
 
-class FunctionChoice(Body):
+class FunctionChoice(protocol.Body):
     type: Literal["function"]
     name: str
 
@@ -97,7 +87,7 @@ ToolChoice = Annotated[
 ]
 
 
-class TextFormat(Body):
+class TextFormat(protocol.Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -111,27 +101,27 @@ class TextFormat(Body):
         return self
 
 
-class TextConfig(Body):
+class TextConfig(protocol.Body):
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class Reasoning(Body):
+class Reasoning(protocol.Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto"] | None = None  # there is none, because the reasoning itself is in the answer
 
 
-class ResponseStreamOptions(Body):
+class ResponseStreamOptions(protocol.Body):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(SamplingRequest):
+class ResponsesRequest(protocol.SamplingRequest):
     """The body of /v1/responses."""
 
-    input: text_or(Item)
+    input: protocol.text_or(Item)
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: list_of_tools(FunctionTool) | None = None
+    tools: protocol.list_of_tools(FunctionTool) | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -140,16 +130,16 @@ class ResponsesRequest(SamplingRequest):
     store: bool | None = None
     # The reasoning is in the answer, not encrypted.
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(fail_fast=True)] | None = None
-    metadata: Annotated[dict[str, str], BeforeValidator(few_items)] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(protocol.few_items)] | None = None
     stream_options: ResponseStreamOptions | None = None
     top_logprobs: Literal[0] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(few_items)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(protocol.few_items)] | None = None
     prompt: None = None
 
 
 def to_chat(
     body: ResponsesRequest, previous: Sequence[dict[str, Any]] = ()
-) -> tuple[ChatCompletionRequest, list[dict[str, Any]]]:
+) -> tuple[protocol.ChatCompletionRequest, list[dict[str, Any]]]:
     """Return the chat request with the meaning of a body, which continues the previous messages, and its messages to store.
 
     Raises: RequestError, 400.
@@ -177,16 +167,16 @@ def to_chat(
     fields["reasoning_effort"] = (body.reasoning or Reasoning()).effort
     if (form := (body.text or TextConfig()).format) is not None:
         fields["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
-    return chat_request(body, fields), stored
+    return protocol.chat_request(body, fields), stored
 
 
 def _add(messages: list[dict[str, Any]], item: Any) -> None:
     """Add an item to a chat, whose messages of the assistant have reasoning, then content, then calls."""
     if isinstance(item, CallOutputItem):
-        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)})
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": protocol.joined(item.output)})
     elif isinstance(item, MessageItem) and item.role != "assistant":
         role = "system" if item.role == "developer" else item.role  # which few templates know
-        messages.append({"role": role, "content": joined(item.content)})
+        messages.append({"role": role, "content": protocol.joined(item.content)})
     else:
         last = messages[-1] if messages else {}
         is_new = last.get("role") != "assistant" or isinstance(item, ReasoningItem)
@@ -199,9 +189,9 @@ def _add(messages: list[dict[str, Any]], item: Any) -> None:
             calls = messages[-1].get("tool_calls", [])
             messages[-1]["tool_calls"] = [*calls, {"id": item.call_id, "type": "function", "function": function}]
         elif isinstance(item, ReasoningItem):
-            messages[-1]["reasoning"] = joined(item.content or "")
+            messages[-1]["reasoning"] = protocol.joined(item.content or "")
         else:
-            messages[-1]["content"] = joined(item.content)
+            messages[-1]["content"] = protocol.joined(item.content)
 
 
 # ---- stored responses
@@ -259,7 +249,7 @@ class ResponsesReply(BlockReply):
     def __init__(
         self,
         body: ResponsesRequest,
-        chat: ChatCompletionRequest,
+        chat: protocol.ChatCompletionRequest,
         chat_format: ChatFormat,
         model: str,
         *,
