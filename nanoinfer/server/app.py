@@ -162,17 +162,15 @@ def _add_chat_apis(
     @app.post("/v1/responses", responses=STREAMS)
     async def responses(http: StrictRequest, body: ResponsesRequest) -> Response:
         model = check_body(body, settings)
-        keep = store.if_kept(body.store)
+        is_kept = store.keeps(body.store)
         messages: list[dict[str, Any]] = []
         num_bytes = len(await http.body())
         if body.previous_response_id is not None:
             previous = store.get(body.previous_response_id, param="previous_response_id")
             messages, num_bytes = previous.messages, num_bytes + previous.num_bytes
         chat, messages = await async_llm.threads.run(partial(responses_to_chat, body, messages), is_large=http.is_large)
-        reply = ResponsesReply(
-            body, chat, chat_format, model, tokenizer=engine.tokenizer, keep=keep, messages=messages, num_bytes=num_bytes
-        )
-        return await answer(http, chat, reply)
+        keep = partial(store.add, messages, num_bytes) if is_kept else None
+        return await answer(http, chat, ResponsesReply(body, chat, chat_format, model, engine.tokenizer, keep))
 
     @app.get("/v1/responses/{response_id}")
     async def stored_response(response_id: str) -> Response:

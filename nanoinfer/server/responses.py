@@ -6,7 +6,7 @@ In: a body of that API, which becomes a chat request. Out: an answer as a respon
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
@@ -213,11 +213,11 @@ class ResponseStore:
         self.max_responses = max_responses
         self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
 
-    def if_kept(self, store: bool | None) -> Self | None:
-        """Return the store if a request with this value of "store" is kept. Raises: RequestError, 400, if it cannot be."""
+    def keeps(self, store: bool | None) -> bool:
+        """Whether the response to a request with this value of "store" is kept. Raises: RequestError, 400, if it cannot be."""
         if store and not self.max_responses:
             raise RequestError(400, "store=true needs a server with --max-stored-responses", param="store", code="unsupported")
-        return self if self.max_responses and store is not False else None
+        return self.max_responses > 0 and store is not False
 
     def get(self, response_id: str, param: str | None = None) -> StoredResponse:
         """Return a stored response. Raises: RequestError, 404, which says that it may have been forgotten."""
@@ -229,9 +229,13 @@ class ResponseStore:
         message = f"the response {response_id[:100]!r} {reason}; send the whole conversation as input"
         raise RequestError(404, message, param=param, code="response_not_found")
 
-    def add(self, stored: StoredResponse) -> None:
-        """Keep a response, and forget the oldest ones beyond the limits."""
-        self._kept[stored.json["id"]] = stored
+    def add(self, messages: list[dict[str, Any]], num_bytes: int, response: dict[str, Any]) -> None:
+        """Keep a response after these messages, which have num_bytes, and forget the oldest ones beyond the limits."""
+        messages = [*messages]
+        for item in _ITEMS.validate_python(response["output"]):
+            _add(messages, item)
+        num_bytes += len(to_json(response["output"]))
+        self._kept[response["id"]] = StoredResponse(response, messages, num_bytes)
         while len(self._kept) > self.max_responses or sum(one.num_bytes for one in self._kept.values()) > MAX_STORED_BYTES:
             self._kept.popitem(last=False)
 
@@ -252,16 +256,12 @@ class ResponsesReply(BlockReply):
         chat: protocol.ChatCompletionRequest,
         chat_format: ChatFormat,
         model: str,
-        *,
         tokenizer: Tokenizer | None,
-        keep: ResponseStore | None,
-        messages: list[dict[str, Any]],
-        num_bytes: int,
+        keep: Callable[[dict[str, Any]], None] | None,
     ) -> None:
-        """keep: where the response is stored when it is complete, after these messages, which have num_bytes."""
+        """keep: stores the response when it is complete. None: it is not stored."""
         super().__init__(chat, chat_format, model)
         self._body, self._tokenizer, self._keep = body, tokenizer, keep
-        self._messages, self._num_bytes = messages, num_bytes
         self._created_at = int(time.time())
         self._num_events = 0
 
@@ -274,7 +274,7 @@ class ResponsesReply(BlockReply):
             "usage": self._usage(answers, blocks) if answers.outputs else None,
         }
         if self._keep is not None and reason is not None:
-            self._store(response)
+            self._keep(response)
         return response
 
     @cached_property
@@ -362,14 +362,6 @@ class ResponsesReply(BlockReply):
             "output_tokens_details": {"reasoning_tokens": num_reasoning},
             "total_tokens": usage["total_tokens"],
         }
-
-    def _store(self, response: dict[str, Any]) -> None:
-        assert self._keep is not None
-        messages = [*self._messages]
-        for item in _ITEMS.validate_python(response["output"]):
-            _add(messages, item)
-        num_bytes = len(to_json(response["output"])) + self._num_bytes
-        self._keep.add(StoredResponse(response, messages, num_bytes))
 
 
 def _item(answers: Answers, block: Block, *, is_open: bool = False) -> dict[str, Any]:
