@@ -13,7 +13,7 @@ compiled in threads of their own, so that a request without a grammar never wait
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from functools import cached_property, partial
@@ -77,7 +77,7 @@ class AsyncLLM:
         self.on_deliver: Callable[[list[list[Delta]]], None] | None = None  # called in the event loop with each stream's news
 
         def load() -> LLMEngine:
-            self.llm = LLM(**{field.name: getattr(args, field.name) for field in fields(EngineArgs)})
+            self.llm = LLM.from_engine_args(args)
             return self.llm.engine
 
         self._thread = EngineThread(load, self._publish)
@@ -377,15 +377,11 @@ class RequestStream:
         self._so_far: list[Delta] = []  # for cumulative outputs
         self._is_complete = False
 
-    def __aiter__(self) -> "RequestStream":
-        return self
-
-    async def __anext__(self) -> list[Delta]:
-        if self.output is not None:
-            raise StopAsyncIteration
-        await self._has_news.wait()
-        self._has_news.clear()
-        return self.take()
+    async def __aiter__(self) -> AsyncIterator[list[Delta]]:
+        while self.output is None:
+            await self._has_news.wait()
+            self._has_news.clear()
+            yield self.take()
 
     def take(self) -> list[Delta]:
         """Return what the iterator would yield, or no deltas if there are none now."""

@@ -257,6 +257,7 @@ class LLM:
         """End a running request. Its stream ends with finish_reason "abort". Unknown and finished ids are ignored."""
         self.engine.abort(request_id)
 
+    @check_argument_names("reset_prefix_cache()")
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, so that the next prompts are computed in full. Running requests keep their blocks.
 
@@ -271,11 +272,7 @@ class LLM:
         return self.engine.get_metrics()
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """Return transformers' tokenizer of this model.
-
-        Raises:
-            InvalidValueError: The checkpoint has none.
-        """
+        """Return transformers' tokenizer of this model. Raises: InvalidValueError, if the checkpoint has none."""
         if self.engine.tokenizer is None:
             raise InvalidValueError("this checkpoint has no tokenizer; pass LLM(tokenizer=...)")
         return self.engine.tokenizer.hf

@@ -1,16 +1,15 @@
-"""VLLMEngine: an engine whose steps the caller makes, with the methods of vLLM's LLMEngine, under whose name it is imported.
+"""VLLMEngine: an LLM whose steps the caller makes, with the methods of vLLM's LLMEngine, under whose name it is imported.
 
-In: prompts with SamplingParams, one call of step() after the other. Out: RequestOutputs. It is an LLM below: LLM.generate and
-LLM.stream make the steps themselves, and nanoinfer/engine is what they and this class call.
+In: prompts with SamplingParams, one call of step() after the other. Out: RequestOutputs. LLM.generate and LLM.stream make the
+steps themselves, and nanoinfer/engine is what they and this class call.
 """
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from nanoinfer.async_llm import RequestStream
-from nanoinfer.config import EngineArgs
-from nanoinfer.engine.metrics import Metric
 from nanoinfer.errors import InvalidValueError, shown
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import RequestOutput
@@ -19,25 +18,16 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vllm_compat import check_argument_names
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from nanoinfer.lora.request import LoRARequest
 
 
-class VLLMEngine:
-    """Add requests, and call step() while has_unfinished_requests().
+class VLLMEngine(LLM):
+    """Add requests, and call step() while has_unfinished_requests()."""
 
-    llm: The LLM below. One thread at a time may use both.
-    """
-
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
-        self._streams: dict[str, RequestStream] = {}  # of the requests whose last output was not returned, by id
-
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Load a model. Raises: as LLM() does."""
-        return cls(LLM.from_engine_args(engine_args))
+    @cached_property
+    def _streams(self) -> dict[str, RequestStream]:
+        """The requests whose last output was not returned, by id."""
+        return {}
 
     @check_argument_names("add_request()")
     def add_request(
@@ -63,7 +53,7 @@ class VLLMEngine:
         """
         if not isinstance(request_id, str) or request_id in self._streams:
             raise InvalidValueError(f"request_id must be a string that no unfinished request has, got {shown(request_id)}")
-        engine = self.llm.engine
+        engine = self.engine
         prepared = engine.inputs.prepare(prompt, params, priority=priority, lora_request=lora_request)
         stream = RequestStream(request_id, prepared.params.n, asyncio.Event(), engine.abort)
         stream.prepared = prepared
@@ -72,18 +62,18 @@ class VLLMEngine:
 
     def add_lora(self, lora_request: "LoRARequest") -> bool:
         """Read and check an adapter before a request names it. Returns True. Raises: as add_request does."""
-        self.llm.engine.inputs.adapter_of(lora_request)
+        self.engine.inputs.adapter_of(lora_request)
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter. Requests that use it go on. Returns whether the id was known."""
-        adapters = self.llm.engine.inputs.adapters
+        adapters = self.engine.inputs.adapters
         return adapters is not None and adapters.remove(lora_id)
 
     def step(self) -> list[RequestOutput]:
         """Compute a step. Returns the outputs of all requests for which it has brought something."""
-        if self.llm.engine.num_unfinished:
-            self.llm.engine.step()
+        if self.engine.num_unfinished:
+            self.engine.step()
         outputs = []
         for stream in list(self._streams.values()):
             if stream.deliver():
@@ -102,27 +92,7 @@ class VLLMEngine:
 
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
         """End requests. The next step returns their outputs, with finish_reason "abort". Unknown ids are ignored."""
-        self.llm.engine.abort(*([request_ids] if isinstance(request_ids, str) else request_ids))
-
-    @check_argument_names("reset_prefix_cache()")
-    def reset_prefix_cache(self) -> bool:
-        """See LLM.reset_prefix_cache."""
-        return self.llm.reset_prefix_cache()
-
-    def get_metrics(self) -> list[Metric]:
-        """See LLM.get_metrics."""
-        return self.llm.get_metrics()
-
-    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """See LLM.get_tokenizer."""
-        return self.llm.get_tokenizer()
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> object:
-            from nanoinfer.vllm_names import no_attribute
-
-            no_attribute(self, name)
+        self.engine.abort(*([request_ids] if isinstance(request_ids, str) else request_ids))
 
 
 LLMEngine = VLLMEngine

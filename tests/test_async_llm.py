@@ -236,7 +236,7 @@ def test_metrics_are_read_while_it_runs_and_while_it_is_idle():
         idle = values(await async_llm.get_metrics())
         with limited_steps(async_llm.engine, 5):
             stream = await submit(async_llm, PROMPTS[0], params(max_tokens=300, ignore_eos=True))
-            await anext(stream)
+            await anext(aiter(stream))
             running = values(await async_llm.get_metrics())
         cancelled = asyncio.create_task(async_llm.get_metrics())
         await asyncio.sleep(0)
@@ -642,7 +642,7 @@ def test_a_token_that_is_published_during_a_delivery_needs_no_further_step(monke
         sizes = []
         with limited_steps(async_llm.engine, 1) as limit:
             stream = await submit(async_llm, PROMPTS[0], params(max_tokens=40, ignore_eos=True))
-            sizes.append(len((await anext(stream))[0].token_ids))
+            sizes.append(len((await anext(aiter(stream)))[0].token_ids))
             deliver = stream.deliver
 
             def deliver_and_step():

@@ -12,9 +12,9 @@ PROMPTS = ["Once upon a time", "Lily was", "There was a kind duck"]
 def engine():
     engine = LLMEngine.from_engine_args(EngineArgs("tiny-qwen3", seed=0, kv_cache_memory=2**24))
     yield engine
-    assert engine.llm.engine.num_unfinished == 0
-    assert engine.llm.engine.block_manager.num_free_blocks == engine.llm.engine.block_manager.num_blocks
-    engine.llm.close()
+    assert engine.engine.num_unfinished == 0
+    assert engine.engine.block_manager.num_free_blocks == engine.engine.block_manager.num_blocks
+    engine.close()
 
 
 def params(**more):
@@ -29,7 +29,7 @@ def run(engine):
 
 
 def test_requests_that_join_between_steps_get_the_outputs_of_generate(engine):
-    expected = engine.llm.generate(PROMPTS, params(n=2), use_tqdm=False)
+    expected = engine.generate(PROMPTS, params(n=2), use_tqdm=False)
     outputs, prompts = [], list(PROMPTS)
     while prompts or engine.has_unfinished_requests():
         if prompts:

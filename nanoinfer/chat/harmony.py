@@ -40,11 +40,9 @@ class HarmonyParser(ChatParser):
     end_of_reasoning = "<|end|>"  # of its first message
     _call_end = "<|"  # of any mark
 
-    def __init__(
-        self, prompt: str = "", *, reasoning: bool = True, tool_calls: bool = True, parallel_tool_calls: bool = True
-    ) -> None:
+    def __init__(self, prompt: str = "", **options: bool) -> None:
         """Begin an answer. The arguments are ChatParser's. The prompt may have begun the header, or a message."""
-        super().__init__(reasoning=reasoning, tool_calls=tool_calls, parallel_tool_calls=parallel_tool_calls)
+        super().__init__("", **options)
         self._name: Literal["content", "reasoning"] = "content"  # of the message
         self._separator = ""  # from the message before it
         if (begun := begun_message(prompt)) and begun[2]:

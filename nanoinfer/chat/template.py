@@ -25,25 +25,17 @@ MAX_CHARACTERS = 2**23
 LARGE_REQUEST = 2**17
 
 
-def apply_chat_template(
-    tokenizer: Tokenizer,
-    messages: list[dict[str, Any]],
-    /,
-    *,
-    chat_template: str | None = None,
-    add_generation_prompt: bool = True,
-    **template_kwargs: Any,
-) -> str:
+def apply_chat_template(tokenizer: Tokenizer, messages: Any, /, chat_template: str | None = None, **variables: Any) -> str:
     """Chat messages as one text, for `encode(..., add_special_tokens=False)`, because the template writes BOS itself.
 
-    chat_template: instead of the tokenizer's. template_kwargs: variables of the template.
+    chat_template: instead of the tokenizer's. variables: of the template, where add_generation_prompt is True by default.
     """
     if chat_template is None and tokenizer.hf.chat_template is None:
         raise InvalidPromptError(
             "this checkpoint's tokenizer has no chat template; use plain text instead of messages, or another chat template"
         )
-    arguments = dict(tokenizer.hf.special_tokens_map) | template_kwargs  # in transformers too, template_kwargs take precedence
-    arguments |= {"conversation": messages, "chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
+    arguments = {"add_generation_prompt": True, **tokenizer.hf.special_tokens_map, **variables}  # as in transformers
+    arguments |= {"conversation": messages, "chat_template": chat_template}
     try:
         request = json.dumps([tokenizer.hf.chat_template, arguments])
     except Exception as error:  # also of the user's own classes

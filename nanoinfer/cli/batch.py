@@ -22,7 +22,7 @@ from nanoinfer.errors import InvalidValueError
 if TYPE_CHECKING:
     from nanoinfer.async_llm import AsyncLLM
     from nanoinfer.server.app import ServerSettings
-    from nanoinfer.server.batch import BatchRequest, Manifest, ResultFile
+    from nanoinfer.server.batch import Manifest, ResultFile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,20 +73,17 @@ def batch(
         way_out = "give --ray local for several engines on this machine"
         raise InvalidValueError(f"--replicas {job.replicas} requires --ray; {way_out}")
     from nanoinfer.loading.checkpoint import DEFAULT_MODEL
-    from nanoinfer.server.app import ServerSettings
-    from nanoinfer.server.batch import ResultFile, read_requests
+    from nanoinfer.server.batch import ResultFile
 
-    model = engine.model or DEFAULT_MODEL
-    manifest = _make_manifest(input_file, output, model, engine, job)
+    engine = replace(engine, model=engine.model or DEFAULT_MODEL)
+    manifest = _make_manifest(input_file, output, engine, job)
     results = ResultFile(output, manifest, retry_errors=job.retry_errors)
     num_requests = manifest.num_requests
     if results.num_finished:
         print(f"{results.num_finished} of {num_requests} requests were finished before", file=sys.stderr)
-    settings = ServerSettings(served_model_names=served_names(job.served_model_name, model))
-    requests = (request for request in read_requests(input_file) if not results.is_finished(request.custom_id))
     try:
         if not results.is_complete:
-            _answer_all(requests, results, settings, manifest, replace(engine, model=model), job)
+            _answer_all(input_file, results, engine, job)
     except KeyboardInterrupt:
         print(f"{results.num_finished} of {num_requests} requests are finished; the same command continues", file=sys.stderr)
         raise
@@ -95,7 +92,7 @@ def batch(
     print(f"{output}: {num_requests} requests, {results.num_errors} of them errors", file=sys.stderr)
 
 
-def _make_manifest(input_file: Path, output: Path, model: str, engine: options.EngineOptions, job: JobOptions) -> "Manifest":
+def _make_manifest(input_file: Path, output: Path, engine: options.EngineOptions, job: JobOptions) -> "Manifest":
     """Check the input, and describe the job, whose seed is that of an earlier run unless the user gave one."""
     from nanoinfer.loading.checkpoint import file_digests, locate
     from nanoinfer.server.batch import Manifest, check_requests, read_manifest
@@ -107,42 +104,38 @@ def _make_manifest(input_file: Path, output: Path, model: str, engine: options.E
     return Manifest(
         input_digest=input_digest,
         num_requests=num_requests,
-        model=file_digests(locate(model, engine.revision)),
+        model=file_digests(locate(str(engine.model), engine.revision)),
         options={name: getattr(engine, name) for name in ("dtype", "quantization", "lora", "max_model_len")},
         seed=seed,
     )
 
 
-def _answer_all(
-    requests: Iterator["BatchRequest"],
-    results: "ResultFile",
-    settings: "ServerSettings",
-    manifest: "Manifest",
-    engine: options.EngineOptions,
-    job: JobOptions,
-) -> None:
-    """Answer the requests by an engine in this process, or by the replicas of a Ray cluster."""
+def _answer_all(input_file: Path, results: "ResultFile", engine: options.EngineOptions, job: JobOptions) -> None:
+    """Answer the unfinished requests by an engine in this process, or by the replicas of a Ray cluster."""
+    from nanoinfer.server.app import ServerSettings
+
+    settings = ServerSettings(served_model_names=served_names(job.served_model_name, str(engine.model)))
     load = partial(
         options.load_async_llm,
         engine,
         max_num_seqs=job.max_num_seqs,
         batch_invariant=job.batch_invariant,
-        seed=manifest.seed,
+        seed=results.manifest.seed,
         streaming=False,
     )
     if job.ray is None:
-        asyncio.run(_answer(load, settings, requests, results, manifest))
+        asyncio.run(_answer(load, settings, input_file, results))
         return
-    num_left = manifest.num_requests - results.num_finished
+    num_left = results.manifest.num_requests - results.num_finished
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends usage statistics by default
     from nanoinfer.server.ray_batch import answer_all_on_ray, connected
 
-    with connected(job.ray, num_cpus=job.replicas * (engine.threads or 1)), _writing(results, manifest) as write:
+    with connected(job.ray, num_cpus=job.replicas * (engine.threads or 1)), _writing(results) as write:
         answer_all_on_ray(
-            requests,
+            results.unanswered(input_file),
             load,
             settings,
-            seed=manifest.seed,
+            seed=results.manifest.seed,
             num_replicas=job.replicas,
             batch_size=min(job.max_num_seqs, math.ceil(num_left / (4 * job.replicas))),
             resources=options.ray_resources(engine),
@@ -150,35 +143,31 @@ def _answer_all(
         )
 
 
+async def _answer(load: Callable[[], "AsyncLLM"], settings: "ServerSettings", input_file: Path, results: "ResultFile") -> None:
+    from nanoinfer.server.app import create_app
+    from nanoinfer.server.batch import answer_all
+    from nanoinfer.server.run import share_the_process
+
+    requests = results.unanswered(input_file)
+    async_llm = load()
+    app = create_app(async_llm, settings)
+    share_the_process()
+    num_concurrent = 2 * async_llm.engine.scheduler.config.max_num_seqs  # so that requests always wait
+    try:
+        with _writing(results) as write:
+            await answer_all(app, requests, seed=results.manifest.seed, num_concurrent=num_concurrent, write=write)
+    finally:
+        await async_llm.shutdown()
+
+
 @contextmanager
-def _writing(results: "ResultFile", manifest: "Manifest") -> Iterator[Callable[[dict[str, Any]], None]]:
+def _writing(results: "ResultFile") -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yield a function that appends a result to the file and advances a progress bar."""
-    with tqdm(total=manifest.num_requests, initial=results.num_finished, unit=" requests", disable=None) as bar:
+    num_requests, num_finished = results.manifest.num_requests, results.num_finished
+    with tqdm(total=num_requests, initial=num_finished, unit=" requests", disable=None) as bar:
 
         def write(result: dict[str, Any]) -> None:
             results.append(result)
             bar.update()
 
         yield write
-
-
-async def _answer(
-    load: Callable[[], "AsyncLLM"],
-    settings: "ServerSettings",
-    requests: Iterator["BatchRequest"],
-    results: "ResultFile",
-    manifest: "Manifest",
-) -> None:
-    from nanoinfer.server.app import create_app
-    from nanoinfer.server.batch import answer_all
-    from nanoinfer.server.run import share_the_process
-
-    async_llm = load()
-    app = create_app(async_llm, settings)
-    share_the_process()
-    num_concurrent = 2 * async_llm.engine.scheduler.config.max_num_seqs  # so that requests always wait
-    try:
-        with _writing(results, manifest) as write:
-            await answer_all(app, requests, seed=manifest.seed, num_concurrent=num_concurrent, write=write)
-    finally:
-        await async_llm.shutdown()

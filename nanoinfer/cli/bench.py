@@ -14,23 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from nanoinfer.cli import options
 from nanoinfer.cli.commands import Command, Commands, complete_from
-from nanoinfer.cli.options import (
-    BlockManagerCls,
-    Device,
-    Dtype,
-    EnforceEager,
-    Model,
-    Quantization,
-    SchedulerCls,
-    SchedulingPolicy,
-    busy,
-    expand_options,
-    find_modules_here,
-    new_table,
-    parse_size,
-    print_table,
-)
 from nanoinfer.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -83,10 +68,10 @@ class ModelOptions:
     """The model, its dtype and its device."""
 
     heading: ClassVar[str] = "Model"
-    model: Model = None
+    model: options.Model = None
     random_model: RandomModel = None
-    dtype: Dtype = "auto"
-    device: Device = "auto"
+    dtype: options.Dtype = "auto"
+    device: options.Device = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,15 +105,17 @@ class RunOptions:
     """How the workloads are run."""
 
     heading: ClassVar[str] = "Run"
-    quantization: Quantization = None
+    quantization: options.Quantization = None
     kv_cache_memory: Annotated[
         int | None,
-        typer.Option(parser=parse_size, metavar="SIZE", help="Memory for the KV cache: 1G or bytes. Default: what is needed."),
+        typer.Option(
+            parser=options.parse_size, metavar="SIZE", help="Memory for the KV cache: 1G or bytes. Default: what is needed."
+        ),
     ] = None
-    enforce_eager: EnforceEager = False
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    scheduler_cls: SchedulerCls = None
-    block_manager_cls: BlockManagerCls = None
+    enforce_eager: options.EnforceEager = False
+    scheduling_policy: options.SchedulingPolicy = "fcfs"
+    scheduler_cls: options.SchedulerCls = None
+    block_manager_cls: options.BlockManagerCls = None
     repeats: Repeats = 3
 
 
@@ -158,11 +145,11 @@ def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
 
 
 @app.command(cls=Command)
-@expand_options
+@options.expand_options
 def roofline(
     *,
     measured: ModelOptions,
-    enforce_eager: EnforceEager = False,
+    enforce_eager: options.EnforceEager = False,
     plot: Annotated[Path, typer.Option(help="Path of the plot (PNG, requires matplotlib).")] = Path("roofline.png"),
     as_json: AsJson = False,
 ) -> None:
@@ -170,7 +157,7 @@ def roofline(
     from nanoinfer.bench import roofline as measurement
     from nanoinfer.bench.random_models import checkpoint_of
 
-    with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint, busy("Measuring"):
+    with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint, options.busy("Measuring"):
         machine, dtype, phases = measurement.run(
             checkpoint, dtype=measured.dtype, device=measured.device, enforce_eager=enforce_eager
         )
@@ -203,14 +190,14 @@ def roofline(
 def _show_roofline(report: dict[str, Any]) -> None:
     rates = ", ".join(f"{rate:.0f} GFLOP/s in {name}" for name, rate in report["gemm_GFLOP_per_s"].items())
     print(f"memory {report['bandwidth_GB_per_s']:.1f} GB/s; matrix products {rates}; the model in {report['dtype']}")
-    table = new_table("phase", "part", "MB", "GFLOP", "at least ms", "measured ms", "share of the limit")
+    table = options.new_table("phase", "part", "MB", "GFLOP", "at least ms", "measured ms", "share of the limit")
     for phase in report["phases"]:
         for part in phase["parts"]:
             numbers = (part["num_bytes"] / 1e6, part["num_operations"] / 1e9, part["least_ms"])
             table.add_row("", part["name"], *(f"{number:.2f}" for number in numbers))
         measured, share = f"{phase['measured_ms']:.2f}", f"{phase['share_of_limit']:.0%}"
         table.add_row(phase["name"], "all", "", "", f"{phase['least_ms']:.2f}", measured, share, end_section=True)
-    print_table(table)
+    options.print_table(table)
 
 
 LADDER_HELP = """\
@@ -227,14 +214,14 @@ PUBLISHED = Path(__file__).parents[1] / "bench" / "ladder.json"  # what the comm
 
 
 @app.command(cls=Command, help=LADDER_HELP)
-@expand_options
+@options.expand_options
 def ladder(
     *,
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="As in `generate`. Default: random weights of GPT-2's sizes.")
     ] = None,
     random_model: RandomModel = None,
-    dtype: Dtype = "float32",
+    dtype: options.Dtype = "float32",
     repeats: Repeats = 3,
     as_json: AsJson = False,
 ) -> None:
@@ -247,7 +234,7 @@ def ladder(
     if model is None and random_model is None:
         random_model = "gpt2"
     bandwidth, workload = measure_bandwidth(torch.device("cpu")), measurement.WORKLOAD
-    with checkpoint_of(model, random_model, dtype) as checkpoint, busy("Measuring"):
+    with checkpoint_of(model, random_model, dtype) as checkpoint, options.busy("Measuring"):
         rungs = [asdict(rung) for rung in measurement.climb(checkpoint, workload, bandwidth, repeats=repeats, dtype=dtype)]
     machine = f"{random_model or model} in {dtype}, {torch.get_num_threads()} threads, memory {bandwidth / 1e9:.1f} GB/s"
     if as_json:
@@ -260,19 +247,19 @@ def _show_ladder(machine: str, rungs: list[dict[str, Any]]) -> None:
     published = json.loads(PUBLISHED.read_text(encoding="utf-8")) if PUBLISHED.exists() else {"rungs": []}
     others = {rung["version"]: rung for rung in published["rungs"]}
     columns = ("published tok/s", "bandwidth") if others else ()
-    table = new_table("version", "tok/s", "bandwidth", "longest pause ms", *columns)
+    table = options.new_table("version", "tok/s", "bandwidth", "longest pause ms", *columns)
     for rung in rungs:
         pair = [rung, others[rung["version"]]] if others else [rung]
         (tokens_per_s, share), *theirs = ((f"{one['tokens_per_s']:.1f}", f"{one['bandwidth_share']:.1%}") for one in pair)
         table.add_row(rung["version"], tokens_per_s, share, f"{rung['longest_pause_ms']:.0f}", *itertools.chain(*theirs))
-    print_table(table)
+    options.print_table(table)
     print(machine)
     if others:
         print(f"published: {published['machine']}")
 
 
 @app.command(cls=Command, help=f"Measure tokens per second.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
-@expand_options
+@options.expand_options
 def throughput(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: AsJson = False) -> None:
     _measure(measured, picked, run, as_json, _show_throughput)
 
@@ -280,7 +267,7 @@ def throughput(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptio
 @app.command(
     cls=Command, help=f"Measure TTFT, TPOT and ITL: their 50th, 95th and 99th percentiles.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}"
 )
-@expand_options
+@options.expand_options
 def latency(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: AsJson = False) -> None:
     _measure(measured, picked, run, as_json, _show_latency)
 
@@ -292,8 +279,8 @@ def _measure(
     from nanoinfer.bench.random_models import checkpoint_of
 
     workloads = pick_workloads(picked)
-    find_modules_here(run.scheduler_cls, run.block_manager_cls)
-    with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint, busy("Measuring"):
+    options.find_modules_here(run.scheduler_cls, run.block_manager_cls)
+    with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint, options.busy("Measuring"):
         results = offline.measure(checkpoint, workloads, dtype=measured.dtype, device=measured.device, **asdict(run))
     if as_json:
         print(json.dumps([asdict(result) for result in results], indent=1))
@@ -305,27 +292,27 @@ def _measure(
 
 
 def _show_throughput(results: list["Measurement"]) -> None:
-    table = new_table("workload", "requests", "output tok/s", "total tok/s", "TTFT ms", "share of the limit")
+    table = options.new_table("workload", "requests", "output tok/s", "total tok/s", "TTFT ms", "share of the limit")
     for result in results:
         figures = result.figures
         ttft = f"{figures.ttft_ms.p50:.0f}" if figures.ttft_ms else ""
         speeds = (f"{figures.output_tokens_per_s:.1f}", f"{figures.total_tokens_per_s:.0f}", ttft)
         table.add_row(result.workload, str(figures.num_requests), *speeds, f"{result.share_of_limit:.0%}")
-    print_table(table)
+    options.print_table(table)
 
 
 def _show_latency(results: list["Measurement"]) -> None:
-    table = new_table("workload", "figure", "p50 ms", "p95 ms", "p99 ms")
+    table = options.new_table("workload", "figure", "p50 ms", "p95 ms", "p99 ms")
     for result in results:
         for name in ("ttft", "tpot", "itl"):
             if (percentiles := getattr(result.figures, f"{name}_ms")) is not None:
                 numbers = (f"{value:.2f}" for value in (percentiles.p50, percentiles.p95, percentiles.p99))
                 table.add_row(result.workload, name.upper(), *numbers)
-    print_table(table)
+    options.print_table(table)
 
 
 @app.command(cls=Command, help=f"Measure an OpenAI-compatible server from outside.\n\n{WORKLOADS_HELP}\n\n{SERVE_DEFINITIONS}")
-@expand_options
+@options.expand_options
 def serve(
     *,
     url: Annotated[str | None, typer.Option(help="The server, such as http://127.0.0.1:8000. Required.")] = None,
@@ -352,7 +339,7 @@ def serve(
     target = measurement.Target(
         client=client, model=model or client.first_model(), is_chat=chat, ignore_eos=ignore_eos, max_concurrency=max_concurrency
     )
-    with busy("Measuring"):
+    with options.busy("Measuring"):
         results = [measurement.run(target, workload, limits) for workload in workloads]
     if as_json:
         print(json.dumps([asdict(result) for result in results], indent=1))
@@ -364,11 +351,11 @@ def serve(
 
 
 def _show_serve(result: "ServeFigures") -> None:
-    table = new_table("figure", "mean ms", "p50 ms", "p95 ms", "p99 ms", title=f"workload {result.workload}")
+    table = options.new_table("figure", "mean ms", "p50 ms", "p95 ms", "p99 ms", title=f"workload {result.workload}")
     for name in ("ttft", "tpot", "itl", "e2el"):
         if (percentiles := getattr(result, f"{name}_ms")) is not None:
             table.add_row(name.upper(), *(f"{value:.2f}" for value in asdict(percentiles).values()))
-    print_table(table)
+    options.print_table(table)
     print(f"{result.num_requests} requests in {result.duration_s:.2f} s, {result.num_failed} failed")
     print(f"{result.requests_per_s:.2f} requests/s", end="")
     if result.goodput_requests_per_s is not None:

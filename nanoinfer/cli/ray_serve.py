@@ -66,7 +66,7 @@ def _read(group: type[G], args: dict[str, Any]) -> G:
     hints = get_type_hints(group)
     given = {field.name: args[field.name] for field in fields(group) if field.name in args}  # type: ignore[arg-type]
     for name, value in given.items():
-        if name == "kv_cache_memory":
+        if name in ("kv_cache_memory", "prefix_cache_size"):
             given[name] = parse_size(str(value))
         elif isinstance(value, str) and hints[name] == list[str] | None:
             given[name] = [value]

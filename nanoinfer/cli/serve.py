@@ -4,13 +4,14 @@ import os
 import signal
 import sys
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from nanoinfer.cli.options import EngineOptions, ServedModelName, busy, check_packages, expand_options, load_async_llm
+from nanoinfer.config import AsyncEngineArgs
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.lora.request import LoRARequest
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
@@ -22,12 +23,6 @@ if TYPE_CHECKING:
 
 API_KEY_VARIABLE = "NANOINFER_API_KEY"
 SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
-
-# The fields of ServerOptions that are arguments of AsyncLLM.
-ENGINE_ARGUMENTS = (
-    "max_num_seqs max_num_batched_tokens enable_prefix_caching batch_invariant seed max_num_queued_requests "
-    "enable_lora max_loras max_lora_rank".split()
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +139,8 @@ def load_server_llm(engine: EngineOptions, options: ServerOptions, recorder: "Re
     """Load a server's model, and print the seed if it was drawn."""
     if (options.lora_modules or options.enable_lora_update) and not options.enable_lora:
         raise InvalidValueError("--lora-modules and --enable-lora-update need --enable-lora; add it, or leave them out")
-    arguments = {name: getattr(options, name) for name in ENGINE_ARGUMENTS}
-    async_llm = load_async_llm(engine, tracer=recorder, **arguments)
+    names = {field.name for field in fields(ServerOptions)} & {field.name for field in fields(AsyncEngineArgs)}
+    async_llm = load_async_llm(engine, tracer=recorder, **{name: getattr(options, name) for name in names})
     if options.seed is None:
         seed = async_llm.engine.seed
         print(f"seed {seed} was drawn; --seed {seed} gives the same answers", file=sys.stderr)

@@ -17,6 +17,7 @@ from nanoinfer import __version__
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.lora.request import LoRARequest
+from nanoinfer.server import protocol
 from nanoinfer.server.answers import Answers, Choices, ChoicesReply, Reply, respond
 from nanoinfer.server.choices import ChatChoices, ChatFormat, CompletionChoices, messages_of
 from nanoinfer.server.errors import ERRORS, MESSAGES_ERRORS, RequestError, add_error_handlers, describe_errors, json_response
@@ -26,18 +27,9 @@ from nanoinfer.server.messages import to_chat as messages_to_chat
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.server.page import Replays, add_page
 from nanoinfer.server.pooling import TextsRequest, add_pooling
-from nanoinfer.server.protocol import (
-    MAX_TOKENIZED,
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    SamplingRequest,
-    StreamOptions,
-    TokenizeRequest,
-    to_sampling_params,
-)
 from nanoinfer.server.responses import ResponsesReply, ResponsesRequest, ResponseStore
 from nanoinfer.server.responses import to_chat as responses_to_chat
+from nanoinfer.server.updates import add_adapters, add_weights
 from nanoinfer.tracing.recent import RecentRecorder
 
 STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # or JSON
@@ -85,12 +77,8 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     _add_tokenizer(app, async_llm, settings)
     _add_information(app, async_llm, settings)
     if settings.weight_updates:
-        from nanoinfer.server.weights import add_weights
-
         add_weights(app, async_llm, settings.weight_updates)
     if settings.lora_updates:
-        from nanoinfer.server.adapters import add_adapters
-
         add_adapters(app, async_llm, settings.adapters, settings.served_model_names)
     describe_errors(app.openapi())
     return app
@@ -104,7 +92,7 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
 
     async def generate(
         http: StrictRequest,
-        body: CompletionRequest | ChatCompletionRequest,
+        body: protocol.CompletionRequest | protocol.ChatCompletionRequest,
         prepares: Sequence[Callable[..., PreparedRequest]],
         reply: Reply,
     ) -> Response:
@@ -113,7 +101,7 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
         lora_request = settings.adapters.get(body.model or "")
         # Found before anything is awaited, because another client may drop the adapter meanwhile.
         adapter = None if lora_request is None else inputs.adapter_of(lora_request)
-        params = await async_llm.threads.run(partial(to_sampling_params, body, default), is_large=http.is_large)
+        params = await async_llm.threads.run(partial(protocol.to_sampling_params, body, default), is_large=http.is_large)
         answers = Answers(params.n, is_prompt_only=body.max_tokens == 0)
 
         def prepare_adapted(prepare: Callable[..., PreparedRequest]) -> PreparedRequest:
@@ -125,19 +113,19 @@ def _add_generation(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings,
             replays.add(answers)
         return await respond(http, answers, reply, is_stream=bool(body.stream))
 
-    def choices_reply(body: CompletionRequest | ChatCompletionRequest, choices: Choices) -> Reply:
-        return ChoicesReply(choices, check_body(body, settings), body.stream_options or StreamOptions())
+    def choices_reply(body: protocol.CompletionRequest | protocol.ChatCompletionRequest, choices: Choices) -> Reply:
+        return ChoicesReply(choices, check_body(body, settings), body.stream_options or protocol.StreamOptions())
 
-    async def answer_chat(http: StrictRequest, chat: ChatCompletionRequest, reply: Reply) -> Response:
+    async def answer_chat(http: StrictRequest, chat: protocol.ChatCompletionRequest, reply: Reply) -> Response:
         return await generate(http, chat, [partial(chat_format.prepare, chat, inputs)], reply)
 
     @app.post("/v1/completions", responses=STREAMS)
-    async def completions(http: StrictRequest, body: CompletionRequest) -> Response:
+    async def completions(http: StrictRequest, body: protocol.CompletionRequest) -> Response:
         prepares = [partial(inputs.prepare_prompt, prompt, priority=body.priority) for prompt in body.prompts]
         return await generate(http, body, prepares, choices_reply(body, CompletionChoices(body, tokenizer)))
 
     @app.post("/v1/chat/completions", responses=STREAMS)
-    async def chat_completions(http: StrictRequest, body: ChatCompletionRequest) -> Response:
+    async def chat_completions(http: StrictRequest, body: protocol.ChatCompletionRequest) -> Response:
         return await answer_chat(http, body, choices_reply(body, ChatChoices(body, chat_format, tokenizer)))
 
     _add_chat_apis(app, async_llm, settings, chat_format, answer_chat)
@@ -148,7 +136,7 @@ def _add_chat_apis(
     async_llm: AsyncLLM,
     settings: ServerSettings,
     chat_format: ChatFormat,
-    answer: Callable[[StrictRequest, ChatCompletionRequest, Reply], Awaitable[Response]],
+    answer: Callable[[StrictRequest, protocol.ChatCompletionRequest, Reply], Awaitable[Response]],
 ) -> None:
     """Add the APIs whose requests become chat requests, to which answer gives the reply."""
     engine = async_llm.engine
@@ -165,7 +153,7 @@ def _add_chat_apis(
         return await async_llm.threads.run(partial(counted, body), is_large=http.is_large)
 
     def counted(body: CountTokensRequest) -> Response:
-        most = max(MAX_TOKENIZED, engine.max_model_len)
+        most = max(protocol.MAX_TOKENIZED, engine.max_model_len)
         tokens = chat_format.render(messages_to_chat(body), engine.inputs, max_tokens=most)["prompt_token_ids"]
         return json_response({"input_tokens": len(check_length(tokens, most))})
 
@@ -174,17 +162,15 @@ def _add_chat_apis(
     @app.post("/v1/responses", responses=STREAMS)
     async def responses(http: StrictRequest, body: ResponsesRequest) -> Response:
         model = check_body(body, settings)
-        keep = store.if_kept(body.store)
+        is_kept = store.keeps(body.store)
         messages: list[dict[str, Any]] = []
         num_bytes = len(await http.body())
         if body.previous_response_id is not None:
             previous = store.get(body.previous_response_id, param="previous_response_id")
             messages, num_bytes = previous.messages, num_bytes + previous.num_bytes
         chat, messages = await async_llm.threads.run(partial(responses_to_chat, body, messages), is_large=http.is_large)
-        reply = ResponsesReply(
-            body, chat, chat_format, model, tokenizer=engine.tokenizer, keep=keep, messages=messages, num_bytes=num_bytes
-        )
-        return await answer(http, chat, reply)
+        keep = partial(store.add, messages, num_bytes) if is_kept else None
+        return await answer(http, chat, ResponsesReply(body, chat, chat_format, model, engine.tokenizer, keep))
 
     @app.get("/v1/responses/{response_id}")
     async def stored_response(response_id: str) -> Response:
@@ -205,12 +191,12 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) 
         return engine.tokenizer
 
     @app.post("/tokenize")
-    async def tokenize(http: StrictRequest, body: TokenizeRequest) -> Response:
+    async def tokenize(http: StrictRequest, body: protocol.TokenizeRequest) -> Response:
         check_body(body, settings)
         return await async_llm.threads.run(partial(tokenized, body), is_large=http.is_large)
 
-    def tokenized(body: TokenizeRequest) -> Response:
-        most = max(MAX_TOKENIZED, engine.max_model_len)
+    def tokenized(body: protocol.TokenizeRequest) -> Response:
+        most = max(protocol.MAX_TOKENIZED, engine.max_model_len)
         if body.messages is None:
             add_special_tokens = body.add_special_tokens is not False
             tokens = list(tokenizer().encode(body.prompt, add_special_tokens=add_special_tokens, max_tokens=most))
@@ -225,11 +211,11 @@ def _add_tokenizer(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings) 
         return json_response({"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": texts})
 
     @app.post("/detokenize")
-    async def detokenize(http: StrictRequest, body: DetokenizeRequest) -> Response:
+    async def detokenize(http: StrictRequest, body: protocol.DetokenizeRequest) -> Response:
         check_body(body, settings)
         return await async_llm.threads.run(partial(detokenized, body), is_large=http.is_large)
 
-    def detokenized(body: DetokenizeRequest) -> Response:
+    def detokenized(body: protocol.DetokenizeRequest) -> Response:
         if (largest := max(body.tokens, default=0)) >= vocab_size:
             raise RequestError(400, f"this model's token ids are 0 .. {vocab_size - 1}, got {largest}", param="tokens")
         return json_response({"prompt": tokenizer().decode(body.tokens, skip_special_tokens=False)})
@@ -273,9 +259,7 @@ def check_length(tokens: list[int], most: int) -> list[int]:
     return tokens
 
 
-def check_body(
-    body: SamplingRequest | CountTokensRequest | TextsRequest | TokenizeRequest | DetokenizeRequest, settings: ServerSettings
-) -> str:
+def check_body(body: protocol.ModelBody, settings: ServerSettings) -> str:
     """Refuse unknown fields of a body, and a model that is not served. Returns the model name that an answer contains."""
     if not settings.ignore_unknown_fields:
         body.check_unknown_fields()

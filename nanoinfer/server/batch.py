@@ -100,7 +100,7 @@ class ResultFile:
         self.num_errors = 0  # results that are errors
         self._output = output
         self._partial = output.with_name(output.name + ".partial")
-        self._manifest = manifest
+        self.manifest = manifest
         self._finished: set[int] = set()
         self._file: BinaryIO | None = None
         found = next((path for path in (output, self._partial) if path.exists()), None)
@@ -130,10 +130,11 @@ class ResultFile:
 
     @property
     def is_complete(self) -> bool:
-        return self.num_finished == self._manifest.num_requests
+        return self.num_finished == self.manifest.num_requests
 
-    def is_finished(self, custom_id: str) -> bool:
-        return _key(custom_id) in self._finished
+    def unanswered(self, path: Path) -> Iterator[BatchRequest]:
+        """Yield the requests of the job's input that have no result yet."""
+        return (request for request in read_requests(path) if _key(request.custom_id) not in self._finished)
 
     def append(self, result: dict[str, Any]) -> None:
         """Add a result, which is in the file when this returns, and on the disk after at most some seconds."""
@@ -158,7 +159,7 @@ class ResultFile:
         self.num_errors += result["error"] is not None
 
     def _compare(self, found: Path) -> None:
-        before, now = read_manifest(self._output), asdict(self._manifest)
+        before, now = read_manifest(self._output), asdict(self.manifest)
         changed = [name for name, value in asdict(before).items() if value != now[name]] if before else ["manifest"]
         if changed:
             raise InvalidValueError(

@@ -7,25 +7,15 @@ for each that begins, grows or ends. messages.py and responses.py have the JSON 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Union
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import to_json
 
 from nanoinfer.chat.parsing import ChatDelta, ChatParser
 from nanoinfer.outputs import CompletionOutput, Delta
 from nanoinfer.server.answers import Answers, failure_of
 from nanoinfer.server.choices import ChatFormat
-from nanoinfer.server.errors import RequestError, validation_message
-from nanoinfer.server.protocol import (
-    MAX_PARTS,
-    MAX_TOOLS,
-    Body,
-    ChatCompletionRequest,
-    OtherTool,
-    SamplingRequest,
-    form_of_content,
-)
+from nanoinfer.server.protocol import ChatCompletionRequest
 
 Change = Literal["begins", "grows", "ends"]
 
@@ -153,73 +143,3 @@ class BlockReply(ABC):
 
 def _render(event: dict[str, Any]) -> bytes:
     return b"event: " + event["type"].encode() + b"\ndata: " + to_json(event) + b"\n\n"
-
-
-# ---- requests
-
-
-def chat_request(body: Body, fields: dict[str, Any]) -> ChatCompletionRequest:
-    """Return the chat request with these fields, and the fields of a body that have the same meaning in both.
-
-    Raises:
-        RequestError: 400.
-    """
-    shared = {name: getattr(body, name) for name in SamplingRequest.model_fields.keys() & type(body).model_fields.keys()}
-    try:
-        return ChatCompletionRequest(**shared | fields)
-    except ValidationError as error:
-        message, _ = validation_message([one | {"loc": ("body", *one["loc"])} for one in error.errors()])
-        raise RequestError(400, message) from error
-
-
-class Lenient(BaseModel):
-    """An object in a list of a body, whose other fields, such as id, status and cache_control, change no answer."""
-
-    model_config = ConfigDict(strict=True)
-
-
-def joined(content: str | list[Any]) -> str:
-    """Return a content as one text. Its parts, if it has some, have a text each."""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
-def text_or(item: Any) -> Any:
-    """Return the type of a text or a list of items, whose errors are about the form that was given."""
-    items = Annotated[list[item], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")]
-    message = "Input should be a string or a list of objects such as {'type': ...}"
-    form = Discriminator(form_of_content, custom_error_type="content_type", custom_error_message=message)
-    return Annotated[Annotated[str, Tag("<text>")] | items, form]
-
-
-def list_of_tools(tool: Any) -> Any:
-    """Return the type of a list of tools, in which other tools than functions are OtherTools."""
-    one = Annotated[Annotated[tool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")], Discriminator(form_of_tool)]
-    return Annotated[list[one], Field(max_length=MAX_TOOLS, fail_fast=True)]
-
-
-def form_of_tool(value: Any) -> str | None:
-    """Return the tag of the form of a tool."""
-    is_function = isinstance(value, dict) and value.get("type") in ("custom", "function", None)
-    return "<function>" if is_function else "<other>"
-
-
-def one_of(kind: str, **models: Any) -> Any:
-    """Return the type of an object with one of these models, by its "type". Its errors are about that model. kind: as below."""
-
-    def form(value: Any) -> str | None:
-        return f"<{value.get('type', 'message')}>" if isinstance(value, dict) else None  # messages alone may have no type
-
-    forms = Union[tuple(Annotated[model, Tag(f"<{name}>")] for name, model in models.items())]  # noqa: UP007 (of a tuple)
-    return Annotated[forms, Discriminator(form), check_type(kind, *models)]
-
-
-def check_type(kind: str, *names: str) -> BeforeValidator:
-    """Refuse an object whose type is not one of these by its name. kind: what the object is, such as "a block"."""
-
-    def check(value: object) -> object:
-        name = value.get("type", "message") if isinstance(value, dict) else names[0]  # pydantic refuses what is no object
-        if name not in names:
-            raise ValueError(f"{kind} of type {str(name)[:50]!r} is not supported; give {', '.join(names)}")
-        return value
-
-    return BeforeValidator(check)

@@ -154,9 +154,8 @@ class ChatChoices:
         called_tool = parser.has_tool_calls and answer.finish_reason == "stop" and not is_named
         fields: dict[str, Any] = {"logprobs": None, "finish_reason": "tool_calls" if called_tool else answer.finish_reason}
         if answer.logprobs is not None:
-            num_top = self._request.top_logprobs or 0
             as_ids = bool(self._request.return_tokens_as_token_ids)
-            fields["logprobs"] = chat_logprobs(self._tokenizer, answer.token_ids, answer.logprobs, num_top, as_ids=as_ids)
+            fields["logprobs"] = chat_logprobs(self._tokenizer, answer, self._request.top_logprobs or 0, as_ids)
         return fields | _extensions(answer, self._request.return_token_ids)
 
 
@@ -238,14 +237,7 @@ def _extensions(answer: CompletionOutput | Delta, return_token_ids: bool | None)
     return fields | ({"token_ids": answer.token_ids} if return_token_ids else {})
 
 
-def chat_logprobs(
-    tokenizer: Tokenizer | None,
-    token_ids: Sequence[int],
-    positions: Sequence[LogprobsOnePosition],
-    num_top: int,
-    *,
-    as_ids: bool = False,
-) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer | None, answer: CompletionOutput | Delta, num_top: int, as_ids: bool) -> dict[str, Any]:
     """Make the "logprobs" of a chat's choice. as_ids: The text of a token is "token_id:5"."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
@@ -254,7 +246,7 @@ def chat_logprobs(
         return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(data)}
 
     content = []
-    for token_id, position in zip(token_ids, positions, strict=True):
+    for token_id, position in zip(answer.token_ids, answer.logprobs or (), strict=True):
         top = sorted(position.items(), key=lambda item: -item[1].logprob)[:num_top]
         top_entries = [entry(other, one.logprob) for other, one in top]
         content.append(entry(token_id, position[token_id].logprob) | {"top_logprobs": top_entries})

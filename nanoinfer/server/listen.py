@@ -39,18 +39,13 @@ def bind(host: str, port: int) -> list[socket.socket]:
             one.close()
             reason = error
             if error.errno != errno.EADDRNOTAVAIL:
-                sockets = _closed(sockets)
+                while sockets:
+                    sockets.pop().close()
                 break
     if not sockets:
         assert reason is not None, "a host has an address"
         raise cannot_listen(host, port, reason)
     return sockets
-
-
-def _closed(sockets: list[socket.socket]) -> list[socket.socket]:
-    for one in sockets:
-        one.close()
-    return []
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> NanoinferError:

@@ -12,72 +12,56 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import from_json
 
 from nanoinfer.outputs import CompletionOutput, Delta
+from nanoinfer.server import protocol
 from nanoinfer.server.answers import Answers
-from nanoinfer.server.blocks import (
-    Block,
-    BlockReply,
-    Blocks,
-    Change,
-    Lenient,
-    chat_request,
-    check_type,
-    joined,
-    list_of_tools,
-    one_of,
-    text_or,
-)
+from nanoinfer.server.blocks import Block, BlockReply, Blocks, Change
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.errors import RequestError, error_body
-from nanoinfer.server.protocol import (
-    MAX_MESSAGES,
-    MAX_STOPS,
-    Body,
-    ChatCompletionRequest,
-    SamplingRequest,
-    StopString,
-    add_accepted_fields,
-    few_items,
-)
 
 SIGNATURE = "none"  # of thinking blocks. Anthropic's service checks its own, and clients drop a block without one
 
 
-class TextBlock(Lenient):
+StopSequence = Annotated[protocol.StopString, Field(min_length=1)]
+
+
+class TextBlock(protocol.Lenient):
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(Lenient):
+class ThinkingBlock(protocol.Lenient):
     type: Literal["thinking"]
     thinking: str
 
 
-class ToolUseBlock(Lenient):
+class ToolUseBlock(protocol.Lenient):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-TextContent = text_or(Annotated[TextBlock, check_type("a block", "text")])
+TextContent = protocol.text_or(Annotated[TextBlock, protocol.check_type("a block", "text")])
 
 
-class ToolResultBlock(Lenient):
+class ToolResultBlock(protocol.Lenient):
     type: Literal["tool_result"]
     tool_use_id: str
     content: TextContent | None = None
     is_error: bool | None = None
 
 
-ContentBlock = one_of("a block", text=TextBlock, thinking=ThinkingBlock, tool_use=ToolUseBlock, tool_result=ToolResultBlock)
+ContentBlock = protocol.one_of(
+    "a block", text=TextBlock, thinking=ThinkingBlock, tool_use=ToolUseBlock, tool_result=ToolResultBlock
+)
 
 
-class Message(Lenient):
+class Message(protocol.Lenient):
     role: Literal["user", "assistant", "system"]
-    content: text_or(ContentBlock)
+    content: protocol.text_or(ContentBlock)
 
 
-class Tool(Body):
+class Tool(protocol.Body):
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
@@ -85,65 +69,57 @@ class Tool(Body):
     strict: bool | None = None
 
 
-class ToolChoice(Body):
+class ToolChoice(protocol.Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Body):
+class Thinking(protocol.Body):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None  # a target, which a model's template cannot express
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputFormat(Body):
+class OutputFormat(protocol.Body):
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputConfig(Body):
+class OutputConfig(protocol.Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
-class _Conversation(Body):
+class _Conversation(protocol.ModelBody):
     """What becomes the prompt."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    model_config = ConfigDict(json_schema_extra=protocol.add_accepted_fields)
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=protocol.MAX_MESSAGES, fail_fast=True)]
     system: TextContent | None = None
-    tools: list_of_tools(Tool) | None = None
+    tools: protocol.list_of_tools(Tool) | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(few_items)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(protocol.few_items)] | None = None
 
 
 class CountTokensRequest(_Conversation):
     """The body of /v1/messages/count_tokens."""
 
-    model_config = ConfigDict(json_schema_extra=add_accepted_fields)
-    model: str | None = None
 
-
-class MessagesRequest(_Conversation, SamplingRequest):
+class MessagesRequest(_Conversation, protocol.SamplingRequest):
     """The body of /v1/messages."""
 
-    model_config = ConfigDict(json_schema_extra=add_accepted_fields)
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: (
-        Annotated[list[Annotated[StopString, Field(min_length=1)]], Field(max_length=MAX_STOPS, fail_fast=True)] | None
-    ) = None
+    stop_sequences: Annotated[list[StopSequence], Field(max_length=protocol.MAX_STOPS, fail_fast=True)] | None = None
 
 
-def to_chat(body: CountTokensRequest | MessagesRequest) -> ChatCompletionRequest:
-    """Return the chat request with the meaning of a body.
-
-    Raises:
-        RequestError: 400.
-    """
+def to_chat(body: CountTokensRequest | MessagesRequest) -> protocol.ChatCompletionRequest:
+    """Return the chat request with the meaning of a body. Raises: RequestError, 400."""
     messages = [chat for message in body.messages for chat in _chat_messages(message)]
-    system: list[dict[str, Any]] = [] if body.system is None else [{"role": "system", "content": joined(body.system)}]
+    system: list[dict[str, Any]] = [] if body.system is None else [{"role": "system", "content": protocol.joined(body.system)}]
     tools = [_function(tool) for tool in body.tools or () if isinstance(tool, Tool)]
     fields: dict[str, Any] = {"messages": [*system, *messages], "tools": tools}
     if not messages:
@@ -164,7 +140,7 @@ def to_chat(body: CountTokensRequest | MessagesRequest) -> ChatCompletionRequest
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": config.format.schema_}}
     if isinstance(body, MessagesRequest):
         fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
-    return chat_request(body, fields)
+    return protocol.chat_request(body, fields)
 
 
 def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
@@ -179,15 +155,15 @@ def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
             texts.append(block)
         if isinstance(block, ToolResultBlock):
             if texts:
-                yield {"role": message.role, "content": joined(texts)}
+                yield {"role": message.role, "content": protocol.joined(texts)}
                 texts = []
-            text = joined(block.content or "")
+            text = protocol.joined(block.content or "")
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": f"Error: {text}" if block.is_error else text}
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
     more = ({"reasoning": "\n".join(thoughts)} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
     if texts or more:
-        yield {"role": message.role, "content": joined(texts)} | more
+        yield {"role": message.role, "content": protocol.joined(texts)} | more
 
 
 def _call(block: ToolUseBlock) -> dict[str, Any]:
@@ -202,7 +178,9 @@ def _function(tool: Tool) -> dict[str, Any]:
 class MessagesReply(BlockReply):
     """The reply of /v1/messages."""
 
-    def __init__(self, body: MessagesRequest, chat: ChatCompletionRequest, chat_format: ChatFormat, model: str) -> None:
+    def __init__(
+        self, body: MessagesRequest, chat: protocol.ChatCompletionRequest, chat_format: ChatFormat, model: str
+    ) -> None:
         is_omitted = body.thinking is not None and body.thinking.display == "omitted"
         super().__init__(chat, chat_format, model, keeps_reasoning=not is_omitted)
 

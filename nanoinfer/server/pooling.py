@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
-import numpy as np
 from fastapi import FastAPI
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from starlette.responses import Response
@@ -22,7 +21,7 @@ from nanoinfer.prompts import PromptType
 from nanoinfer.server.answers import Answers, respond_whole
 from nanoinfer.server.errors import json_response
 from nanoinfer.server.limits import StrictRequest
-from nanoinfer.server.protocol import INT64, MAX_PROMPTS, Body, Prompt, add_accepted_fields, as_prompts
+from nanoinfer.server.protocol import INT64, MAX_PROMPTS, ModelBody, Prompt, add_accepted_fields, as_prompts
 
 
 def _text_of(document: object) -> object:
@@ -32,12 +31,11 @@ def _text_of(document: object) -> object:
 Texts = Annotated[list[Annotated[str, BeforeValidator(_text_of)]], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
-class TextsRequest(Body):
+class TextsRequest(ModelBody):
     """The fields of all these endpoints."""
 
     model_config = ConfigDict(json_schema_extra=add_accepted_fields)
 
-    model: str | None = None
     truncate_prompt_tokens: int | None = None
     priority: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     timeout: float | None = None
@@ -92,7 +90,9 @@ def add_pooling(app: FastAPI, async_llm: AsyncLLM, check_body: Callable[[TextsRe
 
         def fields_of(prepared: list[PreparedRequest]) -> dict[str, Any]:
             found = [one.reader.embedding.numpy(force=True) for one in prepared]
-            vectors = [_base64(one) if body.encoding_format == "base64" else one.tolist() for one in found]
+            vectors = [one.tolist() for one in found]
+            if body.encoding_format == "base64":  # as OpenAI's client reads it: fp32, the lowest byte first
+                vectors = [base64.b64encode(one.astype("<f4").tobytes()).decode() for one in found]
             return {"data": [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(vectors)]}
 
         return await _read(http, async_llm, model, [partial(prepare, prompt) for prompt in as_prompts(body.input)], fields_of)
@@ -157,8 +157,3 @@ async def _read(
 
     await answers.submit(async_llm, list(prepares), is_large=http.is_large)
     return await respond_whole(http, answers, partial(async_llm.threads.run, whole, is_large=http.is_large))
-
-
-def _base64(vector: "np.ndarray[Any, np.dtype[np.float32]]") -> str:
-    """As OpenAI's client reads it: fp32, the lowest byte first."""
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -5,13 +5,13 @@ Fields of other servers are in fields.py.
 """
 
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
-from nanoinfer.server.errors import RequestError
+from nanoinfer.server.errors import RequestError, validation_message
 from nanoinfer.server.fields import NEUTRAL_VALUES, WITHOUT_EFFECT, check_fields
 
 MAX_ANSWERS, MAX_PROMPTS, MAX_LOGPROBS, MAX_STOPS = 128, 2048, 20, 16
@@ -74,19 +74,21 @@ def as_prompts(prompt: Any) -> list[str | list[int]]:
     return [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else prompt
 
 
-def form_of_content(content: object) -> str | None:
+def text_or(item: Any, such_as: str = "objects such as {'type': ...}") -> Any:
+    """Return the type of a text or a list of items, whose errors are about the form that was given."""
+    items = Annotated[list[item], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")]
+    message = f"Input should be a string or a list of {such_as}"
+    form = Discriminator(_form_of_content, custom_error_type="content_type", custom_error_message=message)
+    return Annotated[Annotated[str, Tag("<text>")] | items, form]
+
+
+def _form_of_content(content: object) -> str | None:
     return "<text>" if isinstance(content, str) else "<parts>" if isinstance(content, list) else None
 
 
-Content = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
-    Discriminator(
-        form_of_content,
-        custom_error_type="content_type",
-        custom_error_message="Input should be a string or a list of parts such as {'type': 'text', 'text': '...'}",
-    ),
-]
+def joined(content: str | list[Any]) -> str:
+    """Return a content as one text. Its parts, if it has some, have a text each."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 class Body(BaseModel):
@@ -97,8 +99,7 @@ class Body(BaseModel):
     def check_unknown_fields(self) -> None:
         """Refuse unknown fields, and those of other servers with a value that is not supported, also of bodies in this one.
 
-        Raises:
-            RequestError: 400.
+        Raises: RequestError, 400.
         """
         check_fields(self.model_extra or {}, type(self).model_fields)
         for name in type(self).model_fields:
@@ -107,6 +108,12 @@ class Body(BaseModel):
                 if not isinstance(inner, Body):
                     break
                 inner.check_unknown_fields()
+
+
+class ModelBody(Body):
+    """A body that names one of the served models. None: the first."""
+
+    model: str | None = None
 
 
 class StreamOptions(Body):
@@ -132,12 +139,11 @@ def add_accepted_fields(schema: dict[str, Any]) -> None:
     schema["additionalProperties"] = False
 
 
-class SamplingRequest(Body):
+class SamplingRequest(ModelBody):
     """The fields of every endpoint that generates, where None means the checkpoint's default."""
 
     model_config = ConfigDict(json_schema_extra=add_accepted_fields)
 
-    model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -208,7 +214,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
-    content: Content | None = None
+    content: text_or(dict[str, Any], "parts such as {'type': 'text', 'text': '...'}") | None = None
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -266,14 +272,13 @@ class ChatCompletionRequest(_Rendered, GenerationRequest):
         return super().rendering | {"chat_template_kwargs": variables | (self.chat_template_kwargs or {})}
 
 
-class TokenizeRequest(_Rendered, Body):
+class TokenizeRequest(_Rendered, ModelBody):
     """The body of /tokenize, as in vLLM: a prompt, or messages."""
 
     model_config = ConfigDict(
         json_schema_extra={"additionalProperties": False, "anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
     )
 
-    model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
@@ -288,10 +293,9 @@ class TokenizeRequest(_Rendered, Body):
         return self
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(ModelBody):
     """The body of /detokenize, as in vLLM."""
 
-    model: str | None = None
     tokens: Annotated[TokenIds, Field(max_length=MAX_ALLOWED)]
 
 
@@ -307,7 +311,10 @@ def to_sampling_params(request: CompletionRequest | ChatCompletionRequest, defau
         max_tokens = request.max_completion_tokens or request.max_tokens  # None: up to the model's length
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
     else:
-        _check_completion(request)
+        if request.max_tokens == 0 and not request.echo:
+            raise RequestError(400, "max_tokens must be >= 1, or 0 with echo", param="max_tokens")
+        if request.best_of not in (None, request.n or 1):
+            raise RequestError(400, "best_of is not supported; leave it out", param="best_of", code="unsupported")
         max_tokens = 16 if request.max_tokens is None else max(request.max_tokens, 1)  # 16 is OpenAI's default
         logprobs = request.logprobs
         if request.echo and request.prompt_logprobs is None:
@@ -316,14 +323,6 @@ def to_sampling_params(request: CompletionRequest | ChatCompletionRequest, defau
     given["extra_args"] = request.vllm_xargs
     given = {name: value for name, value in given.items() if value is not None}
     return replace(default, **given, max_tokens=max_tokens, logprobs=logprobs)
-
-
-def _check_completion(request: CompletionRequest) -> None:
-    """Refuse known features that are not supported."""
-    if request.max_tokens == 0 and not request.echo:
-        raise RequestError(400, "max_tokens must be >= 1, or 0 with echo", param="max_tokens")
-    if request.best_of not in (None, request.n or 1):
-        raise RequestError(400, "best_of is not supported; leave it out", param="best_of", code="unsupported")
 
 
 def _structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
@@ -352,3 +351,56 @@ def _token_id(key: str) -> int:
     if not key.isascii() or not key.isdigit() or len(key) > 10:
         raise InvalidValueError(f"each key of logit_bias must be a token id, got {key[:20]!r}")
     return int(key)
+
+
+# ---- what /v1/messages and /v1/responses have in common
+
+
+def chat_request(body: Body, fields: dict[str, Any]) -> ChatCompletionRequest:
+    """Return the chat request with these fields, and the fields of a body that mean the same. Raises: RequestError, 400."""
+    shared = {name: getattr(body, name) for name in SamplingRequest.model_fields.keys() & type(body).model_fields.keys()}
+    try:
+        return ChatCompletionRequest(**shared | fields)
+    except ValidationError as error:
+        message, _ = validation_message([one | {"loc": ("body", *one["loc"])} for one in error.errors()])
+        raise RequestError(400, message) from error
+
+
+class Lenient(BaseModel):
+    """An object in a list of a body, whose other fields, such as id, status and cache_control, change no answer."""
+
+    model_config = ConfigDict(strict=True)
+
+
+def list_of_tools(tool: Any) -> Any:
+    """Return the type of a list of tools, in which other tools than functions are OtherTools."""
+    one = Annotated[Annotated[tool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")], Discriminator(form_of_tool)]
+    return Annotated[list[one], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def form_of_tool(value: Any) -> str | None:
+    """Return the tag of the form of a tool."""
+    is_function = isinstance(value, dict) and value.get("type") in ("custom", "function", None)
+    return "<function>" if is_function else "<other>"
+
+
+def one_of(kind: str, **models: Any) -> Any:
+    """Return the type of an object with one of these models, by its "type". Its errors are about that model. kind: as below."""
+
+    def form(value: Any) -> str | None:
+        return f"<{value.get('type', 'message')}>" if isinstance(value, dict) else None  # messages alone may have no type
+
+    forms = Union[tuple(Annotated[model, Tag(f"<{name}>")] for name, model in models.items())]  # noqa: UP007 (of a tuple)
+    return Annotated[forms, Discriminator(form), check_type(kind, *models)]
+
+
+def check_type(kind: str, *names: str) -> BeforeValidator:
+    """Refuse an object whose type is not one of these by its name. kind: what the object is, such as "a block"."""
+
+    def check(value: object) -> object:
+        name = value.get("type", "message") if isinstance(value, dict) else names[0]  # pydantic refuses what is no object
+        if name not in names:
+            raise ValueError(f"{kind} of type {str(name)[:50]!r} is not supported; give {', '.join(names)}")
+        return value
+
+    return BeforeValidator(check)

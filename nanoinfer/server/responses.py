@@ -6,32 +6,20 @@ In: a body of that API, which becomes a chat request. Out: an answer as a respon
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_validator
+from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, TypeAdapter, model_validator
 from pydantic_core import to_json
 
 from nanoinfer.outputs import CompletionOutput, Delta
+from nanoinfer.server import protocol
 from nanoinfer.server.answers import Answers
-from nanoinfer.server.blocks import (
-    Block,
-    BlockReply,
-    Blocks,
-    Change,
-    Lenient,
-    chat_request,
-    check_type,
-    joined,
-    list_of_tools,
-    one_of,
-    text_or,
-)
+from nanoinfer.server.blocks import Block, BlockReply, Blocks, Change
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.errors import RequestError
-from nanoinfer.server.protocol import Body, ChatCompletionRequest, SamplingRequest, add_accepted_fields, few_items
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 MAX_STORED_BYTES = 2**28  # of all stored conversations
@@ -40,45 +28,47 @@ _RETURNED = set(
 )
 
 
-class Part(Lenient):
+class Part(protocol.Lenient):
     type: Literal["input_text", "output_text", "refusal", "reasoning_text"]
     text: Annotated[str, Field(validation_alias=AliasChoices("text", "refusal"))]
 
 
-Text = text_or(Annotated[Part, check_type("a part", "input_text", "output_text", "refusal", "reasoning_text")])
+Text = protocol.text_or(
+    Annotated[Part, protocol.check_type("a part", "input_text", "output_text", "refusal", "reasoning_text")]
+)
 
 
-class MessageItem(Lenient):
+class MessageItem(protocol.Lenient):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Text
 
 
-class ReasoningItem(Lenient):
+class ReasoningItem(protocol.Lenient):
     type: Literal["reasoning"]
     content: Text | None = None
 
 
-class CallItem(Lenient):
+class CallItem(protocol.Lenient):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
 
 
-class CallOutputItem(Lenient):
+class CallOutputItem(protocol.Lenient):
     type: Literal["function_call_output"]
     call_id: str
     output: Text
 
 
-Item = one_of(
+Item = protocol.one_of(
     "an item", message=MessageItem, reasoning=ReasoningItem, function_call=CallItem, function_call_output=CallOutputItem
 )
 _ITEMS = TypeAdapter(list[Item])
 
 
-class FunctionTool(Body):
+class FunctionTool(protocol.Body):
     type: Literal["function"]
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
@@ -86,7 +76,7 @@ class FunctionTool(Body):
     strict: bool | None = None
 
 
-class FunctionChoice(Body):
+class FunctionChoice(protocol.Body):
     type: Literal["function"]
     name: str
 
@@ -97,7 +87,7 @@ ToolChoice = Annotated[
 ]
 
 
-class TextFormat(Body):
+class TextFormat(protocol.Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -111,29 +101,27 @@ class TextFormat(Body):
         return self
 
 
-class TextConfig(Body):
+class TextConfig(protocol.Body):
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class Reasoning(Body):
+class Reasoning(protocol.Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto"] | None = None  # there is none, because the reasoning itself is in the answer
 
 
-class ResponseStreamOptions(Body):
+class ResponseStreamOptions(protocol.Body):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(SamplingRequest):
+class ResponsesRequest(protocol.SamplingRequest):
     """The body of /v1/responses."""
 
-    model_config = ConfigDict(json_schema_extra=add_accepted_fields)
-
-    input: text_or(Item)
+    input: protocol.text_or(Item)
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: list_of_tools(FunctionTool) | None = None
+    tools: protocol.list_of_tools(FunctionTool) | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -142,20 +130,19 @@ class ResponsesRequest(SamplingRequest):
     store: bool | None = None
     # The reasoning is in the answer, not encrypted.
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(fail_fast=True)] | None = None
-    metadata: Annotated[dict[str, str], BeforeValidator(few_items)] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(protocol.few_items)] | None = None
     stream_options: ResponseStreamOptions | None = None
     top_logprobs: Literal[0] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(few_items)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(protocol.few_items)] | None = None
     prompt: None = None
 
 
 def to_chat(
     body: ResponsesRequest, previous: Sequence[dict[str, Any]] = ()
-) -> tuple[ChatCompletionRequest, list[dict[str, Any]]]:
+) -> tuple[protocol.ChatCompletionRequest, list[dict[str, Any]]]:
     """Return the chat request with the meaning of a body, which continues the previous messages, and its messages to store.
 
-    Raises:
-        RequestError: 400.
+    Raises: RequestError, 400.
     """
     messages = [*previous]
     items = [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
@@ -171,7 +158,8 @@ def to_chat(
         messages = [first | {"content": f"{first['content']}\n\n{second['content']}"}, *rest]
     fields: dict[str, Any] = {"messages": messages, "max_tokens": body.max_output_tokens}
     tools = [tool for tool in body.tools or () if isinstance(tool, FunctionTool)]
-    fields["tools"] = [{"type": "function", "function": _given(tool) | {"name": tool.name}} for tool in tools]
+    given = ("name", "description", "parameters", "strict")
+    fields["tools"] = [{"type": "function", "function": tool.model_dump(include={*given}, exclude_none=True)} for tool in tools]
     fields["tool_choice"] = choice = body.tool_choice
     if isinstance(choice, FunctionChoice):
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
@@ -179,20 +167,16 @@ def to_chat(
     fields["reasoning_effort"] = (body.reasoning or Reasoning()).effort
     if (form := (body.text or TextConfig()).format) is not None:
         fields["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
-    return chat_request(body, fields), stored
-
-
-def _given(tool: FunctionTool) -> dict[str, Any]:
-    return tool.model_dump(include={"description", "parameters", "strict"}, exclude_none=True)
+    return protocol.chat_request(body, fields), stored
 
 
 def _add(messages: list[dict[str, Any]], item: Any) -> None:
     """Add an item to a chat, whose messages of the assistant have reasoning, then content, then calls."""
     if isinstance(item, CallOutputItem):
-        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)})
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": protocol.joined(item.output)})
     elif isinstance(item, MessageItem) and item.role != "assistant":
         role = "system" if item.role == "developer" else item.role  # which few templates know
-        messages.append({"role": role, "content": joined(item.content)})
+        messages.append({"role": role, "content": protocol.joined(item.content)})
     else:
         last = messages[-1] if messages else {}
         is_new = last.get("role") != "assistant" or isinstance(item, ReasoningItem)
@@ -205,9 +189,9 @@ def _add(messages: list[dict[str, Any]], item: Any) -> None:
             calls = messages[-1].get("tool_calls", [])
             messages[-1]["tool_calls"] = [*calls, {"id": item.call_id, "type": "function", "function": function}]
         elif isinstance(item, ReasoningItem):
-            messages[-1]["reasoning"] = joined(item.content or "")
+            messages[-1]["reasoning"] = protocol.joined(item.content or "")
         else:
-            messages[-1]["content"] = joined(item.content)
+            messages[-1]["content"] = protocol.joined(item.content)
 
 
 # ---- stored responses
@@ -229,11 +213,11 @@ class ResponseStore:
         self.max_responses = max_responses
         self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
 
-    def if_kept(self, store: bool | None) -> Self | None:
-        """Return the store if a request with this value of "store" is kept. Raises: RequestError, 400, if it cannot be."""
+    def keeps(self, store: bool | None) -> bool:
+        """Whether the response to a request with this value of "store" is kept. Raises: RequestError, 400, if it cannot be."""
         if store and not self.max_responses:
             raise RequestError(400, "store=true needs a server with --max-stored-responses", param="store", code="unsupported")
-        return self if self.max_responses and store is not False else None
+        return self.max_responses > 0 and store is not False
 
     def get(self, response_id: str, param: str | None = None) -> StoredResponse:
         """Return a stored response. Raises: RequestError, 404, which says that it may have been forgotten."""
@@ -245,9 +229,13 @@ class ResponseStore:
         message = f"the response {response_id[:100]!r} {reason}; send the whole conversation as input"
         raise RequestError(404, message, param=param, code="response_not_found")
 
-    def add(self, stored: StoredResponse) -> None:
-        """Keep a response, and forget the oldest ones beyond the limits."""
-        self._kept[stored.json["id"]] = stored
+    def add(self, messages: list[dict[str, Any]], num_bytes: int, response: dict[str, Any]) -> None:
+        """Keep a response after these messages, which have num_bytes, and forget the oldest ones beyond the limits."""
+        messages = [*messages]
+        for item in _ITEMS.validate_python(response["output"]):
+            _add(messages, item)
+        num_bytes += len(to_json(response["output"]))
+        self._kept[response["id"]] = StoredResponse(response, messages, num_bytes)
         while len(self._kept) > self.max_responses or sum(one.num_bytes for one in self._kept.values()) > MAX_STORED_BYTES:
             self._kept.popitem(last=False)
 
@@ -265,19 +253,15 @@ class ResponsesReply(BlockReply):
     def __init__(
         self,
         body: ResponsesRequest,
-        chat: ChatCompletionRequest,
+        chat: protocol.ChatCompletionRequest,
         chat_format: ChatFormat,
         model: str,
-        *,
         tokenizer: Tokenizer | None,
-        keep: ResponseStore | None,
-        messages: list[dict[str, Any]],
-        num_bytes: int,
+        keep: Callable[[dict[str, Any]], None] | None,
     ) -> None:
-        """keep: where the response is stored when it is complete, after these messages, which have num_bytes."""
+        """keep: stores the response when it is complete. None: it is not stored."""
         super().__init__(chat, chat_format, model)
         self._body, self._tokenizer, self._keep = body, tokenizer, keep
-        self._messages, self._num_bytes = messages, num_bytes
         self._created_at = int(time.time())
         self._num_events = 0
 
@@ -290,7 +274,7 @@ class ResponsesReply(BlockReply):
             "usage": self._usage(answers, blocks) if answers.outputs else None,
         }
         if self._keep is not None and reason is not None:
-            self._store(response)
+            self._keep(response)
         return response
 
     @cached_property
@@ -378,14 +362,6 @@ class ResponsesReply(BlockReply):
             "output_tokens_details": {"reasoning_tokens": num_reasoning},
             "total_tokens": usage["total_tokens"],
         }
-
-    def _store(self, response: dict[str, Any]) -> None:
-        assert self._keep is not None
-        messages = [*self._messages]
-        for item in _ITEMS.validate_python(response["output"]):
-            _add(messages, item)
-        num_bytes = len(to_json(response["output"])) + self._num_bytes
-        self._keep.add(StoredResponse(response, messages, num_bytes))
 
 
 def _item(answers: Answers, block: Block, *, is_open: bool = False) -> dict[str, Any]:

@@ -122,9 +122,11 @@ def fast_imports(path: Path) -> set[str]:
     return {module for module in imports_of(path) if folder_of(module) == "fast"}
 
 
-def test_the_map_names_every_file_and_folder():
+def test_the_table_of_the_page_names_every_file_and_folder():
     listing = {path.name + "/" * path.is_dir() for path in PACKAGE.iterdir() if not path.name.startswith(("_", "py.typed"))}
-    assert set(re.findall(r"^    (\w+(?:\.py|/)) ", str(nanoinfer.__doc__), re.MULTILINE)) == listing
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.partition("\n| folder | what it does")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+(?:\.py|/))`", table)) == listing
 
 
 def test_models_has_at_most_a_dozen_files_all_of_them_models_or_their_layers():

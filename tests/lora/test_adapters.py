@@ -177,13 +177,12 @@ def test_the_least_recently_used_adapter_is_replaced(qwen3):
 
 def test_an_id_has_one_adapter_until_it_is_removed(qwen3):
     base, adapters = qwen3
-    llm = LLM(base, **ADAPTED)
+    llm = LLMEngine(base, **ADAPTED)
     other = LoRARequest("other", 1, adapters[1].lora_path)
     first = tokens(llm, lora_request=adapters[0])
     with pytest.raises(InvalidValueError, match=r"lora_int_id 1 is LoRARequest.*give each adapter an id of its own"):
         tokens(llm, lora_request=other)
-    engine = LLMEngine(llm)
-    assert (engine.remove_lora(1), engine.remove_lora(1)) == (True, False)
+    assert (llm.remove_lora(1), llm.remove_lora(1)) == (True, False)
     assert tokens(llm, lora_request=other) == merged_tokens(base, [adapters[1]] * 8) != first
 
 

@@ -25,7 +25,6 @@ from nanoinfer.server.batch import (
     answer_all,
     check_requests,
     manifest_path,
-    read_requests,
     request_seed,
 )
 
@@ -60,7 +59,7 @@ def manifest_of(path, **changes):
 def run(path, output, *, stop_after=None, num_concurrent=8, **options):
     """Go on with a job. It is interrupted after so many results."""
     result_file = ResultFile(output, manifest_of(path), **options)
-    requests = (one for one in read_requests(path) if not result_file.is_finished(one.custom_id))
+    requests = result_file.unanswered(path)
     left = [stop_after]
 
     def write(result):

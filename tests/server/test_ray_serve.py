@@ -27,7 +27,8 @@ def url():
     ray.init("local", num_cpus=1, object_store_memory=2**27, include_dashboard=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build_app({"model": "tiny-qwen3", "seed": "0", "threads": 1, "kv_cache_memory": "16M", "api_key": "secret"}))
+        sizes = {"kv_cache_memory": "16M", "prefix_cache_size": "512M"}
+        serve.run(build_app({"model": "tiny-qwen3", "seed": "0", "threads": 1, "api_key": "secret", **sizes}))
         yield f"http://127.0.0.1:{port}"
         serve.shutdown()
     finally:

@@ -12,7 +12,7 @@ import typing_extensions
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 from tool_cases import TOOLS, WEATHER, check_call
 
-from nanoinfer.server.responses import ResponseStore, StoredResponse
+from nanoinfer.server.responses import ResponseStore
 
 pytestmark = pytest.mark.slow
 
@@ -275,7 +275,7 @@ def test_the_store_is_bounded_in_bytes(monkeypatch):
     monkeypatch.setattr("nanoinfer.server.responses.MAX_STORED_BYTES", 100)
     store = ResponseStore(10)
     for number, num_bytes in enumerate((60, 40, 30, 101)):
-        store.add(StoredResponse({"id": str(number)}, [], num_bytes))
+        store.add([], num_bytes - len("[]"), {"id": str(number), "output": []})
         kept = [name for name in "0123" if name in store._kept]
         assert kept == [["0"], ["0", "1"], ["1", "2"], []][number]
 
