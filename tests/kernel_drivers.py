@@ -56,7 +56,7 @@ def _delta(key_dim: int, value_dim: int, group: int, num_tokens: int, *definitio
     return Driver("fast/cpu/delta.cpp", "delta", (*sizes, *definitions), (1,))
 
 
-PLAYED = ("BF16", "TILES", "PLAY_TILES")
+PLAYED = ("BF16", "TILES", f'PLAY_TILES="{FOLDER / "played_tiles.h"}"')
 
 DRIVERS = {
     "dense_linear": Driver("fast/cpu/dense_linear.cpp", "linear", counted_rows=(1, 16)),

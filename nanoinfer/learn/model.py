@@ -6,10 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoinfer.attention.base import AttentionMetadata
 from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.learn.check import Case, Task, calling
 from nanoinfer.learn.workbook import Function
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
 Version = Callable[..., Any]
 
@@ -43,36 +46,19 @@ def _paged_cases() -> Iterator[Case]:
             cache = KVCache(num_layers=2, num_blocks=24, block_size=block_size, num_kv_heads=1, head_dim=4)
             seq_lens = torch.randint(1, 5 * block_size, (num_seqs,), generator=generator).clamp(max=24 // num_seqs * block_size)
             query_lens = [1 + int(torch.randint(0, int(n), (1,), generator=generator)) for n in seq_lens]
-            blocks = torch.randperm(24, generator=generator).view(-1)
-            per_seq = 24 // num_seqs
-            tables = blocks[: per_seq * num_seqs].view(num_seqs, per_seq)
-            before = [int(n) - m for n, m in zip(seq_lens, query_lens, strict=True)]
-            slots = [
-                int(tables[i, p // block_size]) * block_size + p % block_size
-                for i, n in enumerate(seq_lens.tolist())
-                for p in range(before[i], n)
-            ]
-            old = [
-                int(tables[i, p // block_size]) * block_size + p % block_size for i in range(num_seqs) for p in range(before[i])
-            ]
-            if old:
-                cache.write(1, torch.tensor(old), _random(seed + 5, len(old), 1, 4), _random(seed + 6, len(old), 1, 4))
-            starts = [0]
-            for n in query_lens:
-                starts.append(starts[-1] + n)
-            metadata = AttentionMetadata(
-                slot_mapping=torch.tensor(slots),
-                query_start_loc=torch.tensor(starts),
-                seq_lens=seq_lens,
-                block_tables=tables,
-                max_query_len=max(query_lens),
-                max_seq_len=int(seq_lens.max()),
-                num_decodes=sum(n == 1 for n in query_lens),
-                query_start_loc_cpu=starts,
-                seq_lens_cpu=seq_lens.tolist(),
-            )
-            q = _random(seed + 1, starts[-1], 2, 4)
-            k, v, sinks = _random(seed + 2, starts[-1], 1, 4), _random(seed + 3, starts[-1], 1, 4), _random(seed + 4, 2)
+            blocks = torch.randperm(24, generator=generator)
+            items = []
+            for query_len, seq_len, table in zip(query_lens, seq_lens.tolist(), blocks.split(24 // num_seqs), strict=False):
+                seq = Sequence("r", [0] * seq_len, SamplingParams(), seed=0, max_num_tokens=seq_len)
+                seq.block_table, seq.num_computed_tokens = table.tolist(), seq_len - query_len
+                items.append(ScheduledSequence(seq, query_len))
+                old = torch.tensor([table[p // block_size] * block_size + p % block_size for p in range(seq_len - query_len)])
+                if len(old):
+                    cache.write(1, old, _random(seed + 5, len(old), 1, 4), _random(seed + 6, len(old), 1, 4))
+            metadata = ForwardBatch.build(StepPlan(tuple(items)), block_size, torch.device("cpu")).attention
+            num = sum(query_lens)
+            q, sinks = _random(seed + 1, num, 2, 4), _random(seed + 4, 2)
+            k, v = _random(seed + 2, num, 1, 4), _random(seed + 3, num, 1, 4)
             window = 1 + seed % 5 if seed % 4 == 3 else None
             return version(cache, metadata, 1, q, k, v, window=window, sinks=sinks if seed % 5 == 4 else None)
 

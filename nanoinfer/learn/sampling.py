@@ -28,6 +28,12 @@ def _logits(seed: int, rows: int, vocab: int, *, ties: bool = False) -> Tensor:
     return logits.masked_fill(dropped, -INF)
 
 
+def batch_of(num_rows: int, entries: StageEntries | None = None, **columns: Tensor) -> SamplingBatch:
+    """What a stage is given of rows that are not drawn here. columns: of ParameterColumns, [num_rows] each."""
+    u = torch.zeros(num_rows, dtype=torch.float64)
+    return SamplingBatch(columns=ParameterColumns(**columns), entries=entries or StageEntries(), u=u)
+
+
 def _words(logits: Tensor) -> str:
     return f"logits {[[float(f'{x:.4g}') for x in row] for row in logits.tolist()]}"
 
@@ -56,11 +62,10 @@ def _temperature_cases() -> Iterator[Case]:
 
 def _min_p_cases() -> Iterator[Case]:
     for logits, column in _columns([0.1, 0.5, 1.0, 0.0, 0.03]):
-        batch = SamplingBatch(columns=ParameterColumns(min_p=column), u=torch.zeros(len(column), dtype=torch.float64))
+        batch = batch_of(len(column), min_p=column)
         yield Case(f"min_p {column.tolist()}, {_words(logits)}", calling(logits, batch), exact=False)
     off = _logits(1, 2, 4)
-    batch = SamplingBatch(columns=ParameterColumns(), u=torch.zeros(2, dtype=torch.float64))
-    yield Case(f"no row has min_p, {_words(off)}", calling(off, batch))
+    yield Case(f"no row has min_p, {_words(off)}", calling(off, batch_of(2)))
 
 
 def _top_p_cases() -> Iterator[Case]:
@@ -106,23 +111,13 @@ def _penalty_cases() -> Iterator[Case]:
         counts = torch.randint(0, 4, (len(present),), generator=generator)
         penalty = torch.tensor([[2.0, 0.5, 1.3][(seed + row) % 3] for row in range(rows)])
         words = f"penalty {penalty.tolist()}, (row, id) {present.tolist()} with counts {counts.tolist()}, {_words(logits)}"
-
-        def observe(
-            version: Version, logits: Any = logits, present: Any = present, counts: Any = counts, p: Any = penalty
-        ) -> Any:
-            entries = StageEntries(token_counts=TokenEntries(present[:, 0], present[:, 1], counts))
-            columns = ParameterColumns(repetition_penalty=p)
-            batch = SamplingBatch(columns=columns, entries=entries, u=torch.zeros(len(p), dtype=torch.float64))
-            return version(logits.clone(), batch)
-
-        yield Case(words, observe, False)
+        entries = StageEntries(token_counts=TokenEntries(present[:, 0], present[:, 1], counts))
+        yield Case(words, calling(logits, batch_of(rows, entries, repetition_penalty=penalty)), False)
     off = _logits(1, 2, 4)
-    batch = SamplingBatch(columns=ParameterColumns(), u=torch.zeros(2, dtype=torch.float64))
-    yield Case(f"no row has a penalty, {_words(off)}", calling(off, batch))
+    yield Case(f"no row has a penalty, {_words(off)}", calling(off, batch_of(2)))
     entries = StageEntries(token_counts=TokenEntries(torch.tensor([0]), torch.tensor([0]), torch.tensor([1])))
-    columns = ParameterColumns(repetition_penalty=torch.tensor([1e-38]))
-    tiny = SamplingBatch(columns=columns, entries=entries, u=torch.zeros(1, dtype=torch.float64))
-    yield Case("penalty 1e-38, logits [[9, 1]], id 0", lambda version: version(torch.tensor([[9.0, 1.0]]), tiny), False)
+    tiny = batch_of(1, entries, repetition_penalty=torch.tensor([1e-38]))
+    yield Case("penalty 1e-38, logits [[9, 1]], id 0", calling(torch.tensor([[9.0, 1.0]]), tiny), False)
 
 
 TASKS = [

@@ -9,8 +9,9 @@ import torch
 
 from nanoinfer.engine.stopping import StopStrings
 from nanoinfer.learn.check import Case, Task, calling
+from nanoinfer.learn.sampling import batch_of
 from nanoinfer.learn.workbook import Function
-from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch, StageEntries
+from nanoinfer.sampling.batch import StageEntries
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence
@@ -80,13 +81,9 @@ def _mask_cases() -> Iterator[Case]:
         rows = torch.randperm(num_rows, generator=generator)[: 1 + seed % num_rows].sort().values
         forbidden = torch.rand(len(rows), vocab, generator=generator) < 0.5
         words = f"logits [{num_rows}, {vocab}], rows {rows.tolist()}, forbidden {forbidden.int().tolist()}"
-
         entries = StageEntries(grammar=GrammarMask(rows, forbidden, {}))
-        batch = SamplingBatch(columns=ParameterColumns(), entries=entries, u=torch.zeros(num_rows, dtype=torch.float64))
-        yield Case(words, calling(logits, batch))
-    plain = torch.ones(1, 2)
-    batch = SamplingBatch(columns=ParameterColumns(), u=torch.zeros(1, dtype=torch.float64))
-    yield Case("no row has a grammar", calling(plain, batch))
+        yield Case(words, calling(logits, batch_of(num_rows, entries)))
+    yield Case("no row has a grammar", calling(torch.ones(1, 2), batch_of(1)))
 
 
 TASKS = [

@@ -11,7 +11,7 @@ Source: https://arxiv.org/abs/2503.19786. The names are those of its checkpoints
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, shown
@@ -69,7 +69,6 @@ class Gemma3Config(QwenConfig):
             **fields,
             qkv_bias=bias,
             o_bias=bias,
-            mlp_bias=False,
             qk_norm=True,
             layer_windows=layer_windows(config, fields["max_position_embeddings"], kinds),
             local_rope=RopeConfig.from_hf(config | {"rope_parameters": local}),
@@ -110,10 +109,10 @@ class Gemma3DecoderLayer(QwenDecoderLayer):
 
 class Gemma3ForCausalLM(QwenForCausalLM):
     Config = Gemma3Config
+    layer_class = Gemma3DecoderLayer
 
     def __init__(self, config: Gemma3Config) -> None:
         super().__init__(config)
-        self.layers = nn.ModuleList(Gemma3DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.local_rotary_emb = RotaryEmbedding(config.head_dim, config.local_rope)
 
     def forward(self, input_ids: Ids, positions: Ids, attend: Attend) -> Hidden:

@@ -56,7 +56,6 @@ class GptOssConfig(QwenConfig):
             qkv_bias=bias,
             o_bias=bias,
             mlp_bias=True,
-            qk_norm=False,
             layer_windows=layer_windows(defaults | config, fields["max_position_embeddings"], kinds),
             swiglu_alpha=config.get("swiglu_alpha", 1.702),
             swiglu_limit=config.get("swiglu_limit", 7.0),
@@ -114,8 +113,5 @@ class GptOssDecoderLayer(QwenDecoderLayer):
 class GptOssForCausalLM(QwenForCausalLM):
     Config = GptOssConfig
     weight_rules = WeightRules(prefix="model.", embedding="embed_tokens.weight", fused_experts="interleaved")
+    layer_class = GptOssDecoderLayer
     supports_cuda_graph = False  # what is computed depends on the router
-
-    def __init__(self, config: GptOssConfig) -> None:
-        super().__init__(config)
-        self.layers = nn.ModuleList(GptOssDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))

@@ -26,7 +26,7 @@ class LlamaConfig(QwenConfig):
         windows = layer_windows(config, length, ["sliding_attention"] * num_layers) if slides else ()
         attention_bias = config.get("attention_bias", False)
         biases = {"qkv_bias": attention_bias, "o_bias": attention_bias, "mlp_bias": config.get("mlp_bias", False)}
-        return cls(**fields, **biases, qk_norm=False, layer_windows=windows)
+        return cls(**fields, **biases, layer_windows=windows)
 
 
 class LlamaForCausalLM(QwenForCausalLM):

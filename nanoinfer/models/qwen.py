@@ -37,10 +37,10 @@ class QwenConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     rope: RopeConfig
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
     layer_windows: tuple[int | None, ...] = ()  # of each layer. (): full attention in all
 
     @classmethod
@@ -60,7 +60,6 @@ class QwenConfig:
             **fields,
             qkv_bias=not is_qwen3 or attention_bias,
             o_bias=attention_bias,
-            mlp_bias=False,
             qk_norm=is_qwen3,
             layer_windows=layer_windows(config, fields["max_position_embeddings"]),
         )
@@ -176,6 +175,7 @@ class QwenDecoderLayer(nn.Module):
 
 class QwenForCausalLM(nn.Module):
     Config: ClassVar[type[QwenConfig]] = QwenConfig
+    layer_class: ClassVar[type[Any]] = QwenDecoderLayer
     weight_rules = WeightRules(
         prefix="model.",
         embedding="embed_tokens.weight",
@@ -186,7 +186,7 @@ class QwenForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(QwenDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.layer_class(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = config.norm_class(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

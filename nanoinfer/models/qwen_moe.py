@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 from nanoinfer.models.layers import Hidden, SwiGLU, sigmoid
-from nanoinfer.models.qwen import QwenConfig, QwenForCausalLM, shared_fields
+from nanoinfer.models.qwen import QwenConfig, QwenDecoderLayer, QwenForCausalLM, shared_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,6 @@ class QwenMoeConfig(QwenConfig):
             **expert_fields(config),
             qkv_bias=attention_bias if is_qwen3 else config.get("qkv_bias", True),
             o_bias=attention_bias,
-            mlp_bias=False,
             qk_norm=is_qwen3,
             moe_intermediate_size=config["moe_intermediate_size"],
             shared_expert_intermediate_size=None if is_qwen3 else config["shared_expert_intermediate_size"],
@@ -119,12 +118,15 @@ def sum_of_experts(
     return out
 
 
+class QwenMoeDecoderLayer(QwenDecoderLayer):
+    def __init__(self, config: QwenMoeConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        if layer in config.sparse_layers:
+            self.mlp = MixtureOfExperts(config)
+
+
 class QwenMoeForCausalLM(QwenForCausalLM):
     Config = QwenMoeConfig
     weight_rules = replace(QwenForCausalLM.weight_rules, fused_experts="halves")
+    layer_class = QwenMoeDecoderLayer
     supports_cuda_graph = False  # what is computed depends on the router
-
-    def __init__(self, config: QwenMoeConfig) -> None:
-        super().__init__(config)
-        for layer in config.sparse_layers:
-            self.layers[layer].mlp = MixtureOfExperts(config)

@@ -21,8 +21,8 @@ from nanoinfer.attention.base import Attend, Recur
 from nanoinfer.errors import CheckpointError, shown
 from nanoinfer.models.gated_delta import DeltaRecurrence
 from nanoinfer.models.layers import Angles, Hidden, Ids, RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm, apply_rotary, sigmoid
-from nanoinfer.models.qwen import QwenAttention, QwenDecoderLayer, QwenForCausalLM, shared_fields
-from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeConfig, QwenMoeForCausalLM, expert_fields
+from nanoinfer.models.qwen import QwenAttention, QwenForCausalLM, shared_fields
+from nanoinfer.models.qwen_moe import QwenMoeConfig, QwenMoeDecoderLayer, QwenMoeForCausalLM, expert_fields
 from nanoinfer.models.registry import WeightRules, refuse_others
 
 LAYER_TYPES = ("linear_attention", "full_attention")
@@ -82,9 +82,6 @@ class QwenNextConfig(QwenMoeConfig):
             **linear,
             layer_types=tuple(layer_types),
             rotary_dim=rotary_dim,
-            qkv_bias=False,
-            o_bias=False,
-            mlp_bias=False,
             qk_norm=True,
             **(expert_fields(config) if has_experts else {"num_experts": 1, "num_experts_per_tok": 1}),
             moe_intermediate_size=config["moe_intermediate_size"] if has_experts else 1,
@@ -180,14 +177,16 @@ class GatedDeltaNetOfNext(GatedDeltaNet):
         return torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), dim=-1), z.flatten(1), b.flatten(1), a.flatten(1)
 
 
-class QwenNextDecoderLayer(QwenDecoderLayer):
-    def __init__(self, config: QwenNextConfig, layer: int, delta_net: type[GatedDeltaNet]) -> None:
+class QwenNextDecoderLayer(QwenMoeDecoderLayer):
+    delta_net: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
+
+    def __init__(self, config: QwenNextConfig, layer: int) -> None:
         super().__init__(config, layer)
         self.has_state = config.layer_types[layer] == "linear_attention"
         index = config.layer_types[:layer].count(config.layer_types[layer])  # among the layers of its kind
         if self.has_state:
             del self.self_attn
-            self.linear_attn = delta_net(config, index)
+            self.linear_attn = self.delta_net(config, index)
         else:
             self.self_attn = GatedAttention(config, index)
 
@@ -195,6 +194,10 @@ class QwenNextDecoderLayer(QwenDecoderLayer):
         normed = self.input_layernorm(x)
         x = x + (self.linear_attn(normed, attend) if self.has_state else self.self_attn(normed, cos, sin, attend))
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Qwen3NextDecoderLayer(QwenNextDecoderLayer):
+    delta_net = GatedDeltaNetOfNext
 
 
 class QwenNextDrafter(nn.Module):
@@ -221,7 +224,7 @@ class QwenNextDrafter(nn.Module):
         self.pre_fc_norm_embedding = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.pre_fc_norm_hidden = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.layers = decoder_layers(config, GatedDeltaNet)
+        self.layers = nn.ModuleList([QwenNextDecoderLayer(config, 0)])
         self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: Ids, positions: Ids, attend: Recur, hidden: Hidden) -> Hidden:
@@ -237,27 +240,19 @@ class QwenNextDrafter(nn.Module):
         return self.target[0].compute_logits(hidden)
 
 
-def decoder_layers(config: QwenNextConfig, delta_net: type[GatedDeltaNet]) -> nn.ModuleList:
-    layers = nn.ModuleList(QwenNextDecoderLayer(config, layer, delta_net) for layer in range(config.num_hidden_layers))
-    for layer in config.sparse_layers:
-        layers[layer].mlp = MixtureOfExperts(config)
-    return layers
-
-
 class Qwen3_5ForCausalLM(QwenForCausalLM):
     """Qwen3.5's text model, with or without experts."""
 
     Config = QwenNextConfig
     weight_rules = replace(QwenMoeForCausalLM.weight_rules, ignored=("mtp.",))
+    layer_class = QwenNextDecoderLayer
     supports_cuda_graph = False  # the state of each sequence is advanced in Python
-    delta_net: type[GatedDeltaNet] = GatedDeltaNet
     drafter_class = QwenNextDrafter
 
     def __init__(self, config: QwenNextConfig) -> None:
         super().__init__(config)
-        self.layers = decoder_layers(config, self.delta_net)
         self.rotary_emb = RotaryEmbedding(config.rotary_dim, config.rope)
 
 
 class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
-    delta_net = GatedDeltaNetOfNext
+    layer_class = Qwen3NextDecoderLayer

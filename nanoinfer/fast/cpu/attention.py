@@ -22,7 +22,7 @@ from nanoinfer.attention.cpu import CPUBackend, CPUStep, DecodeRows, PrefillChun
 from nanoinfer.attention.dense import Keys, Queries, Sinks, Window
 from nanoinfer.attention.kv_cache import KVCache, Pages
 from nanoinfer.fast.cpu import native
-from nanoinfer.fast.cpu.program import KernelCall, Slice, tile_definitions
+from nanoinfer.fast.cpu.program import KernelCall, Slice, fields, tile_definitions
 
 FOLDER = Path(__file__).parent
 NO_WINDOW = 2**31 - 1  # longer than any sequence
@@ -32,11 +32,11 @@ class KernelDecodeRows(ctypes.Structure):
     """The rows of a decode step, the same for all layers. kept: what they point to."""
 
     kept: tuple[object, ...]
-    _fields_ = (
-        *((name, c_void_p) for name in ("slots", "block_tables", "seq_lens")),
-        *((name, c_int64) for name in ("num_rows", "max_blocks", "num_spans", "num_kv_heads", "block_size")),
-        *((name, c_void_p) for name in ("spans", "partials", "pages")),
-        ("window", c_int64),
+    _fields_ = fields(
+        (c_void_p, "slots block_tables seq_lens"),
+        (c_int64, "num_rows max_blocks num_spans num_kv_heads block_size"),
+        (c_void_p, "spans partials pages"),
+        (c_int64, "window"),
     )
 
 
@@ -46,28 +46,25 @@ KernelDecodeRows.__name__ = "DecodeRows"  # as in paged_decode.cpp
 class Heads(ctypes.Structure):
     """The heads of one layer, and its pages."""
 
-    _fields_ = (
-        *((name, c_void_p) for name in ("q", "k", "v", "out")),
-        *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride")),
-        *((name, c_void_p) for name in ("k_pages", "v_pages", "sinks")),
-    )
+    _fields_ = fields((c_void_p, "q k v out"), (c_int64, "q_stride k_stride v_stride"), (c_void_p, "k_pages v_pages sinks"))
 
 
 class AttendCall(ctypes.Structure):
     """The attention of a layer in a program. kept: what `sinks` points to."""
 
     kept: object
-    _fields_ = (*((name, Slice) for name in ("q", "k", "v", "out")), ("rows", c_int64), ("layer", c_int64), ("sinks", c_void_p))
+    _fields_ = fields((Slice, "q k v out"), (c_int64, "rows layer"), (c_void_p, "sinks"))
 
 
 class PrefillCall(ctypes.Structure):
     """The arguments of paged_prefill.cpp."""
 
-    _fields_ = (
-        *Heads._fields_[:-1],
-        *((name, c_void_p) for name in ("slots", "starts", "block_tables", "seq_lens")),
-        *((name, c_int64) for name in ("num_chunks", "max_blocks", "num_kv_heads", "group", "block_size", "window")),
-        ("sinks", c_void_p),
+    _fields_ = fields(
+        (c_void_p, "q k v out"),
+        (c_int64, "q_stride k_stride v_stride"),
+        (c_void_p, "k_pages v_pages slots starts block_tables seq_lens"),
+        (c_int64, "num_chunks max_blocks num_kv_heads group block_size window"),
+        (c_void_p, "sinks"),
     )
 
 

@@ -14,7 +14,7 @@ from nanoinfer.attention.base import Attend
 from nanoinfer.attention.states import AttendWithStates
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu import native
-from nanoinfer.fast.cpu.program import KernelCall, Program, Slice
+from nanoinfer.fast.cpu.program import KernelCall, Program, Slice, fields
 from nanoinfer.models.gated_delta import DeltaRecurrence
 
 
@@ -22,19 +22,16 @@ class DeltaRows(ctypes.Structure):
     """The sequences of a step, and their states in all layers. kept: what they point to."""
 
     kept: tuple[object, ...]
-    _fields_ = (
-        *((name, c_void_p) for name in ("first_pieces", "pieces")),
-        *(("num_sequences", c_int64), ("parts", c_void_p)),
-    )
+    _fields_ = fields((c_void_p, "first_pieces pieces"), (c_int64, "num_sequences"), (c_void_p, "parts"))
 
 
 class DeltaCall(ctypes.Structure):
-    _fields_ = (
-        *((name, Slice) for name in ("qkv", "z", "b", "a", "out")),
-        ("rows", c_int64),
-        *((name, c_void_p) for name in ("convolution", "rates", "dt_bias", "norm")),
-        *((name, c_int64) for name in ("layer", "num_key_heads")),
-        ("eps", c_double),
+    _fields_ = fields(
+        (Slice, "qkv z b a out"),
+        (c_int64, "rows"),
+        (c_void_p, "convolution rates dt_bias norm"),
+        (c_int64, "layer num_key_heads"),
+        (c_double, "eps"),
     )
 
 

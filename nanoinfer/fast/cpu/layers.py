@@ -10,40 +10,31 @@ import torch
 from torch import nn
 
 from nanoinfer.fast.cpu import native
-from nanoinfer.fast.cpu.program import KernelCall, Slice
+from nanoinfer.fast.cpu.program import KernelCall, Slice, fields
 from nanoinfer.models.layers import RMSNorm, ZeroCentredRMSNorm
 
 
 class NormCall(ctypes.Structure):
-    _fields_ = (
-        ("x", Slice),
-        ("out", Slice),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("size", c_int64),
-        ("eps", c_double),
-        ("is_zero_centred", c_int64),
+    _fields_ = fields(
+        (Slice, "x out"), (c_void_p, "weight bias"), (c_int64, "size"), (c_double, "eps"), (c_int64, "is_zero_centred")
     )
 
 
 class AddCall(ctypes.Structure):
-    _fields_ = (("x", Slice), ("y", Slice), ("out", Slice), ("size", c_int64))
+    _fields_ = fields((Slice, "x y out"), (c_int64, "size"))
 
 
 class GateCall(ctypes.Structure):
-    _fields_ = (
-        *((name, Slice) for name in ("x", "gate", "out")),
-        *((name, c_int64) for name in ("num_heads", "head_dim", "gate_step")),
-    )
+    _fields_ = fields((Slice, "x gate out"), (c_int64, "num_heads head_dim gate_step"))
 
 
 class RotateCall(ctypes.Structure):
-    _fields_ = (
-        *((name, Slice) for name in ("heads", "cos", "sin", "out")),
-        *((name, c_void_p) for name in ("q_weight", "k_weight")),
-        *((name, c_int64) for name in ("num_q_heads", "num_k_heads", "head_dim", "step", "num_rotated")),
-        ("eps", c_double),
-        ("is_zero_centred", c_int64),
+    _fields_ = fields(
+        (Slice, "heads cos sin out"),
+        (c_void_p, "q_weight k_weight"),
+        (c_int64, "num_q_heads num_k_heads head_dim step num_rotated"),
+        (c_double, "eps"),
+        (c_int64, "is_zero_centred"),
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu import native
-from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Program, Slice, tile_definitions
+from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Program, Slice, fields, tile_definitions
 from nanoinfer.fast.fuse import FusedLinear
 
 if TYPE_CHECKING:
@@ -31,11 +31,12 @@ ACTIVATION_CODES = {None: 0, "silu": 1, "gelu_tanh": 2}  # as in linear.h
 class LinearCall(ctypes.Structure):
     """The arguments in linear.h."""
 
-    _fields_ = (
-        *((name, Slice) for name in ("x", "factor", "residual", "out")),
-        *(("scratch", c_int64), ("weight", c_void_p), ("bias", c_void_p)),
-        *((name, c_int64) for name in ("num_out", "num_in", "activation")),
-        ("adapted", c_void_p),
+    _fields_ = fields(
+        (Slice, "x factor residual out"),
+        (c_int64, "scratch"),
+        (c_void_p, "weight bias"),
+        (c_int64, "num_out num_in activation"),
+        (c_void_p, "adapted"),
     )
 
 

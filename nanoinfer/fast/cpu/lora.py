@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.fast.cpu.program import fields
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.loading.formats.lora import LowRankUpdate
 from nanoinfer.lora.layers import AdaptedLinear
@@ -20,18 +21,15 @@ RANKS, OUTPUTS = 4, 16  # as in lora.h
 
 
 class LowRank(ctypes.Structure):
-    _fields_ = (("a", c_void_p), ("b", c_void_p), ("scale", c_double), ("rank", c_int64))
+    _fields_ = fields((c_void_p, "a b"), (c_double, "scale"), (c_int64, "rank"))
 
 
 class RowSlots(ctypes.Structure):
-    _fields_ = (("num_rows", c_int64), ("slots", c_void_p), ("products", c_void_p))
+    _fields_ = fields((c_int64, "num_rows"), (c_void_p, "slots products"))
 
 
 class Adapted(ctypes.Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("rows", "changes", "starts")),
-        *((name, c_int64) for name in ("num_layers", "max_rank")),
-    )
+    _fields_ = fields((c_void_p, "rows changes starts"), (c_int64, "num_layers max_rank"))
 
 
 class KernelRows:

@@ -53,12 +53,6 @@ struct Tile {
 constexpr int VALUE_STRIDE = TILE_TERMS, VALUE_TERM_STRIDE = 1;
 static_assert(HEAD_DIM % BROADCASTS == 0 && TILE % BROADCASTS == 0);
 
-void set_shapes() {
-    TileShapes shapes;
-    for (int tile = 0; tile < 8; tile++) shapes.set(tile, TILE_ROWS);
-    set_tile_shapes(shapes);
-}
-
 // As vectors.h has it. The terms of a number are side by side. Tiles 0 to 5: sums. 6: numbers. 7: rows.
 void multiply(Floats (&sums)[BROADCASTS][BLOCK], const Term* numbers, int64_t number_stride, int64_t, const Terms* vectors,
               int64_t vector_stride, int64_t num_terms) {
@@ -333,7 +327,7 @@ extern "C" void prefill(const PrefillCall* arguments, int num_threads) {
         }
         barrier.wait(omp_get_num_threads());
 #ifdef TILES
-        set_shapes();
+        set_shapes(2 * TILE_ROWS, TILE_BYTES, TILE_ROWS);
 #endif
 #pragma omp for schedule(dynamic) nowait
         for (int64_t i = 0; i < num_tasks; i++) {

@@ -17,10 +17,15 @@ from torch import Tensor
 from nanoinfer.fast.cpu import native
 
 
+def fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
+    """The fields of a structure as C++ declares them: a type, and the names of the fields that follow one another with it."""
+    return [(name, kind) for kind, names in groups for name in names.split()]
+
+
 class Slice(ctypes.Structure):
     """Where the rows of a value are: row i begins at number first + i * stride of an array. array -1: there is no value."""
 
-    _fields_ = (("array", c_int64), ("first", c_int64), ("stride", c_int64))
+    _fields_ = fields((c_int64, "array first stride"))
 
 
 NOTHING = Slice(-1, 0, 0)
@@ -34,7 +39,7 @@ class KernelCall(NamedTuple):
 
 
 class _KernelCall(ctypes.Structure):
-    _fields_ = (("kernel", c_void_p), ("arguments", c_void_p))
+    _fields_ = fields((c_void_p, "kernel arguments"))
 
 
 _KernelCall.__name__ = "KernelCall"

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.linear import ACTIVATION_CODES, adapters_of
-from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Slice, tile_definitions
+from nanoinfer.fast.cpu.program import NOTHING, KernelCall, Slice, fields, tile_definitions
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.loading.quantization import QuantizedWeight, quantized
 
@@ -36,12 +36,12 @@ TILE = 32  # outputs that quantized_linear.cpp computes together
 class QuantizedLinearCall(ctypes.Structure):
     """The arguments of quantized_linear.cpp."""
 
-    _fields_ = (
-        *((name, Slice) for name in ("x", "factor", "residual", "out")),
-        ("scratch", c_int64),
-        *((name, c_void_p) for name in ("weight", "scales", "zeros", "bias")),
-        *((name, c_int64) for name in ("num_out", "num_in", "group", "bits", "activation")),
-        ("adapted", c_void_p),
+    _fields_ = fields(
+        (Slice, "x factor residual out"),
+        (c_int64, "scratch"),
+        (c_void_p, "weight scales zeros bias"),
+        (c_int64, "num_out num_in group bits activation"),
+        (c_void_p, "adapted"),
     )
 
 

@@ -162,30 +162,20 @@ const uint8_t* in_8_bits(const uint8_t* weight, int64_t num, uint8_t* scratch) {
     return scratch;
 }
 
-// Outputs of one tile for up to BLOCK rows. Tiles 0 to 3: sums, two of rows by two of outputs. 4, 5: rows. 6, 7: weights.
+// Outputs of one tile for up to BLOCK rows.
 template <int BITS>
 void compute_in_tiles(const QuantizedLinearCall& layer, const Batch& batch, int64_t tile, const Rows& rows, int64_t first,
                       int num_rows) {
     const int64_t num_in = layer.num_in, group = layer.group, num_groups = num_in / group;
     const int64_t step = std::min<int64_t>(group, TILE_BYTES);  // inputs that an instruction multiplies
-    const int num_second = num_rows - TILE_ROWS;
-    TileShapes shapes;
-    for (int i : {0, 1}) shapes.set(i, std::min(num_rows, TILE_ROWS));
-    for (int i : {2, 3}) shapes.set(i, std::max(num_second, 1));
-    shapes.set(4, std::min(num_rows, TILE_ROWS), step);
-    shapes.set(5, std::max(num_second, 1), step);
-    for (int i : {6, 7}) shapes.set(i, step / WORD);
-    set_tile_shapes(shapes);
+    set_shapes(num_rows, step, step / WORD);
     const uint8_t* weight = layer.weight + tile * TILE * num_in * BITS / 8;
     const int8_t *x = rows.integers + first * num_in, *second = x + TILE_ROWS * num_in;
     Floats total[BLOCK][2] = {};
     Ints products[2][2][TILE_ROWS];
     alignas(64) uint8_t scratch[TILE_BYTES * TILE];
     for (int64_t g = 0; g < num_groups; g++) {
-        zero_tile(0);
-        zero_tile(1);
-        zero_tile(2);
-        zero_tile(3);
+        zero_sums();
         for (int64_t in = g * group; in < (g + 1) * group; in += step, weight += step * TILE * BITS / 8) {
             const uint8_t* weights = in_8_bits<BITS>(weight, step, scratch);
             load_tile(6, weights, 2 * TILE_BYTES);
@@ -193,16 +183,13 @@ void compute_in_tiles(const QuantizedLinearCall& layer, const Batch& batch, int6
             load_tile(4, x + in, num_in);
             add_int8_products(0, 4, 6);
             add_int8_products(1, 4, 7);
-            if (num_second > 0) {
+            if (num_rows > TILE_ROWS) {
                 load_tile(5, second + in, num_in);
                 add_int8_products(2, 5, 6);
                 add_int8_products(3, 5, 7);
             }
         }
-        store_tile(0, products[0][0], TILE_BYTES);
-        store_tile(1, products[0][1], TILE_BYTES);
-        store_tile(2, products[1][0], TILE_BYTES);
-        store_tile(3, products[1][1], TILE_BYTES);
+        store_sums(products);
         for (int half = 0; half < 2; half++) {
             const Group outputs(layer, (tile * num_groups + g) * TILE + half * LANES);
             for (int row = 0; row < num_rows; row++) {

@@ -28,24 +28,11 @@ struct Block {
     int64_t row_bytes, step_bytes;
 };
 
-// Tiles 0 to 3: sums, two of rows by two of outputs. 4, 5: rows of x. 6, 7: weights.
-void set_shapes(int num_rows) {
-    TileShapes shapes;
-    const int first = std::min(num_rows, TILE_ROWS), second = std::max(num_rows - TILE_ROWS, 1);
-    for (int tile : {0, 1, 4}) shapes.set(tile, first);
-    for (int tile : {2, 3, 5}) shapes.set(tile, second);
-    for (int tile : {6, 7}) shapes.set(tile, TILE_ROWS);
-    set_tile_shapes(shapes);
-}
-
 // sums: [two of rows, two of outputs, TILE_ROWS, LANES]. `ahead` is fetched meanwhile.
 void multiply_block(float (&sums)[2][2][TILE_ROWS][LANES], const Block& block, int num_rows, const char* weight,
                     int64_t num_steps, const char* ahead) {
     const int64_t second = TILE_ROWS * block.row_bytes;
-    zero_tile(0);
-    zero_tile(1);
-    zero_tile(2);
-    zero_tile(3);
+    zero_sums();
     const char* x = block.x;
     for (int64_t step = 0; step < num_steps; step++) {
         for (int64_t byte = 0; byte < WEIGHT_BYTES; byte += LINE) __builtin_prefetch(ahead + byte);
@@ -61,10 +48,7 @@ void multiply_block(float (&sums)[2][2][TILE_ROWS][LANES], const Block& block, i
         }
         x += block.step_bytes, weight += WEIGHT_BYTES, ahead += WEIGHT_BYTES;
     }
-    store_tile(0, sums[0][0], TILE_BYTES);
-    store_tile(1, sums[0][1], TILE_BYTES);
-    store_tile(2, sums[1][0], TILE_BYTES);
-    store_tile(3, sums[1][1], TILE_BYTES);
+    store_sums(sums);
 }
 
 // Lay out x as [blocks of rows, steps, BLOCK, STEP], filled up with zeros.
@@ -107,7 +91,7 @@ extern "C" void linear(const LinearCall* call, const Batch& batch) {
             const int num_multiplied = is_laid_out ? BLOCK : num_rows;
             Block block{blocks + i * num_steps * X_BYTES, TILE_BYTES, X_BYTES};
             if (!is_laid_out) block = {(const char*)call->x.row<Number>(batch, i * BLOCK), call->x.stride * 2, TILE_BYTES};
-            if (num_multiplied != num_set) set_shapes(num_set = num_multiplied);
+            if (num_multiplied != num_set) set_shapes(num_set = num_multiplied, TILE_BYTES, TILE_ROWS);
             multiply_block(sums, block, num_multiplied, weight, num_steps, (is_laid_out ? block.x : weight) + FETCH_AHEAD);
             for (int row = 0; row < num_rows; row++) {
                 for (int half = 0; half < 2; half++) {

@@ -12,14 +12,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.fast.cpu import native
-from nanoinfer.fast.cpu.program import KernelCall, Program, Slice
+from nanoinfer.fast.cpu.program import KernelCall, Program, Slice, fields
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import argmax
 from nanoinfer.sampling.routes import HeadRows, Route
 
 
 class GreedyCall(ctypes.Structure):
-    _fields_ = (("logits", Slice), ("token_ids", Slice), ("vocab_size", ctypes.c_int64))
+    _fields_ = fields((Slice, "logits token_ids"), (ctypes.c_int64, "vocab_size"))
 
 
 class GreedyKernel(Route):

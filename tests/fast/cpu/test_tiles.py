@@ -1,6 +1,7 @@
 """Products in tiles, whose instructions are played: what they add, and the promises of each kernel that uses them."""
 
 import os
+import shlex
 import shutil
 import subprocess
 
@@ -8,6 +9,7 @@ import pytest
 import test_linear
 import test_quantized
 import torch
+from kernel_drivers import PLAYED
 from paged_cases import compare
 from torch import nn
 
@@ -25,7 +27,8 @@ SOURCES = {"tile_linear": [], "paged_prefill": ["-DHEAD_DIM=64"], "quantized_lin
 def played(monkeypatch):
     """A kernel that is loaded in this test multiplies in tiles."""
     compiler = shutil.which("g++") or pytest.skip("there is no g++")
-    monkeypatch.setenv("CXX", f"{os.environ.get('CXX') or compiler} -DPLAY_TILES")  # with the options of `make sanitize`
+    play = shlex.quote(f"-D{PLAYED[-1]}")
+    monkeypatch.setenv("CXX", f"{os.environ.get('CXX') or compiler} {play}")  # with the options of `make sanitize`
     caches = native.load, program._library, program.has_tiles
     for cache in caches:
         cache.cache_clear()
