@@ -9,9 +9,9 @@ renderer is started at the first chat (0.7 s, most of it transformers' import) a
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 from nanoinfer.errors import InvalidPromptError, first_line
+from nanoinfer.prompts import JsonObject
 from nanoinfer.system.helper_process import HelperProcess, serve
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
@@ -27,12 +27,12 @@ LARGE_REQUEST = 2**17
 
 def apply_chat_template(
     tokenizer: Tokenizer,
-    messages: list[dict[str, Any]],
+    messages: list[JsonObject],
     /,
     *,
     chat_template: str | None = None,
     add_generation_prompt: bool = True,
-    **template_kwargs: Any,
+    **template_kwargs: object,
 ) -> str:
     """Chat messages as one text, for `encode(..., add_special_tokens=False)`, because the template writes BOS itself.
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 from tqdm import tqdm
@@ -18,6 +18,7 @@ from tqdm import tqdm
 from nanoinfer.cli import options
 from nanoinfer.cli.serve import SERVER_PACKAGES, served_names
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.prompts import JsonObject
 
 if TYPE_CHECKING:
     from nanoinfer.async_llm import AsyncLLM
@@ -151,11 +152,11 @@ def _answer_all(
 
 
 @contextmanager
-def _writing(results: "ResultFile", manifest: "Manifest") -> Iterator[Callable[[dict[str, Any]], None]]:
+def _writing(results: "ResultFile", manifest: "Manifest") -> Iterator[Callable[[JsonObject], None]]:
     """Yield a function that appends a result to the file and advances a progress bar."""
     with tqdm(total=manifest.num_requests, initial=results.num_finished, unit=" requests", disable=None) as bar:
 
-        def write(result: dict[str, Any]) -> None:
+        def write(result: JsonObject) -> None:
             results.append(result)
             bar.update()
 

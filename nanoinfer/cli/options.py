@@ -344,7 +344,7 @@ def resolve_sampling_params(llm: "LLM", sampling: SamplingOptions, **more: Any) 
     return params
 
 
-def resolve_chat_template_kwargs(llm: "LLM | None", options: ChatTemplateOptions) -> dict[str, Any]:
+def resolve_chat_template_kwargs(llm: "LLM | None", options: ChatTemplateOptions) -> dict[str, object]:
     """Return the variables for the template of an LLM, which must contain them. None is a server, with an unknown template."""
     given = read_json("--chat-template-kwargs", options.chat_template_kwargs or "{}")
     if not isinstance(given, dict):

@@ -9,17 +9,17 @@ Whoever may call them may make this server read any folder, and download any rep
 import asyncio
 from collections.abc import Sequence
 from itertools import count
-from typing import Any
 
 from fastapi import FastAPI
 from starlette.responses import PlainTextResponse, Response
 
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.lora.request import LoRARequest
+from nanoinfer.prompts import JsonObject
 from nanoinfer.server.errors import RequestError
 from nanoinfer.server.protocol import Body
 
-SENTENCE: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}  # and JSON for errors
+SENTENCE: dict[int | str, JsonObject] = {200: {"content": {"text/plain": {}}}}  # and JSON for errors
 
 
 class LoadAdapterRequest(Body):

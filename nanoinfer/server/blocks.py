@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import to_json
 
-from nanoinfer.chat.parsing import ChatDelta, ChatParser
+from nanoinfer.chat.parsing import ChatDelta, ChatParser, ToolCall
 from nanoinfer.outputs import CompletionOutput, Delta
+from nanoinfer.prompts import JsonObject
 from nanoinfer.server.answers import Answers, failure_of
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.errors import RequestError, validation_message
@@ -82,7 +83,7 @@ class Blocks:
             yield "ends", self.all[-1], ""
 
 
-def _pieces(part: ChatDelta) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _pieces(part: ChatDelta) -> Iterator[tuple[str, ToolCall, str]]:
     """Yield the kind of block, the tool call if it is one, and the text."""
     for call in part.tool_calls:
         yield "call", call, call["function"]["arguments"]
@@ -102,26 +103,26 @@ class BlockReply(ABC):
         self._format, self._keeps_reasoning = chat_format, keeps_reasoning
 
     @abstractmethod
-    def message(self, answers: Answers, blocks: Blocks, answer: CompletionOutput | Delta) -> dict[str, Any]:
+    def message(self, answers: Answers, blocks: Blocks, answer: CompletionOutput | Delta) -> JsonObject:
         """Return the JSON object of the answer so far, or of the whole answer, which has a finish_reason."""
 
     @abstractmethod
-    def begin(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[dict[str, Any]]:
+    def begin(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[JsonObject]:
         """Return the events before the blocks."""
 
     @abstractmethod
-    def change(self, answers: Answers, change: Change, block: Block, new: str) -> list[dict[str, Any]]:
+    def change(self, answers: Answers, change: Change, block: Block, new: str) -> list[JsonObject]:
         """Return the events of a block that begins, grows by new text, or ends."""
 
     @abstractmethod
-    def end(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[dict[str, Any]]:
+    def end(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[JsonObject]:
         """Return the events after the blocks."""
 
     @abstractmethod
-    def failure(self, answers: Answers, status: int, message: str) -> list[dict[str, Any]]:
+    def failure(self, answers: Answers, status: int, message: str) -> list[JsonObject]:
         """Return the last events of an answer that has failed."""
 
-    def whole(self, answers: Answers) -> dict[str, Any]:
+    def whole(self, answers: Answers) -> JsonObject:
         [output] = answers.outputs
         [answer] = output.outputs
         blocks = self._blocks(output.prompt)
@@ -132,7 +133,7 @@ class BlockReply(ABC):
     async def events(self, answers: Answers) -> AsyncIterator[bytes]:
         blocks = None
         async for updates in answers:
-            events: list[dict[str, Any]] = []
+            events: list[JsonObject] = []
             for _, stream, delta in updates:
                 if failure := failure_of(delta):
                     yield b"".join(map(_render, events + self.failure(answers, *failure)))
@@ -151,14 +152,14 @@ class BlockReply(ABC):
         return Blocks(self._format.make_parser(self.chat, prompt or ""), keeps_reasoning=self._keeps_reasoning)
 
 
-def _render(event: dict[str, Any]) -> bytes:
-    return b"event: " + event["type"].encode() + b"\ndata: " + to_json(event) + b"\n\n"
+def _render(event: JsonObject) -> bytes:
+    return f"event: {event['type']}\ndata: ".encode() + to_json(event) + b"\n\n"
 
 
 # ---- requests
 
 
-def chat_request(body: Body, fields: dict[str, Any]) -> ChatCompletionRequest:
+def chat_request(body: Body, fields: JsonObject) -> ChatCompletionRequest:
     """Return the chat request with these fields, and the fields of a body that have the same meaning in both.
 
     Raises:
@@ -197,7 +198,7 @@ def list_of_tools(tool: Any) -> Any:
     return Annotated[list[one], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
-def form_of_tool(value: Any) -> str | None:
+def form_of_tool(value: object) -> str | None:
     """Return the tag of the form of a tool."""
     is_function = isinstance(value, dict) and value.get("type") in ("custom", "function", None)
     return "<function>" if is_function else "<other>"
@@ -206,7 +207,7 @@ def form_of_tool(value: Any) -> str | None:
 def one_of(kind: str, **models: Any) -> Any:
     """Return the type of an object with one of these models, by its "type". Its errors are about that model. kind: as below."""
 
-    def form(value: Any) -> str | None:
+    def form(value: object) -> str | None:
         return f"<{value.get('type', 'message')}>" if isinstance(value, dict) else None  # messages alone may have no type
 
     forms = Union[tuple(Annotated[model, Tag(f"<{name}>")] for name, model in models.items())]  # noqa: UP007 (of a tuple)

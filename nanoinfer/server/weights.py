@@ -11,7 +11,6 @@ Whoever may call them decides what this server answers, and may make it read any
 
 import asyncio
 from tempfile import NamedTemporaryFile
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -21,6 +20,7 @@ from starlette.responses import Response
 
 from nanoinfer import rollouts
 from nanoinfer.async_llm import AsyncLLM
+from nanoinfer.prompts import JsonObject
 from nanoinfer.server.answers import CLIENT_CLOSED_REQUEST
 from nanoinfer.server.errors import json_response
 from nanoinfer.server.limits import FILE, StrictRequest, media_type
@@ -42,7 +42,7 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM, world_size: int) -> None:
     llm, one_file_at_a_time = async_llm.llm, asyncio.Lock()
     app.state.max_file_bytes = rollouts.max_file_bytes(llm)
 
-    def state() -> dict[str, Any]:
+    def state() -> JsonObject:
         engine = async_llm.engine
         return {"weights_version": engine.weights_version, "is_paused": "pause" in engine.refusals}
 
