@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoinfer.learn.workbook import Function
+from nanoinfer.learn.workbook import Function, Version
 
 SECONDS = 20  # for all cases of one task, after which a TimeoutError is raised in them
 TOLERANCE = 1e-5
@@ -28,7 +28,7 @@ class Case:
     """
 
     given: str
-    observe: Callable[[Callable[..., Any]], Any]
+    observe: Callable[[Version], object]
     exact: bool = True
 
 
@@ -62,12 +62,12 @@ class Failure:
         return f"given     {self.given}\nexpected  {self.expected}\ngot       {self.got}"
 
 
-def calling(*arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+def calling(*arguments: object) -> Callable[[Version], object]:
     """What a version returns for copies of these arguments."""
     return lambda version: version(*(value.clone() if isinstance(value, Tensor) else value for value in arguments))
 
 
-def check(task: Task, version: Callable[..., Any]) -> Failure | None:
+def check(task: Task, version: Version) -> Failure | None:
     """Return the first case in which the version differs from the engine's."""
     for case in task.cases():
         expected = case.observe(task.function.original)
@@ -84,7 +84,7 @@ def check(task: Task, version: Callable[..., Any]) -> Failure | None:
     return None
 
 
-def describe_error(error: BaseException, version: Callable[..., Any] | None = None) -> str:
+def describe_error(error: BaseException, version: Version | None = None) -> str:
     """An error in one line, with the learner's own line where it happened."""
     if isinstance(error, NotImplementedError):
         return "nothing: the function is not written yet"
@@ -117,7 +117,7 @@ def same(expected: Any, got: Any, *, exact: bool = True) -> bool:
     return type(expected) is type(got) and bool(expected == got)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value in a form short enough to read."""
     if isinstance(value, Tensor):
         numbers = value.tolist() if value.numel() <= 24 else [*value.flatten()[:16].tolist(), "..."]
@@ -129,7 +129,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 600 else text[:600] + " ..."
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: object) -> object:
     if isinstance(value, list):
         return [_rounded(part) for part in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -1,16 +1,13 @@
 """The tasks between the logits and a token."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from nanoinfer.learn.check import Case, Task, calling
-from nanoinfer.learn.workbook import Function
+from nanoinfer.learn.workbook import Function, Version
 from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch, StageEntries, TokenEntries
-
-Version = Callable[..., Any]
 
 _STAGES = "nanoinfer.sampling.stages"
 _DRAW = "nanoinfer.sampling.draw"
@@ -42,7 +39,7 @@ def _columns(values: list[float]) -> Iterator[tuple[Tensor, Tensor]]:
 def _temperature_cases() -> Iterator[Case]:
     for logits, column in _columns([0.5, 2.0, 1.0, 1.2e-38, 0.7]):
 
-        def observe(version: Version, logits: Tensor = logits, column: Tensor = column) -> Any:
+        def observe(version: Version, logits: Tensor = logits, column: Tensor = column) -> object:
             divided = version(logits.clone(), column)
             return divided.double().softmax(-1) if isinstance(divided, Tensor) else divided
 
@@ -108,8 +105,8 @@ def _penalty_cases() -> Iterator[Case]:
         words = f"penalty {penalty.tolist()}, (row, id) {present.tolist()} with counts {counts.tolist()}, {_words(logits)}"
 
         def observe(
-            version: Version, logits: Any = logits, present: Any = present, counts: Any = counts, p: Any = penalty
-        ) -> Any:
+            version: Version, logits: Tensor = logits, present: Tensor = present, counts: Tensor = counts, p: Tensor = penalty
+        ) -> object:
             entries = StageEntries(token_counts=TokenEntries(present[:, 0], present[:, 1], counts))
             columns = ParameterColumns(repetition_penalty=p)
             batch = SamplingBatch(columns=columns, entries=entries, u=torch.zeros(len(p), dtype=torch.float64))
