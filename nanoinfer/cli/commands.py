@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from nanoinfer.errors import NanoinferError, suggest
 
@@ -37,7 +37,8 @@ class Command(TyperCommand):
         sections: dict[str, list[tuple[str, str]]] = {}
         for one in self.get_params(ctx):
             is_argument = one.param_type_name == "argument"
-            heading = "Arguments" if is_argument else getattr(one, "rich_help_panel", None) or "Options"
+            panel = one.rich_help_panel if isinstance(one, TyperOption) else None
+            heading = "Arguments" if is_argument else panel or "Options"
             if record := one.get_help_record(ctx):
                 names = (one.metavar or str(one.name).upper()) if is_argument else record[0]
                 sections.setdefault(heading, []).append((names, record[1]))

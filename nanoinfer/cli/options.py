@@ -17,7 +17,7 @@ from functools import wraps
 from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 import typer
 from rich import box
@@ -236,7 +236,7 @@ METAVARS = {int: "N", float: "NUMBER", str: "TEXT", Path: "FILE"}
 
 def _described(option: Parameter, heading: str | None) -> Parameter:
     """Return an option with a short word for its value and a heading in the help, unless it has its own."""
-    kind, *more = get_args(option.annotation) if hasattr(option.annotation, "__metadata__") else (None,)
+    kind, *more = get_args(option.annotation) if get_origin(option.annotation) is Annotated else (None,)
     if not more or not isinstance(more[0], OptionInfo):
         return option
     while kind not in METAVARS and get_args(kind):  # int | None, list[str] | None

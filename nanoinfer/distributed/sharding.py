@@ -27,6 +27,7 @@ from nanoinfer.loading.weights import TensorInfo, Weights
 from nanoinfer.models.gemma3 import Gemma3ForCausalLM
 from nanoinfer.models.gpt2 import GPT2LMHeadModel
 from nanoinfer.models.gpt_oss import GptOssExperts, GptOssForCausalLM
+from nanoinfer.models.layers import Untraced
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.qwen import QwenForCausalLM
 from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeForCausalLM
@@ -256,13 +257,12 @@ class ShardedWeights(Weights):
         return axis, [_even(total, rank, size)]
 
 
-# ---- modules that take and return what the whole module does, and hold one rank's part of its weight
+# ---- modules that take and return what the whole module does, and hold one rank's part of its weight. All ranks make the same
+# calls, so they are untraced
 
 
-class AllReduced(nn.Module):
+class AllReduced(Untraced):
     """The sum over the ranks of a module's results."""
-
-    runs_untraced = True  # all ranks make the same calls
 
     def __init__(self, module: nn.Module, communicator: Communicator) -> None:
         super().__init__()
@@ -273,10 +273,8 @@ class AllReduced(nn.Module):
         return self.communicator.all_reduce(self.module(x))
 
 
-class VocabularyEmbedding(nn.Module):
+class VocabularyEmbedding(Untraced):
     """An embedding whose rows are on several ranks. first_id: the first id whose row this rank has."""
-
-    runs_untraced = True
 
     def __init__(self, embedding: nn.Embedding, first_id: int, communicator: Communicator) -> None:
         super().__init__()
@@ -291,10 +289,8 @@ class VocabularyEmbedding(nn.Module):
         return self.communicator.all_reduce(found.masked_fill(is_elsewhere.unsqueeze(1), 0.0))
 
 
-class VocabularyHead(nn.Module):
+class VocabularyHead(Untraced):
     """An LM head whose outputs are on several ranks. Every rank gets all logits."""
-
-    runs_untraced = True
 
     def __init__(self, head: nn.Module, vocab_size: int, communicator: Communicator) -> None:
         super().__init__()

@@ -39,6 +39,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError, UnsupportedError, first_line, shown
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.local_executor import LocalExecutor
+from nanoinfer.loading.quantization import QuantizedLinear
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.sequence import Sequence
@@ -269,7 +270,7 @@ def private_folder(name: str) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", error)  # without the whole name
+        reason = error.strerror if isinstance(error, OSError) else error  # without the whole name
         raise InvalidValueError(f"prefix_cache_dir must be a folder that can be made, got {shown(name)}: {reason}") from error
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise InvalidValueError(
@@ -295,8 +296,7 @@ def store_of(model: Any, config: EngineConfig) -> Callable[[LocalExecutor], Bloc
     if config.tensor_parallel_size > 1:
         raise UnsupportedError("prefix_cache_dir with tensor_parallel_size > 1 is not supported; leave one of the two out")
     names, weights = zip(*model.named_parameters(), strict=True)
-    found = [getattr(module, "weight", None) for module in model.modules()]
-    rounded: list[Any] = [weight for weight in found if hasattr(weight, "integers")]  # QuantizedWeights are no parameters
+    rounded = [module.weight for module in model.modules() if isinstance(module, QuantizedLinear)]  # which are no parameters
     integers = [tensor for weight in rounded for tensor in (weight.integers, weight.scales, weight.zeros)]
     with ThreadPoolExecutor() as pool:
         digests = [*pool.map(_sha256, [*weights, *integers])]

@@ -6,6 +6,7 @@ In: a Task and a function. Out: a Failure in plain words, or None.
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ def describe_error(error: BaseException, version: Version | None = None) -> str:
         return "nothing: the function is not written yet"
     if isinstance(error, SyntaxError):
         return f"a SyntaxError in line {error.lineno}: {error.msg}"
-    file = version.__code__.co_filename if version is not None and hasattr(version, "__code__") else None
+    file = version.__code__.co_filename if isinstance(version, FunctionType) else None
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if file in (None, frame.filename)]
     where = f" in line {lines[-1]}" if lines else ""
     if isinstance(error, TimeoutError):

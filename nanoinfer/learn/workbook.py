@@ -36,6 +36,7 @@ The person here learns how an LLM inference engine works by writing its function
 """
 
 Version = Callable[..., Any]  # of a function: the engine's own, or a learner's
+_ORIGINALS: dict[Version, Version] = {}  # of the versions that were installed
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Function:
     def original(self) -> Version:
         """The engine's own version, also while a learner's is installed."""
         found: Version = getattr(self.owner, self.name)
-        return getattr(found, "installed_for", found)
+        return _ORIGINALS.get(found, found)
 
     @property
     def source(self) -> str:
@@ -219,5 +220,5 @@ def _counted(function: Function, version: Version, original: Version, calls: dic
         calls[function] += 1
         return version(*args, **kwargs)
 
-    counted.installed_for = original  # type: ignore[attr-defined]
+    _ORIGINALS[counted] = original
     return counted

@@ -69,7 +69,7 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         async_llm.engine.inputs.adapter_of(adapter)  # read now, and not in the event loop
     app = FastAPI(title="nanoinfer", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
     app.router.route_class = StrictRoute
-    app.state.threads = async_llm.threads
+    app.state.threads, app.state.max_file_bytes = async_llm.threads, settings.max_body_bytes
     add_error_handlers(app)
     app.add_middleware(
         RequestLimits,
