@@ -190,7 +190,7 @@ class LeadingRunner(RunnerWrapper):
 
         return HeadRows(hidden[rows], head)
 
-    def on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> T:
+    def on_all_ranks(self, function: Callable[..., T], *arguments: object) -> T:
         with self.workers.together(CALL, (function, [pack(argument) for argument in arguments])):
             return function(self, *arguments)
 

@@ -3,9 +3,10 @@
 In: a StepPlan. Out: a ForwardBatch. AttentionMetadata's docstring has an example.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -55,7 +56,7 @@ class ForwardBatch:
     attention: AttentionMetadata
     block_copies: list[tuple[int, int]]
     further_groups: tuple[AttentionMetadata, ...] = ()
-    adapters: tuple[tuple[Any, int, int], ...] = ()
+    adapters: tuple[tuple[Hashable, int, int], ...] = ()
 
     @classmethod
     def build(
@@ -106,7 +107,7 @@ class ForwardBatch:
         for tables_of_group in zip(*(seq.more_block_tables for seq in packed.sequences), strict=True):
             groups.append(_in_group(attention, list(tables_of_group), packed.positions, block_size))
         runs = zip(packed.sequences, query_start_loc, query_start_loc[1:], strict=False)
-        adapters = tuple((seq.adapter, *run) for seq, *run in runs if seq.adapter is not None)
+        adapters = tuple((seq.adapter, start, stop) for seq, start, stop in runs if seq.adapter is not None)
         if has_single_queries:
             groups = list(map(single_queries, groups))
         return cls(ids, positions, rows, groups[0], list(plan.block_copies), tuple(groups[1:]), adapters)

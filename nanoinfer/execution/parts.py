@@ -5,6 +5,7 @@ In: a model with its weights. Out: Parts, from which engine/build.py makes an ex
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
@@ -18,6 +19,13 @@ from nanoinfer.loading.held_weights import HeldWeights
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import STAGES, Sampler
+
+
+class CompileReport(Protocol):
+    """What was compiled of a model (fast/compile.py), by the paths of its modules. "" is the model."""
+
+    compiled: dict[str, int]  # numbers of kernel calls
+    left: dict[str, str]  # why a module runs as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,7 @@ class Parts:
     routes: tuple[Route, ...] = ()
     make_decode_graphs: Callable[[ExecutorInfo], StepGraphs] | None = None
     is_batch_independent: bool = False
-    report: object = None
+    report: CompileReport | None = None
     reserved_bytes: int = 0
     weights: HeldWeights = field(default_factory=HeldWeights)
     wrappers: tuple[Callable[[ModelRunner], ModelRunner], ...] = ()
