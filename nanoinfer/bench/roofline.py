@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.attention.kv_cache import bytes_per_block_of, bytes_per_slot, kv_groups, num_kv_layers
+from nanoinfer.attention.kv_cache import LayerSizes, bytes_per_block_of, bytes_per_slot, kv_groups, num_kv_layers
 from nanoinfer.bench.timing import RequestTiming
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import UnsupportedError
@@ -150,7 +150,7 @@ def count(
     )
 
 
-def cache_bytes(config: Any, dtype: torch.dtype, num_tokens: list[int]) -> int:
+def cache_bytes(config: LayerSizes, dtype: torch.dtype, num_tokens: list[int]) -> int:
     """Bytes of a KV cache for the largest sequences that run at once. num_tokens: the length of each sequence."""
     block, groups = 256, kv_groups(config)  # tokens: a multiple of every backend's block size
     largest = sorted(num_tokens, reverse=True)[: SchedulerConfig.max_num_seqs]

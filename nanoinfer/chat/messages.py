@@ -25,7 +25,7 @@ Message = Mapping[str, object]  # {"role": "user", "content": "Hello"}. The chat
 
 def render_chat(
     tokenizer: Tokenizer | None,
-    messages: Any,
+    messages: object,
     *,
     chat_template: str | None = None,
     add_generation_prompt: bool = True,

@@ -26,7 +26,7 @@ _stderr = Console(stderr=True)
 class Command(TyperCommand):
     """A command whose help has a section for each group of options, and whose errors name options."""
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: Any) -> object:
         with cli_errors({one.name: max(one.opts, key=len) for one in self.params if one.param_type_name == "option"}):
             return super().invoke(ctx)
 
@@ -60,7 +60,7 @@ class Commands(TyperGroup):
         with cli_errors():
             return super().make_context(*args, **more)
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: Any) -> object:
         with cli_errors():
             return super().invoke(ctx)
 

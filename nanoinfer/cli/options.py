@@ -211,7 +211,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
         options += [_described(member, getattr(groups.get(one.name), "heading", None)) for member in members]
 
     @wraps(command)
-    def with_groups(**given: Any) -> None:
+    def with_groups(**given: object) -> None:
         for name, group in groups.items():
             given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
         command(**given)

@@ -230,7 +230,7 @@ def serve(connection: Connection, runner: ModelRunner, device: torch.device) -> 
             function(runner, *(unpack(one, device) for one in arguments))
 
 
-def pack(value: Any) -> Any:
+def pack(value: object) -> object:
     """Make a command's argument fit to be sent: arrays in place of tensors, whose memory torch would share."""
     if isinstance(value, Tensor) and value.dtype is torch.bfloat16:  # which numpy does not know
         return torch.bfloat16, pack(value.view(torch.int16))

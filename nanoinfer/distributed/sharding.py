@@ -31,6 +31,7 @@ from nanoinfer.models.layers import Untraced
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.qwen import QwenForCausalLM
 from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeForCausalLM
+from nanoinfer.models.registry import ModelConfig
 from nanoinfer.system.pages import release_pages
 
 # What a rank has of a layer. qkv: a column layer for q, k and v at once. kv: a column layer with num_key_value_heads heads.
@@ -70,7 +71,7 @@ SPLITS: dict[type[nn.Module], dict[str, Split]] = {
 _INNER_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
-def check_shards(model_class: type[Any], config: Any, size: int) -> None:
+def check_shards(model_class: type[nn.Module], config: ModelConfig, size: int) -> None:
     """Refuse a number of ranks that a model cannot be split into, and name those that are possible."""
     if model_class not in SPLITS:
         names = ", ".join(family.__name__ for family in SPLITS)
@@ -85,11 +86,11 @@ def check_shards(model_class: type[Any], config: Any, size: int) -> None:
         )
 
 
-def _inner_sizes(config: Any) -> dict[str, int]:
+def _inner_sizes(config: ModelConfig) -> dict[str, int]:
     return {name: getattr(config, name) for name in _INNER_SIZES if getattr(config, name, None) is not None}
 
 
-def _fits(config: Any, size: int) -> bool:
+def _fits(config: ModelConfig, size: int) -> bool:
     num_kv_heads = config.num_key_value_heads
     return (
         config.num_attention_heads % size == 0
@@ -140,7 +141,7 @@ class Shards:
             shard = type(model)(dataclasses.replace(config, **local))
         return shard, self.part_of(weights, type(model), config)
 
-    def part_of(self, weights: Weights, model_class: type[Any], config: Any) -> Weights:
+    def part_of(self, weights: Weights, model_class: type[Any], config: ModelConfig) -> Weights:
         """This rank's part of a whole model's Weights."""
         return ShardedWeights(weights, model_class, config, self.communicator.rank, self.communicator.size)
 
@@ -179,7 +180,7 @@ class Shards:
         return dataclasses.replace(parts, is_batch_independent=bool(self.communicator.minimum(parts.is_batch_independent)))
 
 
-def split_of(model_class: type[Any], layer: str) -> Split | None:
+def split_of(model_class: type[nn.Module], layer: str) -> Split | None:
     """What a rank has of a layer, or None if every rank has all of it."""
     return next((split for end, split in SPLITS[model_class].items() if f".{layer}".endswith(f".{end}")), None)
 
@@ -197,7 +198,7 @@ def _even(total: int, rank: int, size: int) -> slice:
 class ShardedWeights(Weights):
     """A rank's part of each tensor of `base`. Only this part is kept, and where it is whole rows, only it is read."""
 
-    def __init__(self, base: Weights, model_class: type[Any], config: Any, rank: int, size: int) -> None:
+    def __init__(self, base: Weights, model_class: type[Any], config: ModelConfig, rank: int, size: int) -> None:
         self._base, self._rank, self._size = base, rank, size
         self._model_class, self._rules, self._config = model_class, model_class.weight_rules, config
         self.has_empty_biases = base.has_empty_biases
@@ -266,7 +267,7 @@ class AllReduced(Untraced):
 
     def __init__(self, module: nn.Module, communicator: Communicator) -> None:
         super().__init__()
-        self.module: Any = module
+        self.module = module
         self.communicator = communicator
 
     def forward(self, x: Float[Tensor, "num_tokens in"]) -> Float[Tensor, "num_tokens out"]:

@@ -187,7 +187,7 @@ class BlockFiles:
                     self.discard(entry)  # as someone did meanwhile
         os.close(self._lock)
 
-    def _try(self, function: Callable[..., object], *arguments: Any) -> None:
+    def _try(self, function: Callable[..., object], *arguments: object) -> None:
         """Call a function while no other process writes. If it fails, log why, once for each reason, and go on."""
         import fcntl
 

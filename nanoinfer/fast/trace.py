@@ -50,7 +50,7 @@ class Trace:
         is_attribute = isinstance(given, fx.Node) and given.op == "get_attr"
         return self.owned[str(given.target)] if is_attribute else given
 
-    def name(self, prefix: str, value: Any) -> str:
+    def name(self, prefix: str, value: object) -> str:
         """Own another module, and return the name by which the graph may call it."""
         name = f"{prefix}_{sum(name.startswith(prefix) for name in self.owned)}"
         self.owned[name] = value

@@ -95,7 +95,7 @@ class Policy(nn.Module):
             weight = getattr(module, leaf).detach()
             yield name, weight.T if name.endswith(self.model.weight_rules.transpose) else weight
 
-    def _ids(self, given: Any, num_masked: int) -> list[int]:
+    def _ids(self, given: object, num_masked: int) -> list[int]:
         """Return the ids of a sequence whose answer has a mask of `num_masked` tokens. Raises: as forward does."""
         ids, config = given.tolist() if isinstance(given, Tensor) else given, self.model.config
         if not isinstance(ids, list | tuple) or not all(isinstance(i, Integral) for i in ids):
