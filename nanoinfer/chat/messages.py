@@ -13,7 +13,6 @@ from nanoinfer.chat.harmony import MARKS, begun_message
 from nanoinfer.chat.template import apply_chat_template
 from nanoinfer.chat.tools import Tool, ToolChoice, requires_call, tool_call_grammar, tool_schemas, with_tool_arguments
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, UnsupportedError, check_flag, shown
-from nanoinfer.prompts import JsonObject
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
@@ -70,7 +69,7 @@ def render_chat(
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)}
 
 
-def with_text_content(messages: Any) -> list[JsonObject]:
+def with_text_content(messages: Any) -> list[dict[str, object]]:
     """The messages with their contents as strings: text parts are joined by newlines, as in vLLM, and None is no text.
 
     >>> with_text_content([{"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]}])

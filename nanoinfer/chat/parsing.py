@@ -24,8 +24,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-from nanoinfer.prompts import JsonObject
-
 THINK, END_THINK, TOOL_CALL, END_TOOL_CALL = "<think>", "</think>", "<tool_call>", "</tool_call>"
 
 LONG_HEADER = 1024  # characters, from which on the beginning of a call is not parsed at every token
@@ -54,7 +52,7 @@ class ChatDelta:
     reasoning: str = ""  # of the think block
     tool_calls: list[ToolCall] = field(default_factory=list)
 
-    def fields(self) -> JsonObject:
+    def fields(self) -> dict[str, object]:
         """The fields of OpenAI's "delta", without empty ones. Clients read the reasoning under one name or the other."""
         reasoning = {"reasoning": self.reasoning, "reasoning_content": self.reasoning} if self.reasoning else {}
         content = {"content": self.content} if self.content else {}

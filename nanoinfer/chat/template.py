@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable
 
 from nanoinfer.errors import InvalidPromptError, first_line
-from nanoinfer.prompts import JsonObject
 from nanoinfer.system.helper_process import HelperProcess, serve
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
@@ -27,7 +26,7 @@ LARGE_REQUEST = 2**17
 
 def apply_chat_template(
     tokenizer: Tokenizer,
-    messages: list[JsonObject],
+    messages: list[dict[str, object]],
     /,
     *,
     chat_template: str | None = None,

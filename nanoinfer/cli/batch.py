@@ -18,7 +18,6 @@ from tqdm import tqdm
 from nanoinfer.cli import options
 from nanoinfer.cli.serve import SERVER_PACKAGES, served_names
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.prompts import JsonObject
 
 if TYPE_CHECKING:
     from nanoinfer.async_llm import AsyncLLM
@@ -152,11 +151,11 @@ def _answer_all(
 
 
 @contextmanager
-def _writing(results: "ResultFile", manifest: "Manifest") -> Iterator[Callable[[JsonObject], None]]:
+def _writing(results: "ResultFile", manifest: "Manifest") -> Iterator[Callable[[dict[str, object]], None]]:
     """Yield a function that appends a result to the file and advances a progress bar."""
     with tqdm(total=manifest.num_requests, initial=results.num_finished, unit=" requests", disable=None) as bar:
 
-        def write(result: JsonObject) -> None:
+        def write(result: dict[str, object]) -> None:
             results.append(result)
             bar.update()
 

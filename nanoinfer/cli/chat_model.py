@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
-from nanoinfer.prompts import JsonObject
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.client import Client
 
@@ -33,7 +32,7 @@ class LocalModel:
 
     given: set[str] | None = None
 
-    def __init__(self, llm: "LLM", name: str = "", chat_template_kwargs: JsonObject | None = None) -> None:
+    def __init__(self, llm: "LLM", name: str = "", chat_template_kwargs: dict[str, object] | None = None) -> None:
         self._llm, self._name, self._chat_template_kwargs = llm, name, chat_template_kwargs
         self.max_model_len: int | None = llm.info.max_model_len
 
@@ -60,7 +59,7 @@ class RemoteModel:
 
     max_model_len: int | None = None
 
-    def __init__(self, client: Client, name: str, given: set[str], chat_template_kwargs: JsonObject | None = None) -> None:
+    def __init__(self, client: Client, name: str, given: set[str], chat_template_kwargs: dict[str, Any] | None = None) -> None:
         self._client, self._name, self._chat_template_kwargs = client, name, chat_template_kwargs
         self.given: set[str] | None = given
         self._usage: dict[str, Any] = {}  # of the newest answer

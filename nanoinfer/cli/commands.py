@@ -37,7 +37,7 @@ class Command(TyperCommand):
         sections: dict[str, list[tuple[str, str]]] = {}
         for one in self.get_params(ctx):
             is_argument = one.param_type_name == "argument"
-            panel = one.rich_help_panel if isinstance(one, TyperOption) else None
+            panel = isinstance(one, TyperOption) and one.rich_help_panel
             heading = "Arguments" if is_argument else panel or "Options"
             if record := one.get_help_record(ctx):
                 names = (one.metavar or str(one.name).upper()) if is_argument else record[0]

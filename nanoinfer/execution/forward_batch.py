@@ -3,7 +3,6 @@
 In: a StepPlan. Out: a ForwardBatch. AttentionMetadata's docstring has an example.
 """
 
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -56,7 +55,7 @@ class ForwardBatch:
     attention: AttentionMetadata
     block_copies: list[tuple[int, int]]
     further_groups: tuple[AttentionMetadata, ...] = ()
-    adapters: tuple[tuple[Hashable, int, int], ...] = ()
+    adapters: tuple[tuple[object, int, int], ...] = ()
 
     @classmethod
     def build(

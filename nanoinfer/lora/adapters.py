@@ -9,7 +9,6 @@ recently used. The scheduler (scheduler.py) makes sure that no step uses more ad
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -75,7 +74,7 @@ class Adapters:
                 f"but {free} are free on {weight.device}; lower max_loras or max_lora_rank"
             )
         self._known: dict[int, Adapter] = {}  # by lora_int_id
-        self._slots: OrderedDict[Hashable, int] = OrderedDict()  # the least recently used first
+        self._slots: OrderedDict[object, int] = OrderedDict()  # the least recently used first
 
     def get(self, request: LoRARequest) -> Adapter:
         """Return the adapter of a request. It is read and checked when its id is new.
@@ -130,7 +129,7 @@ class Adapters:
         """Return the model's parts, with a runner that brings adapters into memory."""
         return replace(parts, reserved_bytes=self.num_bytes).wrapped(partial(AdapterRunner, adapters=self))
 
-    def begin_step(self, runs: tuple[tuple[Hashable, int, int], ...], num_rows: int) -> None:
+    def begin_step(self, runs: tuple[tuple[object, int, int], ...], num_rows: int) -> None:
         """Bring the adapters of a step into memory, and note its rows. runs: (adapter, first row, row after the last)."""
         slots = [-1] * num_rows
         used = {adapter for adapter, _, _ in runs}
@@ -141,7 +140,7 @@ class Adapters:
             slots[start:stop] = [self._slots[adapter]] * (stop - start)
         self._rows.set(slots, self._device)
 
-    def _place(self, adapter: Hashable, used: set[Hashable]) -> None:
+    def _place(self, adapter: object, used: set[object]) -> None:
         assert isinstance(adapter, Adapter), "get() has made it"
         if len(self._slots) == self._rows.num_slots:
             del self._slots[next(other for other in self._slots if other not in used)]

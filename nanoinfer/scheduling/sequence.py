@@ -4,7 +4,7 @@ Each field's comment names its only writer.
 """
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
@@ -61,7 +61,7 @@ class Sequence:
     priority: int = 0  # for schedulers that read it. Lower runs first
     arrival_time: float = 0.0  # on the clock of time.perf_counter
     deadline: float = math.inf  # on the same clock: params.timeout after the arrival
-    adapter: Hashable = None  # Adapter (lora/adapters.py): what changes its rows in the model's linear layers
+    adapter: object = None  # Adapter (lora/adapters.py): what changes its rows in the model's linear layers
     cache_salt: str | None = None  # it shares cached blocks only with sequences that have the same one
 
     token_ids: list[int] = field(init=False)  # prompt + output: the scheduler (beam search writes those of its beams)
@@ -72,9 +72,7 @@ class Sequence:
     num_preemptions: int = field(default=0, init=False)  # the scheduler
     num_cached_tokens: int = field(default=0, init=False)  # in the prefix cache when it first ran: the scheduler
     block_table: list[int] = field(default_factory=list, init=False)  # the block manager
-    more_block_tables: list[list[int]] = field(
-        default_factory=list, init=False
-    )  # the block manager: of the KV groups after the first
+    more_block_tables: list[list[int]] = field(default_factory=list, init=False)  # the block manager: of further KV groups
     state_slot: int = field(default=-1, init=False)  # state_slots.py: where its state is, -1 before its first token
     state_writes: dict[int, int] = field(default_factory=dict, init=False)  # state_slots.py: num_tokens -> slot, of a step
     prefix_nodes: list["Node"] = field(default_factory=list, init=False)  # the block manager: of its full, cached blocks

@@ -15,11 +15,10 @@ from starlette.responses import PlainTextResponse, Response
 
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.lora.request import LoRARequest
-from nanoinfer.prompts import JsonObject
 from nanoinfer.server.errors import RequestError
 from nanoinfer.server.protocol import Body
 
-SENTENCE: dict[int | str, JsonObject] = {200: {"content": {"text/plain": {}}}}  # and JSON for errors
+SENTENCE: dict[int | str, dict[str, object]] = {200: {"content": {"text/plain": {}}}}  # and JSON for errors
 
 
 class LoadAdapterRequest(Body):

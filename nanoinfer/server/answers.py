@@ -8,7 +8,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Protocol, TypedDict, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -27,15 +27,6 @@ T = TypeVar("T")
 Choices = ChatChoices | CompletionChoices
 DONE = b"data: [DONE]\n\n"
 CLIENT_CLOSED_REQUEST = 499  # nginx's status, for a response that nobody reads
-
-
-class Usage(TypedDict):
-    """OpenAI's usage."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: dict[str, int]
 
 
 class Answers:
@@ -94,8 +85,8 @@ class Answers:
         """The outputs of the streams that have ended."""
         return [stream.output for stream in self.streams if stream.output is not None]
 
-    def usage(self) -> Usage:
-        """Count the tokens until now."""
+    def usage(self) -> dict[str, Any]:
+        """Return OpenAI's usage until now."""
         prompt = sum(len(stream.prepared.prompt_token_ids) for stream in self.streams)
         completion = 0 if self._is_prompt_only else self._num_tokens
         cached = sum(one.request.sequences[0].num_cached_tokens for one in self.streams if one.request is not None)

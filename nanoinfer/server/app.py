@@ -17,7 +17,6 @@ from nanoinfer import __version__
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.lora.request import LoRARequest
-from nanoinfer.prompts import JsonObject
 from nanoinfer.server.answers import Answers, Choices, ChoicesReply, Reply, respond
 from nanoinfer.server.choices import ChatChoices, ChatFormat, CompletionChoices, messages_of
 from nanoinfer.server.errors import ERRORS, MESSAGES_ERRORS, RequestError, add_error_handlers, describe_errors, json_response
@@ -41,7 +40,7 @@ from nanoinfer.server.responses import ResponsesReply, ResponsesRequest, Respons
 from nanoinfer.server.responses import to_chat as responses_to_chat
 from nanoinfer.tracing.recent import RecentRecorder
 
-STREAMS: dict[int | str, JsonObject] = {200: {"content": {"text/event-stream": {}}}}  # or JSON
+STREAMS: dict[int | str, dict[str, object]] = {200: {"content": {"text/event-stream": {}}}}  # or JSON
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +175,7 @@ def _add_chat_apis(
     async def responses(http: StrictRequest, body: ResponsesRequest) -> Response:
         model = check_body(body, settings)
         keep = store.if_kept(body.store)
-        messages: list[JsonObject] = []
+        messages: list[dict[str, object]] = []
         num_bytes = len(await http.body())
         if body.previous_response_id is not None:
             previous = store.get(body.previous_response_id, param="previous_response_id")
@@ -240,7 +239,7 @@ def _add_information(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings
     facts = {"created": int(time.time()), "owned_by": "nanoinfer", "max_model_len": async_llm.engine.max_model_len}
     metrics = Metrics(async_llm, settings.served_model_names[0])
 
-    def card(name: str) -> JsonObject:
+    def card(name: str) -> dict[str, object]:
         parent = {"parent": settings.served_model_names[0]} if name in settings.adapters else {}
         return {"id": name, "object": "model", **facts, **parent}
 

@@ -225,9 +225,7 @@ def _prompt_fields(request: GenerationRequest, token_ids: list[int], logprobs: P
     fields: dict[str, Any] = {"prompt_token_ids": token_ids} if request.return_token_ids else {}
     if request.prompt_logprobs is not None and logprobs is not None:
         fields["prompt_logprobs"] = [
-            None
-            if position is None
-            else {str(i): asdict(one) | {"logprob": max(one.logprob, LOWEST)} for i, one in position.items()}
+            position and {str(i): asdict(one) | {"logprob": max(one.logprob, LOWEST)} for i, one in position.items()}
             for position in logprobs
         ]
     return fields

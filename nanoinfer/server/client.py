@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from nanoinfer.errors import InvalidValueError, NanoinferError
-from nanoinfer.prompts import JsonObject
 
 CONNECT_SECONDS = 10
 MAX_ERROR_BYTES, MAX_ERROR_CHARACTERS = 2**16, 300
@@ -59,12 +58,12 @@ class Client:
             raise NanoinferError(f"{self.url}/models lists no model; name one with --model")
         return str(listed[0].get("id"))
 
-    def stream(self, path: str, body: JsonObject) -> Iterator[dict[str, Any]]:
+    def stream(self, path: str, body: dict[str, object]) -> Iterator[dict[str, Any]]:
         """Post a body and yield the chunks of the answer. Closing the generator closes the connection."""
         with self._send(path, self.stream_request(path, body)) as response:
             yield from self._chunks(response)
 
-    def stream_request(self, path: str, body: JsonObject) -> bytes:
+    def stream_request(self, path: str, body: dict[str, object]) -> bytes:
         """Return the bytes that stream() sends, for a caller with a connection of its own."""
         return self._request("POST", path, json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}))
 
@@ -153,7 +152,7 @@ def _parse(text: bytes) -> dict[str, Any]:
     return value
 
 
-def _is_chunk(value: JsonObject) -> bool:
+def _is_chunk(value: dict[str, object]) -> bool:
     choices = value.get("choices") or []
     return (
         isinstance(value.get("usage") or {}, dict)

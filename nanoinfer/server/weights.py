@@ -20,7 +20,6 @@ from starlette.responses import Response
 
 from nanoinfer import rollouts
 from nanoinfer.async_llm import AsyncLLM
-from nanoinfer.prompts import JsonObject
 from nanoinfer.server.answers import CLIENT_CLOSED_REQUEST
 from nanoinfer.server.errors import json_response
 from nanoinfer.server.limits import FILE, StrictRequest, media_type
@@ -42,7 +41,7 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM, world_size: int) -> None:
     llm, one_file_at_a_time = async_llm.llm, asyncio.Lock()
     app.state.max_file_bytes = rollouts.max_file_bytes(llm)
 
-    def state() -> JsonObject:
+    def state() -> dict[str, object]:
         engine = async_llm.engine
         return {"weights_version": engine.weights_version, "is_paused": "pause" in engine.refusals}
 

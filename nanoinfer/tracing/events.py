@@ -10,7 +10,6 @@ search runs steps of its own, and emits the block events and BatchBuilt for them
 """
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -40,7 +39,7 @@ class RequestAdded:
     prompt: str
     prompt_token_ids: tuple[int, ...]
     tokens: tuple[str, ...]  # tokens[i] is the text of prompt_token_ids[i] alone. U+FFFD stands for a part of a character
-    params: Mapping[str, object]  # the sampling parameters that differ from their defaults
+    params: dict[str, object]  # the sampling parameters that differ from their defaults
 
 
 @dataclass(frozen=True)
