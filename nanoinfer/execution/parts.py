@@ -5,7 +5,7 @@ In: a model with its weights. Out: Parts, from which engine/build.py makes an ex
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -21,6 +21,7 @@ from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import STAGES, Sampler
 
 
+@runtime_checkable
 class CompileReport(Protocol):
     """What was compiled of a model (fast/compile.py), by the paths of its modules. "" is the model."""
 

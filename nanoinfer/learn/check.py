@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,7 +98,7 @@ def describe_error(error: BaseException, version: Version | None = None) -> str:
     return f"{type(error).__name__}{where}: {error}"
 
 
-def same(expected: Any, got: Any, *, exact: bool = True) -> bool:
+def same(expected: object, got: object, *, exact: bool = True) -> bool:
     if isinstance(expected, Tensor):
         if not isinstance(got, Tensor) or got.shape != expected.shape or got.dtype != expected.dtype:
             return False
@@ -113,8 +112,9 @@ def same(expected: Any, got: Any, *, exact: bool = True) -> bool:
             and all(same(expected[k], got[k], exact=exact) for k in expected)
         )
     if isinstance(expected, list | tuple):
-        same_kind = isinstance(got, type(expected)) and len(expected) == len(got)
-        return same_kind and all(same(a, b, exact=exact) for a, b in zip(expected, got, strict=True))
+        if not isinstance(got, type(expected)) or len(expected) != len(got):
+            return False
+        return all(same(a, b, exact=exact) for a, b in zip(expected, got, strict=True))
     return type(expected) is type(got) and bool(expected == got)
 
 

@@ -70,7 +70,7 @@ class ChatFormat:
             parallel_tool_calls=request.parallel_tool_calls is not False,
         )
 
-    def render(self, request: ChatCompletionRequest, inputs: InputProcessor, **more: Any) -> TokensPrompt:
+    def render(self, request: ChatCompletionRequest, inputs: InputProcessor, **more: object) -> TokensPrompt:
         """Render the conversation, and refuse tools that the model does not know. more: arguments of render_chat."""
         tools = _offered_tools(request)
         if tools and not self.tool_calls:

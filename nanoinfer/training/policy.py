@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, repeat
 from numbers import Integral
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -145,7 +144,7 @@ def _with_gradients(model: nn.Module) -> fx.GraphModule:
     fuse(traced)
     for node in list(traced.graph.nodes):
         module = traced.module(node)
-        operation: Any = OPERATIONS.get(type(module)) or (TrainedNorm if has_kernel(module) else None)
+        operation = OPERATIONS.get(type(module)) or (TrainedNorm if has_kernel(module) else None)
         if operation is not None:
             others = [tuple(node.kwargs)] if node.kwargs else []  # of a linear layer: factor, residual
             node.target = traced.name("trained", operation(module, *others))
