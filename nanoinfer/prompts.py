@@ -19,4 +19,3 @@ class TokensPrompt(TypedDict):
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt
-JsonObject = dict[str, object]  # such as a chat's message, or the schema of a tool

@@ -13,7 +13,6 @@ from typing import Any
 from nanoinfer.chat.harmony import CHANNEL, MESSAGE
 from nanoinfer.chat.parsing import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, closes_thinking, opens_thinking
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, first_line
-from nanoinfer.prompts import JsonObject
 from nanoinfer.structured.grammar import check_schema
 from nanoinfer.structured.parameters import StructuredOutputsParams
 
@@ -27,7 +26,7 @@ MAX_ARGUMENTS = 2**18  # characters of a call's arguments in a message that are 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def tool_schemas(tools: Sequence[Tool]) -> list[JsonObject]:
+def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, object]]:
     """The tools in OpenAI's form. A function is described by its signature and its docstring.
 
     >>> tool_schemas([{"type": "function", "function": {"name": "night"}}])
@@ -38,7 +37,7 @@ def tool_schemas(tools: Sequence[Tool]) -> list[JsonObject]:
     return [_tool_schema(tool, index) for index, tool in enumerate(tools)]
 
 
-def _tool_schema(tool: Any, index: int) -> JsonObject:
+def _tool_schema(tool: Any, index: int) -> dict[str, object]:
     if isfunction(tool):
         from transformers.utils import get_json_schema
 
@@ -78,7 +77,7 @@ def check_tool_choice(tool_choice: ToolChoice, tools: Sequence[Mapping[str, Any]
     return str(function["name"])
 
 
-def with_tool_arguments(message: Mapping[str, Any]) -> JsonObject:
+def with_tool_arguments(message: Mapping[str, Any]) -> dict[str, object]:
     """A message in OpenAI's form as templates read it.
 
     The arguments of calls are objects instead of JSON text. Text that is no JSON object, or very long, stays, so that a

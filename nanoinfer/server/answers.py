@@ -18,10 +18,9 @@ from starlette.types import Receive, Scope, Send
 from nanoinfer.async_llm import AsyncLLM, RequestStream
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput
-from nanoinfer.prompts import JsonObject
 from nanoinfer.server.choices import ChatChoices, CompletionChoices
 from nanoinfer.server.errors import RequestError, error_body, json_response, without_paths
-from nanoinfer.server.protocol import StreamOptions
+from nanoinfer.server.protocol import JsonObject, StreamOptions
 
 T = TypeVar("T")
 Choices = ChatChoices | CompletionChoices

@@ -27,8 +27,8 @@ from pydantic_core import from_json, to_json
 from starlette.types import ASGIApp, Message
 
 from nanoinfer.errors import EngineDeadError, InvalidValueError
-from nanoinfer.prompts import JsonObject
 from nanoinfer.server.errors import error_body, validation_message
+from nanoinfer.server.protocol import JsonObject
 
 logger = logging.getLogger(__name__)
 

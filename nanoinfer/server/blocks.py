@@ -14,7 +14,6 @@ from pydantic_core import to_json
 
 from nanoinfer.chat.parsing import ChatDelta, ChatParser, ToolCall
 from nanoinfer.outputs import CompletionOutput, Delta
-from nanoinfer.prompts import JsonObject
 from nanoinfer.server.answers import Answers, failure_of
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.errors import RequestError, validation_message
@@ -23,6 +22,7 @@ from nanoinfer.server.protocol import (
     MAX_TOOLS,
     Body,
     ChatCompletionRequest,
+    JsonObject,
     OtherTool,
     SamplingRequest,
     form_of_content,

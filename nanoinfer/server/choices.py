@@ -19,10 +19,10 @@ from nanoinfer.chat.tools import after_thinking, requires_call
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition, RequestOutput
-from nanoinfer.prompts import JsonObject, TokensPrompt
+from nanoinfer.prompts import TokensPrompt
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.errors import RequestError
-from nanoinfer.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest
+from nanoinfer.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest, JsonObject
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 PromptLogprobs = list[LogprobsOnePosition | None] | None

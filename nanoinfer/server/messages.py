@@ -12,7 +12,6 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import from_json
 
 from nanoinfer.outputs import CompletionOutput, Delta
-from nanoinfer.prompts import JsonObject
 from nanoinfer.server.answers import Answers
 from nanoinfer.server.blocks import (
     Block,
@@ -34,6 +33,7 @@ from nanoinfer.server.protocol import (
     MAX_STOPS,
     Body,
     ChatCompletionRequest,
+    JsonObject,
     SamplingRequest,
     StopString,
     add_accepted_fields,

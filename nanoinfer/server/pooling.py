@@ -18,11 +18,11 @@ from starlette.responses import Response
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.pooling import PoolingParams, Scoring
-from nanoinfer.prompts import JsonObject, PromptType
+from nanoinfer.prompts import PromptType
 from nanoinfer.server.answers import Answers, respond_whole
 from nanoinfer.server.errors import json_response
 from nanoinfer.server.limits import StrictRequest
-from nanoinfer.server.protocol import INT64, MAX_PROMPTS, Body, Prompt, add_accepted_fields, as_prompts
+from nanoinfer.server.protocol import INT64, MAX_PROMPTS, Body, JsonObject, Prompt, add_accepted_fields, as_prompts
 
 
 def _text_of(document: object) -> object:

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from nanoinfer.errors import InvalidValueError, NanoinferError
-from nanoinfer.prompts import JsonObject
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoinfer.server.errors import RequestError
 from nanoinfer.server.fields import NEUTRAL_VALUES, WITHOUT_EFFECT, check_fields
@@ -24,6 +23,7 @@ MAX_TOKENIZED = 2**16  # tokens of a text in /tokenize, or the model's length if
 MAX_SALT = 1024  # characters of cache_salt
 INT64, UINT64 = 2**63, 2**64
 
+JsonObject = dict[str, object]  # of a request or an answer, which is passed on
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
 StopString = Annotated[str, Field(max_length=128)]

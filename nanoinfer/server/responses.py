@@ -15,7 +15,6 @@ from pydantic import AliasChoices, BeforeValidator, ConfigDict, Discriminator, F
 from pydantic_core import to_json
 
 from nanoinfer.outputs import CompletionOutput, Delta
-from nanoinfer.prompts import JsonObject
 from nanoinfer.server.answers import Answers
 from nanoinfer.server.blocks import (
     Block,
@@ -32,7 +31,7 @@ from nanoinfer.server.blocks import (
 )
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.errors import RequestError
-from nanoinfer.server.protocol import Body, ChatCompletionRequest, SamplingRequest, add_accepted_fields, few_items
+from nanoinfer.server.protocol import Body, ChatCompletionRequest, JsonObject, SamplingRequest, add_accepted_fields, few_items
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 MAX_STORED_BYTES = 2**28  # of all stored conversations
