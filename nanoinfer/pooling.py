@@ -263,7 +263,7 @@ def _default_prompt(path: Path) -> str:
     return prompt
 
 
-def _mode(settings: dict[str, Any], path: Path) -> str:
+def _mode(settings: dict[str, object], path: Path) -> str:
     """The mode of a Pooling, by its newer or its older settings."""
     wanted = [settings["pooling_mode"]] if "pooling_mode" in settings else []
     wanted += [

@@ -253,7 +253,7 @@ class SamplingParams(_CheckedParams):
         """Whether the largest logit is taken, without a draw."""
         return self.temperature == 0
 
-    def differing(self) -> dict[str, int | float | str | bool | None]:
+    def differing(self) -> dict[str, object]:
         """Return the parameters that differ from their defaults, for the tracer. Lists and functions are shortened reprs.
 
         >>> SamplingParams(temperature=0.5, stop="END").differing()

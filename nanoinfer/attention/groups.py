@@ -3,11 +3,10 @@
 In: the metadata of each group. Out: an Attend. A model whose layers are one group has no need of it.
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionBackend, AttentionMetadata
+from nanoinfer.attention.dense import Sinks, Window
 from nanoinfer.attention.kv_cache import KVCache
 
 
@@ -23,5 +22,5 @@ class GroupedAttend:
         self.steps: list[Attend] = [backend.begin_step(cache, of_group) for of_group in metadata]
         self.group_of = {layer: index for index, group in enumerate(cache.groups) for layer in group.layers}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        return self.steps[self.group_of[layer]](layer, q, k, v, **options)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: Window = None, sinks: Sinks = None) -> Tensor:
+        return self.steps[self.group_of[layer]](layer, q, k, v, window=window, sinks=sinks)

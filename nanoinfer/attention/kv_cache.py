@@ -9,6 +9,7 @@ to. A slot holds one token: slot = block * block_size + offset. The attention ba
 
 import math
 import mmap
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -319,9 +320,9 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # forks share nothing
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}  # forks share nothing
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, **private)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if sys.platform == "linux":
         with suppress(OSError):  # the kernel was built without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

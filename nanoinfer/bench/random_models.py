@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from nanoinfer.config import DTYPES
 from nanoinfer.errors import InvalidValueError
 
 # name -> (config class of transformers, arguments that differ from the defaults, the published checkpoint's dtype)
-RANDOM_MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+RANDOM_MODELS: dict[str, tuple[str, dict[str, object], str]] = {
     "gpt2": ("GPT2Config", {}, "float32"),
     "gpt2-medium": ("GPT2Config", {"n_embd": 1024, "n_layer": 24, "n_head": 16}, "float32"),
     "qwen2.5-0.5b": ("Qwen2Config", {

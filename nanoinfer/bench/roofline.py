@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.attention.kv_cache import CacheSizes
+from nanoinfer.attention.kv_cache import CacheSizes, LayerSizes
 from nanoinfer.bench.timing import RequestTiming
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import UnsupportedError
@@ -155,7 +155,7 @@ def count(
     )
 
 
-def cache_bytes(config: Any, dtype: torch.dtype, num_tokens: list[int]) -> int:
+def cache_bytes(config: LayerSizes, dtype: torch.dtype, num_tokens: list[int]) -> int:
     """Bytes of a KV cache for the largest sequences that run at once. num_tokens: the length of each sequence."""
     block, sizes = 256, CacheSizes.of(config)  # tokens: a multiple of every backend's block size
     largest = sorted(num_tokens, reverse=True)[: SchedulerConfig.max_num_seqs]

@@ -51,7 +51,7 @@ class Target:
     ignore_eos: bool = True  # go on after EOS, so that answers have the workload's lengths. OpenAI's servers refuse the field
     max_concurrency: int | None = None  # maximum number of requests in flight
 
-    def bodies(self, workload: Workload, run: int) -> list[dict[str, Any]]:
+    def bodies(self, workload: Workload, run: int) -> list[dict[str, object]]:
         sampling = dict(workload.sampling)
         if not sampling["temperature"]:
             sampling = {"temperature": 0.0}  # the rest changes nothing, and some servers refuse it
@@ -59,7 +59,7 @@ class Target:
         prompts = workload.prompts(len(WORDS) if self.is_chat else VOCAB_SIZE, run)
         return [common | self._prompt(ids) | {"max_tokens": n} for ids, n in zip(prompts, workload.output_lens, strict=True)]
 
-    def _prompt(self, ids: list[int]) -> dict[str, Any]:
+    def _prompt(self, ids: list[int]) -> dict[str, object]:
         if not self.is_chat:
             return {"prompt": ids}
         return {"messages": [{"role": "user", "content": " ".join(WORDS[index] for index in ids)}]}
@@ -82,7 +82,9 @@ def run(target: Target, workload: Workload, goodput: dict[str, float]) -> ServeF
     return figures(workload.name, timings, goodput, client_cpu_s=client_cpu_s)
 
 
-def _measure(target: Target, bodies: list[dict[str, Any]], arrivals: Sequence[float] = ()) -> tuple[list[RequestTiming], float]:
+def _measure(
+    target: Target, bodies: list[dict[str, object]], arrivals: Sequence[float] = ()
+) -> tuple[list[RequestTiming], float]:
     """Send every request, wait for the answers, and parse them. Returns the seconds of CPU before the parsing, too."""
     path = "/chat/completions" if target.is_chat else "/completions"
     start = time.process_time()
@@ -92,13 +94,13 @@ def _measure(target: Target, bodies: list[dict[str, Any]], arrivals: Sequence[fl
 
 
 async def _record_all(
-    target: Target, path: str, bodies: list[dict[str, Any]], arrivals: Sequence[float]
+    target: Target, path: str, bodies: list[dict[str, object]], arrivals: Sequence[float]
 ) -> "list[tuple[float, TimedResponse]]":
     """Send every request at its arrival time, or when one more may be in flight. Returns (when it was sent, its answer)."""
     slots = asyncio.Semaphore(target.max_concurrency) if target.max_concurrency else nullcontext()
     start = time.perf_counter()
 
-    async def record(body: dict[str, Any], arrival: float) -> "tuple[float, TimedResponse]":
+    async def record(body: dict[str, object], arrival: float) -> "tuple[float, TimedResponse]":
         await asyncio.sleep(start + arrival - time.perf_counter())
         async with slots:
             return time.perf_counter(), await TimedResponse.of(target.client, path, body)
@@ -115,7 +117,7 @@ class TimedResponse(asyncio.Protocol):
         self._has_ended = asyncio.Event()
 
     @classmethod
-    async def of(cls, client: Client, path: str, body: dict[str, Any]) -> "TimedResponse":
+    async def of(cls, client: Client, path: str, body: dict[str, object]) -> "TimedResponse":
         """Post a body on a connection of its own, and record until the server closes it."""
         response, loop = cls(), asyncio.get_running_loop()
         try:

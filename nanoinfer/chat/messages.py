@@ -24,7 +24,7 @@ Message = Mapping[str, object]  # {"role": "user", "content": "Hello"}. The chat
 
 def render_chat(
     tokenizer: Tokenizer | None,
-    messages: Any,
+    messages: object,
     *,
     chat_template: str | None = None,
     add_generation_prompt: bool = True,
@@ -69,7 +69,7 @@ def render_chat(
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)}
 
 
-def with_text_content(messages: Any) -> list[dict[str, Any]]:
+def with_text_content(messages: Any) -> list[dict[str, object]]:
     """The messages with their contents as strings: text parts are joined by newlines, as in vLLM, and None is no text.
 
     >>> with_text_content([{"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]}])
@@ -125,7 +125,7 @@ def constrain_calls(
     return replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
 
 
-def _text(content: Any, index: int) -> str:
+def _text(content: object, index: int) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple | None):

@@ -22,7 +22,7 @@ import re
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 THINK, END_THINK, TOOL_CALL, END_TOOL_CALL = "<think>", "</think>", "<tool_call>", "</tool_call>"
 
@@ -32,19 +32,27 @@ LONG_HEADER = 1024  # characters, from which on the beginning of a call is not p
 CALL_HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"arguments"\s*:\s*(?=\{)')
 
 
+class ToolCall(TypedDict, total=False):
+    """What a piece of text adds to a call, in the shape of OpenAI's chunks. The first one of a call has the id and the name."""
+
+    index: int  # which call of the message it is
+    id: str
+    type: str
+    function: dict[str, str]
+
+
 @dataclass(slots=True)
 class ChatDelta:
     """What a piece of text adds to a message.
 
-    The tool calls are in the shape of OpenAI's chunks. "index" says which call it is. The first delta of a call has its "id"
-    and name. The arguments of all its deltas, joined, are the arguments as the model wrote them.
+    The arguments of all deltas of a call, joined, are the arguments as the model wrote them.
     """
 
     content: str = ""  # for the user
     reasoning: str = ""  # of the think block
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, object]:
         """The fields of OpenAI's "delta", without empty ones. Clients read the reasoning under one name or the other."""
         reasoning = {"reasoning": self.reasoning, "reasoning_content": self.reasoning} if self.reasoning else {}
         content = {"content": self.content} if self.content else {}
@@ -52,9 +60,9 @@ class ChatDelta:
 
     def message(self) -> dict[str, Any]:
         """The fields of OpenAI's "message", for the delta of a whole answer."""
-        message = {"role": "assistant", "refusal": None} | self.fields()
+        message: dict[str, Any] = {"role": "assistant", "refusal": None, **self.fields()}
         if self.tool_calls:
-            message["tool_calls"] = [{name: call[name] for name in call if name != "index"} for call in self.tool_calls]
+            message["tool_calls"] = [{name: part for name, part in call.items() if name != "index"} for call in self.tool_calls]
         return message | {"content": self.content if self.content or not self.tool_calls else None}
 
 

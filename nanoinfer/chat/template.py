@@ -9,7 +9,6 @@ renderer is started at the first chat (0.7 s, most of it transformers' import) a
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 from nanoinfer.errors import InvalidPromptError, first_line
 from nanoinfer.system.helper_process import HelperProcess, serve
@@ -25,7 +24,9 @@ MAX_CHARACTERS = 2**23
 LARGE_REQUEST = 2**17
 
 
-def apply_chat_template(tokenizer: Tokenizer, messages: Any, /, chat_template: str | None = None, **variables: Any) -> str:
+def apply_chat_template(
+    tokenizer: Tokenizer, messages: list[dict[str, object]], /, chat_template: str | None = None, **variables: object
+) -> str:
     """Chat messages as one text, for `encode(..., add_special_tokens=False)`, because the template writes BOS itself.
 
     chat_template: instead of the tokenizer's. variables: of the template, where add_generation_prompt is True by default.

@@ -26,7 +26,7 @@ MAX_ARGUMENTS = 2**18  # characters of a call's arguments in a message that are 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, object]]:
     """The tools in OpenAI's form. A function is described by its signature and its docstring.
 
     >>> tool_schemas([{"type": "function", "function": {"name": "night"}}])
@@ -37,7 +37,7 @@ def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     return [_tool_schema(tool, index) for index, tool in enumerate(tools)]
 
 
-def _tool_schema(tool: Any, index: int) -> dict[str, Any]:
+def _tool_schema(tool: Any, index: int) -> dict[str, object]:
     if isfunction(tool):
         from transformers.utils import get_json_schema
 
@@ -77,7 +77,7 @@ def check_tool_choice(tool_choice: ToolChoice, tools: Sequence[Mapping[str, Any]
     return str(function["name"])
 
 
-def with_tool_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+def with_tool_arguments(message: Mapping[str, Any]) -> dict[str, object]:
     """A message in OpenAI's form as templates read it.
 
     The arguments of calls are objects instead of JSON text. Text that is no JSON object, or very long, stays, so that a
@@ -96,7 +96,7 @@ def with_tool_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _with_object(call: Any) -> Any:
+def _with_object(call: Any) -> object:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call

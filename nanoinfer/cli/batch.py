@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 from tqdm import tqdm
@@ -161,12 +161,12 @@ async def _answer(load: Callable[[], "AsyncLLM"], settings: "ServerSettings", in
 
 
 @contextmanager
-def _writing(results: "ResultFile") -> Iterator[Callable[[dict[str, Any]], None]]:
+def _writing(results: "ResultFile") -> Iterator[Callable[[dict[str, object]], None]]:
     """Yield a function that appends a result to the file and advances a progress bar."""
     num_requests, num_finished = results.manifest.num_requests, results.num_finished
     with tqdm(total=num_requests, initial=num_finished, unit=" requests", disable=None) as bar:
 
-        def write(result: dict[str, Any]) -> None:
+        def write(result: dict[str, object]) -> None:
             results.append(result)
             bar.update()
 

@@ -304,10 +304,11 @@ def _show_throughput(results: list["Measurement"]) -> None:
 def _show_latency(results: list["Measurement"]) -> None:
     table = options.new_table("workload", "figure", "p50 ms", "p95 ms", "p99 ms")
     for result in results:
-        for name in ("ttft", "tpot", "itl"):
-            if (percentiles := getattr(result.figures, f"{name}_ms")) is not None:
+        figures = result.figures
+        for name, percentiles in {"TTFT": figures.ttft_ms, "TPOT": figures.tpot_ms, "ITL": figures.itl_ms}.items():
+            if percentiles is not None:
                 numbers = (f"{value:.2f}" for value in (percentiles.p50, percentiles.p95, percentiles.p99))
-                table.add_row(result.workload, name.upper(), *numbers)
+                table.add_row(result.workload, name, *numbers)
     options.print_table(table)
 
 
@@ -352,9 +353,10 @@ def serve(
 
 def _show_serve(result: "ServeFigures") -> None:
     table = options.new_table("figure", "mean ms", "p50 ms", "p95 ms", "p99 ms", title=f"workload {result.workload}")
-    for name in ("ttft", "tpot", "itl", "e2el"):
-        if (percentiles := getattr(result, f"{name}_ms")) is not None:
-            table.add_row(name.upper(), *(f"{value:.2f}" for value in asdict(percentiles).values()))
+    latencies = {"TTFT": result.ttft_ms, "TPOT": result.tpot_ms, "ITL": result.itl_ms, "E2EL": result.e2el_ms}
+    for name, percentiles in latencies.items():
+        if percentiles is not None:
+            table.add_row(name, *(f"{value:.2f}" for value in asdict(percentiles).values()))
     options.print_table(table)
     print(f"{result.num_requests} requests in {result.duration_s:.2f} s, {result.num_failed} failed")
     print(f"{result.requests_per_s:.2f} requests/s", end="")

@@ -32,7 +32,7 @@ class LocalModel:
 
     given: set[str] | None = None
 
-    def __init__(self, llm: "LLM", name: str = "", chat_template_kwargs: dict[str, Any] | None = None) -> None:
+    def __init__(self, llm: "LLM", name: str = "", chat_template_kwargs: dict[str, object] | None = None) -> None:
         self._llm, self._name, self._chat_template_kwargs = llm, name, chat_template_kwargs
         self.max_model_len: int | None = llm.info.max_model_len
 

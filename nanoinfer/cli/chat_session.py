@@ -153,7 +153,7 @@ class ChatSession:
             (self.model.given.discard if is_default and name not in self._first_given else self.model.given.add)(name)
         note(f"({name} is {self._value_of(name)})")
 
-    def _value_of(self, name: str) -> Any:
+    def _value_of(self, name: str) -> object:
         is_known = self.model.given is None or name in self.model.given
         return getattr(self.params, name) if is_known else "as the server has it"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from nanoinfer.errors import NanoinferError, suggest
 
@@ -26,7 +26,7 @@ _stderr = Console(stderr=True)
 class Command(TyperCommand):
     """A command whose help has a section for each group of options, and whose errors name options."""
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: Any) -> object:
         with cli_errors({one.name: max(one.opts, key=len) for one in self.params if one.param_type_name == "option"}):
             return super().invoke(ctx)
 
@@ -37,7 +37,8 @@ class Command(TyperCommand):
         sections: dict[str, list[tuple[str, str]]] = {}
         for one in self.get_params(ctx):
             is_argument = one.param_type_name == "argument"
-            heading = "Arguments" if is_argument else getattr(one, "rich_help_panel", None) or "Options"
+            panel = isinstance(one, TyperOption) and one.rich_help_panel
+            heading = "Arguments" if is_argument else panel or "Options"
             if record := one.get_help_record(ctx):
                 names = (one.metavar or str(one.name).upper()) if is_argument else record[0]
                 sections.setdefault(heading, []).append((names, record[1]))
@@ -59,7 +60,7 @@ class Commands(TyperGroup):
         with cli_errors():
             return super().make_context(*args, **more)
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: Any) -> object:
         with cli_errors():
             return super().invoke(ctx)
 

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
@@ -27,7 +27,6 @@ from nanoinfer.errors import UnsupportedError, first_line
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.memory import memory_for_cache
 from nanoinfer.fast.batch_independence import scratch_sequences
-from nanoinfer.fast.compile import CompiledModel
 from nanoinfer.fast.cpu.attention import KernelBackend
 from nanoinfer.fast.cpu.native import cache_folder, find_compiler, processor
 from nanoinfer.loading.loader import cpu_has_fast_bf16, load
@@ -198,9 +197,9 @@ def examine_model(model: str | None) -> dict[str, str]:
     """
     config = EngineConfig(model=model)
     parts = make_parts(load(config).model, config)
-    report = cast(CompiledModel, parts.report)
-    compiled = {path or "the model": f"compiled, {num} kernel calls" for path, num in report.compiled.items()}
-    left = {path or "the model": f"runs as it is: {why}" for path, why in report.left.items()}
+    assert parts.report is not None, "the model does not run eagerly"
+    compiled = {path or "the model": f"compiled, {num} kernel calls" for path, num in parts.report.compiled.items()}
+    left = {path or "the model": f"runs as it is: {why}" for path, why in parts.report.left.items()}
     bits = "the same in any batch" if parts.is_batch_independent else "may depend on the batch"
     return compiled | left | {"a row's bits": bits}
 

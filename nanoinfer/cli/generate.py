@@ -19,6 +19,7 @@ from rich.text import Text
 from nanoinfer.cli import options
 from nanoinfer.errors import InvalidPromptError, InvalidValueError, NanoinferError
 from nanoinfer.outputs import CompletionOutput, RequestOutput
+from nanoinfer.prompts import PromptType
 from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def generate(
         logprobs=logprobs,
         structured_outputs=None if json_schema is None else StructuredOutputsParams(json=options.read_file(json_schema)),
     )
-    request: Any = llm.render_chat([{"role": "user", "content": text}]) if chat else text
+    request: PromptType = llm.render_chat([{"role": "user", "content": text}]) if chat else text
     printer = Printer()
     if echo and not as_json:
         printer.print(text)

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
@@ -41,7 +40,7 @@ class Inspection:
     num_file_bytes: int  # of the weights on the disk
     quantization: str | None  # "gguf", or the method of config.json. None means not quantised
     dtype: str | None = None  # in which it runs on this machine
-    special_ids: dict[str, Any]  # bos, eos and pad: an id, a list of ids or None
+    special_ids: dict[str, object]  # bos, eos and pad: an id, a list of ids or None
     has_tokenizer: bool | None = None
     has_chat_template: bool | None = None  # None if the tokenizer cannot be loaded
     num_weight_bytes: int | None = None  # of the weights in memory, in `dtype`
@@ -132,7 +131,7 @@ def print_inspection(found: Inspection) -> None:
     def size(num_bytes: int | None) -> str | None:
         return None if num_bytes is None else f"{num_bytes / 1e6:,.1f} MB"
 
-    def number(value: Any, unit: str = "") -> str | None:
+    def number(value: object, unit: str = "") -> str | None:
         return f"{value:,}{unit}" if isinstance(value, int) else None
 
     def answer(flag: bool | None) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -146,7 +146,7 @@ def _check(workbook: "Workbook", task: "Task") -> "Failure | None":
     from nanoinfer.learn.check import check as compare_cases
 
     file, name = workbook.file(task.name), task.function.name
-    version: Callable[..., Any] | None = None
+    version: Callable[..., object] | None = None
     try:
         with _limited(SECONDS):
             version = workbook.load(task.name, name)
@@ -159,11 +159,11 @@ def _check(workbook: "Workbook", task: "Task") -> "Failure | None":
 @contextmanager
 def _limited(seconds: int) -> Iterator[None]:
     """Raise TimeoutError in the running code, where the system has such a timer."""
-    if not hasattr(signal, "SIGALRM"):
+    if "SIGALRM" not in signal.Signals.__members__:
         yield
         return
 
-    def stop(number: int, frame: Any) -> None:
+    def stop(number: int, frame: object) -> None:
         raise TimeoutError
 
     before = signal.signal(signal.SIGALRM, stop)

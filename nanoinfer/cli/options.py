@@ -17,7 +17,7 @@ from functools import wraps
 from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 import typer
 from rich import box
@@ -211,7 +211,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
         options += [_described(member, getattr(groups.get(one.name), "heading", None)) for member in members]
 
     @wraps(command)
-    def with_groups(**given: Any) -> None:
+    def with_groups(**given: object) -> None:
         for name, group in groups.items():
             given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
         command(**given)
@@ -236,7 +236,7 @@ METAVARS = {int: "N", float: "NUMBER", str: "TEXT", Path: "FILE"}
 
 def _described(option: Parameter, heading: str | None) -> Parameter:
     """Return an option with a short word for its value and a heading in the help, unless it has its own."""
-    kind, *more = get_args(option.annotation) if hasattr(option.annotation, "__metadata__") else (None,)
+    kind, *more = get_args(option.annotation) if get_origin(option.annotation) is Annotated else (None,)
     if not more or not isinstance(more[0], OptionInfo):
         return option
     while kind not in METAVARS and get_args(kind):  # int | None, list[str] | None
@@ -344,7 +344,7 @@ def resolve_sampling_params(llm: "LLM", sampling: SamplingOptions, **more: Any) 
     return params
 
 
-def resolve_chat_template_kwargs(llm: "LLM | None", options: ChatTemplateOptions) -> dict[str, Any]:
+def resolve_chat_template_kwargs(llm: "LLM | None", options: ChatTemplateOptions) -> dict[str, object]:
     """Return the variables for the template of an LLM, which must contain them. None is a server, with an unknown template."""
     given = read_json("--chat-template-kwargs", options.chat_template_kwargs or "{}")
     if not isinstance(given, dict):

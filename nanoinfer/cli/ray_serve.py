@@ -6,7 +6,7 @@ application, whose replicas each have an engine and the endpoints. Ray's configu
 
 import os
 from dataclasses import fields
-from typing import Any, TypeVar, get_type_hints
+from typing import TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from ray import serve
@@ -21,7 +21,7 @@ from nanoinfer.server.run import share_the_process
 G = TypeVar("G")
 
 
-def build_app(args: dict[str, Any]) -> serve.Application:
+def build_app(args: dict[str, object]) -> serve.Application:
     """Make the application of one deployment, named nanoinfer.
 
     Args:
@@ -61,7 +61,7 @@ class ServeReplica:
         self._async_llm.check_health()
 
 
-def _read(group: type[G], args: dict[str, Any]) -> G:
+def _read(group: type[G], args: dict[str, object]) -> G:
     """Make a group of options, in which a single string for a list becomes a list of one."""
     hints = get_type_hints(group)
     given = {field.name: args[field.name] for field in fields(group) if field.name in args}  # type: ignore[arg-type]

@@ -169,8 +169,7 @@ class LeadingShards(Shards):
         if routes:  # without enforce_eager
             model: Any = parts.model
             routes = (SplitSampling(model.lm_head, self.workers), *routes)
-        wrappers = *parts.wrappers, partial(LeadingRunner, workers=self.workers)
-        return replace(super().connect(parts), routes=routes, wrappers=wrappers)
+        return replace(super().connect(parts), routes=routes).wrapped(partial(LeadingRunner, workers=self.workers))
 
 
 class LeadingRunner(RunnerWrapper):
@@ -193,7 +192,7 @@ class LeadingRunner(RunnerWrapper):
 
         return HeadRows(hidden[rows], head)
 
-    def on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> T:
+    def on_all_ranks(self, function: Callable[..., T], *arguments: object) -> T:
         with self.workers.together(CALL, (function, [pack(argument) for argument in arguments])):
             return function(self, *arguments)
 
@@ -233,7 +232,7 @@ def serve(connection: Connection, runner: ModelRunner, device: torch.device) -> 
             function(runner, *(unpack(one, device) for one in arguments))
 
 
-def pack(value: Any) -> Any:
+def pack(value: object) -> object:
     """Make a command's argument fit to be sent: arrays in place of tensors, whose memory torch would share."""
     if isinstance(value, Tensor) and value.dtype is torch.bfloat16:  # which numpy does not know
         return torch.bfloat16, pack(value.view(torch.int16))
@@ -241,8 +240,10 @@ def pack(value: Any) -> Any:
         return value.cpu().numpy()
     if is_dataclass(value) and not isinstance(value, type):
         return type(value), {field.name: pack(getattr(value, field.name)) for field in fields(value)}
-    if type(value) in (tuple, dict):  # of the metadata of several KV groups, of an adapter's updates
-        return type(value), [pack(one) for one in (value.items() if type(value) is dict else value)]
+    if type(value) is dict:  # an adapter's updates
+        return dict, [pack(one) for one in value.items()]
+    if type(value) is tuple:  # of the metadata of several KV groups
+        return tuple, [pack(one) for one in value]
     return value
 
 

@@ -28,9 +28,11 @@ from nanoinfer.loading.weights import TensorInfo, Weights
 from nanoinfer.models.gemma3 import Gemma3ForCausalLM
 from nanoinfer.models.gpt2 import GPT2LMHeadModel
 from nanoinfer.models.gpt_oss import GptOssExperts, GptOssForCausalLM
+from nanoinfer.models.layers import Untraced
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.qwen import QwenForCausalLM
 from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeForCausalLM
+from nanoinfer.models.registry import ModelConfig
 from nanoinfer.system.pages import release_pages
 
 # What a rank has of a layer. qkv: a column layer for q, k and v at once. kv: a column layer with num_key_value_heads heads.
@@ -70,7 +72,7 @@ SPLITS: dict[type[nn.Module], dict[str, Split]] = {
 _INNER_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
-def check_shards(model_class: type[Any], config: Any, size: int) -> None:
+def check_shards(model_class: type[nn.Module], config: ModelConfig, size: int) -> None:
     """Refuse a number of ranks that a model cannot be split into, and name those that are possible."""
     if model_class not in SPLITS:
         names = ", ".join(family.__name__ for family in SPLITS)
@@ -85,11 +87,11 @@ def check_shards(model_class: type[Any], config: Any, size: int) -> None:
         )
 
 
-def _inner_sizes(config: Any) -> dict[str, int]:
+def _inner_sizes(config: ModelConfig) -> dict[str, int]:
     return {name: getattr(config, name) for name in _INNER_SIZES if getattr(config, name, None) is not None}
 
 
-def _fits(config: Any, size: int) -> bool:
+def _fits(config: ModelConfig, size: int) -> bool:
     num_kv_heads = config.num_key_value_heads
     return (
         config.num_attention_heads % size == 0
@@ -142,7 +144,7 @@ class Shards:
             shard = type(model)(dataclasses.replace(config, **local))
         return shard, self.part_of(weights, type(model), config)
 
-    def part_of(self, weights: Weights, model_class: type[Any], config: Any) -> Weights:
+    def part_of(self, weights: Weights, model_class: type[Any], config: ModelConfig) -> Weights:
         """This rank's part of a whole model's Weights."""
         return ShardedWeights(weights, model_class, config, self.rank, self.size)
 
@@ -157,7 +159,7 @@ class Shards:
         axis, whole = (1, update.a) if split == "row" else (0, update.b)
         parts = parts_of(split, whole.shape[axis], self.whole.config, self.rank, self.size)
         part = torch.cat([whole[:, one] if axis else whole[one] for one in parts], dim=axis)  # a copy, not to keep the whole
-        return dataclasses.replace(update, **{"a" if axis else "b": part})
+        return dataclasses.replace(update, a=part) if axis else dataclasses.replace(update, b=part)
 
     def join(self, model: Any, vocab_size: int) -> None:
         """Replace the layers of a rank's loaded model that give a part of a result by modules that join the parts.
@@ -195,7 +197,7 @@ class Shards:
         return dataclasses.replace(parts, is_batch_independent=is_independent, ranks=self.communicator)
 
 
-def split_of(model_class: type[Any], layer: str) -> Split | None:
+def split_of(model_class: type[nn.Module], layer: str) -> Split | None:
     """What a rank has of a layer, or None if every rank has all of it."""
     return next((split for end, split in SPLITS[model_class].items() if f".{layer}".endswith(f".{end}")), None)
 
@@ -225,7 +227,7 @@ def parts_of(split: Split, total: int, config: Any, rank: int, size: int) -> lis
 class ShardedWeights(Weights):
     """A rank's part of each tensor of `base`. Only this part is kept, and where it is whole rows, only it is read."""
 
-    def __init__(self, base: Weights, model_class: type[Any], config: Any, rank: int, size: int) -> None:
+    def __init__(self, base: Weights, model_class: type[Any], config: ModelConfig, rank: int, size: int) -> None:
         self._base, self._rank, self._size = base, rank, size
         self._model_class, self._rules, self._config = model_class, model_class.weight_rules, config
         self.has_empty_biases = base.has_empty_biases
@@ -276,27 +278,24 @@ class ShardedWeights(Weights):
         return axis, parts_of(split, shape[axis], self._config, self._rank, self._size)
 
 
-# ---- modules that take and return what the whole module does, and hold one rank's part of its weight
+# ---- modules that take and return what the whole module does, and hold one rank's part of its weight. All ranks make the same
+# calls, so they are untraced
 
 
-class AllReduced(nn.Module):
+class AllReduced(Untraced):
     """The sum over the ranks of a module's results."""
-
-    runs_untraced = True  # all ranks make the same calls
 
     def __init__(self, module: nn.Module, communicator: Communicator) -> None:
         super().__init__()
-        self.module: Any = module
+        self.module = module
         self.communicator = communicator
 
     def forward(self, x: Float[Tensor, "num_tokens in"]) -> Float[Tensor, "num_tokens out"]:
         return self.communicator.all_reduce(self.module(x))
 
 
-class VocabularyEmbedding(nn.Module):
+class VocabularyEmbedding(Untraced):
     """An embedding whose rows are on several ranks. first_id: the first id whose row this rank has."""
-
-    runs_untraced = True
 
     def __init__(self, embedding: nn.Embedding, first_id: int, communicator: Communicator) -> None:
         super().__init__()
@@ -311,10 +310,8 @@ class VocabularyEmbedding(nn.Module):
         return self.communicator.all_reduce(found.masked_fill(is_elsewhere.unsqueeze(1), 0.0))
 
 
-class VocabularyHead(nn.Module):
+class VocabularyHead(Untraced):
     """An LM head whose outputs are on several ranks. Every rank gets all logits."""
-
-    runs_untraced = True
 
     def __init__(self, head: nn.Module, vocab_size: int, communicator: Communicator) -> None:
         super().__init__()

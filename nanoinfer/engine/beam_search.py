@@ -12,7 +12,6 @@ scores and end. Scores are added in float32, as there.
 """
 
 from collections import deque
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +32,7 @@ Floats = npt.NDArray[np.float32]
 class BeamSearch:
     """The searches of one call, as many prompts at a time as fit."""
 
-    def __init__(self, engine: LLMEngine, prompts: Any, params: BeamSearchParams) -> None:
+    def __init__(self, engine: LLMEngine, prompts: object, params: BeamSearchParams) -> None:
         """Raises: InvalidPromptError, NanoinferError (too few free blocks), with the prompt's index."""
         engine.check_accepting()
         self._engine = engine

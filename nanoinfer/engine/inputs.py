@@ -82,12 +82,12 @@ class InputProcessor:
         self._accepts_priority = accepts_priority
         self.adapters = adapters
 
-    def prepare(self, prompt: Any, params: SamplingParams, priority: int | None = None, **options: Any) -> PreparedRequest:
+    def prepare(self, prompt: object, params: SamplingParams, priority: int | None = None, **options: Any) -> PreparedRequest:
         """Parse, tokenise and check one prompt, and compile its grammar. Raises: as the two methods below do."""
         return self.compile_grammar(self.prepare_prompt(prompt, params, priority, **options))
 
     def prepare_prompt(
-        self, prompt: Any, params: SamplingParams, priority: int | None = None, lora_request: "LoRARequest | None" = None
+        self, prompt: object, params: SamplingParams, priority: int | None = None, lora_request: "LoRARequest | None" = None
     ) -> PreparedRequest:
         """Parse, tokenise and check one prompt. A prompt that is too long is not refused, see PreparedRequest.error.
 
@@ -150,7 +150,7 @@ class InputProcessor:
                 prepared.append(self.prepare(prompt, its_params, **dict(zip(options, its_options, strict=True))))
         return prepared
 
-    def render_chat(self, messages: Any, **rendering: Any) -> TokensPrompt:
+    def render_chat(self, messages: object, **rendering: Any) -> TokensPrompt:
         """Render one conversation as a prompt. The keyword arguments are those of chat.messages.render_chat."""
         from nanoinfer.chat.messages import render_chat
 
@@ -183,7 +183,7 @@ class InputProcessor:
                 constrained.append(constrain_calls(one, prompt["prompt"] or "", schemas, tool_choice, self.tokenizer))
         return prompts, constrained
 
-    def _parse(self, prompt: Any) -> tuple[str | None, list[int]]:
+    def _parse(self, prompt: object) -> tuple[str | None, list[int]]:
         """The text, if there is one, and the token ids. If a dict holds both, the ids are used and the text is only shown."""
         if isinstance(prompt, dict):
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
@@ -302,7 +302,7 @@ def with_prompt_index(index: int) -> Iterator[None]:
         raise type(error)(f"prompt {index}: {error}") from error
 
 
-def _token_ids(ids: Any) -> list[int]:
+def _token_ids(ids: object) -> list[int]:
     """A new list of plain ints. numpy's integers are accepted."""
     if isinstance(ids, list | tuple):
         if all(type(i) is int for i in ids):

@@ -6,7 +6,7 @@ In: prompts and SamplingParams. Out: Requests, whose outputs grow as step() is c
 import logging
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanoinfer import tracing
 from nanoinfer.config import EngineConfig
@@ -118,7 +118,7 @@ class LLMEngine:
 
     # ---- requests
 
-    def add_request(self, prompt: Any, params: SamplingParams, *, streaming: bool = False) -> Request:
+    def add_request(self, prompt: object, params: SamplingParams, *, streaming: bool = False) -> Request:
         """Prepare a prompt and queue it. Raises: as InputProcessor.prepare does."""
         return self.submit(self.inputs.prepare(prompt, params), streaming=streaming)
 

@@ -6,7 +6,6 @@ with one sampled token, which nobody reads, so it needs no rule of its own, and 
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest, as_list, with_prompt_index
 from nanoinfer.errors import InvalidPromptError, NanoinferError
@@ -18,8 +17,8 @@ PARAMS = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
 def prepare(
     inputs: InputProcessor,
-    prompt: Any,
-    reader: Any,
+    prompt: object,
+    reader: object,
     max_model_len: int,
     *,
     priority: int | None = None,
@@ -32,7 +31,7 @@ def prepare(
     return replace(prepared, reader=reader, error=error)
 
 
-def prepare_all(prompts: Any, prepare_one: Callable[[Any], PreparedRequest]) -> list[PreparedRequest]:
+def prepare_all(prompts: object, prepare_one: Callable[..., PreparedRequest]) -> list[PreparedRequest]:
     """Prepare one prompt or a list of them. Raises: InvalidPromptError, with the prompt's index, for one that is too long."""
     prepared = []
     for index, prompt in enumerate(as_list(prompts)):

@@ -41,6 +41,7 @@ from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.execution.model_runner import ModelRunner
 from nanoinfer.loading.held_weights import Shards
+from nanoinfer.loading.quantization import QuantizedLinear
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout
 from nanoinfer.scheduling.sequence import Sequence
@@ -187,7 +188,7 @@ class BlockFiles:
                     self.discard(entry)  # as someone did meanwhile
         os.close(self._lock)
 
-    def _try(self, function: Callable[..., object], *arguments: Any) -> None:
+    def _try(self, function: Callable[..., object], *arguments: object) -> None:
         """Call a function while no other process writes. If it fails, log why, once for each reason, and go on."""
         import fcntl
 
@@ -270,7 +271,7 @@ def private_folder(name: str) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", error)  # without the whole name
+        reason = error.strerror if isinstance(error, OSError) else error  # without the whole name
         raise InvalidValueError(f"prefix_cache_dir must be a folder that can be made, got {shown(name)}: {reason}") from error
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise InvalidValueError(
@@ -323,8 +324,7 @@ def store_of(model: Any, config: EngineConfig, shards: Shards | None = None) -> 
     if sys.platform == "win32":
         raise UnsupportedError("prefix_cache_dir needs the file locks of Linux or macOS; leave it out")
     names, weights = zip(*model.named_parameters(), strict=True)
-    found = [getattr(module, "weight", None) for module in model.modules()]
-    rounded: list[Any] = [weight for weight in found if hasattr(weight, "integers")]  # QuantizedWeights are no parameters
+    rounded = [module.weight for module in model.modules() if isinstance(module, QuantizedLinear)]  # which are no parameters
     integers = [tensor for weight in rounded for tensor in (weight.integers, weight.scales, weight.zeros)]
     with ThreadPoolExecutor() as pool:
         digests = [*pool.map(_sha256, [*weights, *integers])]

@@ -5,7 +5,7 @@ In: a StepPlan. Out: a ForwardBatch. AttentionMetadata's docstring has an exampl
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanoinfer import tracing
 from nanoinfer.attention.base import AttentionMetadata, StateRows
-from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.sequence import RequestAdapter, Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.system.transfer import integers_on_device
 
@@ -46,7 +46,8 @@ class ForwardBatch:
     Attributes:
         logits_indices: the packed tokens whose hidden rows enter the LM head, in the order of plan.rows.
         attention: the same for all layers, or of the first KV group. further_groups has it for the others.
-        adapters: of requests, each with the first packed token that uses it, and the one after the last.
+        adapters: of requests, or the digest of one that a rank has already, each with the first packed token that uses it, and
+            the one after the last.
         hidden_slots: of a drafter's sequences, as StepPlan has them.
     """
 
@@ -56,7 +57,7 @@ class ForwardBatch:
     attention: AttentionMetadata
     block_copies: list[tuple[int, int]]
     further_groups: tuple[AttentionMetadata, ...] = ()
-    adapters: tuple[tuple[Any, int, int], ...] = ()
+    adapters: tuple[tuple[RequestAdapter | str, int, int], ...] = ()
     hidden_slots: tuple[tuple[Sequence, list[int]], ...] = ()
 
     @classmethod
@@ -108,7 +109,7 @@ class ForwardBatch:
         for tables_of_group in zip(*(seq.more_block_tables for seq in packed.sequences), strict=True):
             groups.append(_in_group(attention, list(tables_of_group), packed.positions, block_size))
         runs = zip(packed.sequences, query_start_loc, query_start_loc[1:], strict=False)
-        adapters = tuple((seq.adapter, *run) for seq, *run in runs if seq.adapter is not None)
+        adapters = tuple((seq.adapter, start, stop) for seq, start, stop in runs if seq.adapter is not None)
         if has_single_queries:
             groups = list(map(single_queries, groups))
         return cls(ids, positions, rows, groups[0], list(plan.block_copies), tuple(groups[1:]), adapters, plan.hidden_slots)

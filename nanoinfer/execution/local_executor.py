@@ -6,7 +6,7 @@ In: finished parts (parts.py) and StepPlans. Out: StepOutputs.
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -30,6 +30,7 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 PROMPT_LOGITS = 2**22  # logits of a prompt that are computed at a time for prompt_logprobs: 16 MB
 
 
+@runtime_checkable
 class PromptReader(Protocol):
     """Reads the hidden rows of one prompt (Sequence.reader), as rollouts.py and pooling.py do."""
 
@@ -176,7 +177,7 @@ class LocalExecutor:
         row_of = {seq: row for row, (seq, _) in enumerate(plan.rows)}
         for part in plan.prompt_rows:
             seq, num_top = part.sequence, part.sequence.params.prompt_logprobs
-            if seq.reader is not None:
+            if isinstance(seq.reader, PromptReader):
                 seq.reader.read(self, hidden, part, ends, row_of.get(seq))
             elif num_top is not None:
                 logprobs = self.prompt_logprobs(hidden, part, self.info.vocab_size if num_top == -1 else num_top)

@@ -143,8 +143,8 @@ def available_cpu_memory() -> int:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):  # not Linux: half of the machine's memory, or 8 GiB if that is unknown
-        has_sysconf = hasattr(os, "sysconf")
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if has_sysconf else 2 * DEFAULT_CPU_MEMORY
+        is_unix = os.name == "posix"
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if is_unix else 2 * DEFAULT_CPU_MEMORY
     try:
         limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())

@@ -6,7 +6,7 @@ how tokens are sampled.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -60,7 +60,7 @@ class ModelRunner:
         """
         return HeadRows(hidden[rows], self.model.compute_logits)
 
-    def on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> T:
+    def on_all_ranks(self, function: Callable[..., T], *arguments: object) -> T:
         """Call function(runner, *arguments) here, and on the other ranks that share the model."""
         return function(self, *arguments)
 
@@ -81,7 +81,7 @@ class RunnerWrapper(ModelRunner):
     def head_rows(self, hidden: Float[Tensor, "num_tokens hidden"], rows: Int[Tensor, " num_rows"] | slice) -> HeadRows:
         return self.inner.head_rows(hidden, rows)
 
-    def on_all_ranks(self, function: Callable[..., T], *arguments: Any) -> T:
+    def on_all_ranks(self, function: Callable[..., T], *arguments: object) -> T:
         return self.inner.on_all_ranks(function, *arguments)
 
 

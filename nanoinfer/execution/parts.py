@@ -4,7 +4,7 @@ In: a model with its weights. Out: Parts, from which engine/build.py makes an ex
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -28,6 +28,13 @@ class Ranks(Protocol):
     @property
     def size(self) -> int: ...
     def minimum(self, number: int) -> int: ...
+
+
+class CompileReport(Protocol):
+    """What was compiled of a model (fast/compile.py), by the paths of its modules. "" is the model."""
+
+    compiled: dict[str, int]  # numbers of kernel calls
+    left: dict[str, str]  # why a module runs as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +69,16 @@ class Parts:
     routes: tuple[Route, ...] = ()
     make_decode_graphs: Callable[[ExecutorInfo], StepGraphs] | None = None
     is_batch_independent: bool = False
-    report: object = None
+    report: CompileReport | None = None
     reserved_bytes: int = 0
     weights: HeldWeights = field(default_factory=HeldWeights)
     wrappers: tuple[Callable[[ModelRunner], ModelRunner], ...] = ()
     kept_bytes_per_token: int = 0
     ranks: Ranks | None = None
+
+    def wrapped(self, wrap: Callable[[ModelRunner], ModelRunner]) -> "Parts":
+        """Return the same parts, whose runner has a further wrapper."""
+        return replace(self, wrappers=(*self.wrappers, wrap))
 
     @property
     def bytes_per_block(self) -> int:

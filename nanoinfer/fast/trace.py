@@ -2,8 +2,8 @@
 
 In: a module. Out: a Trace, whose graph calls linear layers, norms, embeddings, the attention and torch's own functions in the
 order of the forward pass. A submodule whose forward pass depends on values (a router that sends tokens to experts) cannot be
-recorded. It stays one call of the graph, and the trace says why. A submodule with the attribute `runs_untraced` also stays one
-call: it reaches other processes, so symbols must not enter it.
+recorded. It stays one call of the graph, and the trace says why. An Untraced submodule also stays one call: it reads the step,
+or reaches other processes, so symbols must not enter it.
 
 Source of the method: Reed et al. 2022, https://arxiv.org/abs/2112.08429
 """
@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx, nn
 
 from nanoinfer.loading.held_weights import HookInKernels
-from nanoinfer.models.layers import RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm
+from nanoinfer.models.layers import RMSNorm, RotaryEmbedding, Untraced, ZeroCentredRMSNorm
 
 # The forward passes of modules that stay one call. A subclass counts as one of these unless it has a forward of its own.
 _LEAVES = (nn.Linear, nn.LayerNorm, RMSNorm, ZeroCentredRMSNorm, nn.Embedding, RotaryEmbedding)
@@ -50,7 +50,7 @@ class Trace:
         is_attribute = isinstance(given, fx.Node) and given.op == "get_attr"
         return self.owned[str(given.target)] if is_attribute else given
 
-    def name(self, prefix: str, value: Any) -> str:
+    def name(self, prefix: str, value: object) -> str:
         """Own another module, and return the name by which the graph may call it."""
         name = f"{prefix}_{sum(name.startswith(prefix) for name in self.owned)}"
         self.owned[name] = value
@@ -107,7 +107,7 @@ class _Tracer(fx.Tracer):
         self.untraced: dict[str, Exception] = {}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return type(m).forward in LEAVES or has_hooks(m) or getattr(m, "runs_untraced", False)
+        return type(m).forward in LEAVES or has_hooks(m) or isinstance(m, Untraced)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if threading.get_ident() != self._thread:

@@ -6,12 +6,12 @@ In: a Task and a function. Out: a Failure in plain words, or None.
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from types import FunctionType
 
 import torch
 from torch import Tensor
 
-from nanoinfer.learn.workbook import Function
+from nanoinfer.learn.workbook import Function, Version
 
 SECONDS = 20  # for all cases of one task, after which a TimeoutError is raised in them
 TOLERANCE = 1e-5
@@ -28,7 +28,7 @@ class Case:
     """
 
     given: str
-    observe: Callable[[Callable[..., Any]], Any]
+    observe: Callable[[Version], object]
     exact: bool = True
 
 
@@ -62,12 +62,12 @@ class Failure:
         return f"given     {self.given}\nexpected  {self.expected}\ngot       {self.got}"
 
 
-def calling(*arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+def calling(*arguments: object) -> Callable[[Version], object]:
     """What a version returns for copies of these arguments."""
     return lambda version: version(*(value.clone() if isinstance(value, Tensor) else value for value in arguments))
 
 
-def check(task: Task, version: Callable[..., Any]) -> Failure | None:
+def check(task: Task, version: Version) -> Failure | None:
     """Return the first case in which the version differs from the engine's."""
     for case in task.cases():
         expected = case.observe(task.function.original)
@@ -84,13 +84,13 @@ def check(task: Task, version: Callable[..., Any]) -> Failure | None:
     return None
 
 
-def describe_error(error: BaseException, version: Callable[..., Any] | None = None) -> str:
+def describe_error(error: BaseException, version: Version | None = None) -> str:
     """An error in one line, with the learner's own line where it happened."""
     if isinstance(error, NotImplementedError):
         return "nothing: the function is not written yet"
     if isinstance(error, SyntaxError):
         return f"a SyntaxError in line {error.lineno}: {error.msg}"
-    file = version.__code__.co_filename if version is not None and hasattr(version, "__code__") else None
+    file = version.__code__.co_filename if isinstance(version, FunctionType) else None
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if file in (None, frame.filename)]
     where = f" in line {lines[-1]}" if lines else ""
     if isinstance(error, TimeoutError):
@@ -98,7 +98,7 @@ def describe_error(error: BaseException, version: Callable[..., Any] | None = No
     return f"{type(error).__name__}{where}: {error}"
 
 
-def same(expected: Any, got: Any, *, exact: bool = True) -> bool:
+def same(expected: object, got: object, *, exact: bool = True) -> bool:
     if isinstance(expected, Tensor):
         if not isinstance(got, Tensor) or got.shape != expected.shape or got.dtype != expected.dtype:
             return False
@@ -112,12 +112,13 @@ def same(expected: Any, got: Any, *, exact: bool = True) -> bool:
             and all(same(expected[k], got[k], exact=exact) for k in expected)
         )
     if isinstance(expected, list | tuple):
-        same_kind = isinstance(got, type(expected)) and len(expected) == len(got)
-        return same_kind and all(same(a, b, exact=exact) for a, b in zip(expected, got, strict=True))
+        if not isinstance(got, type(expected)) or len(expected) != len(got):
+            return False
+        return all(same(a, b, exact=exact) for a, b in zip(expected, got, strict=True))
     return type(expected) is type(got) and bool(expected == got)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value in a form short enough to read."""
     if isinstance(value, Tensor):
         numbers = value.tolist() if value.numel() <= 24 else [*value.flatten()[:16].tolist(), "..."]
@@ -129,7 +130,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 600 else text[:600] + " ..."
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: object) -> object:
     if isinstance(value, list):
         return [_rounded(part) for part in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value

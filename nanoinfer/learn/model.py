@@ -1,7 +1,6 @@
 """The tasks inside the model and its cache: attention, positions, norms, integers, the LM head's split."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -9,12 +8,10 @@ from torch import Tensor
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.learn.check import Case, Task, calling
-from nanoinfer.learn.workbook import Function
+from nanoinfer.learn.workbook import Function, Version
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
-
-Version = Callable[..., Any]
 
 
 def _random(seed: int, *shape: int) -> Tensor:
@@ -40,7 +37,7 @@ def _paged_cases() -> Iterator[Case]:
     """Sequences in mixed blocks, some with tokens in the cache already."""
     for seed in range(40):
 
-        def observe(version: Version, seed: int = seed) -> Any:
+        def observe(version: Version, seed: int = seed) -> object:
             generator = torch.Generator().manual_seed(seed)
             block_size, num_seqs = 1 + seed % 4, 1 + seed // 15
             cache = KVCache(num_layers=2, num_blocks=24, block_size=block_size, num_kv_heads=1, head_dim=4)

@@ -1,16 +1,13 @@
 """The tasks between the logits and a token."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from nanoinfer.learn.check import Case, Task, calling
-from nanoinfer.learn.workbook import Function
+from nanoinfer.learn.workbook import Function, Version
 from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch, StageEntries, TokenEntries
-
-Version = Callable[..., Any]
 
 _STAGES = "nanoinfer.sampling.stages"
 _DRAW = "nanoinfer.sampling.draw"
@@ -28,10 +25,10 @@ def _logits(seed: int, rows: int, vocab: int, *, ties: bool = False) -> Tensor:
     return logits.masked_fill(dropped, -INF)
 
 
-def batch_of(num_rows: int, entries: StageEntries | None = None, **columns: Tensor) -> SamplingBatch:
-    """What a stage is given of rows that are not drawn here. columns: of ParameterColumns, [num_rows] each."""
+def batch_of(num_rows: int, entries: StageEntries | None = None, columns: ParameterColumns | None = None) -> SamplingBatch:
+    """What a stage is given of rows that are not drawn here."""
     u = torch.zeros(num_rows, dtype=torch.float64)
-    return SamplingBatch(columns=ParameterColumns(**columns), entries=entries or StageEntries(), u=u)
+    return SamplingBatch(columns=columns or ParameterColumns(), entries=entries or StageEntries(), u=u)
 
 
 def _words(logits: Tensor) -> str:
@@ -48,7 +45,7 @@ def _columns(values: list[float]) -> Iterator[tuple[Tensor, Tensor]]:
 def _temperature_cases() -> Iterator[Case]:
     for logits, column in _columns([0.5, 2.0, 1.0, 1.2e-38, 0.7]):
 
-        def observe(version: Version, logits: Tensor = logits, column: Tensor = column) -> Any:
+        def observe(version: Version, logits: Tensor = logits, column: Tensor = column) -> object:
             divided = version(logits.clone(), column)
             return divided.double().softmax(-1) if isinstance(divided, Tensor) else divided
 
@@ -62,7 +59,7 @@ def _temperature_cases() -> Iterator[Case]:
 
 def _min_p_cases() -> Iterator[Case]:
     for logits, column in _columns([0.1, 0.5, 1.0, 0.0, 0.03]):
-        batch = batch_of(len(column), min_p=column)
+        batch = batch_of(len(column), columns=ParameterColumns(min_p=column))
         yield Case(f"min_p {column.tolist()}, {_words(logits)}", calling(logits, batch), exact=False)
     off = _logits(1, 2, 4)
     yield Case(f"no row has min_p, {_words(off)}", calling(off, batch_of(2)))
@@ -112,11 +109,11 @@ def _penalty_cases() -> Iterator[Case]:
         penalty = torch.tensor([[2.0, 0.5, 1.3][(seed + row) % 3] for row in range(rows)])
         words = f"penalty {penalty.tolist()}, (row, id) {present.tolist()} with counts {counts.tolist()}, {_words(logits)}"
         entries = StageEntries(token_counts=TokenEntries(present[:, 0], present[:, 1], counts))
-        yield Case(words, calling(logits, batch_of(rows, entries, repetition_penalty=penalty)), False)
+        yield Case(words, calling(logits, batch_of(rows, entries, ParameterColumns(repetition_penalty=penalty))), False)
     off = _logits(1, 2, 4)
     yield Case(f"no row has a penalty, {_words(off)}", calling(off, batch_of(2)))
     entries = StageEntries(token_counts=TokenEntries(torch.tensor([0]), torch.tensor([0]), torch.tensor([1])))
-    tiny = batch_of(1, entries, repetition_penalty=torch.tensor([1e-38]))
+    tiny = batch_of(1, entries, ParameterColumns(repetition_penalty=torch.tensor([1e-38])))
     yield Case("penalty 1e-38, logits [[9, 1]], id 0", calling(torch.tensor([[9.0, 1.0]]), tiny), False)
 
 

@@ -1,24 +1,21 @@
 """The tasks of bookkeeping: blocks, prefixes, chunks, preemption, and the packed batch."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.execution import forward_batch
 from nanoinfer.learn.check import Case, Task
-from nanoinfer.learn.workbook import Function
+from nanoinfer.learn.workbook import Function, Version
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.prefix_index import PrefixIndex
 from nanoinfer.scheduling.scheduler import Scheduler, _Selection
 from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_rows_of, rows_of
-
-Version = Callable[..., Any]
 
 _BLOCKS = "nanoinfer.scheduling.block_manager"
 _SCHEDULER = "nanoinfer.scheduling.scheduler"
@@ -46,10 +43,12 @@ def _compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None
     return copies
 
 
-def _replay(name: str, block_size: int, prompts: list[list[int]], version: Version, *, caching: bool = True) -> dict[str, Any]:
+def _replay(
+    name: str, block_size: int, prompts: list[list[int]], version: Version, *, caching: bool = True
+) -> dict[str, object]:
     """Prompts come one after the other, every fifth one with a salt. Every second one ends, and the last two fork."""
     manager = _manager(name, version, 24, block_size, caching=caching)
-    seen: dict[str, Any] = {}
+    seen: dict[str, object] = {}
     alive = []
     for number, prompt in enumerate(prompts):
         seq = _sequence(prompt, cache_salt="salt" if number % 5 == 3 else None)
@@ -95,7 +94,7 @@ def _block_cases(name: str) -> Iterator[Case]:
         yield Case(given, partial(_replay, name, block_size, prompts, caching=caching))
 
 
-def _simulate(name: str, seed: int, version: Version) -> dict[str, Any]:
+def _simulate(name: str, seed: int, version: Version) -> dict[str, object]:
     """Run a whole scheduler on random requests in few blocks, with token ids instead of a model."""
     rng = random.Random(seed)
     block_size, size = rng.choice([1, 2, 4]), 1 + seed // 10
@@ -113,7 +112,7 @@ def _simulate(name: str, seed: int, version: Version) -> dict[str, Any]:
         )
         for _ in range(min(size, 6))
     ]
-    seen: dict[str, Any] = {"requests": f"blocks of {block_size}, {manager.num_blocks} in all, {config}"}
+    seen: dict[str, object] = {"requests": f"blocks of {block_size}, {manager.num_blocks} in all, {config}"}
     unfinished: list[Sequence] = []
     for step in range(400):
         for number, (when, prompt, num_new, has_fork) in enumerate(arrivals):
@@ -180,7 +179,7 @@ def _room_cases() -> Iterator[Case]:
         before, rng = _scheduler("make", print, seed, 8)
         place, num_new = rng.randrange(len(before.running)), rng.randint(1, 9)
 
-        def observe(version: Version, seed: int = seed, place: int = place, num_new: int = num_new) -> Any:
+        def observe(version: Version, seed: int = seed, place: int = place, num_new: int = num_new) -> object:
             scheduler, _ = _scheduler("_make_room", version, seed, 8)
             selection = _Selection(16)
             if place:  # the oldest was scheduled before it
@@ -201,7 +200,7 @@ def _running_cases() -> Iterator[Case]:
         before, rng = _scheduler("make", print, seed, 64)
         budget = rng.randint(1, 16)
 
-        def observe(version: Version, seed: int = seed, budget: int = budget) -> Any:
+        def observe(version: Version, seed: int = seed, budget: int = budget) -> object:
             scheduler, _ = _scheduler("_continue_running", version, seed, 64)
             selection = _Selection(budget)
             scheduler._continue_running(selection)
@@ -220,8 +219,8 @@ def _chunk_cases() -> Iterator[Case]:
                     words = f"{num_tokens} tokens, {start} computed, chunk grid {grid}, num_computed_tokens={given}"
 
                     def observe(
-                        version: Version, grid: int = grid, n: int = num_tokens, s: int = start, given: Any = given
-                    ) -> Any:
+                        version: Version, grid: int = grid, n: int = num_tokens, s: int = start, given: int | None = given
+                    ) -> object:
                         config = SchedulerConfig(max_num_batched_tokens=16, chunk_size=grid)
                         seq = _sequence(list(range(n)))
                         seq.num_computed_tokens = s if given is None else n // 2
@@ -231,7 +230,7 @@ def _chunk_cases() -> Iterator[Case]:
 
 
 def _pack_cases() -> Iterator[Case]:
-    def observe(version: Version, seed: int) -> Any:
+    def observe(version: Version, seed: int) -> object:
         rng = random.Random(seed)
         block_size = rng.choice([1, 2, 4])
         items = []

@@ -1,16 +1,15 @@
 """The tasks around the model: stop strings, drafts, a grammar's mask, beams."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
 from nanoinfer.engine.stopping import StopStrings
 from nanoinfer.learn.check import Case, Task, calling
 from nanoinfer.learn.sampling import batch_of
-from nanoinfer.learn.workbook import Function
+from nanoinfer.learn.workbook import Function, Version
 from nanoinfer.sampling.batch import StageEntries
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
@@ -18,17 +17,15 @@ from nanoinfer.scheduling.step_plan import ScheduledSequence
 from nanoinfer.speculative.ngram import NGramIndex
 from nanoinfer.structured.mask import GrammarMask
 
-Version = Callable[..., Any]
-
 _STOPPING = "nanoinfer.engine.stopping"
 
 
 def _text_cases(name: str) -> Iterator[Case]:
     """Text arrives in pieces. What is shown after each piece, and where it stops."""
 
-    def observe(version: Version, stops: list[str], pieces: list[str], include: bool, examine: list[bool]) -> Any:
+    def observe(version: Version, stops: list[str], pieces: list[str], include: bool, examine: list[bool]) -> object:
         text: StopStrings = type("Learners", (StopStrings,), {name: version})(stops, include_in_output=include)
-        seen: dict[str, Any] = {}
+        seen: dict[str, object] = {}
         for piece, is_examined in zip(pieces, examine, strict=True):
             stop = text.push(piece, examine=is_examined)
             seen[f"after piece {len(seen)} {piece!r}"] = (stop, text.release(everything=stop is not None), text.held)
@@ -59,7 +56,7 @@ def _accept_cases() -> Iterator[Case]:
 def _ngram_cases() -> Iterator[Case]:
     """An index is asked again as its sequence grows."""
 
-    def observe(version: Version, sizes: range, lengths: list[int], tokens: list[int], limit: int) -> Any:
+    def observe(version: Version, sizes: range, lengths: list[int], tokens: list[int], limit: int) -> object:
         index = NGramIndex(sizes)
         return {f"of the first {n} tokens": version(index, tokens[:n], limit) for n in lengths}
 

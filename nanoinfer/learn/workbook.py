@@ -35,6 +35,9 @@ The person here learns how an LLM inference engine works by writing its function
 - `nanoinfer learn hint TASK` gives a hint. Offer it before you give one of your own.
 """
 
+Version = Callable[..., Any]  # of a function: the engine's own, or a learner's
+_ORIGINALS: dict[Version, Version] = {}  # of the versions that were installed
+
 
 @dataclass(frozen=True)
 class Function:
@@ -48,17 +51,17 @@ class Function:
         return self.qualname.rpartition(".")[2]
 
     @property
-    def owner(self) -> Any:
-        owner: Any = importlib.import_module(self.module)
+    def owner(self) -> object:
+        owner: object = importlib.import_module(self.module)
         for part in self.qualname.split(".")[:-1]:
             owner = getattr(owner, part)
         return owner
 
     @property
-    def original(self) -> Callable[..., Any]:
+    def original(self) -> Version:
         """The engine's own version, also while a learner's is installed."""
-        found: Callable[..., Any] = getattr(self.owner, self.name)
-        return getattr(found, "installed_for", found)
+        found: Version = getattr(self.owner, self.name)
+        return _ORIGINALS.get(found, found)
 
     @property
     def source(self) -> str:
@@ -163,7 +166,7 @@ class Workbook:
         start = text.rindex("\ndef ") + 1
         self.file(name).write_text(text[:start] + source, encoding="utf-8")
 
-    def load(self, name: str, function: str) -> Callable[..., Any]:
+    def load(self, name: str, function: str) -> Version:
         """Run the task's file and return its function. Errors of the file pass through."""
         module = ModuleType(f"nanoinfer_workbook.{name}")  # `installed` puts other tasks' versions into it, too
         module.__file__ = str(self.file(name))
@@ -185,18 +188,18 @@ class Workbook:
 
 
 @contextmanager
-def installed(functions: dict[Function, Callable[..., Any]]) -> Iterator[dict[Function, int]]:
+def installed(functions: dict[Function, Version]) -> Iterator[dict[Function, int]]:
     """Let the engine call these versions instead of its own. Yields how often each was called.
 
     Every module that has imported the original gets the new one. LLM(enforce_eager=True, attention_backend="reference")
     computes by the functions themselves, and not by what is compiled from them.
     """
     calls = dict.fromkeys(functions, 0)
-    undo: list[tuple[Any, str, Any]] = []
+    undo: list[tuple[object, str, object]] = []
     for function, version in functions.items():
         original = function.original
         counted = _counted(function, version, original, calls)
-        owners = [function.owner]
+        owners: list[object] = [function.owner]
         if inspect.ismodule(function.owner):
             owners = [module for key, module in list(sys.modules.items()) if key.startswith("nanoinfer")]
         for owner in owners:
@@ -211,11 +214,11 @@ def installed(functions: dict[Function, Callable[..., Any]]) -> Iterator[dict[Fu
             setattr(owner, name, value)
 
 
-def _counted(function: Function, version: Any, original: Any, calls: dict[Function, int]) -> Any:
+def _counted(function: Function, version: Version, original: Version, calls: dict[Function, int]) -> Version:
     @wraps(version)
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args: object, **kwargs: object) -> object:
         calls[function] += 1
         return version(*args, **kwargs)
 
-    counted.installed_for = original  # type: ignore[attr-defined]
+    _ORIGINALS[counted] = original
     return counted

@@ -102,7 +102,7 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
         is_file = path.is_file()
         is_checkpoint = path.is_dir() or (is_file and path.suffix == ".gguf")
     except (OSError, ValueError, RuntimeError) as error:  # too long, no permission, not Unicode, a ~user that does not exist
-        reason = getattr(error, "strerror", None) or error
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise CheckpointNotFoundError(f"{shown(model)} cannot be used as a folder ({reason}); {list_bundled()}") from error
     if not is_checkpoint and model in bundled_models():
         path, is_checkpoint = BUNDLED / model, True

@@ -168,7 +168,7 @@ def _copy(files: Weights, name: str, out: Tensor) -> None:
 
 def _check_memory(targets: dict[str, nn.Parameter], dtype: torch.dtype, device: torch.device) -> None:
     """Refuse weights that this machine cannot hold. The system would end the process while they are copied."""
-    if device.type == "cpu" and hasattr(os, "sysconf"):
+    if device.type == "cpu" and os.name == "posix":
         needed = sum(target.numel() for target in targets.values()) * dtype.itemsize
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if needed > total:

@@ -30,6 +30,7 @@ from nanoinfer.loading.held_weights import Shards
 from nanoinfer.loading.quantization import QuantizedLinear
 from nanoinfer.lora.layers import AdaptedLinear, AdapterRows, shape_of
 from nanoinfer.lora.request import LoRARequest
+from nanoinfer.scheduling.sequence import RequestAdapter
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,8 @@ class Adapter:
     digest: str
 
 
-Runs = tuple[tuple[Adapter | str, int, int], ...]  # an adapter or the digest of one, its first row, and the row after its last
+# An adapter or the digest of one, its first row, and the row after its last.
+Runs = tuple[tuple[RequestAdapter | str, int, int], ...]
 
 
 class Adapters:
@@ -76,10 +78,13 @@ class Adapters:
             if isinstance(linear, nn.Linear | QuantizedLinear) and not self._is_for_all(path)
         }
         modules = {path.replace(".module", ""): module for path, module in model.named_modules()}  # those in an AllReduced too
+        shapes = list(self._shapes.values()) if weight.device.type == "cpu" else []
         for path in self._shapes:
-            self._layers[path] = self.layers[modules[path]] = AdaptedLinear(modules[path], self._rows)
+            module = modules[path]
+            assert isinstance(module, nn.Linear | QuantizedLinear)
+            self._layers[path] = self.layers[module] = AdaptedLinear(module, self._rows)
+            shapes.append(shape_of(module))
         # What full slots take. On a CPU each adapter is there twice, as it was read and as kernels read it.
-        shapes = [*map(shape_of, self.layers), *(self._shapes.values() if weight.device.type == "cpu" else ())]
         self.num_bytes = max_loras * max_rank * sum(map(sum, shapes)) * weight.dtype.itemsize
         is_cuda = weight.device.type == "cuda"
         free = torch.cuda.mem_get_info(weight.device)[0] if is_cuda else memory.available_cpu_memory()
@@ -142,8 +147,7 @@ class Adapters:
 
     def join(self, parts: Parts) -> Parts:
         """Return the model's parts, with a runner that brings adapters into memory."""
-        wrappers = *parts.wrappers, partial(AdapterRunner, adapters=self)
-        return replace(parts, reserved_bytes=self.num_bytes, wrappers=wrappers)
+        return replace(parts, reserved_bytes=self.num_bytes).wrapped(partial(AdapterRunner, adapters=self))
 
     def begin_step(self, runs: Runs, num_rows: int) -> Runs:
         """Bring the adapters of a step into memory, and note its rows.
@@ -180,7 +184,7 @@ class Adapters:
         self._slots[adapter.digest] = slot
 
 
-def digest_of(adapter: Adapter | str) -> str:
+def digest_of(adapter: RequestAdapter | str) -> str:
     return adapter if isinstance(adapter, str) else adapter.digest
 
 

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoinfer.attention.base import Recur
+from nanoinfer.models.layers import Untraced
 
 Keys = Float[Tensor, "num_seqs num_tokens heads key_dim"]  # and queries
 Values = Float[Tensor, "num_seqs num_tokens heads value_dim"]
@@ -97,13 +98,12 @@ def unit_length(x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-class DeltaRecurrence(nn.Module):
+class DeltaRecurrence(Untraced):
     """The part of Gated DeltaNet that depends on earlier tokens: from the projections of a token to its output.
 
-    It has no weights of its own. Value head i has the key and the query of head i * num_key_heads // num_value_heads.
+    It has no weights of its own. Value head i has the key and the query of head i * num_key_heads // num_value_heads. It is
+    untraced, because what it computes depends on the sequences of the step.
     """
-
-    runs_untraced = True  # what it computes depends on the sequences of the step
 
     def __init__(self, config: Any, layer: int) -> None:
         """config: a QwenNextConfig. layer: counted among the layers that have a state."""

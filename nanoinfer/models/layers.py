@@ -17,6 +17,10 @@ Angles = Float[Tensor, "num_tokens 1 num_rotated"]  # the cos or the sin of each
 Heads = Float[Tensor, "num_tokens heads head_dim"]
 
 
+class Untraced(nn.Module):
+    """A module that stays one call of a trace (fast/trace.py), because symbols must not enter it."""
+
+
 class Embedding(nn.Embedding):
     """One row of weights per id."""
 

@@ -88,7 +88,7 @@ class Model(Protocol):
     A model whose forward pass reads values back from the GPU sets `supports_cuda_graph = False`.
     """
 
-    Config: ClassVar[Any]
+    Config: ClassVar[type[ModelConfig]]
     weight_rules: ClassVar[WeightRules]
     config: Any
 

@@ -74,7 +74,7 @@ def uniform(seeds: Sequence[int], positions: Sequence[int]) -> Float[Tensor, " b
     return torch.from_numpy(_uniform(np.array(seeds, dtype=np.uint64), np.array(positions, dtype=np.uint64)))
 
 
-def _uniform(seed: Word, position: Word) -> Any:
+def _uniform(seed: Word, position: Word) -> Word:
     """For one row, in integers, or for many, in arrays."""
     high, low, _, _ = philox((position & MASK, position >> 32, 0, 0), (seed & MASK, seed >> 32))
     return ((high >> 5 << 26) + (low >> 6)) * 2.0**-53

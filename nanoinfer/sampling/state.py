@@ -24,9 +24,8 @@ class SamplingState:
     @classmethod
     def of(cls, seq: Sequence) -> "SamplingState":
         """Return the sequence's state, updated to its newest token."""
-        if seq.sampling_state is None:
-            seq.sampling_state = cls(seq)
-        state: SamplingState = seq.sampling_state
+        if not isinstance(state := seq.sampling_state, cls):
+            seq.sampling_state = state = cls(seq)
         if state.token_counts is not None or state.ngrams is not None:
             state._catch_up(seq)
         return state

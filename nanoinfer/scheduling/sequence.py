@@ -7,11 +7,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from numpy import ndarray
+
     from nanoinfer.scheduling.pool import Node
 
 
@@ -20,6 +22,24 @@ class SequenceStatus(Enum):
     WAITING = "waiting"  # new or preempted: holds no block
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class Grammar(Protocol):
+    """Where an answer is in its grammar, for params.structured_outputs (structured/grammar.py)."""
+
+    @property
+    def is_complete(self) -> bool: ...
+    @property
+    def error(self) -> str | None: ...
+    def advance(self, token_id: int) -> None: ...
+    def write_forbidden(self, forbidden: "ndarray", stop_ids: Iterable[int]) -> None: ...
+
+
+class RequestAdapter(Protocol):
+    """What changes a sequence's rows in the model's linear layers (lora/adapters.py)."""
+
+    @property
+    def digest(self) -> str: ...
 
 
 @dataclass(eq=False, slots=True)  # eq=False: compared by identity
@@ -42,13 +62,13 @@ class Sequence:
     max_num_tokens: int  # prompt + output: reaching it ends with "length"
     eos_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
-    grammar: Any = None  # structured/grammar.py, for params.structured_outputs: request.py advances it
-    reader: Any = None  # PromptReader (execution/local_executor.py): the executor calls it, and nothing of it is cached
+    grammar: Grammar | None = None  # request.py advances it
+    reader: object = None  # PromptReader (execution/local_executor.py): the executor calls it, and nothing of it is cached
     index: int = 0  # which of the prompt's n answers it is
     priority: int = 0  # for schedulers that read it. Lower runs first
     arrival_time: float = 0.0  # on the clock of time.perf_counter
     deadline: float = math.inf  # on the same clock: params.timeout after the arrival
-    adapter: Any = None  # lora/adapters.py: what changes its rows in the model's linear layers
+    adapter: RequestAdapter | None = None
     cache_salt: str | None = None  # it shares cached blocks only with sequences that have the same one
 
     token_ids: list[int] = field(init=False)  # prompt + output: the scheduler (beam search writes those of its beams)
@@ -59,14 +79,12 @@ class Sequence:
     num_preemptions: int = field(default=0, init=False)  # the scheduler
     num_cached_tokens: int = field(default=0, init=False)  # in the prefix cache when it first ran: the scheduler
     block_table: list[int] = field(default_factory=list, init=False)  # the block manager
-    more_block_tables: list[list[int]] = field(
-        default_factory=list, init=False
-    )  # the block manager: of the KV groups after the first
+    more_block_tables: list[list[int]] = field(default_factory=list, init=False)  # the block manager: of further KV groups
     state_slot: int = field(default=-1, init=False)  # state_slots.py: where its state is, -1 before its first token
     state_writes: dict[int, int] = field(default_factory=dict, init=False)  # state_slots.py: num_tokens -> slot, of a step
     prefix_nodes: list["Node"] = field(default_factory=list, init=False)  # the block manager: of its full, cached blocks
     forks: list["Sequence"] = field(default_factory=list, init=False)  # PENDING ones: set by the engine, taken by the scheduler
-    sampling_state: Any = field(default=None, init=False)  # sampling/state.py
+    sampling_state: object = field(default=None, init=False)  # sampling/state.py
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

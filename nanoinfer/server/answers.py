@@ -7,7 +7,7 @@ it never starts, the streams are closed, so that the engine frees their blocks.
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_json
@@ -20,7 +20,7 @@ from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.outputs import CompletionOutput, Delta, RequestOutput
 from nanoinfer.server.choices import ChatChoices, CompletionChoices
 from nanoinfer.server.errors import RequestError, error_body, json_response, without_paths
-from nanoinfer.server.protocol import StreamOptions
+from nanoinfer.server.protocol import JsonObject, StreamOptions
 
 T = TypeVar("T")
 Choices = ChatChoices | CompletionChoices
@@ -134,7 +134,7 @@ async def respond_whole(request: Request, answers: Answers, make: Callable[[], A
 class Reply(Protocol):
     """What an endpoint makes of the answers to a request."""
 
-    def whole(self, answers: Answers) -> dict[str, Any]:
+    def whole(self, answers: Answers) -> JsonObject:
         """Return the JSON object for answers that have ended."""
 
     def events(self, answers: Answers) -> AsyncIterator[bytes]:
@@ -147,11 +147,11 @@ class ChoicesReply:
     def __init__(self, choices: Choices, model: str, options: StreamOptions) -> None:
         self._choices, self._model, self._options = choices, model, options
 
-    def _head(self, answers: Answers, object_name: str) -> dict[str, Any]:
+    def _head(self, answers: Answers, object_name: str) -> JsonObject:
         name = f"{self._choices.id_prefix}-{answers.id}"
         return {"id": name, "object": object_name, "created": int(time.time()), "model": self._model}
 
-    def whole(self, answers: Answers) -> dict[str, Any]:
+    def whole(self, answers: Answers) -> JsonObject:
         choices, outputs = self._choices, answers.outputs
         whole = [
             choices.whole(answers.choice_index(number, answer.index), output, answer)
@@ -165,7 +165,7 @@ class ChoicesReply:
         """Yield the events. The fields that all of them share are rendered once."""
         choices, options = self._choices, self._options
         prefix = b"data: " + to_json(self._head(answers, choices.chunk_name))[:-1] + b',"choices":['
-        usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
+        usage: JsonObject = {"usage": None} if options.include_usage else {}
         suffix = _end_of_event(usage)
         first = choices.response_fields(answers.streams[0].prepared.prompt_token_ids, None)
         async for updates in answers:
@@ -186,7 +186,7 @@ class ChoicesReply:
         yield DONE
 
 
-def _end_of_event(fields: dict[str, Any]) -> bytes:
+def _end_of_event(fields: Mapping[str, object]) -> bytes:
     """Render what follows the choices."""
     return b"]" + (b"," if fields else b"") + to_json(fields)[1:] + b"\n\n"
 
@@ -207,7 +207,7 @@ class EventStream(StreamingResponse):
             self._answers.close()
 
 
-async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+async def until_disconnect(request: Request, work: Awaitable[T]) -> T | None:
     """Return the result of work, or cancel it and return None if the client disconnects first."""
 
     async def disconnected() -> None:

@@ -32,7 +32,7 @@ from nanoinfer.server.responses import to_chat as responses_to_chat
 from nanoinfer.server.updates import add_adapters, add_weights
 from nanoinfer.tracing.recent import RecentRecorder
 
-STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # or JSON
+STREAMS: dict[int | str, dict[str, object]] = {200: {"content": {"text/event-stream": {}}}}  # or JSON
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def create_app(async_llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         async_llm.engine.inputs.adapter_of(adapter)  # read now, and not in the event loop
     app = FastAPI(title="nanoinfer", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
     app.router.route_class = StrictRoute
-    app.state.threads = async_llm.threads
+    app.state.threads, app.state.max_file_bytes = async_llm.threads, settings.max_body_bytes
     add_error_handlers(app)
     app.add_middleware(
         RequestLimits,
@@ -163,7 +163,7 @@ def _add_chat_apis(
     async def responses(http: StrictRequest, body: ResponsesRequest) -> Response:
         model = check_body(body, settings)
         is_kept = store.keeps(body.store)
-        messages: list[dict[str, Any]] = []
+        messages: list[dict[str, object]] = []
         num_bytes = len(await http.body())
         if body.previous_response_id is not None:
             previous = store.get(body.previous_response_id, param="previous_response_id")
@@ -225,7 +225,7 @@ def _add_information(app: FastAPI, async_llm: AsyncLLM, settings: ServerSettings
     facts = {"created": int(time.time()), "owned_by": "nanoinfer", "max_model_len": async_llm.engine.max_model_len}
     metrics = Metrics(async_llm, settings.served_model_names[0])
 
-    def card(name: str) -> dict[str, Any]:
+    def card(name: str) -> dict[str, object]:
         parent = {"parent": settings.served_model_names[0]} if name in settings.adapters else {}
         return {"id": name, "object": "model", **facts, **parent}
 

@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Message
 
 from nanoinfer.errors import EngineDeadError, InvalidValueError
 from nanoinfer.server.errors import error_body, validation_message
+from nanoinfer.server.protocol import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class BatchRequest(BaseModel):
     custom_id: str = Field(min_length=1, max_length=512)
     method: str = Field(pattern="^POST$")
     url: str = Field(pattern=f"^({'|'.join(URLS)})$")
-    body: dict[str, Any]
+    body: JsonObject
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Manifest:
     input_digest: str
     num_requests: int
     model: dict[str, str]  # the files of the checkpoint, and their digests
-    options: dict[str, Any]  # of the engine, that may change tokens
+    options: JsonObject  # of the engine, that may change tokens
     seed: int
 
 
@@ -136,7 +137,7 @@ class ResultFile:
         """Yield the requests of the job's input that have no result yet."""
         return (request for request in read_requests(path) if _key(request.custom_id) not in self._finished)
 
-    def append(self, result: dict[str, Any]) -> None:
+    def append(self, result: JsonObject) -> None:
         """Add a result, which is in the file when this returns, and on the disk after at most some seconds."""
         assert self._file is not None, "an output that has its final name is complete"
         self._file.write(to_json(result) + b"\n")
@@ -227,7 +228,7 @@ def _lock(file: BinaryIO, output: Path) -> None:
 
 
 async def answer_all(
-    app: ASGIApp, requests: Iterator[BatchRequest], *, seed: int, num_concurrent: int, write: Callable[[dict[str, Any]], object]
+    app: ASGIApp, requests: Iterator[BatchRequest], *, seed: int, num_concurrent: int, write: Callable[[JsonObject], object]
 ) -> None:
     """Answer every request, num_concurrent at a time, and pass each result to write.
 
@@ -248,7 +249,7 @@ async def answer_all(
         await asyncio.gather(*workers, return_exceptions=True)
 
 
-async def answer(app: ASGIApp, request: BatchRequest, job_seed: int) -> dict[str, Any]:
+async def answer(app: ASGIApp, request: BatchRequest, job_seed: int) -> JsonObject:
     """Return the result of one request, unless the engine has failed."""
     body = request.body
     if body.get("seed") is None:
@@ -262,7 +263,7 @@ async def answer(app: ASGIApp, request: BatchRequest, job_seed: int) -> dict[str
     return to_result(request, job_seed, status, reply)
 
 
-def to_result(request: BatchRequest, job_seed: int, status: int, reply: dict[str, Any]) -> dict[str, Any]:
+def to_result(request: BatchRequest, job_seed: int, status: int, reply: dict[str, Any]) -> JsonObject:
     """Make a line of the output, without what differs from run to run, so that equal jobs give equal bytes."""
     identity, error = f"{request_seed(job_seed, request.custom_id):016x}", None
     if status == 200:
@@ -286,7 +287,7 @@ def request_seed(job_seed: int, custom_id: str) -> int:
     return int.from_bytes(digest)
 
 
-async def post(app: ASGIApp, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+async def post(app: ASGIApp, path: str, body: JsonObject) -> tuple[int, Any]:
     """Send JSON to an ASGI application, and return the status and the JSON of the response."""
     headers = [(b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}

@@ -7,15 +7,15 @@ for each that begins, grows or ends. messages.py and responses.py have the JSON 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic_core import to_json
 
-from nanoinfer.chat.parsing import ChatDelta, ChatParser
+from nanoinfer.chat.parsing import ChatDelta, ChatParser, ToolCall
 from nanoinfer.outputs import CompletionOutput, Delta
 from nanoinfer.server.answers import Answers, failure_of
 from nanoinfer.server.choices import ChatFormat
-from nanoinfer.server.protocol import ChatCompletionRequest
+from nanoinfer.server.protocol import ChatCompletionRequest, JsonObject
 
 Change = Literal["begins", "grows", "ends"]
 
@@ -72,7 +72,7 @@ class Blocks:
             yield "ends", self.all[-1], ""
 
 
-def _pieces(part: ChatDelta) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _pieces(part: ChatDelta) -> Iterator[tuple[str, ToolCall, str]]:
     """Yield the kind of block, the tool call if it is one, and the text."""
     for call in part.tool_calls:
         yield "call", call, call["function"]["arguments"]
@@ -92,26 +92,26 @@ class BlockReply(ABC):
         self._format, self._keeps_reasoning = chat_format, keeps_reasoning
 
     @abstractmethod
-    def message(self, answers: Answers, blocks: Blocks, answer: CompletionOutput | Delta) -> dict[str, Any]:
+    def message(self, answers: Answers, blocks: Blocks, answer: CompletionOutput | Delta) -> JsonObject:
         """Return the JSON object of the answer so far, or of the whole answer, which has a finish_reason."""
 
     @abstractmethod
-    def begin(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[dict[str, Any]]:
+    def begin(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[JsonObject]:
         """Return the events before the blocks."""
 
     @abstractmethod
-    def change(self, answers: Answers, change: Change, block: Block, new: str) -> list[dict[str, Any]]:
+    def change(self, answers: Answers, change: Change, block: Block, new: str) -> list[JsonObject]:
         """Return the events of a block that begins, grows by new text, or ends."""
 
     @abstractmethod
-    def end(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[dict[str, Any]]:
+    def end(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[JsonObject]:
         """Return the events after the blocks."""
 
     @abstractmethod
-    def failure(self, answers: Answers, status: int, message: str) -> list[dict[str, Any]]:
+    def failure(self, answers: Answers, status: int, message: str) -> list[JsonObject]:
         """Return the last events of an answer that has failed."""
 
-    def whole(self, answers: Answers) -> dict[str, Any]:
+    def whole(self, answers: Answers) -> JsonObject:
         [output] = answers.outputs
         [answer] = output.outputs
         blocks = self._blocks(output.prompt)
@@ -122,7 +122,7 @@ class BlockReply(ABC):
     async def events(self, answers: Answers) -> AsyncIterator[bytes]:
         blocks = None
         async for updates in answers:
-            events: list[dict[str, Any]] = []
+            events: list[JsonObject] = []
             for _, stream, delta in updates:
                 if failure := failure_of(delta):
                     yield b"".join(map(_render, events + self.failure(answers, *failure)))
@@ -141,5 +141,5 @@ class BlockReply(ABC):
         return Blocks(self._format.make_parser(self.chat, prompt or ""), keeps_reasoning=self._keeps_reasoning)
 
 
-def _render(event: dict[str, Any]) -> bytes:
-    return b"event: " + event["type"].encode() + b"\ndata: " + to_json(event) + b"\n\n"
+def _render(event: JsonObject) -> bytes:
+    return f"event: {event['type']}\ndata: ".encode() + to_json(event) + b"\n\n"

@@ -22,7 +22,7 @@ from nanoinfer.outputs import CompletionOutput, Delta, LogprobsOnePosition, Requ
 from nanoinfer.prompts import TokensPrompt
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.errors import RequestError
-from nanoinfer.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest
+from nanoinfer.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest, JsonObject
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 PromptLogprobs = list[LogprobsOnePosition | None] | None
@@ -70,7 +70,7 @@ class ChatFormat:
             parallel_tool_calls=request.parallel_tool_calls is not False,
         )
 
-    def render(self, request: ChatCompletionRequest, inputs: InputProcessor, **more: Any) -> TokensPrompt:
+    def render(self, request: ChatCompletionRequest, inputs: InputProcessor, **more: object) -> TokensPrompt:
         """Render the conversation, and refuse tools that the model does not know. more: arguments of render_chat."""
         tools = _offered_tools(request)
         if tools and not self.tool_calls:
@@ -105,11 +105,11 @@ class ChatFormat:
         return inputs.prepare_prompt({**prompt, "cache_salt": request.cache_salt}, params, request.priority)
 
 
-def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+def messages_of(messages: list[ChatMessage]) -> list[JsonObject]:
     return [message.model_dump(exclude_unset=True) for message in messages]
 
 
-def _offered_tools(request: ChatCompletionRequest) -> list[dict[str, Any]]:
+def _offered_tools(request: ChatCompletionRequest) -> list[JsonObject]:
     """Return the tools that the model may call."""
     return [] if request.tool_choice == "none" else request.tools or []
 
@@ -125,20 +125,20 @@ class ChatChoices:
         self._tokenizer = tokenizer
         self._parsers: dict[int, ChatParser] = {}
         last = with_text_content(messages_of(request.messages[-1:]))[0] if request.echo else {}
-        self._echoed: str = last.get("content", "") if last.get("role") == "assistant" else ""  # the message that is continued
+        self._echoed = str(last.get("content", "")) if last.get("role") == "assistant" else ""  # the message that is continued
 
-    def response_fields(self, prompt_token_ids: list[int], prompt_logprobs: PromptLogprobs) -> dict[str, Any]:
+    def response_fields(self, prompt_token_ids: list[int], prompt_logprobs: PromptLogprobs) -> JsonObject:
         """Return the fields of a response, or of the first chunk of a stream, that are not in a choice."""
         return _prompt_fields(self._request, prompt_token_ids, prompt_logprobs)
 
-    def whole(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+    def whole(self, index: int, output: RequestOutput, answer: CompletionOutput) -> JsonObject:
         parser = self._format.make_parser(self._request, output.prompt or "")
         message = parser.push(answer.text, is_last=True).message()
         if self._echoed:
             message["content"] = self._echoed + (message["content"] or "")
         return {"index": index, "message": message} | self._common_fields(parser, answer)
 
-    def chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[dict[str, Any]]:
+    def chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[JsonObject]:
         if index not in self._parsers:
             self._parsers[index] = self._format.make_parser(self._request, stream.prepared.prompt or "")
             first = {"role": "assistant", "content": self._echoed}
@@ -148,11 +148,11 @@ class ChatChoices:
         if fields or delta.logprobs or delta.sampling_mask or delta.finish_reason or self._request.return_token_ids:
             yield {"index": index, "delta": fields} | self._common_fields(parser, delta)
 
-    def _common_fields(self, parser: ChatParser, answer: CompletionOutput | Delta) -> dict[str, Any]:
+    def _common_fields(self, parser: ChatParser, answer: CompletionOutput | Delta) -> JsonObject:
         # "length" stays, so that a client notices a call that is cut. After a named tool, OpenAI's reason is "stop".
         is_named = isinstance(self._request.tool_choice, dict)
         called_tool = parser.has_tool_calls and answer.finish_reason == "stop" and not is_named
-        fields: dict[str, Any] = {"logprobs": None, "finish_reason": "tool_calls" if called_tool else answer.finish_reason}
+        fields: JsonObject = {"logprobs": None, "finish_reason": "tool_calls" if called_tool else answer.finish_reason}
         if answer.logprobs is not None:
             as_ids = bool(self._request.return_tokens_as_token_ids)
             fields["logprobs"] = chat_logprobs(self._tokenizer, answer, self._request.top_logprobs or 0, as_ids)
@@ -169,14 +169,14 @@ class CompletionChoices:
         self._tokenizer = tokenizer
         self._logprobs: dict[int, LegacyLogprobs] = {}  # by choice, because a stream's offsets continue from chunk to chunk
 
-    def response_fields(self, prompt_token_ids: list[int], prompt_logprobs: PromptLogprobs) -> dict[str, Any]:
+    def response_fields(self, prompt_token_ids: list[int], prompt_logprobs: PromptLogprobs) -> JsonObject:
         """Return no fields, because each choice may have another prompt."""
         return {}
 
-    def whole(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+    def whole(self, index: int, output: RequestOutput, answer: CompletionOutput) -> JsonObject:
         return self._first(index, output.prompt, output.prompt_token_ids, output.prompt_logprobs, answer)
 
-    def chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[dict[str, Any]]:
+    def chunks(self, index: int, stream: RequestStream, delta: Delta) -> Iterator[JsonObject]:
         if index not in self._logprobs:
             assert stream.request is not None, "it has a delta"
             prompt = stream.prepared
@@ -186,7 +186,7 @@ class CompletionChoices:
 
     def _first(
         self, index: int, prompt: str | None, ids: list[int], logprobs: PromptLogprobs, answer: CompletionOutput | Delta
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Make a choice, or the first chunk of one, which begins with the prompt if that is requested and not empty.
 
         prompt, ids, logprobs: The prompt's.
@@ -219,7 +219,7 @@ class CompletionChoices:
         } | _extensions(answer, self._request.return_token_ids)
 
 
-def _prompt_fields(request: GenerationRequest, token_ids: list[int], logprobs: PromptLogprobs) -> dict[str, Any]:
+def _prompt_fields(request: GenerationRequest, token_ids: list[int], logprobs: PromptLogprobs) -> JsonObject:
     """Return the fields by which vLLM describes a prompt, if they are requested."""
     fields: dict[str, Any] = {"prompt_token_ids": token_ids} if request.return_token_ids else {}
     if request.prompt_logprobs is not None and logprobs is not None:
@@ -230,17 +230,17 @@ def _prompt_fields(request: GenerationRequest, token_ids: list[int], logprobs: P
     return fields
 
 
-def _extensions(answer: CompletionOutput | Delta, return_token_ids: bool | None) -> dict[str, Any]:
+def _extensions(answer: CompletionOutput | Delta, return_token_ids: bool | None) -> JsonObject:
     """Return the fields that vLLM has and OpenAI does not have."""
-    fields: dict[str, Any] = {"stop_reason": answer.stop_reason} if answer.finish_reason else {}
+    fields: JsonObject = {"stop_reason": answer.stop_reason} if answer.finish_reason else {}
     fields |= {} if answer.sampling_mask is None else {"sampling_mask": answer.sampling_mask}
     return fields | ({"token_ids": answer.token_ids} if return_token_ids else {})
 
 
-def chat_logprobs(tokenizer: Tokenizer | None, answer: CompletionOutput | Delta, num_top: int, as_ids: bool) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer | None, answer: CompletionOutput | Delta, num_top: int, as_ids: bool) -> JsonObject:
     """Make the "logprobs" of a chat's choice. as_ids: The text of a token is "token_id:5"."""
 
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> JsonObject:
         data = _bytes(tokenizer, token_id)
         text = f"token_id:{token_id}" if as_ids else data.decode(errors="replace")
         return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(data)}
@@ -265,12 +265,12 @@ class LegacyLogprobs:
 
     def push(
         self, token_ids: Sequence[int], positions: Sequence[LogprobsOnePosition | None], prompt: str | None = None
-    ) -> dict[str, list[Any]]:
+    ) -> dict[str, list[object]]:
         """Make the entries of the next tokens. The first token of a prompt has no log-probability.
 
         prompt: The text, if the tokens are the prompt's. It has those special tokens that the tokenizer has not added.
         """
-        chunk: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        chunk: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, position in zip(token_ids, positions, strict=True):
             chunk["tokens"].append(self._text(token_id))
             chunk["text_offset"].append(self._offset)

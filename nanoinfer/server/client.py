@@ -58,12 +58,12 @@ class Client:
             raise NanoinferError(f"{self.url}/models lists no model; name one with --model")
         return str(listed[0].get("id"))
 
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def stream(self, path: str, body: dict[str, object]) -> Iterator[dict[str, Any]]:
         """Post a body and yield the chunks of the answer. Closing the generator closes the connection."""
         with self._send(path, self.stream_request(path, body)) as response:
             yield from self._chunks(response)
 
-    def stream_request(self, path: str, body: dict[str, Any]) -> bytes:
+    def stream_request(self, path: str, body: dict[str, object]) -> bytes:
         """Return the bytes that stream() sends, for a caller with a connection of its own."""
         return self._request("POST", path, json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}))
 
@@ -152,7 +152,7 @@ def _parse(text: bytes) -> dict[str, Any]:
     return value
 
 
-def _is_chunk(value: dict[str, Any]) -> bool:
+def _is_chunk(value: dict[str, object]) -> bool:
     choices = value.get("choices") or []
     return (
         isinstance(value.get("usage") or {}, dict)

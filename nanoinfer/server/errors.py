@@ -66,7 +66,7 @@ class MessagesErrorBody(ErrorBody):
 
 _OF_BODIES = (400, 413, 415, 429, 504)
 # For /openapi.json
-ERRORS: dict[int | str, dict[str, Any]] = {
+ERRORS: dict[int | str, dict[str, object]] = {
     status: {"model": ErrorBody, "description": description}
     for status, description in {
         400: "the request cannot be served",
@@ -114,8 +114,8 @@ def error_body(
     types = _TYPES | _MESSAGES_TYPES if is_message else _TYPES
     server_error = "api_error" if is_message else "server_error"
     kind = types.get(status, server_error if status >= 500 else "invalid_request_error")
-    error = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    return {"type": "error"} | error if is_message else error
+    error: dict[str, object] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"type": "error", **error} if is_message else error
 
 
 def without_paths(message: str) -> str:

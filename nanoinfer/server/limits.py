@@ -57,7 +57,7 @@ class RequestLimits:
 
         headers = Headers(scope=scope)
         if media_type(headers) == FILE:  # other endpoints than /update_weights refuse it without reading it
-            max_bytes = getattr(scope["app"].state, "max_file_bytes", max_bytes)
+            max_bytes = scope["app"].state.max_file_bytes
         try:
             self._check(scope["path"], scope["method"], headers)
         except RequestError as error:

@@ -6,7 +6,7 @@ In: a body of that API, which becomes a chat request. Out: an answer as a messag
 import math
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import from_json
@@ -38,7 +38,7 @@ class ToolUseBlock(protocol.Lenient):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: protocol.JsonObject
 
 
 TextContent = protocol.text_or(Annotated[TextBlock, protocol.check_type("a block", "text")])
@@ -65,7 +65,7 @@ class Tool(protocol.Body):
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: protocol.JsonObject
     strict: bool | None = None
 
 
@@ -83,7 +83,7 @@ class Thinking(protocol.Body):
 
 class OutputFormat(protocol.Body):
     type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[protocol.JsonObject, Field(alias="schema")]
 
 
 class OutputConfig(protocol.Body):
@@ -102,7 +102,7 @@ class _Conversation(protocol.ModelBody):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(protocol.few_items)] | None = None
+    chat_template_kwargs: Annotated[protocol.JsonObject, BeforeValidator(protocol.few_items)] | None = None
 
 
 class CountTokensRequest(_Conversation):
@@ -119,9 +119,11 @@ class MessagesRequest(_Conversation, protocol.SamplingRequest):
 def to_chat(body: CountTokensRequest | MessagesRequest) -> protocol.ChatCompletionRequest:
     """Return the chat request with the meaning of a body. Raises: RequestError, 400."""
     messages = [chat for message in body.messages for chat in _chat_messages(message)]
-    system: list[dict[str, Any]] = [] if body.system is None else [{"role": "system", "content": protocol.joined(body.system)}]
+    system: list[protocol.JsonObject] = (
+        [] if body.system is None else [{"role": "system", "content": protocol.joined(body.system)}]
+    )
     tools = [_function(tool) for tool in body.tools or () if isinstance(tool, Tool)]
-    fields: dict[str, Any] = {"messages": [*system, *messages], "tools": tools}
+    fields: protocol.JsonObject = {"messages": [*system, *messages], "tools": tools}
     if not messages:
         raise RequestError(400, "messages has no content; give a text, or at least one block", param="messages")
     if messages[-1]["role"] == "assistant":  # it is continued, as in Anthropic's API
@@ -143,7 +145,7 @@ def to_chat(body: CountTokensRequest | MessagesRequest) -> protocol.ChatCompleti
     return protocol.chat_request(body, fields)
 
 
-def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
+def _chat_messages(message: Message) -> Iterator[protocol.JsonObject]:
     """Yield a message as a chat has it, in which each result of a tool is a message of its own."""
     blocks = [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
     kinds = {"assistant": (TextBlock, ThinkingBlock, ToolUseBlock), "user": (TextBlock, ToolResultBlock)}
@@ -163,14 +165,14 @@ def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
     calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
     more = ({"reasoning": "\n".join(thoughts)} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
     if texts or more:
-        yield {"role": message.role, "content": protocol.joined(texts)} | more
+        yield {"role": message.role, "content": protocol.joined(texts), **more}
 
 
-def _call(block: ToolUseBlock) -> dict[str, Any]:
+def _call(block: ToolUseBlock) -> protocol.JsonObject:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
 
 
-def _function(tool: Tool) -> dict[str, Any]:
+def _function(tool: Tool) -> protocol.JsonObject:
     given = tool.model_dump(include={"description", "strict"}, exclude_none=True)
     return {"type": "function", "function": {"name": tool.name, "parameters": tool.input_schema} | given}
 
@@ -184,16 +186,16 @@ class MessagesReply(BlockReply):
         is_omitted = body.thinking is not None and body.thinking.display == "omitted"
         super().__init__(chat, chat_format, model, keeps_reasoning=not is_omitted)
 
-    def message(self, answers: Answers, blocks: Blocks, answer: CompletionOutput | Delta) -> dict[str, Any]:
+    def message(self, answers: Answers, blocks: Blocks, answer: CompletionOutput | Delta) -> protocol.JsonObject:
         head = {"id": f"msg_{answers.id}", "type": "message", "role": "assistant", "model": self.model}
         content = [_json_of(block) for block in blocks.all]
         return head | {"content": content} | self._stop(answers, blocks, answer) | {"usage": _usage(answers)}
 
-    def begin(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[dict[str, Any]]:
+    def begin(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[protocol.JsonObject]:
         message = self.message(answers, blocks, delta) | {"stop_reason": None, "stop_sequence": None}
         return [{"type": "message_start", "message": message}]
 
-    def change(self, answers: Answers, change: Change, block: Block, new: str) -> list[dict[str, Any]]:
+    def change(self, answers: Answers, change: Change, block: Block, new: str) -> list[protocol.JsonObject]:
         if change == "begins":
             empty = _json_of(block) | ({"signature": ""} if block.kind == "reasoning" else {})
             return [{"type": "content_block_start", "index": block.index, "content_block": empty}]
@@ -204,20 +206,20 @@ class MessagesReply(BlockReply):
         }[block.kind]
         if change == "grows":
             return [{"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: new}}]
-        events: list[dict[str, Any]] = []
+        events: list[protocol.JsonObject] = []
         if block.kind == "reasoning":
             signature = {"type": "signature_delta", "signature": SIGNATURE}
             events.append({"type": "content_block_delta", "index": block.index, "delta": signature})
         return [*events, {"type": "content_block_stop", "index": block.index}]
 
-    def end(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[dict[str, Any]]:
+    def end(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[protocol.JsonObject]:
         stop = self._stop(answers, blocks, delta)
         return [{"type": "message_delta", "delta": stop, "usage": _usage(answers)}, {"type": "message_stop"}]
 
-    def failure(self, answers: Answers, status: int, message: str) -> list[dict[str, Any]]:
+    def failure(self, answers: Answers, status: int, message: str) -> list[protocol.JsonObject]:
         return [error_body(status, message, path="/v1/messages")]
 
-    def _stop(self, answers: Answers, blocks: Blocks, answer: CompletionOutput | Delta) -> dict[str, Any]:
+    def _stop(self, answers: Answers, blocks: Blocks, answer: CompletionOutput | Delta) -> protocol.JsonObject:
         reason, sequence = "end_turn", None
         if answer.finish_reason == "length":
             is_full = answers.usage()["completion_tokens"] < (self.chat.max_tokens or 0)
@@ -229,7 +231,7 @@ class MessagesReply(BlockReply):
         return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
 
 
-def _json_of(block: Block) -> dict[str, Any]:
+def _json_of(block: Block) -> protocol.JsonObject:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}
     if block.kind == "content":
@@ -241,7 +243,7 @@ def _json_of(block: Block) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _finite(arguments)}
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """Replace infinities, as which numbers such as 1e999 are read, by the largest number."""
     if isinstance(value, dict):
         return {name: _finite(one) for name, one in value.items()}

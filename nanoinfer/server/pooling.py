@@ -8,7 +8,7 @@ import base64
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from fastapi import FastAPI
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
@@ -21,7 +21,7 @@ from nanoinfer.prompts import PromptType
 from nanoinfer.server.answers import Answers, respond_whole
 from nanoinfer.server.errors import json_response
 from nanoinfer.server.limits import StrictRequest
-from nanoinfer.server.protocol import INT64, MAX_PROMPTS, ModelBody, Prompt, add_accepted_fields, as_prompts
+from nanoinfer.server.protocol import INT64, MAX_PROMPTS, JsonObject, ModelBody, Prompt, add_accepted_fields, as_prompts
 
 
 def _text_of(document: object) -> object:
@@ -88,7 +88,7 @@ def add_pooling(app: FastAPI, async_llm: AsyncLLM, check_body: Callable[[TextsRe
         def prepare(prompt: PromptType) -> PreparedRequest:
             return async_llm.pooler.prepare(prompt, params, priority=body.priority, timeout=body.timeout)
 
-        def fields_of(prepared: list[PreparedRequest]) -> dict[str, Any]:
+        def fields_of(prepared: list[PreparedRequest]) -> JsonObject:
             found = [one.reader.embedding.numpy(force=True) for one in prepared]
             vectors = [one.tolist() for one in found]
             if body.encoding_format == "base64":  # as OpenAI's client reads it: fp32, the lowest byte first
@@ -100,7 +100,7 @@ def add_pooling(app: FastAPI, async_llm: AsyncLLM, check_body: Callable[[TextsRe
     @app.post("/score", include_in_schema=False)
     @app.post("/v1/score")
     async def score(http: StrictRequest, body: ScoreRequest) -> Response:
-        def fields_of(scores: list[float]) -> dict[str, Any]:
+        def fields_of(scores: list[float]) -> JsonObject:
             return {"data": [{"object": "score", "index": i, "score": one} for i, one in enumerate(scores)]}
 
         return await _score(http, async_llm, check_body(body), body, body.queries, fields_of)
@@ -109,11 +109,11 @@ def add_pooling(app: FastAPI, async_llm: AsyncLLM, check_body: Callable[[TextsRe
     @app.post("/rerank", include_in_schema=False)
     @app.post("/v1/rerank")
     async def rerank(http: StrictRequest, body: RerankRequest) -> Response:
-        def fields_of(scores: list[float]) -> dict[str, Any]:
+        def fields_of(scores: list[float]) -> JsonObject:
             order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
-            results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
+            results: list[JsonObject] = [{"index": i, "relevance_score": scores[i]} for i in order]
             if body.return_documents is not False:
-                results = [one | {"document": {"text": body.documents[one["index"]]}} for one in results]
+                results = [one | {"document": {"text": body.documents[i]}} for one, i in zip(results, order, strict=True)]
             return {"results": results}
 
         return await _score(http, async_llm, check_body(body), body, body.query, fields_of)
@@ -124,10 +124,11 @@ async def _score(
     async_llm: AsyncLLM,
     model: str,
     body: ScoreRequest | RerankRequest,
-    queries: Any,
-    fields_of: Callable[[list[float]], dict[str, Any]],
+    queries: str | list[str] | None,
+    fields_of: Callable[[list[float]], JsonObject],
 ) -> Response:
     documents = body.documents
+    assert queries is not None, "take_other_names has seen to it"
     assert documents is not None, "take_other_names has seen to it"
 
     def scoring_of() -> Scoring:
@@ -144,7 +145,7 @@ async def _read(
     async_llm: AsyncLLM,
     model: str,
     prepares: Sequence[Callable[[], PreparedRequest]],
-    fields_of: Callable[[list[PreparedRequest]], dict[str, Any]],
+    fields_of: Callable[[list[PreparedRequest]], JsonObject],
 ) -> Response:
     """Read the texts, and answer with the fields that are made of them."""
     answers = Answers(1)

@@ -23,6 +23,7 @@ MAX_TOKENIZED = 2**16  # tokens of a text in /tokenize, or the model's length if
 MAX_SALT = 1024  # characters of cache_salt
 INT64, UINT64 = 2**63, 2**64
 
+JsonObject = dict[str, object]  # of a request or an answer, which is passed on
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
 StopString = Annotated[str, Field(max_length=128)]
@@ -165,7 +166,7 @@ class SamplingRequest(ModelBody):
     priority: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     timeout: float | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
-    vllm_xargs: dict[str, str | int | float | bool | list[Any]] | None = None  # extra_args
+    vllm_xargs: dict[str, str | int | float | bool | list[object]] | None = None  # extra_args
     stream: bool | None = None
 
 
@@ -174,7 +175,7 @@ class GenerationRequest(SamplingRequest):
 
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     stop: Stops | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: JsonObject | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_sampling_mask: bool | None = None
     echo: bool | None = None
@@ -218,13 +219,13 @@ class ChatMessage(BaseModel):
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-Tools = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)]
+Tools = Annotated[list[JsonObject], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class _Rendered(BaseModel):
     """How messages become a prompt."""
 
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(few_items)] | None = None
+    chat_template_kwargs: Annotated[JsonObject, BeforeValidator(few_items)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Tools | None = None
@@ -236,7 +237,7 @@ class _Rendered(BaseModel):
         return self
 
     @property
-    def rendering(self) -> dict[str, Any]:
+    def rendering(self) -> JsonObject:
         """The arguments of render_chat besides the messages and the tools."""
         continues = bool(self.continue_final_message)
         return {
@@ -255,7 +256,7 @@ class ChatCompletionRequest(_Rendered, GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
@@ -265,7 +266,7 @@ class ChatCompletionRequest(_Rendered, GenerationRequest):
         return self
 
     @property
-    def rendering(self) -> dict[str, Any]:
+    def rendering(self) -> JsonObject:
         """The arguments of render_chat. reasoning_effort sets the variables that templates read, unless they are given."""
         effort = self.reasoning_effort
         variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}

@@ -25,6 +25,7 @@ from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.server.app import ServerSettings, create_app
 from nanoinfer.server.batch import BatchRequest, answer, answer_all, to_result
 from nanoinfer.server.errors import error_body
+from nanoinfer.server.protocol import JsonObject
 from nanoinfer.server.run import share_the_process
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def answer_all_on_ray(
     num_replicas: int,
     batch_size: int,
     resources: dict[str, float],
-    write: Callable[[dict[str, Any]], object],
+    write: Callable[[JsonObject], object],
 ) -> None:
     """Answer every request on the actors of the cluster that this process is connected to, and pass each result to write.
 
@@ -108,15 +109,15 @@ class Attempts:
 
     def __init__(self) -> None:
         self._num_begun: Counter[str] = Counter()
-        self._results: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+        self._results: defaultdict[str, list[JsonObject]] = defaultdict(list)
 
-    def get(self, batch: str) -> tuple[int, list[dict[str, Any]]]:
+    def get(self, batch: str) -> tuple[int, list[JsonObject]]:
         return self._num_begun[batch], self._results[batch]
 
     def begin(self, batch: str) -> None:
         self._num_begun[batch] += 1
 
-    def add(self, batch: str, result: dict[str, Any]) -> None:
+    def add(self, batch: str, result: JsonObject) -> None:
         self._results[batch].append(result)
         self._num_begun[batch] = MAX_DEATHS + 1
 
@@ -155,7 +156,7 @@ class BatchReplica:
         await self._attempts.end.remote(key)
         return pyarrow.table({"result": [to_json(result) for result in results]})
 
-    async def _answer_alone(self, request: BatchRequest, num_deaths: int) -> dict[str, Any]:
+    async def _answer_alone(self, request: BatchRequest, num_deaths: int) -> JsonObject:
         if num_deaths < MAX_DEATHS:
             return await answer(self._app, request, self._seed)
         message = (

@@ -72,7 +72,7 @@ class FunctionTool(protocol.Body):
     type: Literal["function"]
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: protocol.JsonObject | None = None
     strict: bool | None = None
 
 
@@ -91,7 +91,7 @@ class TextFormat(protocol.Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[protocol.JsonObject | None, Field(alias="schema")] = None
     strict: bool | None = None
 
     @model_validator(mode="after")
@@ -133,13 +133,13 @@ class ResponsesRequest(protocol.SamplingRequest):
     metadata: Annotated[dict[str, str], BeforeValidator(protocol.few_items)] | None = None
     stream_options: ResponseStreamOptions | None = None
     top_logprobs: Literal[0] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(protocol.few_items)] | None = None
+    chat_template_kwargs: Annotated[protocol.JsonObject, BeforeValidator(protocol.few_items)] | None = None
     prompt: None = None
 
 
 def to_chat(
-    body: ResponsesRequest, previous: Sequence[dict[str, Any]] = ()
-) -> tuple[protocol.ChatCompletionRequest, list[dict[str, Any]]]:
+    body: ResponsesRequest, previous: Sequence[protocol.JsonObject] = ()
+) -> tuple[protocol.ChatCompletionRequest, list[protocol.JsonObject]]:
     """Return the chat request with the meaning of a body, which continues the previous messages, and its messages to store.
 
     Raises: RequestError, 400.
@@ -156,7 +156,7 @@ def to_chat(
     while [message["role"] for message in messages[:2]] == ["system"] * 2:  # many templates have a place for one
         first, second, *rest = messages
         messages = [first | {"content": f"{first['content']}\n\n{second['content']}"}, *rest]
-    fields: dict[str, Any] = {"messages": messages, "max_tokens": body.max_output_tokens}
+    fields: protocol.JsonObject = {"messages": messages, "max_tokens": body.max_output_tokens}
     tools = [tool for tool in body.tools or () if isinstance(tool, FunctionTool)]
     given = ("name", "description", "parameters", "strict")
     fields["tools"] = [{"type": "function", "function": tool.model_dump(include={*given}, exclude_none=True)} for tool in tools]
@@ -170,7 +170,7 @@ def to_chat(
     return protocol.chat_request(body, fields), stored
 
 
-def _add(messages: list[dict[str, Any]], item: Any) -> None:
+def _add(messages: list[dict[str, Any]], item: MessageItem | ReasoningItem | CallItem | CallOutputItem) -> None:
     """Add an item to a chat, whose messages of the assistant have reasoning, then content, then calls."""
     if isinstance(item, CallOutputItem):
         messages.append({"role": "tool", "tool_call_id": item.call_id, "content": protocol.joined(item.output)})
@@ -201,8 +201,8 @@ def _add(messages: list[dict[str, Any]], item: Any) -> None:
 class StoredResponse:
     """json: as it was sent. messages: of the conversation until then, without instructions. num_bytes: of all of these."""
 
-    json: dict[str, Any]
-    messages: list[dict[str, Any]]
+    json: protocol.JsonObject
+    messages: list[protocol.JsonObject]
     num_bytes: int
 
 
@@ -229,13 +229,13 @@ class ResponseStore:
         message = f"the response {response_id[:100]!r} {reason}; send the whole conversation as input"
         raise RequestError(404, message, param=param, code="response_not_found")
 
-    def add(self, messages: list[dict[str, Any]], num_bytes: int, response: dict[str, Any]) -> None:
+    def add(self, messages: list[protocol.JsonObject], num_bytes: int, response: protocol.JsonObject) -> None:
         """Keep a response after these messages, which have num_bytes, and forget the oldest ones beyond the limits."""
         messages = [*messages]
         for item in _ITEMS.validate_python(response["output"]):
             _add(messages, item)
         num_bytes += len(to_json(response["output"]))
-        self._kept[response["id"]] = StoredResponse(response, messages, num_bytes)
+        self._kept[str(response["id"])] = StoredResponse(response, messages, num_bytes)
         while len(self._kept) > self.max_responses or sum(one.num_bytes for one in self._kept.values()) > MAX_STORED_BYTES:
             self._kept.popitem(last=False)
 
@@ -257,7 +257,7 @@ class ResponsesReply(BlockReply):
         chat_format: ChatFormat,
         model: str,
         tokenizer: Tokenizer | None,
-        keep: Callable[[dict[str, Any]], None] | None,
+        keep: Callable[[protocol.JsonObject], None] | None,
     ) -> None:
         """keep: stores the response when it is complete. None: it is not stored."""
         super().__init__(chat, chat_format, model)
@@ -265,7 +265,7 @@ class ResponsesReply(BlockReply):
         self._created_at = int(time.time())
         self._num_events = 0
 
-    def message(self, answers: Answers, blocks: Blocks, answer: CompletionOutput | Delta) -> dict[str, Any]:
+    def message(self, answers: Answers, blocks: Blocks, answer: CompletionOutput | Delta) -> protocol.JsonObject:
         reason = answer.finish_reason
         status = "in_progress" if reason is None else "incomplete" if reason == "length" else "completed"
         response = self._response(answers, status) | {
@@ -278,13 +278,13 @@ class ResponsesReply(BlockReply):
         return response
 
     @cached_property
-    def _given(self) -> dict[str, Any]:
+    def _given(self) -> protocol.JsonObject:
         """The fields of the request that its response repeats."""
         given = self._body.model_dump(include=_RETURNED, by_alias=True, exclude_none=True)
         tools = [tool.model_dump() for tool in self._body.tools or () if isinstance(tool, FunctionTool)]
         return given | {"tools": tools, "text": {"format": {"type": "text"}} | given.get("text", {})}
 
-    def _response(self, answers: Answers, status: str) -> dict[str, Any]:
+    def _response(self, answers: Answers, status: str) -> protocol.JsonObject:
         params = answers.streams[0].prepared.params
         return {
             "id": f"resp_{answers.id}",
@@ -306,11 +306,11 @@ class ResponsesReply(BlockReply):
             **self._given,
         }
 
-    def begin(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[dict[str, Any]]:
+    def begin(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[protocol.JsonObject]:
         response = self._response(answers, "in_progress")
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
-    def change(self, answers: Answers, change: Change, block: Block, new: str) -> list[dict[str, Any]]:
+    def change(self, answers: Answers, change: Change, block: Block, new: str) -> list[protocol.JsonObject]:
         at = {"output_index": block.index}
         within = at | {"item_id": _item_id(answers, block)} | ({} if block.kind == "call" else {"content_index": 0})
         name = {
@@ -318,7 +318,7 @@ class ResponsesReply(BlockReply):
             "content": "response.output_text",
             "call": "response.function_call_arguments",
         }[block.kind]
-        more: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
+        more: protocol.JsonObject = {"logprobs": []} if block.kind == "content" else {}
         if change == "grows":
             return [self._event(f"{name}.delta", delta=new, **within, **more)]
         item = _item(answers, block, is_open=change == "begins")
@@ -334,20 +334,20 @@ class ResponsesReply(BlockReply):
             events.append(self._event("response.content_part.done", part=_part(block), **within))
         return [*events, self._event("response.output_item.done", item=item, **at)]
 
-    def end(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[dict[str, Any]]:
+    def end(self, answers: Answers, blocks: Blocks, delta: Delta) -> list[protocol.JsonObject]:
         response = self.message(answers, blocks, delta)
         return [self._event(f"response.{response['status']}", response=response)]
 
-    def failure(self, answers: Answers, status: int, message: str) -> list[dict[str, Any]]:
+    def failure(self, answers: Answers, status: int, message: str) -> list[protocol.JsonObject]:
         failed = self._response(answers, "failed") | {"error": {"code": "server_error", "message": message}}
         first = [] if self._num_events else [self._event("response.created", response=self._response(answers, "in_progress"))]
         return [*first, self._event("response.failed", response=failed)]
 
-    def _event(self, name: str, /, **fields: Any) -> dict[str, Any]:
+    def _event(self, name: str, /, **fields: object) -> protocol.JsonObject:
         self._num_events += 1
         return {"type": name, "sequence_number": self._num_events - 1} | fields
 
-    def _usage(self, answers: Answers, blocks: Blocks) -> dict[str, Any]:
+    def _usage(self, answers: Answers, blocks: Blocks) -> protocol.JsonObject:
         usage = answers.usage()
         token_ids = answers.outputs[0].outputs[0].token_ids
         num_reasoning = 0
@@ -364,13 +364,13 @@ class ResponsesReply(BlockReply):
         }
 
 
-def _item(answers: Answers, block: Block, *, is_open: bool = False) -> dict[str, Any]:
+def _item(answers: Answers, block: Block, *, is_open: bool = False) -> protocol.JsonObject:
     """Return an item of the output. is_open: It has begun and not ended."""
     status = "in_progress" if is_open else "incomplete" if block.is_cut else "completed"
-    item = {"id": _item_id(answers, block), "status": status}
+    item: protocol.JsonObject = {"id": _item_id(answers, block), "status": status}
     if block.kind == "call":
         return item | {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": block.text}
-    content = {"content": [] if is_open else [_part(block)]}
+    content: protocol.JsonObject = {"content": [] if is_open else [_part(block)]}
     if block.kind == "reasoning":
         return item | {"type": "reasoning", "summary": [], "encrypted_content": None} | content
     return item | {"type": "message", "role": "assistant"} | content
@@ -381,7 +381,7 @@ def _item_id(answers: Answers, block: Block) -> str:
     return f"{prefix}_{answers.id}_{block.index}"
 
 
-def _part(block: Block) -> dict[str, Any]:
+def _part(block: Block) -> protocol.JsonObject:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}

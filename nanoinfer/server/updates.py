@@ -21,7 +21,6 @@ import asyncio
 from collections.abc import Sequence
 from itertools import count
 from tempfile import NamedTemporaryFile
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -53,7 +52,7 @@ def add_weights(app: FastAPI, async_llm: AsyncLLM, world_size: int) -> None:
     llm, one_file_at_a_time = async_llm.llm, asyncio.Lock()
     app.state.max_file_bytes = rollouts.max_file_bytes(llm)
 
-    def state() -> dict[str, Any]:
+    def state() -> dict[str, object]:
         engine = async_llm.engine
         return {"weights_version": engine.weights_version, "is_paused": "pause" in engine.refusals}
 
@@ -102,7 +101,7 @@ async def _path_of(http: StrictRequest) -> str:
 
 # ---- adapters
 
-SENTENCE: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}  # and JSON for errors
+SENTENCE: dict[int | str, dict[str, object]] = {200: {"content": {"text/plain": {}}}}  # and JSON for errors
 
 
 class LoadAdapterRequest(Body):

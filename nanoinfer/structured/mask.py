@@ -26,14 +26,14 @@ class GrammarMask:
     @classmethod
     def build(cls, sequences: list[Sequence], vocab_size: int, device: torch.device) -> "GrammarMask | None":
         """Ask the grammars. Returns None if no sequence has one."""
-        rows = [row for row, seq in enumerate(sequences) if seq.grammar is not None]
-        if not rows:
+        grammars = {row: seq.grammar for row, seq in enumerate(sequences) if seq.grammar is not None}
+        if not grammars:
             return None
-        forbidden = np.empty((len(rows), vocab_size), dtype=np.uint8)
+        forbidden = np.empty((len(grammars), vocab_size), dtype=np.uint8)
         errors = {}
-        for index, row in enumerate(rows):
-            sequences[row].grammar.write_forbidden(forbidden[index], sequences[row].stop_ids)
-            if error := sequences[row].grammar.error:
+        for index, (row, grammar) in enumerate(grammars.items()):
+            grammar.write_forbidden(forbidden[index], sequences[row].stop_ids)
+            if error := grammar.error:
                 errors[row] = error
         packed = torch.from_numpy(forbidden).view(torch.bool)
-        return cls(on_device(torch.tensor(rows), device), on_device(packed, device), errors)
+        return cls(on_device(torch.tensor(list(grammars)), device), on_device(packed, device), errors)

@@ -20,8 +20,8 @@ MAX_ATTEMPTS = 2
 MAX_START_SECONDS = 30.0
 
 # The signals that end a request for a reason of its own: its limit of time, or an error in a library. Windows lacks most.
-_LIMIT = getattr(signal, "SIGPROF", None)
-_CRASHES = {getattr(signal, name, None) for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV")}
+_LIMIT = signal.Signals.__members__.get("SIGPROF")
+_CRASHES = {signal.Signals.__members__.get(name) for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV")}
 
 
 class HelperProcess:

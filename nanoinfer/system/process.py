@@ -83,7 +83,7 @@ def limit_threads() -> None:
     More threads would use up the quota early and then all wait for the next period, which is 100 ms long by default. In a
     forked process OpenMP would wait forever for threads that exist only in the process that made them.
     """
-    if hasattr(os, "register_at_fork"):
+    if os.name == "posix":
         os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
     quota = cpu_quota()
     if quota is None or "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() <= (num := max(int(quota), 1)):

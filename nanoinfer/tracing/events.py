@@ -11,7 +11,7 @@ search runs steps of its own, and emits the block events and BatchBuilt for them
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class RequestAdded:
     prompt: str
     prompt_token_ids: tuple[int, ...]
     tokens: tuple[str, ...]  # tokens[i] is the text of prompt_token_ids[i] alone. U+FFFD stands for a part of a character
-    params: dict[str, Any]  # the sampling parameters that differ from their defaults
+    params: dict[str, object]  # the sampling parameters that differ from their defaults
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class Tracer(Protocol):
     raises, that step emits no StageApplied.
     """
 
-    def emit(self, event: Any) -> None: ...
+    def emit(self, event: Event) -> None: ...
 
 
 class EventBuffer:

@@ -1,7 +1,6 @@
 """A Recorder for a process that runs for long, such as a server: it keeps the newest events, and shows one request's steps."""
 
 from itertools import accumulate, takewhile
-from typing import Any
 
 from nanoinfer.tracing import viewer
 from nanoinfer.tracing.events import (
@@ -14,6 +13,7 @@ from nanoinfer.tracing.events import (
     BlocksReleased,
     BlocksShared,
     EngineStarted,
+    Event,
     RequestAdded,
     RequestFinished,
     StepScheduled,
@@ -39,7 +39,7 @@ class RecentRecorder(Recorder):
         self._max_size = self._limit = max_size
         self._size = 0
 
-    def emit(self, event: Any) -> None:
+    def emit(self, event: Event) -> None:
         super().emit(event)
         self._size += _size_of(event)
         if self._size > self._limit:  # drop the older half
@@ -70,17 +70,17 @@ class RecentRecorder(Recorder):
         return viewer.page(rows(_with_state(events[:end], start)), at=f"step={first}&token={request_ids[0]}")
 
 
-def _size_of(event: Any) -> int:
+def _size_of(event: Event) -> int:
     name = _LONG_FIELDS.get(type(event))
     return 1 if name is None else 1 + len(getattr(event, name))
 
 
-def _next_step(events: list[Any], index: int) -> int:
+def _next_step(events: list[Event], index: int) -> int:
     """The index of the next StepScheduled, or of the end."""
     return next((i for i in range(index, len(events)) if isinstance(events[i], StepScheduled)), len(events))
 
 
-def _end_of_step(events: list[Any], index: int) -> int:
+def _end_of_step(events: list[Event], index: int) -> int:
     """The index behind the step in which events[index] was emitted. An abort's RequestFinished is in none."""
     for i in range(index, len(events)):
         if isinstance(events[i], StepTimed | StepScheduled):
@@ -88,12 +88,12 @@ def _end_of_step(events: list[Any], index: int) -> int:
     return len(events)
 
 
-def _with_state(events: list[Any], start: int) -> list[Any]:
+def _with_state(events: list[Event], start: int) -> list[Event]:
     """events[start:], behind what explains it: the engine, and the prompts and blocks of requests that are unfinished there."""
     before = events[:start]
     finished = {event.request_id for event in before if isinstance(event, RequestFinished)}
 
-    def is_needed(event: Any) -> bool:
+    def is_needed(event: Event) -> bool:
         if not isinstance(event, _STATE):
             return isinstance(event, EngineStarted)
         name = event.request_id if isinstance(event, RequestAdded) else event.sequence_id

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.tracing import viewer
@@ -36,9 +36,9 @@ class Recorder:
                 same tokens.
         """
         self.wants_stages = stages
-        self.events: list[Any] = []
+        self.events: list[Event] = []
 
-    def emit(self, event: Any) -> None:
+    def emit(self, event: Event) -> None:
         self.events.append(event)
 
     def of(self, kind: type[E]) -> list[E]:
@@ -47,7 +47,7 @@ class Recorder:
 
     def clear(self) -> None:
         """Remove all events except the last EngineStarted, for another run of the same LLM."""
-        self.events = self.of(EngineStarted)[-1:]
+        self.events = [*self.of(EngineStarted)[-1:]]
 
     def __repr__(self) -> str:
         return f"Recorder({len(self.events)} events)"
@@ -118,7 +118,7 @@ class Recorder:
             '<code>recorder.to_html("trace.html")</code> writes it to a file.</p>'
         )
 
-    def _run_to_show(self) -> list[Any]:
+    def _run_to_show(self) -> list[Event]:
         """The events of _last_run, which must have a step."""
         events = self._last_run()
         if not events:
@@ -128,19 +128,19 @@ class Recorder:
             )
         return events
 
-    def _last_run(self) -> list[Any]:
+    def _last_run(self) -> list[Event]:
         """The events from the last EngineStarted on, or none if there is no step among them."""
         starts = [i for i, event in enumerate(self.events) if isinstance(event, EngineStarted)]
         events = self.events[starts[-1] :] if starts else []
         return events if any(isinstance(event, StepScheduled) for event in events) else []
 
 
-def rows(events: Iterable[Any]) -> Iterable[dict[str, Any]]:
+def rows(events: Iterable[Event]) -> Iterable[viewer.Row]:
     """The events as plain dicts: {"event": its class, its fields ...}."""
     return ({"event": type(event).__name__} | asdict(event) for event in events)
 
 
-def _value(name: str, value: Any) -> Any:
+def _value(name: str, value: object) -> object:
     """A field's value. Lists of JSON become tuples, in some fields of dataclasses."""
     if isinstance(value, list):
         return tuple(_PARTS[name](**part) for part in value) if name in _PARTS else tuple(value)

@@ -46,7 +46,7 @@ def _read(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 
-def as_script(value: Any) -> str:
+def as_script(value: object) -> str:
     """A literal of JavaScript. A text in it may contain "</script>"."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
@@ -58,7 +58,7 @@ def frame(page: str) -> str:
     return f"<iframe sandbox='allow-scripts' style='{style}' srcdoc='{source}'></iframe>"
 
 
-def _shortened(value: Any) -> Any:
+def _shortened(value: object) -> object:
     """The value with floats rounded to nine digits, and with integers beyond JavaScript's range as strings.
 
     Nine digits distinguish all float32 values. More would be an eighth of the page.
@@ -95,13 +95,13 @@ def comparison_page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str,
     return _fill(_read("comparison.html"), {"/* COLOURS */": _read("colours.css"), "/* COMPARISON */ {}": as_script(data)})
 
 
-def _answers(events: list[Row]) -> dict[Any, str]:
+def _answers(events: list[Row]) -> dict[tuple[tuple[int, ...], int, int], str]:
     """{(prompt, number of earlier requests with this prompt, number of the answer): sequence id}, in order of the requests."""
     sequences = defaultdict(list)
     for sequence_id in _tokens(events):
         request_id, _, answer = sequence_id.partition(".")
         sequences[request_id].append((int(answer or 0), sequence_id))
-    answers, num_added = {}, Counter[Any]()
+    answers, num_added = {}, Counter[tuple[int, ...]]()
     for event in events:
         if event["event"] == "RequestAdded":
             prompt = tuple(event["prompt_token_ids"])

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, repeat
 from numbers import Integral
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -96,7 +95,7 @@ class Policy(nn.Module):
             weight = getattr(module, leaf).detach()
             yield name, weight.T if name.endswith(self.model.weight_rules.transpose) else weight
 
-    def _ids(self, given: Any, num_masked: int) -> list[int]:
+    def _ids(self, given: object, num_masked: int) -> list[int]:
         """Return the ids of a sequence whose answer has a mask of `num_masked` tokens. Raises: as forward does."""
         ids, config = given.tolist() if isinstance(given, Tensor) else given, self.model.config
         if not isinstance(ids, list | tuple) or not all(isinstance(i, Integral) for i in ids):
@@ -146,7 +145,7 @@ def _with_gradients(model: nn.Module) -> fx.GraphModule:
     fuse(traced)
     for node in list(traced.graph.nodes):
         module = traced.module(node)
-        operation: Any = OPERATIONS.get(type(module)) or (TrainedNorm if has_kernel(module) else None)
+        operation = OPERATIONS.get(type(module)) or (TrainedNorm if has_kernel(module) else None)
         if operation is not None:
             others = [tuple(node.kwargs)] if node.kwargs else []  # of a linear layer: factor, residual
             node.target = traced.name("trained", operation(module, *others))

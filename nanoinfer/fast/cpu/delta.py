@@ -8,7 +8,7 @@ from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.attention.states import AttendWithStates
@@ -16,6 +16,7 @@ from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.program import KernelCall, Program, Slice, fields
 from nanoinfer.models.gated_delta import DeltaRecurrence
+from nanoinfer.models.layers import Untraced
 
 
 class DeltaRows(ctypes.Structure):
@@ -47,7 +48,7 @@ def rows_of(attend: Attend) -> DeltaRows | None:
     return rows
 
 
-class KernelRecurrence(nn.Module):
+class KernelRecurrence(Untraced):
     """Computes what a DeltaRecurrence does, on its own or as a part of a program.
 
     Attributes:
@@ -56,8 +57,6 @@ class KernelRecurrence(nn.Module):
     Raises:
         UnsupportedError: there is no kernel for its sizes or for this dtype.
     """
-
-    runs_untraced = True
 
     def __init__(self, plain: DeltaRecurrence, dtype: torch.dtype) -> None:
         super().__init__()

@@ -116,7 +116,7 @@ def parameter_name(file: GGUFFile, tensor_name: str) -> str | None:
     return f"{layer}{names[match['name']]}{kind}"
 
 
-def to_config(file: GGUFFile) -> dict[str, Any]:
+def to_config(file: GGUFFile) -> dict[str, object]:
     """Return what config.json has for this model. The family checks types and ranges, as it does for config.json."""
     if file.architecture not in _ARCHITECTURES:
         raise UnsupportedError(
@@ -143,7 +143,7 @@ def to_config(file: GGUFFile) -> dict[str, Any]:
     return config | more[file.architecture](file, config) if file.architecture in more else config
 
 
-def to_generation_config(file: GGUFFile) -> dict[str, Any]:
+def to_generation_config(file: GGUFFile) -> dict[str, object]:
     """Return BOS, the padding, and the ids that end a text: of a document's end, of a turn (eot) and of a message (eom)."""
     ids = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding", "eos", "eot", "eom")}
     ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
@@ -156,7 +156,7 @@ def _dtype(file: GGUFFile) -> str:
     return {("F32",): "float32", ("F16",): "float16", ("F16", "F32"): "float16"}.get(tuple(sorted(names)), "bfloat16")
 
 
-def _gpt2_sizes(file: GGUFFile) -> dict[str, Any]:
+def _gpt2_sizes(file: GGUFFile) -> dict[str, object]:
     return _without_none(
         n_embd=file.get("embedding_length"),
         n_inner=file.get("feed_forward_length"),
@@ -167,7 +167,7 @@ def _gpt2_sizes(file: GGUFFile) -> dict[str, Any]:
     )
 
 
-def _llama_sizes(file: GGUFFile) -> dict[str, Any]:
+def _llama_sizes(file: GGUFFile) -> dict[str, object]:
     hidden_size, num_heads = file.get("embedding_length"), file.get("attention.head_count")
     head_dim, num_rotated = file.get("attention.key_length"), file.get("rope.dimension_count")
     if head_dim is None and type(hidden_size) is int and type(num_heads) is int and num_heads:
@@ -197,7 +197,7 @@ def _num_layers(file: GGUFFile) -> Any:
     return num_blocks - num_drafting if type(num_blocks) is type(num_drafting) is int else num_blocks
 
 
-def _gemma3_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+def _gemma3_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, object]:
     """As llama.cpp reads them: the 27B, whose scores have another scale, is known by its number of layers."""
     window = file.get("attention.sliding_window")
     local = {"rope_theta": _as_decimal(file.get("rope.freq_base_swa", 10_000.0))}
@@ -211,7 +211,7 @@ def _gemma3_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gpt_oss_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+def _gpt_oss_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, object]:
     return _without_none(
         intermediate_size=file.get("expert_feed_forward_length"),
         num_local_experts=file.get("expert_count"),
@@ -221,7 +221,7 @@ def _gpt_oss_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _qwen_next_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+def _qwen_next_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, object]:
     num_value_heads, value_size = file.get("ssm.time_step_rank"), file.get("ssm.inner_size")
     num_rotated, head_dim = file.get("rope.dimension_count"), config.get("head_dim")
     if any(type(size) is not int or not size for size in (num_value_heads, value_size, num_rotated, head_dim)):
@@ -244,7 +244,7 @@ def _qwen_next_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _rope(file: GGUFFile, head_dim: Any) -> dict[str, Any]:
+def _rope(file: GGUFFile, head_dim: object) -> dict[str, object]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _as_decimal(file.get("rope.freq_base", 10_000.0))}
     prefix = f"{file.architecture}.rope.scaling."
     scaling = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
@@ -262,7 +262,7 @@ def _rope(file: GGUFFile, head_dim: Any) -> dict[str, Any]:
     return rope
 
 
-def _llama3_rope(file: GGUFFile, theta: Any, head_dim: Any) -> dict[str, Any]:
+def _llama3_rope(file: GGUFFile, theta: Any, head_dim: Any) -> dict[str, object]:
     """Llama 3's rope_parameters, from the factors that the file has. Refuse factors that are not Llama 3's."""
     tensor = file.tensors[_LLAMA3_FACTORS]
     is_expected = isinstance(theta, float) and theta > 1 and type(head_dim) is int and tensor.shape == (head_dim // 2,)
@@ -284,6 +284,6 @@ def _as_decimal(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _without_none(**config: Any) -> dict[str, Any]:
+def _without_none(**config: object) -> dict[str, object]:
     """Leave out what the file does not have: the family has a default, or names the key that is missing."""
     return {key: value for key, value in config.items() if value is not None}
