@@ -1,6 +1,7 @@
 """What every test shares: no network, few threads, shape checks on, and tiny checkpoints to compare with transformers."""
 
 import atexit
+import gc
 import importlib.util
 import os
 import shutil
@@ -58,6 +59,16 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if item.get_closest_marker("long")]
         items[:] = [item for item in items if not item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish():
+    """Exempt what was imported from garbage collection, each of which would examine torch and every test for 0.2 s of CPU."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # libraries check at exit that what they made was freed
 
 
 @pytest.fixture

@@ -1,12 +1,14 @@
-"""A process of its own for a script or a notebook, forked from one that has imported torch, so that it starts at once."""
+"""A process of its own for a script, a notebook or a rank, forked from one that has imported torch, so it starts at once."""
 
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 import traceback
 import warnings
+from multiprocessing import reduction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,3 +76,51 @@ def _cells(sources):
     for source in sources:
         if not shell.run_cell(source, store_history=True).success:
             sys.exit(1)
+
+
+class Rank:
+    """As the subprocess.Popen of distributed/launch.py, whose new Python imports torch for more than a second of CPU."""
+
+    def __init__(self, command, *, pass_fds, env, **_):
+        self._command = command
+        read_end, write_end = os.pipe()
+        self.stdin = os.fdopen(write_end, "wb")
+        arguments = command[command.index("-m") + 2 :]
+        descriptors = {descriptor: _Inherited(descriptor) for descriptor in pass_fds}
+        self._process = _CONTEXT.Process(target=_rank, args=(arguments, _Inherited(read_end), descriptors, env))
+        self._process.start()
+        os.close(read_end)
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._command, timeout)
+        return self._process.exitcode
+
+    def kill(self):
+        self._process.kill()
+
+
+class _Inherited:
+    """A file descriptor, which is a number of the other process there."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __reduce__(self):
+        return _received, (reduction.DupFd(self.number),)
+
+
+def _received(duplicate):
+    return _Inherited(duplicate.detach())
+
+
+def _rank(arguments, stdin, descriptors, environment):
+    from nanoinfer.distributed import worker
+
+    os.dup2(stdin.number, 0)
+    os.environ.update(environment)
+    numbers = {str(given): str(here.number) for given, here in descriptors.items()}
+    rank, device, *given = arguments
+    sys.argv = ["worker", rank, device, *(numbers[number] for number in given)]
+    worker.main()

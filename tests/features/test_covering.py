@@ -1,6 +1,9 @@
 """Every pair of features: the answers of the features one at a time, or refused by an error that names both."""
 
+from types import SimpleNamespace
+
 import engines
+import forked
 import pytest
 from covering import (
     COMMAND,
@@ -19,6 +22,7 @@ from covering import (
 from engines import Checkpoints, Oracle, Question
 
 from nanoinfer import NanoinferError
+from nanoinfer.distributed import launch
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +35,13 @@ CHANGING = ["adapter per request", "structured output", "required calls", "n > 1
 
 def names_of(run):
     return ", ".join(value for value in run.values() if value)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_ranks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "subprocess", SimpleNamespace(Popen=forked.Rank, PIPE=None))
+        yield
 
 
 @pytest.fixture(scope="module")
