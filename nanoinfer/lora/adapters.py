@@ -127,8 +127,8 @@ class Adapters:
 
     def join(self, parts: Parts) -> Parts:
         """Return the model's parts, with a runner that brings adapters into memory."""
-        wrappers = *parts.wrappers, partial(AdapterRunner, adapters=self)
-        return replace(parts, reserved_bytes=self.num_bytes, wrappers=wrappers)
+        wrap = partial(AdapterRunner, adapters=self)
+        return replace(parts, reserved_bytes=self.num_bytes, wrappers=(*parts.wrappers, wrap))
 
     def begin_step(self, runs: tuple[tuple[Adapter, int, int], ...], num_rows: int) -> None:
         """Bring the adapters of a step into memory, and note its rows. runs: (adapter, first row, row after the last)."""
