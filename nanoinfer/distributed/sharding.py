@@ -157,7 +157,7 @@ class Shards:
         axis, whole = (1, update.a) if split == "row" else (0, update.b)
         parts = parts_of(split, whole.shape[axis], self.whole.config, self.rank, self.size)
         part = torch.cat([whole[:, one] if axis else whole[one] for one in parts], dim=axis)  # a copy, not to keep the whole
-        return dataclasses.replace(update, **{"a" if axis else "b": part})
+        return dataclasses.replace(update, a=part) if axis else dataclasses.replace(update, b=part)
 
     def join(self, model: Any, vocab_size: int) -> None:
         """Replace the layers of a rank's loaded model that give a part of a result by modules that join the parts.

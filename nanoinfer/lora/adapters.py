@@ -75,11 +75,13 @@ class Adapters:
             for path, linear in (model if shards is None else shards.whole).named_modules()
             if isinstance(linear, nn.Linear | QuantizedLinear) and not self._is_for_all(path)
         }
-        modules = {path.replace(".module", ""): module for path, module in model.named_modules()}  # those in an AllReduced too
+        # A row layer is the module of an AllReduced, which is not in the whole model.
+        modules: dict[str, Any] = {path.replace(".module", ""): module for path, module in model.named_modules()}
         for path in self._shapes:
             self._layers[path] = self.layers[modules[path]] = AdaptedLinear(modules[path], self._rows)
         # What full slots take. On a CPU each adapter is there twice, as it was read and as kernels read it.
-        shapes = [*map(shape_of, self.layers), *(self._shapes.values() if weight.device.type == "cpu" else ())]
+        shapes = [shape_of(modules[path]) for path in self._shapes]
+        shapes += self._shapes.values() if weight.device.type == "cpu" else ()
         self.num_bytes = max_loras * max_rank * sum(map(sum, shapes)) * weight.dtype.itemsize
         is_cuda = weight.device.type == "cuda"
         free = torch.cuda.mem_get_info(weight.device)[0] if is_cuda else memory.available_cpu_memory()
