@@ -1,13 +1,15 @@
 """Files with the contents of cache blocks, so that a restarted engine finds the prefixes of the one before it.
 
-In: a KVCache, states, and ids from stored_blocks.py. Out: one file per block or state, named by the key and the part of the
-prefix index:
+In: a runner, whose cache has the blocks and states, and ids from stored_blocks.py. Out: one file per block or state, named by
+the key and the part of the prefix index:
 
     "nanokv2\\n" | key, 32 bytes | part | SHA-256 of all the rest, 32 bytes | keys and values, as the cache has them, or a state
 
 A thread writes them, and the engine waits for it only in close(). A file gets its name when it is whole, by a rename. It is
 read as a whole, and believed only if its length, key and checksum are right. It is not mapped, because a mapped file ends this
 process by SIGBUS when another one truncates it, or its disk is gone. Nothing is unpickled.
+
+Of several ranks, rank 0 has the files, and each contains the parts of all ranks. So a block is found on all of them or on none.
 
 Several processes may share a folder. Who writes holds a lock on the file "lock", which the system releases when a process is
 killed. It contains the number of bytes in the folder, and is raised before they are written, so that the limit always holds.

@@ -77,7 +77,8 @@ class Adapters:
             for path, linear in (model if shards is None else shards.whole).named_modules()
             if isinstance(linear, nn.Linear | QuantizedLinear) and not self._is_for_all(path)
         }
-        modules = {path.replace(".module", ""): module for path, module in model.named_modules()}  # those in an AllReduced too
+        # A row layer is the module of an AllReduced, which is not in the whole model.
+        modules = {path.replace(".module", ""): module for path, module in model.named_modules()}
         shapes = list(self._shapes.values()) if weight.device.type == "cpu" else []
         for path in self._shapes:
             module = modules[path]
