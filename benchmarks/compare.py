@@ -21,8 +21,8 @@ from nanoinfer.bench.offline import load, run_workload
 from nanoinfer.bench.random_models import checkpoint_of
 from nanoinfer.bench.timing import figures
 from nanoinfer.bench.workloads import Workload
-from nanoinfer.cli.bench import AsJson, ModelOptions, RunOptions, WorkloadOptions, pick_workloads
-from nanoinfer.cli.options import new_table
+from nanoinfer.cli.bench import ModelOptions, RunOptions, WorkloadOptions, pick_workloads
+from nanoinfer.cli.options import AsJson, new_table
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.llm import LLM

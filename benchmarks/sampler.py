@@ -24,8 +24,7 @@ from transformers import (
 )
 
 from benchmarks import program
-from nanoinfer.cli.bench import AsJson
-from nanoinfer.cli.options import new_table
+from nanoinfer.cli.options import AsJson, new_table
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.routes import HeadRows

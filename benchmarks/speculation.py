@@ -19,8 +19,8 @@ from nanoinfer.bench.offline import run_workload
 from nanoinfer.bench.random_models import checkpoint_of
 from nanoinfer.bench.timing import figures
 from nanoinfer.bench.workloads import Workload
-from nanoinfer.cli.bench import AsJson, ModelOptions, Repeats
-from nanoinfer.cli.options import new_table
+from nanoinfer.cli.bench import ModelOptions, Repeats
+from nanoinfer.cli.options import AsJson, new_table
 from nanoinfer.llm import LLM
 from nanoinfer.scheduling.sequence import Sequence
 

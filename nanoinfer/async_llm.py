@@ -15,6 +15,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from itertools import count
@@ -129,12 +130,10 @@ class AsyncLLM:
         num_answers = params.n if isinstance(params, SamplingParams) else 1  # prepare_prompt refuses anything else
         prepare = partial(self.engine.inputs.prepare_prompt, prompt, params, priority, lora_request)
         stream = await self.submit(prepare, num_answers=num_answers, request_id=request_id, is_large=is_large_prompt(prompt))
-        try:
+        with closing(stream):
             async for deltas in stream:
                 if (output := stream.output_with(deltas)) is not None:
                     yield output
-        finally:
-            stream.close()
 
     async def embed(
         self,
@@ -153,11 +152,9 @@ class AsyncLLM:
             return reading.prepare_all([prompt], partial(self.pooler.prepare, params=params, priority=priority))[0]
 
         stream = await self.submit(prepare, num_answers=1, request_id=request_id, is_large=is_large_prompt(prompt))
-        try:
+        with closing(stream):
             async for _ in stream:
                 pass
-        finally:
-            stream.close()
         reading.check([stream.output])
         return pooling.embedding_output(stream.request_id, stream.prepared)
 

@@ -69,8 +69,8 @@ def sum_of_logprobs(token_ids: list[int], logprobs: list[LogprobsOnePosition] | 
 class TokenLogprobs:
     """Log-probabilities at one position as the executor returns them, before token texts are added.
 
-    ids[0] is the token itself, and the other ids are the most likely ones without it, in descending order. The rank of an id is
-    the number of ids that are at least as likely, so the most likely id has rank 1, and ties share the larger number.
+    ids[0] is the token itself, and the other ids are the most likely ones without it, in descending order. Ranks are those of
+    Logprob, and ties share the larger number.
     """
 
     ids: list[int]

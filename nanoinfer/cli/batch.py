@@ -149,15 +149,12 @@ async def _answer(load: Callable[[], "AsyncLLM"], settings: "ServerSettings", in
     from nanoinfer.server.run import share_the_process
 
     requests = results.unanswered(input_file)
-    async_llm = load()
-    app = create_app(async_llm, settings)
-    share_the_process()
-    num_concurrent = 2 * async_llm.engine.scheduler.config.max_num_seqs  # so that requests always wait
-    try:
+    async with load() as async_llm:
+        app = create_app(async_llm, settings)
+        share_the_process()
+        num_concurrent = 2 * async_llm.engine.scheduler.config.max_num_seqs  # so that requests always wait
         with _writing(results) as write:
             await answer_all(app, requests, seed=results.manifest.seed, num_concurrent=num_concurrent, write=write)
-    finally:
-        await async_llm.shutdown()
 
 
 @contextmanager

@@ -58,7 +58,6 @@ RandomModel = Annotated[
         autocompletion=complete_from("gpt2", "gpt2-medium", "qwen2.5-0.5b", "qwen3-0.6b", "qwen3.5-0.8b"),
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Named = Annotated[str | None, typer.Option("--workload", help="Some of A,B16,B64,C,D,E,F, with commas. Default: A,B16.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Measured runs, after one to warm up.")]
 
@@ -151,7 +150,7 @@ def roofline(
     measured: ModelOptions,
     enforce_eager: options.EnforceEager = False,
     plot: Annotated[Path, typer.Option(help="Path of the plot (PNG, requires matplotlib).")] = Path("roofline.png"),
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Compare the time of prefill and decode steps with the limits of this machine."""
     from nanoinfer.bench import roofline as measurement
@@ -176,10 +175,7 @@ def roofline(
             for phase in phases
         ],
     }
-    if as_json:
-        print(json.dumps(report, indent=1))
-    else:
-        _show_roofline(report)
+    options.print_result(report, as_json, _show_roofline)
     try:
         measurement.plot(machine, dtype, phases, plot)
         typer.echo(f"plotted: {plot}", err=True)
@@ -223,7 +219,7 @@ def ladder(
     random_model: RandomModel = None,
     dtype: options.Dtype = "float32",
     repeats: Repeats = 3,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     import torch
 
@@ -237,30 +233,27 @@ def ladder(
     with checkpoint_of(model, random_model, dtype) as checkpoint, options.busy("Measuring"):
         rungs = [asdict(rung) for rung in measurement.climb(checkpoint, workload, bandwidth, repeats=repeats, dtype=dtype)]
     machine = f"{random_model or model} in {dtype}, {torch.get_num_threads()} threads, memory {bandwidth / 1e9:.1f} GB/s"
-    if as_json:
-        print(json.dumps({"machine": machine, "rungs": rungs}, indent=1))
-    else:
-        _show_ladder(machine, rungs)
+    options.print_result({"machine": machine, "rungs": rungs}, as_json, _show_ladder)
 
 
-def _show_ladder(machine: str, rungs: list[dict[str, Any]]) -> None:
+def _show_ladder(report: dict[str, Any]) -> None:
     published = json.loads(PUBLISHED.read_text(encoding="utf-8")) if PUBLISHED.exists() else {"rungs": []}
     others = {rung["version"]: rung for rung in published["rungs"]}
     columns = ("published tok/s", "bandwidth") if others else ()
     table = options.new_table("version", "tok/s", "bandwidth", "longest pause ms", *columns)
-    for rung in rungs:
+    for rung in report["rungs"]:
         pair = [rung, others[rung["version"]]] if others else [rung]
         (tokens_per_s, share), *theirs = ((f"{one['tokens_per_s']:.1f}", f"{one['bandwidth_share']:.1%}") for one in pair)
         table.add_row(rung["version"], tokens_per_s, share, f"{rung['longest_pause_ms']:.0f}", *itertools.chain(*theirs))
     options.print_table(table)
-    print(machine)
+    print(report["machine"])
     if others:
         print(f"published: {published['machine']}")
 
 
 @app.command(cls=Command, help=f"Measure tokens per second.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")
 @options.expand_options
-def throughput(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: AsJson = False) -> None:
+def throughput(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: options.AsJson = False) -> None:
     _measure(measured, picked, run, as_json, _show_throughput)
 
 
@@ -268,7 +261,7 @@ def throughput(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptio
     cls=Command, help=f"Measure TTFT, TPOT and ITL: their 50th, 95th and 99th percentiles.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}"
 )
 @options.expand_options
-def latency(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: AsJson = False) -> None:
+def latency(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: options.AsJson = False) -> None:
     _measure(measured, picked, run, as_json, _show_latency)
 
 
@@ -327,7 +320,7 @@ def serve(
         list[str] | None, typer.Option(help='Limits in ms: "ttft:200 tpot:50 e2el:2000", or some of them.')
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds without a byte after which a request has failed.")] = 600,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     if url is None:
         raise InvalidValueError("give the --url of a server; `nanoinfer serve` starts one at http://127.0.0.1:8000")

@@ -84,7 +84,11 @@ def chat(
     if question is None and is_terminal:
         _converse(session)
         return
-    session.ask(_join("" if is_terminal else options.read_standard_input(), question))
+    piped = "" if is_terminal else options.read_standard_input()
+    text = "\n\n".join(filter(None, (piped, question)))
+    if not text.strip():
+        raise InvalidPromptError("there is no question: standard input is empty; pipe a text, or write it after the command")
+    session.ask(text)
     if session.output is None:
         raise typer.Exit(130)  # the exit code of a shell after Ctrl-C, which stopped the answer
 
@@ -93,14 +97,6 @@ def _refuse_options_of_an_engine(engine: options.EngineOptions) -> None:
     given, default = asdict(engine), asdict(options.EngineOptions(model=engine.model))
     if names := [f"--{name.replace('_', '-')}" for name in given if given[name] != default[name]]:
         raise InvalidValueError(f"{', '.join(names)} cannot change a server's model; leave it out, or leave --url out")
-
-
-def _join(piped: str, question: str | None) -> str:
-    """Join the text of a pipe and the question of the command line after it."""
-    text = "\n\n".join(filter(None, (piped, question)))
-    if not text.strip():
-        raise InvalidPromptError("there is no question: standard input is empty; pipe a text, or write it after the command")
-    return text
 
 
 def _converse(session: ChatSession) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -68,7 +69,7 @@ def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A t
         failure = _check(workbook, each)
         workbook.mark(each.name, passed=failure is None)
         num_failed += failure is not None
-        print(f"{each.name}: passed" if failure is None else f"{each.name}: not yet\n{_indented(failure)}")
+        print(f"{each.name}: passed" if failure is None else f"{each.name}: not yet\n{indent(str(failure), '  ')}")
     if num_failed:
         raise typer.Exit(1)
 
@@ -173,7 +174,3 @@ def _limited(seconds: int) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _indented(failure: "Failure") -> str:
-    return "\n".join(f"  {line}" for line in str(failure).splitlines())

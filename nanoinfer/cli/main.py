@@ -1,10 +1,9 @@
 """The `nanoinfer` command. Each subcommand has a file of its own, and options.py has what they share."""
 
 import io
-import json
 import logging
 import sys
-from dataclasses import asdict
+from functools import partial
 from typing import Annotated, TextIO
 
 import typer
@@ -17,7 +16,7 @@ from nanoinfer.cli.commands import CONTEXT_SETTINGS, Command, Commands, complete
 from nanoinfer.cli.explain import explain
 from nanoinfer.cli.generate import generate
 from nanoinfer.cli.learn import app as learn_app
-from nanoinfer.cli.options import Dtype, Model, busy, expand_options
+from nanoinfer.cli.options import AsJson, Dtype, Model, busy, expand_options, print_result
 from nanoinfer.cli.serve import serve
 
 app = typer.Typer(
@@ -54,9 +53,6 @@ def main(
         logging.getLogger("nanoinfer.fast.cpu.native").setLevel(logging.INFO)  # says when kernels are compiled
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
 @expand_options
 def doctor(
     *,
@@ -71,10 +67,7 @@ def doctor(
         from nanoinfer.cli.doctor import examine, print_report  # imports torch, which takes a second
 
         report = examine(model, with_model=kernels or model is not None)
-    if as_json:
-        print(json.dumps(asdict(report), indent=2))
-    else:
-        print_report(report, with_kernels=kernels)
+    print_result(report, as_json, partial(print_report, with_kernels=kernels))
     if any(check.failed for check in report.checks):
         raise typer.Exit(1)
 
@@ -86,10 +79,7 @@ def models(*, as_json: AsJson = False) -> None:
         from nanoinfer.cli.inspect import installed_models, print_models  # imports torch
 
         found = installed_models()
-    if as_json:
-        print(json.dumps([asdict(one) for one in found], indent=2))
-    else:
-        print_models(found)
+    print_result(found, as_json, print_models)
 
 
 @expand_options
@@ -111,10 +101,7 @@ def inspect(
     from nanoinfer.cli.inspect import examine, print_inspection  # imports torch
 
     found = examine(model, revision, dtype=dtype, num_users=users, num_tokens=tokens)
-    if as_json:
-        print(json.dumps(asdict(found), indent=2))
-    else:
-        print_inspection(found)
+    print_result(found, as_json, print_inspection)
     if found.unsupported_reason is not None:
         raise typer.Exit(1)
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 L = TypeVar("L", "LLM", "AsyncLLM")
+R = TypeVar("R")
 
 
 def parse_size(text: str | int) -> int:
@@ -105,6 +106,7 @@ SchedulerCls = Annotated[
 BlockManagerCls = Annotated[
     str | None, typer.Option(help="An eviction of your own: module.Class, a subclass of BlockManager.", metavar="CLASS")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Run the model's file as it is: no kernels, no graphs.")]
 
 
@@ -218,6 +220,14 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
 
     with_groups.__signature__ = Signature(options)  # type: ignore[attr-defined]
     return with_groups
+
+
+def print_result(result: R, as_json: bool, print_tables: Callable[[R], None]) -> None:
+    """Print the result of a command: dataclasses, or what JSON has."""
+    if as_json:
+        print(json.dumps(result, indent=1, default=asdict))
+    else:
+        print_tables(result)
 
 
 def print_table(table: Table) -> None:

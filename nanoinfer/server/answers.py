@@ -8,6 +8,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import closing
 from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_json
@@ -124,10 +125,8 @@ async def respond(request: Request, answers: Answers, reply: "Reply", *, is_stre
 
 async def respond_whole(request: Request, answers: Answers, make: Callable[[], Awaitable[Response]]) -> Response:
     """Wait for the answers to end, and return the response that is made then."""
-    try:
+    with closing(answers):
         outputs = await until_disconnect(request, answers.finished())
-    finally:
-        answers.close()
     return Response(status_code=CLIENT_CLOSED_REQUEST) if outputs is None else await make()
 
 
@@ -201,10 +200,8 @@ class EventStream(StreamingResponse):
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        with closing(self._answers):
             await super().__call__(scope, receive, send)
-        finally:
-            self._answers.close()
 
 
 async def until_disconnect(request: Request, work: Awaitable[T]) -> T | None:

@@ -396,7 +396,7 @@ def test_the_ladder_is_a_table_of_eleven_versions_with_one_more_idea_each(small_
         monkeypatch.setattr(bench, "PUBLISHED", tmp_path / "ladder.json")
         if published:
             bench.PUBLISHED.write_text(published)
-        bench._show_ladder("this machine", list(rungs.values()))
+        bench._show_ladder({"machine": "this machine", "rungs": list(rungs.values())})
         table = capsys.readouterr().out
         assert ("published: tiny-gpt2 in float32, " in table) is ("published tok/s" in table) is bool(published)
         [row] = [line for line in table.splitlines() if line.startswith("a KV cache")]
