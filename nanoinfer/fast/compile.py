@@ -35,14 +35,7 @@ Lower = Callable[[Trace], int]
 
 
 def compile_modules(module: nn.Module, lower: Lower, report: CompiledModel, path: str = "") -> None:
-    """Compile a module, or else what is in it.
-
-    Args:
-        module: its `forward` is replaced.
-        lower: compiles a trace for a device.
-        report: gets the results.
-        path: of the module, for the report.
-    """
+    """Compile a module by replacing its `forward`, or else what is in it. path: of the module, for the report."""
     if type(module).forward in LEAVES:
         return
     try:

@@ -5,6 +5,7 @@ has the bits of the engine. Backward computes the module itself in torch again, 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,10 +109,7 @@ class TrainedAttention:
         self._attend, self._lengths = attend, list(lengths)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._attend(layer, q, k, v)
-
-        return KernelFunction.apply(kernel, self.plain, 3, q, k, v)
+        return KernelFunction.apply(partial(self._attend, layer), self.plain, 3, q, k, v)
 
     def plain(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention in plain torch, one sequence after the other."""

@@ -141,13 +141,13 @@ class _Compiler:
             return packed.call(x=x, out=out, scratch=scratch, factor=factor_slice, residual=others[0] if residual else NOTHING)
 
         overwrites = tuple(view for view in (residual, factor) if view and view.buffer is not x.buffer)  # x is read to the end
-        self._write(node, module.out_features, reads, call, overwrites=overwrites, scratch_bytes=packed.scratch_bytes)
+        self._write(node, (module.out_features,), reads, call, overwrites=overwrites, scratch_bytes=packed.scratch_bytes)
         return True
 
     def _add_norm(self, node: fx.Node, norm: Any) -> bool:
         if (x := self._operand(node.args[0], tuple(norm.weight.shape), must_fit=True)) is None:
             return False
-        self._write(node, len(norm.weight), (x,), lambda slices, _: norm_call(norm, *slices))
+        self._write(node, x.shape, (x,), lambda slices, _: norm_call(norm, *slices))
         return True
 
     def _add_sum(self, node: fx.Node) -> bool:
@@ -158,7 +158,7 @@ class _Compiler:
         if any(term is None or len(term.shape) != 1 for term in terms):
             return False
         reads, size = tuple(term for term in terms if term), known[0].size
-        self._write(node, size, reads, lambda slices, _: add_call(self._dtype, size, *slices), overwrites=reads)
+        self._write(node, (size,), reads, lambda slices, _: add_call(self._dtype, size, *slices), overwrites=reads)
         return True
 
     def _add_rotation(self, node: fx.Node, module: FusedRotation) -> bool:
@@ -178,9 +178,8 @@ class _Compiler:
         x, gate = (self.views.get(given) if isinstance(given, fx.Node) else None for given in node.args)
         if not isinstance(x, View) or not isinstance(gate, View) or len(x.shape) != 2 or x.step or x.shape != gate.shape:
             return False
-        out = self.views[node] = View(Buffer(x.size, node), 0, x.shape)
         sizes = *x.shape, gate.step or x.shape[1]
-        self._operations.append(Operation((x, gate), out, lambda slices, _: gate_call(self._dtype, *sizes, *slices)))
+        self._write(node, x.shape, (x, gate), lambda slices, _: gate_call(self._dtype, *sizes, *slices))
         return True
 
     def _add_recurrence(self, node: fx.Node, recurrence: KernelRecurrence) -> bool:
@@ -193,8 +192,7 @@ class _Compiler:
             return False
         self._attend = cast(fx.Node, attend)
         recurrence.take(tuple(self._trace.value(weight) for weight in cast(Any, weights)))
-        out = self.views[node] = View(Buffer(found[1].size, node, is_attended=True), 0, found[1].shape)
-        self._operations.append(Operation(found, out, recurrence=recurrence))
+        self._write(node, found[1].shape, found, recurrence=recurrence)
         return True
 
     def _add_attention(self, node: fx.Node) -> bool:
@@ -209,9 +207,7 @@ class _Compiler:
         self._attend = cast(fx.Node, attend)
         if isinstance(sinks := options.get("sinks"), Tensor):
             options["sinks"] = self._renewed(sinks)
-        out = View(Buffer(views[0].size, node, is_attended=True), 0, views[0].shape)
-        self.views[node] = out
-        self._operations.append(Operation(tuple(views), out, layer=layer, options=options))
+        self._write(node, views[0].shape, tuple(views), layer=layer, options=options)
         return True
 
     def _renewed(self, sinks: Tensor) -> Tensor:
@@ -241,8 +237,9 @@ class _Compiler:
         is_number = node.target is operator.getitem or node.target == "size"
         return self._trace.graph.call_function(operator.getitem, (shape, 0)) if is_number else shape
 
-    def _write(self, node: fx.Node, width: int, reads: tuple[View, ...], call: Any, **options: Any) -> None:
-        view = self.views[node] = View(Buffer(width, node), 0, (width,))
+    def _write(self, node: fx.Node, shape: tuple[int, ...], reads: tuple[View, ...], call: Any = None, **options: Any) -> None:
+        """Add an operation whose result has this shape for each row. Without a call, Python may compute it."""
+        view = self.views[node] = View(Buffer(math.prod(shape), node, is_attended=call is None), 0, shape)
         self._operations.append(Operation(reads, view, call, **options))
 
 
