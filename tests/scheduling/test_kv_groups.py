@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
 from machines import SETTINGS, Blocks, Load, Memory
 
+from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager, CacheLayout, most_blocks
 from nanoinfer.scheduling.pool import NO_BLOCK
+from nanoinfer.scheduling.prefix_index import first_reached
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.tracing import BlockEvicted, BlocksReleased, Recorder
@@ -185,3 +187,11 @@ def test_a_users_class_decides_for_every_group():
     (oldest, _), (newest, name) = first_evicted(BlockManager), first_evicted(EvictsLast)
     assert oldest != newest
     assert name.endswith("EvictsLast.choose_evicted")
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 5])
+@pytest.mark.parametrize("window", [None, 1, 4, 6])
+def test_attention_skips_the_blocks_that_are_freed_and_no_other(block_size, window):
+    cache = KVCache(num_layers=1, num_blocks=1, block_size=block_size, num_kv_heads=1, head_dim=1)
+    for position in range(20):
+        assert cache.num_blocks_before(position, window) == first_reached(position, window, block_size)

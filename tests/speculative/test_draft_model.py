@@ -7,6 +7,8 @@ import random_run
 import tiny_models
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.attention.base import BACKENDS, PREFERRED
+from nanoinfer.attention.reference import ReferenceBackend
 from nanoinfer.errors import CheckpointNotFoundError, InvalidTypeError, InvalidValueError, UnsupportedError
 
 pytestmark = pytest.mark.slow
@@ -71,6 +73,31 @@ def test_the_tokens_are_those_of_plain_decoding(speculation, adaptive, qwen3_pat
         assert 0 < metrics.num_accepted_tokens <= metrics.num_draft_tokens
     if speculation.get("model") == "itself" and not adaptive:
         assert metrics.num_accepted_tokens > 0.8 * metrics.num_draft_tokens  # the rest is cut by stop ids
+
+
+class SmallBlocks(ReferenceBackend):
+    """Attention for heads of 8 numbers alone."""
+
+    default_block_size = 5
+
+    @staticmethod
+    def unsupported_reason(device, dtype, head_dim, block_size):
+        return None if head_dim == 8 else "heads are larger"
+
+
+def test_the_cache_of_a_draft_model_holds_as_many_tokens_in_blocks_of_another_size(qwen3_path, tmp_path, monkeypatch):
+    monkeypatch.setitem(BACKENDS, "small", SmallBlocks)
+    monkeypatch.setitem(PREFERRED, "cpu", ("small", "cpu"))
+    draft = {"method": "draft_model", "model": str(tiny_models.save("mistral", tmp_path)), "adaptive": False}
+    requests = requests_of(random.Random(2), 5)
+    memory = {"kv_cache_memory": 2**20, "seed": 0}
+    llm = LLM(qwen3_path, speculative_config=draft, **memory)
+    info, blocks = llm.info, llm.engine.speculator.proposer.block_manager
+    assert (info.block_size, blocks.block_size) == (64, 5)
+    assert 0 <= blocks.num_blocks * 5 - info.num_blocks * 64 < 5
+    tokens, _ = answer(llm, requests)
+    assert llm.engine.speculator.metrics.num_drafts > 0
+    assert tokens == answer(LLM(qwen3_path, **memory), requests)[0]
 
 
 def test_a_draft_model_frees_its_blocks(qwen3_path):
