@@ -5,7 +5,7 @@ cache gets `DenseAttention()`, and a model with one gets a backend's `begin_step
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -129,11 +129,6 @@ class AttentionBackend(Protocol):
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
         """Compute what the layers of one step share, and return the callable that runs once per layer."""
         ...
-
-
-def with_whole_heads(*tensors: Tensor) -> Iterator[Tensor]:
-    """Yield [num_tokens, heads, head_dim] with the heads side by side, as kernels need them. Tokens may have any stride."""
-    return (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in tensors)
 
 
 # name -> "module:class", imported on first use because its dependencies may not be installed, or the class itself
