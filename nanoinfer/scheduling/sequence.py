@@ -7,12 +7,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoinfer.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanoinfer.scheduling.prefix_index import Node
 
 
 class SequenceStatus(Enum):
@@ -64,7 +61,7 @@ class Sequence:
     )  # the block manager: of the KV groups after the first
     state_slot: int = field(default=-1, init=False)  # state_slots.py: where its state is, -1 before its first token
     state_writes: dict[int, int] = field(default_factory=dict, init=False)  # state_slots.py: num_tokens -> slot, of a step
-    prefix_nodes: list["Node"] = field(default_factory=list, init=False)  # the block manager: of its full, cached blocks
+    prefix_keys: list[bytes] = field(default_factory=list, init=False)  # the block manager: of its full, cached blocks
     forks: list["Sequence"] = field(default_factory=list, init=False)  # PENDING ones: set by the engine, taken by the scheduler
     sampling_state: Any = field(default=None, init=False)  # sampling/state.py
 

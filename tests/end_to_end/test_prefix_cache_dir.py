@@ -174,7 +174,7 @@ def test_an_llm_that_is_dropped_keeps_its_prefixes(load):
 def test_damaged_files_are_computed_again(load, tmp_path, caplog):
     with load() as llm:
         expected, _ = answer(llm)
-        third = llm.engine.block_manager.match_prefix(PROMPT).nodes[2].key
+        third = llm.engine.block_manager.match_prefix(PROMPT).keys[2]
     path = tmp_path / "kv" / f"{third.hex()}00.kv"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
