@@ -58,9 +58,10 @@ def _replay(
         seq.num_computed_tokens = len(prefix) * block_size
         _compute(manager, seq)
         seen[f"prompt {number}: block table"] = list(seq.block_table)
+        seen[f"prompt {number}: number of keys"] = len(seq.prefix_keys)
         if number % 2:
             manager.free(seq)
-            seen[f"prompt {number}: after free"] = (seq.block_table, seq.prefix_nodes)
+            seen[f"prompt {number}: after free"] = (seq.block_table, seq.prefix_keys)
         else:
             alive.append(seq)
     for parent in alive[-2:]:
@@ -262,12 +263,12 @@ TASKS = [
         Function("nanoinfer.scheduling.prefix_index", "PrefixIndex.chain"),
         "03",
         "find the cached blocks that hold the beginning of a prompt.\n\n"
-        "self._nodes maps (key of the block before, tuple of a block's token ids) to a Node, which has the block's key.\n"
-        "The key before the first block is self.root(cache_salt). Return the nodes. With blocks of 2 and [5, 6, 7, 8, 9]\n"
-        "computed before, [5, 6, 7, 1] finds one block.",
+        "self.in_blocks(token_ids) yields the tokens of each full block as bytes. A block's content is the key of the block\n"
+        "before it + these bytes, and self.keys maps a content to the block's key. The key before the first block is\n"
+        "self.root(cache_salt). Return the keys. With blocks of 2 and [5, 6, 7, 8, 9] computed before, [5, 6, 7, 1] finds one.",
         (
-            "Walk over the prompt in steps of block_size, and look one block up at a time.",
-            "What you look up contains the key of the node that was found before. Stop at the first miss.",
+            "Walk over the blocks of the prompt, and look one block up at a time.",
+            "What you look up contains the key that was found before. Stop at the first miss.",
             "The last token must be computed for its logits. With 4 tokens and blocks of 2, only the first block may be used.",
         ),
         lambda: _block_cases("chain"),
@@ -292,13 +293,14 @@ TASKS = [
         Function(_BLOCKS, "BlockManager.cache_finished_blocks"),
         "03",
         "enter full blocks into the prefix cache, so that match_prefix finds them.\n\n"
-        "seq.prefix_nodes has the nodes of the blocks that were entered or found before. self.index.node(parent, token_ids)\n"
-        "is a block's node, given the key before it. self.index.enter(node, group, block) enters the block of a KV group.\n"
-        "Usually there is only group 0, with seq.block_table; self.tables(seq) has the tables of all.",
+        "seq.prefix_keys has the keys of the blocks that were entered or found before. With it,\n"
+        "self.index.further(keys, token_ids, end, salt) yields (content, key) of the later blocks of token_ids[:end], and\n"
+        "self.index.enter(contents_and_keys, group, blocks) enters the blocks of a KV group. Usually there is only group 0,\n"
+        "with seq.block_table; self.tables(seq) has the tables of all.",
         (
-            "Blocks len(seq.prefix_nodes) .. num_tokens // block_size - 1 are full and not yet entered.",
-            "The key before the first block is self.index.root(seq.cache_salt), before a later one seq.prefix_nodes[-1].key.",
-            "Append the node of every full block. enter() itself keeps a block that is there already.",
+            "Blocks len(seq.prefix_keys) .. num_tokens // block_size - 1 are full and not yet entered.",
+            "The tokens of full blocks end at num_tokens // block_size * block_size. further() also needs seq.cache_salt.",
+            "Append the key of every full block to seq.prefix_keys. enter() itself keeps a block that is there already.",
         ),
         lambda: _block_cases("cache_finished_blocks"),
     ),

@@ -64,7 +64,7 @@ class CacheLayout:
 
 
 class BlockManager:
-    """Owns block ids 0 .. num_blocks - 1, every Sequence.block_table and every Sequence.prefix_nodes.
+    """Owns block ids 0 .. num_blocks - 1, every Sequence.block_table and every Sequence.prefix_keys.
 
     >>> manager = BlockManager(num_blocks=4, block_size=2)
     >>> seq = Sequence("r0", [5, 6, 7], SamplingParams(), seed=0, max_num_tokens=8)
@@ -156,7 +156,7 @@ class BlockManager:
         prefix = self.index.match(token_ids, cache_salt)
         if self.stored is not None and self.stored.is_open and self.can_start(len(token_ids), prefix):
             wanted = self.index.match(token_ids, cache_salt, self.stored.store.has)
-            self.stored.read(wanted, self._take_for, others_run=self._others_run)
+            self.stored.read(wanted, token_ids, cache_salt, self._take_for, others_run=self._others_run)
             prefix = self.index.match(token_ids, cache_salt)
         return prefix
 
@@ -198,8 +198,8 @@ class BlockManager:
                     first = table.index(block) * self.block_size
                     of_group = f" in KV group {group}" if self._has_windows else ""
                     said.append(f"tokens {first} to {first + self.block_size - 1} of {seq.sequence_id}{of_group}")
-        if block in self.blocks.entries:
-            said.append(f"in the prefix cache with key {self.blocks.entries[block][0].key.hex()[:8]}")
+        if self.blocks.contents[block]:
+            said.append(f"in the prefix cache with key {self.index.keys[self.blocks.contents[block]].hex()[:8]}")
         if block in self.blocks.reusable:
             said.append(f"evicted after {list(self.blocks.reusable).index(block)} others, when no block is empty")
         return f"block {block}: {'; '.join(said)}"
@@ -209,7 +209,7 @@ class BlockManager:
     def start(self, seq: Sequence, prefix: Prefix) -> None:
         """Give a waiting sequence the cached blocks of its prefix, as match_prefix has just returned them."""
         assert not seq.block_table, "a sequence starts with empty block tables"
-        seq.prefix_nodes = list(prefix.nodes)
+        seq.prefix_keys = list(prefix.keys)
         for group, (table, ids) in enumerate(zip(self.tables(seq), prefix.tables, strict=False)):
             table += ids
             if self.tracer is not None:
@@ -250,15 +250,13 @@ class BlockManager:
         Blocks that no query after these tokens reaches are freed.
         """
         num_full = num_tokens // self.block_size if self.enable_prefix_caching and seq.reader is None else 0
-        cached = []
-        for index in range(len(seq.prefix_nodes), num_full):
-            parent = seq.prefix_nodes[-1].key if index else self.index.root(seq.cache_salt)
-            node = self.index.node(parent, seq.token_ids[index * self.block_size : (index + 1) * self.block_size])
-            seq.prefix_nodes.append(node)
+        num_cached, cached = len(seq.prefix_keys), []
+        if num_full > num_cached:
+            full = [*self.index.further(seq.prefix_keys, seq.token_ids, num_full * self.block_size, seq.cache_salt)]
+            seq.prefix_keys += [key for _, key in full]
             for group, table in enumerate(self.tables(seq)):
                 # If another sequence filled a block with the same tokens first, its block stays in the cache.
-                if table[index] != NO_BLOCK and self.index.enter(node, group, table[index]):
-                    cached.append(table[index])
+                cached += self.index.enter(full, group, table[num_cached:num_full])
         if self.tracer is not None and cached:
             self.tracer.emit(tracing.BlocksCached(seq.sequence_id, tuple(cached)))
         if self._has_windows:
@@ -270,22 +268,23 @@ class BlockManager:
 
     def forget_cached(self, seq: Sequence) -> None:
         """Remove the blocks with the sequence's keys from the prefix cache, but not from sequences that share them."""
-        for node in map(self.index.current, seq.prefix_nodes):  # also of blocks that the windows have left
-            for block in node.ids[: len(self.windows)]:
-                if block != NO_BLOCK:
-                    self.evict(block)
+        for key in seq.prefix_keys:  # also of blocks that the windows have left
+            for part in self.index.parts[: len(self.windows)]:
+                if key in part.ids:
+                    self.evict(part.ids[key])
             if self.states is not None:
-                self.states.forget(node)
+                self.states.forget(key)
             if self.stored is not None:
-                self.stored.discard(node)
+                self.stored.discard(key)
 
     def reset_prefix_cache(self) -> None:
         """Remove every block from the prefix cache, but not from the sequences that hold it, and leave the store for good.
 
         New weights may follow, to which the store's fingerprint does not belong.
         """
-        for block in list(self.blocks.entries):
-            self.evict(block)
+        for part in self.index.parts[: len(self.windows)]:
+            for block in list(part.ids.values()):
+                self.evict(block)
         if self.states is not None:
             self.states.reset()
         if self.stored is not None:
@@ -293,10 +292,10 @@ class BlockManager:
 
     def evict(self, block: int) -> None:
         """Remove a cached block from the prefix cache, but not from the sequences that hold it."""
-        node, group = self.blocks.entries[block]
-        self.index.remove(node, group)
+        key = self.index.keys[self.blocks.contents[block]]
+        self.index.remove(key, self.blocks.parts[block])
         if self.states is not None:
-            self.states.forget(node)
+            self.states.forget(key)
         if self.tracer is not None:
             self.tracer.emit(tracing.BlockEvicted(block))
 
@@ -304,7 +303,7 @@ class BlockManager:
         """Share all of the parent's blocks with a child, whose tokens and num_computed_tokens the caller sets."""
         assert not child.block_table, "a fork starts with empty block tables"
         child.block_table, *child.more_block_tables = (list(table) for table in self.tables(parent))
-        child.prefix_nodes = list(parent.prefix_nodes)
+        child.prefix_keys = list(parent.prefix_keys)
         held = self._held(child)
         self.blocks.hold(held)
         if self.tracer is not None:
@@ -320,7 +319,7 @@ class BlockManager:
         self.blocks.drop(block for blocks in zip(*map(reversed, tables), strict=True) for block in blocks if block != NO_BLOCK)
         for table in tables:
             table.clear()
-        seq.prefix_nodes.clear()
+        seq.prefix_keys.clear()
         if self.states is not None:
             self.states.free(seq)
 
@@ -362,7 +361,7 @@ class BlockManager:
             evicted = self.choose_evicted(self.blocks.reusable.keys())
             assert evicted in self.blocks.reusable, "choose_evicted returns one of the candidates"
             if self.stored is not None:
-                self.stored.keep(self.blocks.entries[evicted][0])
+                self.stored.keep(self.index.keys[self.blocks.contents[evicted]])
             self.evict(evicted)
         return self.blocks.take()
 

@@ -9,18 +9,8 @@ A BlockManager has a pool of blocks, and for models with states (state_slots.py)
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 NO_BLOCK = -1  # in place of a block that is not there, or of a slot
-
-
-@dataclass(eq=False, slots=True)
-class Node:
-    """A block's content: its key, the key before it with its tokens, and its id in each part of the index, or NO_BLOCK."""
-
-    key: bytes
-    content: tuple[bytes, tuple[int, ...]]
-    ids: list[int]
 
 
 class Pool:
@@ -30,7 +20,8 @@ class Pool:
         ref_counts: of each id.
         empty: in the order in which they are taken.
         reusable: the least recently used first.
-        entries: of each id in the prefix index, held or free: its node, and the part of the index.
+        contents: of each id in the prefix index, held or free. b"": it is not there.
+        parts: of the index, of each id that is in it.
     """
 
     def __init__(self, size: int) -> None:
@@ -38,7 +29,8 @@ class Pool:
         self.ref_counts = [0] * size
         self.empty = deque(range(size))
         self.reusable: OrderedDict[int, None] = OrderedDict()
-        self.entries: dict[int, tuple[Node, int]] = {}
+        self.contents = [b""] * size
+        self.parts = [0] * size
 
     @property
     def num_free(self) -> int:
@@ -62,14 +54,14 @@ class Pool:
         for dropped in ids:
             self.ref_counts[dropped] -= 1
             if self.ref_counts[dropped] == 0:
-                if dropped in self.entries:
+                if self.contents[dropped]:
                     self.reusable[dropped] = None
                 else:
                     self.empty.appendleft(dropped)
 
     def forget(self, forgotten: int) -> None:
-        """Remove an id's entry. A free id is then empty."""
-        del self.entries[forgotten]
+        """Remove an id's content. A free id is then empty."""
+        self.contents[forgotten] = b""
         if forgotten in self.reusable:
             del self.reusable[forgotten]
             self.empty.append(forgotten)

@@ -1,25 +1,26 @@
 """Which blocks hold the beginning of a prompt: the prefix cache of a BlockManager. Pure bookkeeping: keys and ids, no tensor.
 
-A full block has a key, the SHA-256 digest of all tokens up to its end:
+A full block has a content and a key, both bytes, which say what the block holds, whoever computed it:
 
-    key of block i = digest(key of block i - 1, tokens of block i)          before the first block: digest(fingerprint, salt)
+    content of block i = key of block i - 1, tokens of block i
+    key of block i     = SHA-256 digest of its content                  before the first block: digest of fingerprint, salt
 
-So a key says what a block contains, whoever computed it, and contents with different keys are different. That prefixes with
-different tokens have different keys is a promise of SHA-256: nobody has found two inputs with the same digest. A salt separates
-tenants, and a request's salt contains the digest of its adapter. The fingerprint is empty unless there is a store.
+So a key stands for all tokens up to a block's end. That prefixes with different tokens have different keys is a promise of
+SHA-256: nobody has found two inputs with the same digest. A salt separates tenants, and a request's salt contains the digest of
+its adapter. The fingerprint is empty unless there is a store.
 
-A Node is such a content. It is found by the key before it and its tokens, so that a lookup computes no digest. The index has a
-part for each KV group, and one for states, and a node has the id of a block or slot in each part. This is the first tier. The
-second one is a store (stored_blocks.py), whose entries are (key, part).
+The keys of the contents in memory are kept, so that a lookup computes no digest. The index has a part for each KV group, and
+one for states, and a part has an id of a block or slot for each of its keys. This is the first tier. The second one is a store
+(stored_blocks.py), whose entries are (key, part).
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import islice
+from itertools import islice, repeat, starmap
 from struct import Struct
 
-from nanoinfer.scheduling.pool import NO_BLOCK, Node, Pool
+from nanoinfer.scheduling.pool import NO_BLOCK, Pool
 
 IN_STORE = -2  # in a Prefix: only the store has this block
 
@@ -28,10 +29,11 @@ IsStored = Callable[[tuple[bytes, int]], bool]  # whether a store has the entry 
 
 @dataclass(frozen=True, slots=True)
 class CachePart:
-    """A KV group with its window in tokens, or the states. pool: of its ids."""
+    """A KV group with its window in tokens, or the states. pool: of its ids. ids: of the keys in memory."""
 
     window: int | None
     pool: Pool
+    ids: dict[bytes, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +41,34 @@ class Prefix:
     """The blocks that hold the beginning of a prompt. Its length is a number of blocks.
 
     Attributes:
-        nodes: of the blocks, in order.
-        tables: for each part of the index, the id of each node, or NO_BLOCK where the part does not need it.
+        keys: of the blocks, in order.
+        tables: for each part of the index, the id of each key, or NO_BLOCK where the part does not need it.
     """
 
-    nodes: list[Node] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
     tables: list[list[int]] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.nodes)
+        return len(self.keys)
 
     def __iter__(self) -> Iterator[tuple[bytes, int]]:
         """The keys, each with its block in the first KV group."""
-        return ((node.key, block) for node, block in zip(self.nodes, self.tables[0] if self.nodes else (), strict=True))
+        return zip(self.keys, self.tables[0] if self.keys else (), strict=True)
 
 
 class PrefixIndex:
-    """The nodes whose contents are in memory. `parts` begins with the KV groups, in their order."""
+    """The contents that are in memory.
+
+    Attributes:
+        parts: the KV groups in their order, then the states.
+        keys: of the contents.
+    """
 
     def __init__(self, parts: list[CachePart], block_size: int, fingerprint: bytes = b"") -> None:
         self.parts, self.block_size, self._fingerprint = parts, block_size, fingerprint
-        self._nodes: dict[tuple[bytes, tuple[int, ...]], Node] = {}
-        self._pack = Struct(f"{block_size}q").pack
-        self._complete = next((number for number, part in enumerate(parts) if part.window is None), None)
+        self.keys: dict[bytes, bytes] = {}
+        self._pack = Struct(f"{block_size}i").pack
+        self._complete = next((part for part in parts if part.window is None), None)
 
     # ---- queries
 
@@ -69,27 +76,30 @@ class PrefixIndex:
         """Return the key before the first block."""
         return sha256(self._fingerprint + (cache_salt or "").encode(errors="surrogatepass")).digest()
 
-    def node(self, parent: bytes, token_ids: list[int]) -> Node:
-        """Return the node of a block, given the key before it and its tokens. A new one is not in the index yet."""
-        content = parent, tuple(token_ids)
-        if (node := self._nodes.get(content)) is not None:
-            return node
-        return Node(sha256(parent + self._pack(*token_ids)).digest(), content, [NO_BLOCK] * len(self.parts))
+    def in_blocks(self, token_ids: list[int]) -> Iterator[bytes]:
+        """Yield the tokens of each full block, as bytes."""
+        return starmap(self._pack, zip(*[iter(token_ids)] * self.block_size, strict=False))
 
-    def chain(self, token_ids: list[int], cache_salt: str | None) -> list[Node]:
-        """Return the nodes of the first blocks of token_ids, up to the first block that no part has.
+    def further(self, keys: list[bytes], token_ids: list[int], end: int, salt: str | None) -> Iterator[tuple[bytes, bytes]]:
+        """Yield content and key of the full blocks of token_ids[:end] that follow those with the first keys."""
+        key, find = keys[-1] if keys else self.root(salt), self.keys.get
+        for tokens in self.in_blocks(token_ids[len(keys) * self.block_size : end]):
+            content = key + tokens
+            key = find(content) or sha256(content).digest()
+            yield content, key
+
+    def chain(self, token_ids: list[int], cache_salt: str | None) -> list[bytes]:
+        """Return the keys of the first blocks of token_ids, up to the first block that no part has.
 
         The last token is never included, because it must be computed for its logits.
         """
-        nodes, key, find = [], self.root(cache_salt), self._nodes.get
-        in_blocks = zip(*[iter(token_ids)] * self.block_size, strict=False)  # tuples of block_size tokens, without the rest
-        for tokens in islice(in_blocks, max(len(token_ids) - 1, 0) // self.block_size):
-            node = find((key, tokens))
-            if node is None:
+        keys: list[bytes] = []
+        key, find = self.root(cache_salt), self.keys.get
+        for tokens in islice(self.in_blocks(token_ids), max(len(token_ids) - 1, 0) // self.block_size):
+            if (found := find(key + tokens)) is None:
                 break
-            nodes.append(node)
-            key = node.key
-        return nodes
+            keys.append(key := found)
+        return keys
 
     def match(self, token_ids: list[int], cache_salt: str | None, is_stored: IsStored | None = None) -> Prefix:
         """Return the longest prefix that all parts can serve.
@@ -99,50 +109,46 @@ class PrefixIndex:
         Args:
             is_stored: for a prefix in which both tiers count. None: only memory.
         """
-        nodes = self.chain(token_ids, cache_salt)
-        if is_stored is not None or self._complete is None:  # the prefix may go on after a block that is not in memory
-            self._prolong(nodes, token_ids, cache_salt, is_stored)
-        found = [[node.ids[part] for node in nodes] for part in range(len(self.parts))]
+        keys, complete = self.chain(token_ids, cache_salt), self._complete
+        if is_stored is not None or complete is None:  # the prefix may go on after a block that is not in memory
+            for _, key in self.further(keys, token_ids, len(token_ids) - 1, cache_salt):
+                if complete and key not in complete.ids and not (is_stored and is_stored((key, self.parts.index(complete)))):
+                    break
+                keys.append(key)
+        elif len(self.parts) == 1:  # the usual case: this part has all of the keys
+            return Prefix(keys, [[*map(complete.ids.__getitem__, keys)]] if keys else [])
+        found = [[*map(part.ids.get, keys, repeat(NO_BLOCK))] for part in self.parts]
         if is_stored is not None:
             for part, ids in enumerate(found):
-                ids[:] = [IN_STORE if i < 0 and is_stored((node.key, part)) else i for node, i in zip(nodes, ids, strict=True)]
-        for length in range(len(nodes), 0, -1):
+                ids[:] = [IN_STORE if i < 0 and is_stored((key, part)) else i for key, i in zip(keys, ids, strict=True)]
+        for length in range(len(keys), 0, -1):
             firsts = [first_reached(length * self.block_size, part.window, self.block_size) for part in self.parts]
             needed = [ids[first:length] for ids, first in zip(found, firsts, strict=True)]
             if not any(NO_BLOCK in ids for ids in needed):
-                return Prefix(nodes[:length], [[NO_BLOCK] * first + ids for ids, first in zip(needed, firsts, strict=True)])
+                return Prefix(keys[:length], [[NO_BLOCK] * first + ids for ids, first in zip(needed, firsts, strict=True)])
         return Prefix()
-
-    def _prolong(self, nodes: list[Node], token_ids: list[int], cache_salt: str | None, is_stored: IsStored | None) -> None:
-        """Append the nodes of further blocks, up to one that a part without a window has in no tier."""
-        size, part = self.block_size, self._complete
-        for start in range(len(nodes) * size, len(token_ids) - size, size):
-            node = self.node(nodes[-1].key if nodes else self.root(cache_salt), token_ids[start : start + size])
-            if part is not None and node.ids[part] == NO_BLOCK and not (is_stored and is_stored((node.key, part))):
-                break
-            nodes.append(node)
 
     # ---- changes
 
-    def current(self, node: Node) -> Node:
-        """Return the node in the index with the same content, or this one, which may have left the index."""
-        return self._nodes.get(node.content, node)
+    def enter(self, blocks: list[tuple[bytes, bytes]], part: int, new: list[int]) -> list[int]:
+        """Add an id for each content and key, unless it is NO_BLOCK, or the part has one, which stays. Return those added."""
+        entered, ids, pool = [], self.parts[part].ids, self.parts[part].pool
+        for (content, key), block in zip(blocks, new, strict=True):
+            if block != NO_BLOCK and ids.setdefault(key, block) == block:
+                self.keys[content] = key
+                pool.contents[block], pool.parts[block] = content, part
+                entered.append(block)
+        return entered
 
-    def enter(self, node: Node, part: int, new: int) -> bool:
-        """Add the id of a block or slot. Return False if the part has another one for this content, which stays."""
-        node = self._nodes.setdefault(node.content, node)
-        if node.ids[part] != NO_BLOCK:
-            return False
-        node.ids[part] = new
-        self.parts[part].pool.entries[new] = node, part
-        return True
-
-    def remove(self, node: Node, part: int) -> None:
+    def remove(self, key: bytes, part: int) -> None:
         """Remove an id from memory."""
-        self.parts[part].pool.forget(node.ids[part])
-        node.ids[part] = NO_BLOCK
-        if node.ids.count(NO_BLOCK) == len(node.ids):
-            del self._nodes[node.content]
+        pool, removed = self.parts[part].pool, self.parts[part].ids.pop(key)
+        for other in self.parts:
+            if key in other.ids:
+                break
+        else:
+            del self.keys[pool.contents[removed]]
+        pool.forget(removed)
 
 
 def first_reached(position: int, window: int | None, block_size: int) -> int:

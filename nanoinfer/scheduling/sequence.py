@@ -14,8 +14,6 @@ from nanoinfer.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from numpy import ndarray
 
-    from nanoinfer.scheduling.pool import Node
-
 
 class SequenceStatus(Enum):
     PENDING = "pending"  # a further answer (n > 1) to a prompt that has not been computed yet
@@ -82,7 +80,7 @@ class Sequence:
     more_block_tables: list[list[int]] = field(default_factory=list, init=False)  # the block manager: of further KV groups
     state_slot: int = field(default=-1, init=False)  # state_slots.py: where its state is, -1 before its first token
     state_writes: dict[int, int] = field(default_factory=dict, init=False)  # state_slots.py: num_tokens -> slot, of a step
-    prefix_nodes: list["Node"] = field(default_factory=list, init=False)  # the block manager: of its full, cached blocks
+    prefix_keys: list[bytes] = field(default_factory=list, init=False)  # the block manager: of its full, cached blocks
     forks: list["Sequence"] = field(default_factory=list, init=False)  # PENDING ones: set by the engine, taken by the scheduler
     sampling_state: object = field(default=None, init=False)  # sampling/state.py
 

@@ -22,7 +22,7 @@ writes to it while it is still being read.
 
 from typing import TYPE_CHECKING
 
-from nanoinfer.scheduling.pool import NO_BLOCK, Node, Pool
+from nanoinfer.scheduling.pool import NO_BLOCK, Pool
 from nanoinfer.scheduling.prefix_index import CachePart, PrefixIndex
 from nanoinfer.scheduling.sequence import Sequence
 
@@ -47,7 +47,7 @@ class StateSlots:
     def __init__(self, index: PrefixIndex, stored: "StoredBlocks | None" = None) -> None:
         """stored: where checkpoints go that leave the memory. None: nowhere."""
         self._index, self._stored, self._number = index, stored, len(index.parts) - 1
-        self.pool = index.parts[-1].pool
+        self.pool, self._ids = index.parts[-1].pool, index.parts[-1].ids
 
     def can_allocate(self, seq: Sequence, num_new_tokens: int) -> bool:
         num_missing = len(_drafts(seq, num_new_tokens))
@@ -81,10 +81,11 @@ class StateSlots:
         """Add the states at the ends of the sequence's cached blocks to the prefix index."""
         for position, slot in seq.state_writes.items():
             num_blocks, rest = divmod(position, self._index.block_size)
-            if rest or position > num_tokens or num_blocks > len(seq.prefix_nodes):
+            if rest or position > num_tokens or num_blocks > len(seq.prefix_keys):
                 continue
-            if self._index.enter(seq.prefix_nodes[num_blocks - 1], self._number, slot):
-                before = self._index.current(seq.prefix_nodes[num_blocks - 2]).ids[-1]
+            block = self._index.further(seq.prefix_keys[: num_blocks - 1], seq.token_ids, position, seq.cache_salt)
+            if self._index.enter([*block], self._number, [slot]):
+                before = self._ids.get(seq.prefix_keys[num_blocks - 2], NO_BLOCK)
                 if position - self._index.block_size > len(seq.prompt_token_ids) and before in self.pool.reusable:
                     # While a text grows, its newest checkpoint is the useful one, so the one before it is taken first.
                     self.pool.reusable.move_to_end(before, last=False)
@@ -98,22 +99,22 @@ class StateSlots:
         self.pool.drop([slot for slot in slots if slot != NO_SLOT])
         seq.state_slot, seq.state_writes = NO_SLOT, {}
 
-    def forget(self, node: Node) -> None:
-        """Drop the checkpoint of a node, if it has one."""
-        if node.ids[-1] != NO_SLOT:
-            self._index.remove(node, self._number)
+    def forget(self, key: bytes) -> None:
+        """Drop the checkpoint with this key, if there is one."""
+        if key in self._ids:
+            self._index.remove(key, self._number)
 
     def reset(self) -> None:
-        for node, _ in list(self.pool.entries.values()):
-            self.forget(node)
+        for key in list(self._ids):
+            self.forget(key)
 
     def take(self) -> int:
         """Take a free slot, and drop the least recently used checkpoint if none is empty."""
         if not self.pool.empty:
-            node, _ = self.pool.entries[next(iter(self.pool.reusable))]
+            key = self._index.keys[self.pool.contents[next(iter(self.pool.reusable))]]
             if self._stored is not None:
-                self._stored.keep(node)
-            self.forget(node)
+                self._stored.keep(key)
+            self.forget(key)
         return self.pool.take()
 
     # ---- inside
@@ -128,10 +129,10 @@ class StateSlots:
     def _slot_to_write(self, seq: Sequence) -> int:
         """Return the slot of the sequence's next state: its own, unless something else has it as well."""
         slot = seq.state_slot
-        if slot == NO_SLOT or self.pool.ref_counts[slot] > 1 or (slot in self.pool.entries and self.pool.num_free):
+        if slot == NO_SLOT or self.pool.ref_counts[slot] > 1 or (self.pool.contents[slot] and self.pool.num_free):
             return self.take()
-        if slot in self.pool.entries:
-            self.forget(self.pool.entries[slot][0])
+        if self.pool.contents[slot]:
+            self.forget(self._index.keys[self.pool.contents[slot]])
         return slot
 
 

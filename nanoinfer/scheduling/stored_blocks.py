@@ -17,10 +17,10 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from nanoinfer.scheduling.pool import NO_BLOCK, Node
+from nanoinfer.scheduling.pool import NO_BLOCK
 from nanoinfer.scheduling.prefix_index import IN_STORE, Prefix, PrefixIndex
 
-Entry = tuple[bytes, int]  # a node's key, and a part of the index
+Entry = tuple[bytes, int]  # a key, and a part of the index
 
 
 class BlockStore(Protocol):
@@ -68,7 +68,9 @@ class StoredBlocks:
         """Whether this step has read as much as it may while sequences run."""
         return self.num_tokens_read >= self.store.max_tokens_per_step
 
-    def read(self, prefix: Prefix, take: Callable[[int], int], *, others_run: bool) -> None:
+    def read(
+        self, prefix: Prefix, token_ids: list[int], salt: str | None, take: Callable[[int], int], *, others_run: bool
+    ) -> None:
         """Read the blocks of a prefix that only the store has, in order, until one is not there or this step is_busy.
 
         take: returns a free block, or a free slot, of a part.
@@ -78,17 +80,17 @@ class StoredBlocks:
         held = [(i, part, table[i]) for i in range(len(prefix)) for part, table in enumerate(prefix.tables) if table[i] >= 0]
         for _, part, block in held:
             parts[part].pool.hold([block])
-        for i, node in enumerate(prefix.nodes):
+        for i, (content, key) in enumerate(self._index.further([], token_ids, len(prefix) * self._index.block_size, salt)):
             missing = [part for part, table in enumerate(prefix.tables) if table[i] == IN_STORE]
             if missing and others_run and self.is_busy:
                 break
-            contents = [self.store.find((node.key, part)) for part in missing]
-            if any(content is None for content in contents):
+            found = [self.store.find((key, part)) for part in missing]
+            if any(one is None for one in found):
                 break
-            for part, content in zip(missing, contents, strict=True):
+            for part, one in zip(missing, found, strict=True):
                 block = take(part)
-                self.store.fill(part, block, content)
-                self._index.enter(node, part, block)
+                self.store.fill(part, block, one)
+                self._index.enter([(content, key)], part, [block])
                 self._untouched.add((part, block))
                 held.append((i, part, block))
             self.num_tokens_read += self._index.block_size if missing else 0
@@ -100,18 +102,18 @@ class StoredBlocks:
         """Mark a sequence's entries as used when it starts: once, although several steps may have read."""
         used = {(part, block) for part, table in enumerate(prefix.tables) for block in table if block != NO_BLOCK}
         if not self._untouched.isdisjoint(used):
-            self.store.touch((node.key, part) for node in reversed(prefix.nodes) for part in range(len(self._index.parts)))
+            self.store.touch((key, part) for key in reversed(prefix.keys) for part in range(len(self._index.parts)))
             self._untouched -= used
 
-    def keep(self, node: Node) -> None:
-        """Keep the blocks and the state of a node, because one of them leaves the memory."""
-        for part, block in enumerate(node.ids if self.is_open else ()):
-            if block != NO_BLOCK:
-                self.store.keep((node.key, part), block)
+    def keep(self, key: bytes) -> None:
+        """Keep the blocks and the state with this key, because one of them leaves the memory."""
+        for number, part in enumerate(self._index.parts if self.is_open else ()):
+            if key in part.ids:
+                self.store.keep((key, number), part.ids[key])
 
-    def discard(self, node: Node) -> None:
-        for part in range(len(node.ids) if self.is_open else 0):
-            self.store.discard((node.key, part))
+    def discard(self, key: bytes) -> None:
+        for part in range(len(self._index.parts) if self.is_open else 0):
+            self.store.discard((key, part))
 
 
 def _keep_all(store: BlockStore, index: PrefixIndex) -> None:
@@ -120,9 +122,10 @@ def _keep_all(store: BlockStore, index: PrefixIndex) -> None:
         pools = {part.pool: number for number, part in enumerate(index.parts)}
         for pool, number in pools.items():
             for block in [*pool.reusable][-store.max_entries(number) :]:
-                if (entry := pool.entries.get(block)) is not None:
-                    node, part = entry
-                    store.keep((node.key, part), block, wait=True)
-                    if pool.entries.get(block) is not entry:  # at a process's end, an engine's thread may still take blocks
-                        store.discard((node.key, part))
+                content = pool.contents[block]
+                if key := index.keys.get(content):
+                    entry = key, pool.parts[block]
+                    store.keep(entry, block, wait=True)
+                    if pool.contents[block] is not content:  # at a process's end, an engine's thread may still take blocks
+                        store.discard(entry)
         store.close()

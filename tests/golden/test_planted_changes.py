@@ -69,7 +69,7 @@ PLANTED = {
             "num_full = (num_tokens - 1) // self.block_size if",
         ),
         ("a sequence seems to hold a block less", "else len(seq.block_table)\n", "else max(len(seq.block_table) - 1, 0)\n"),
-        ("a reset turns the order round", "in list(self.blocks.entries):", "in list(self.blocks.entries)[::-1]:"),
+        ("a reset turns the order round", "in list(part.ids.values()):", "in list(part.ids.values())[::-1]:"),
         ("what a window leaves is freed in turn", "self.blocks.drop(released)", "self.blocks.drop(released[::-1])"),
     ],
     "scheduling/pool.py": [
@@ -84,7 +84,7 @@ PLANTED = {
             "max(len(token_ids) - 1, 0) // self.block_size",
             "max(len(token_ids) - 1 - self.block_size, 0) // self.block_size",
         ),
-        ("a hit is a block shorter", "range(len(nodes), 0, -1)", "range(len(nodes) - 1, 0, -1)"),
+        ("a hit is a block shorter", "range(len(keys), 0, -1)", "range(len(keys) - 1, 0, -1)"),
         ("a window keeps a token more", "max(position - window + 1, 0)", "max(position - window, 0)"),
     ],
     "scheduling/state_slots.py": [
@@ -94,7 +94,7 @@ PLANTED = {
     ],
     "scheduling/stored_blocks.py": [
         ("what was read is held the other way round", "sorted(held, reverse=True)", "sorted(held)"),
-        ("the store loses the start of a prompt", "for node in reversed(prefix.nodes)", "for node in prefix.nodes"),
+        ("the store loses the start of a prompt", "for key in reversed(prefix.keys)", "for key in prefix.keys"),
         ("the store keeps the oldest", "[-store.max_entries(number) :]", "[: store.max_entries(number)]"),
         (
             "a step reads more",

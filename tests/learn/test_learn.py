@@ -38,9 +38,9 @@ MUTANTS = {
     ],
     "match_prefix": [
         ("max(len(token_ids) - 1, 0)", "len(token_ids)"),
-        ("key = node.key", "pass"),
+        ("keys.append(key := found)", "keys.append(found)"),
         ("break", "continue"),
-        ("nodes.append(node)", "nodes = [node]"),
+        ("keys.append(key := found)", "keys = [key := found]"),
         ("self.root(cache_salt)", "self.root(None)"),
     ],
     "allocate": [
@@ -51,11 +51,12 @@ MUTANTS = {
         ("(shared, table[index])", "(table[index], shared)"),
     ],
     "cache_blocks": [
-        ("self.index.enter(node, group, table[index])", "True"),
+        ("self.index.enter(full, group, table[num_cached:num_full])", "table[num_cached:num_full]"),
         ("num_tokens // self.block_size", "-(-num_tokens // self.block_size)"),
-        ("seq.prefix_nodes[-1].key if index else self.index.root(seq.cache_salt)", "self.index.root(seq.cache_salt)"),
-        ("self.index.root(seq.cache_salt)", "self.index.root(None)"),
-        ("seq.prefix_nodes.append(node)", "pass"),
+        ("further(seq.prefix_keys, seq.token_ids,", "further([], seq.token_ids[num_cached * self.block_size :],"),
+        ("seq.cache_salt)", "None)"),
+        ("seq.prefix_keys += [key for _, key in full]", "pass"),
+        ("table[num_cached:num_full]", "table[: num_full - num_cached]"),
         ("if self.enable_prefix_caching and seq.reader is None else 0", ""),
     ],
     "paged_attention": [

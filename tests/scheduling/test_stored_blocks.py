@@ -77,7 +77,7 @@ def manager_with(contents=None, num_blocks=8, base=BlockManager, layout=None, **
 
 
 def keys_of(seq):
-    return [node.key for node in seq.prefix_nodes]
+    return seq.prefix_keys
 
 
 def run(manager, token_ids, cache_salt=None):
@@ -102,7 +102,7 @@ def test_another_manager_finds_what_the_first_one_had_in_memory():
     seq, num_found = run(second, [5, 6, 7, 8, 1])
     assert (num_found, second.stored.store.filled) == (4, seq.block_table[:2])
     assert second.stored.store.touched == [
-        (node.key, 0) for node in seq.prefix_nodes[::-1]
+        (key, 0) for key in seq.prefix_keys[::-1]
     ]  # the first block of a prompt is the last that the store may lose
     assert run(second, [5, 6, 7, 8, 1])[1] == 4
     assert len(second.stored.store.filled) == 2  # now they are in memory
@@ -111,7 +111,7 @@ def test_another_manager_finds_what_the_first_one_had_in_memory():
 
 def test_a_key_is_the_digest_of_fingerprint_salt_and_all_tokens():
     def digest(before, *token_ids):
-        return hashlib.sha256(before + array("q", token_ids).tobytes()).digest()
+        return hashlib.sha256(before + array("i", token_ids).tobytes()).digest()
 
     for salt, root in ((None, bytes(32)), ("tenant", bytes(32) + b"tenant")):
         seq, _ = run(manager_with(), [5, 6, 7, 8, 9], salt)
@@ -123,7 +123,7 @@ def test_a_key_is_the_digest_of_fingerprint_salt_and_all_tokens():
 def test_without_a_store_a_key_has_no_fingerprint():
     seq, _ = run(BlockManager(8, 2), [5, 6, 7])
     root = hashlib.sha256(b"").digest()
-    assert keys_of(seq) == [hashlib.sha256(root + array("q", [5, 6]).tobytes()).digest()]
+    assert keys_of(seq) == [hashlib.sha256(root + array("i", [5, 6]).tobytes()).digest()]
 
 
 def test_requests_with_another_salt_find_nothing_in_the_store():

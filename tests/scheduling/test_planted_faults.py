@@ -1,0 +1,129 @@
+"""The tests of this folder find faults of one line in the parts of the block manager: that is what they are for.
+
+In: FAULTS, as PLANTED of golden/test_planted_changes.py, which has changes that leave every text right. These here lose blocks,
+give one to two sequences, or let a sequence read what it should not.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "nanoinfer" / "scheduling"
+FILES = [f"test_{name}.py" for name in ("block_manager", "kv_groups", "state_slots", "stored_blocks", "scheduler")]
+# file -> what is wrong then, the line or a part of it, and what replaces it
+FAULTS = {
+    "pool.py": [
+        (
+            "a block is freed although another sequence has it",
+            "if self.ref_counts[dropped] == 0:",
+            "if self.ref_counts[dropped] <= 1:",
+        ),
+        ("a reference is kept", "ref_counts[held] += 1", "ref_counts[held] += 2"),
+        ("a taken block has no reference", "self.ref_counts[taken] = 1", "self.ref_counts[taken] = 0"),
+        ("a held block can be evicted", "reusable.pop(held, None)", "pass"),
+        ("a forgotten block is free twice", "            del self.reusable[forgotten]\n", ""),
+        ("a forgotten block is lost", "self.empty.append(forgotten)", "pass"),
+        ("a cached block is taken as an empty one", "if self.contents[dropped]:", "if False:"),
+    ],
+    "block_manager.py": [
+        ("a copied block keeps its reference", "self.blocks.drop([shared])", "pass"),
+        ("a shared block is written", "self.blocks.ref_counts[table[index]] > 1:", "self.blocks.ref_counts[table[index]] > 2:"),
+        ("a prefix is not held", "self.blocks.hold(self._blocks_of(prefix))", "pass"),
+        ("a fork holds nothing", "self.blocks.hold(held)", "pass"),
+        ("what a window leaves is freed twice", "table[index:first] = [NO_BLOCK] * (first - index)", "pass"),
+        ("what a window leaves is never free", "self.blocks.drop(released)", "pass"),
+        ("an evicted block is still found", "self.index.remove(key, self.blocks.parts[block])", "self.blocks.forget(block)"),
+        ("what failed stays in the cache", "self.evict(part.ids[key])", "pass"),
+        ("what failed stays in the store", "self.stored.discard(key)", "pass"),
+        ("a freed sequence keeps its tables", "table.clear()", "pass"),
+        ("a prefix needs no free block", "len(blocks), 0) + num_revived", "len(blocks), 0)"),
+        ("a copy needs no free block", "num_missing += ref_counts[block] > 1", "num_missing += 0"),
+        ("what is evicted is in no tier", "self.stored.keep(self.index.keys[self.blocks.contents[evicted]])", "pass"),
+    ],
+    "prefix_index.py": [
+        (
+            "a block of the same content replaces the other",
+            "ids.setdefault(key, block) == block",
+            "ids.update({key: block}) is None",
+        ),
+        ("a salt separates nobody", '(cache_salt or "").encode', '"".encode'),
+        ("a key outlives its blocks", "del self.keys[pool.contents[removed]]", "pass"),
+        ("a window reaches a token less", "max(position - window + 1, 0)", "max(position - window + 2, 0)"),
+        ("what is in memory is read from the store", "IN_STORE if i < 0 and is_stored", "IN_STORE if is_stored"),
+        ("what no tier has is a hit", "[IN_STORE if i < 0 and is_stored((key, part)) else", "[IN_STORE if i < 0 else"),
+    ],
+    "state_slots.py": [
+        (
+            "the slot of the step before stays held",
+            "self.pool.drop([slot for slot in slots if slot not in",
+            "([slot for slot in slots if slot not in",
+        ),
+        (
+            "a checkpoint stays while it is written",
+            "            self.forget(self._index.keys[self.pool.contents[slot]])",
+            "            pass",
+        ),
+        ("a shared state is written", "slot == NO_SLOT or self.pool.ref_counts[slot] > 1 or (", "slot == NO_SLOT or ("),
+    ],
+    "stored_blocks.py": [
+        ("a state is read from another part", "self.store.find((key, part))", "self.store.find((key, 0))"),
+        ("what is hit is not held while others are read", "parts[part].pool.hold([block])", "pass"),
+        ("what was read stays held", "parts[part].pool.drop([block])", "pass"),
+        (
+            "a block is kept under another part",
+            "self.store.keep((key, number), part.ids[key])",
+            "self.store.keep((key, 1 - number), part.ids[key])",
+        ),
+    ],
+}
+CHANGES = [(file, *fault) for file, faults in FAULTS.items() for fault in faults]
+
+
+def test_each_planted_fault_is_of_one_place_and_there_are_twenty():
+    for file, what, old, new in CHANGES:
+        assert (PACKAGE / file).read_text(encoding="utf-8").count(old) == 1, f"{what}: choose another line of {file}"
+        assert new != old
+    assert len(CHANGES) >= 20
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A folder with a copy of the package and of these tests."""
+    folder = tmp_path_factory.mktemp("tree")
+    ignored = shutil.ignore_patterns("__pycache__", "bundled", "*.html")
+    shutil.copytree(ROOT / "nanoinfer", folder / "nanoinfer", ignore=ignored)
+    shutil.copytree(ROOT / "tests" / "scheduling", folder / "tests" / "scheduling", ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def run_tests(tree, file=""):
+    """Run the tests with the package of a tree, a file's own first, up to one that fails. Returns the finished process."""
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    arguments = [sys.executable, "-m", "pytest", "-x", "--tb=line", "-p", "no:cacheprovider"]
+    files = [f"tests/scheduling/{name}" for name in sorted(FILES, key=lambda name: name != f"test_{file}")]
+    return subprocess.run([*arguments, *files], env=environment, cwd=tree, capture_output=True, text=True)
+
+
+@pytest.mark.long
+def test_a_copy_of_the_package_passes(tree):
+    done = run_tests(tree)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("file", "what", "old", "new"), CHANGES, ids=[what for _, what, _, _ in CHANGES])
+def test_a_planted_fault_is_found(tree, file, what, old, new):
+    path = tree / "nanoinfer" / "scheduling" / file
+    text = path.read_text(encoding="utf-8")
+    try:
+        path.write_text(text.replace(old, new), encoding="utf-8")
+        done = run_tests(tree, file)
+    finally:
+        path.write_text(text, encoding="utf-8")
+    assert done.returncode == 1, f"{what}: {done.stdout}"
