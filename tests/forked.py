@@ -8,9 +8,11 @@ import sys
 import tempfile
 import traceback
 import warnings
+from contextlib import contextmanager
 from multiprocessing import reduction
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 # Where forking is not safe, a new Python imports everything.
 _CONTEXT = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
@@ -76,6 +78,13 @@ def _cells(sources):
     for source in sources:
         if not shell.run_cell(source, store_history=True).success:
             sys.exit(1)
+
+
+@contextmanager
+def ranks():
+    """LLM(tensor_parallel_size=N) forks its other ranks, in place of starting a new Python for each."""
+    with patch("nanoinfer.distributed.launch.subprocess", SimpleNamespace(Popen=Rank, PIPE=None)):
+        yield
 
 
 class Rank:

@@ -13,6 +13,7 @@ import time
 from multiprocessing import Pipe
 from pathlib import Path
 
+import forked
 import pytest
 import tiny_models
 import torch
@@ -71,6 +72,13 @@ def load_pair(path, num_blocks, size=2, **settings):
 @pytest.fixture(scope="module")
 def pair(qwen3_path):
     return load_pair(qwen3_path, 40)
+
+
+@pytest.fixture
+def forked_ranks():
+    """For a test of what ranks compute, and not of how they start and end."""
+    with forked.ranks():
+        yield
 
 
 def asked(**given):
@@ -182,7 +190,7 @@ def test_an_error_in_a_users_function_leaves_the_ranks_together(pair):
     assert answers(split, PROMPTS[:1], asked()) == answers(whole, PROMPTS[:1], asked())
 
 
-def test_speculation_stages_and_traces_work_on_rank_0_alone(tmp_path):
+def test_speculation_stages_and_traces_work_on_rank_0_alone(tmp_path, forked_ranks):
     """On GPT-2, whose vocabulary is odd, with a draft model on rank 0."""
     path = tiny_models.save("gpt2", tmp_path, vocab_size=97)
     draft = {"method": "draft_model", "model": str(path), "adaptive": False, "num_speculative_tokens": 3}
@@ -214,7 +222,7 @@ def test_four_ranks_with_a_shared_kv_head_give_the_tokens_of_one(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gpt_oss_window", "gemma3_window"])
-def test_ranks_of_models_with_windows_give_the_tokens_of_one(family, tmp_path):
+def test_ranks_of_models_with_windows_give_the_tokens_of_one(family, tmp_path, forked_ranks):
     """Also where sequences are preempted, and where prefixes are shared by several KV groups."""
     path = tiny_models.save(family, tmp_path)
     whole = LLM(path, kv_cache_memory=2**20, **SETTINGS)

@@ -1,7 +1,5 @@
 """Every pair of features: the answers of the features one at a time, or refused by an error that names both."""
 
-from types import SimpleNamespace
-
 import engines
 import forked
 import pytest
@@ -22,7 +20,6 @@ from covering import (
 from engines import Checkpoints, Oracle, Question
 
 from nanoinfer import NanoinferError
-from nanoinfer.distributed import launch
 
 pytestmark = pytest.mark.slow
 
@@ -39,8 +36,7 @@ def names_of(run):
 
 @pytest.fixture(scope="module", autouse=True)
 def forked_ranks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "subprocess", SimpleNamespace(Popen=forked.Rank, PIPE=None))
+    with forked.ranks():
         yield
 
 

@@ -72,8 +72,8 @@ def test_it_says_once_that_kernels_are_compiled_and_nothing_when_they_are_kept(s
 def test_processes_that_compile_the_same_kernel_at_once_all_get_it(source, tmp_path):
     code = "import sys; from pathlib import Path; from nanoinfer.fast.cpu import native; "
     code += "print(native.load(Path(sys.argv[1]), 'NUMBER=2').add(1))"
-    processes = [subprocess.Popen([sys.executable, "-c", code, str(source)], stdout=subprocess.PIPE) for _ in range(3)]
-    assert [process.communicate()[0].strip() for process in processes] == [b"3"] * 3
+    processes = [subprocess.Popen([sys.executable, "-c", code, str(source)], stdout=subprocess.PIPE) for _ in range(2)]
+    assert [process.communicate()[0].strip() for process in processes] == [b"3"] * 2
     assert len(kept(tmp_path)) == 1
 
 
