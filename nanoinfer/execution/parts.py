@@ -30,6 +30,7 @@ class Ranks(Protocol):
     def minimum(self, number: int) -> int: ...
 
 
+@runtime_checkable
 class CompileReport(Protocol):
     """What was compiled of a model (fast/compile.py), by the paths of its modules. "" is the model."""
 
