@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from nanoinfer.sampling_params import SamplingParams
 
@@ -33,6 +33,7 @@ class Grammar(Protocol):
     def write_forbidden(self, forbidden: "ndarray", stop_ids: Iterable[int]) -> None: ...
 
 
+@runtime_checkable
 class RequestAdapter(Protocol):
     """What changes a sequence's rows in the model's linear layers (lora/adapters.py)."""
 
