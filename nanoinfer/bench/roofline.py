@@ -141,15 +141,11 @@ def count(
         window = group.window or context
         num_read += num_seqs * min(context, window + num_new - 1) * len(group.layers)
         num_seen += num_seqs * sum(min(context - i, window) for i in range(num_new)) * len(group.layers)
-    num_state_bytes = 2 * num_seqs * kept.bytes_per_slot  # each is read and written
+    num_bytes = num_read * token_bytes // kept.num_layers + 2 * num_seqs * kept.bytes_per_slot  # a state is read and written
     return (
         Part("embedding", num_tokens * hidden * size, 0),
         *(Part(name, number * bits // 8, 2 * num_tokens * number) for name, number in weights.items()),
-        Part(
-            "attention",
-            num_read * token_bytes // kept.num_layers + num_state_bytes,
-            4 * num_seen * config.num_attention_heads * config.head_dim,
-        ),
+        Part("attention", num_bytes, 4 * num_seen * config.num_attention_heads * config.head_dim),
         Part("cache write", num_tokens * token_bytes, 0),
         Part("LM head", head * bits // 8 + num_seqs * config.vocab_size * 4, 2 * num_seqs * head),
     )

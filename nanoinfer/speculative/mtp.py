@@ -9,8 +9,7 @@ What it computed from its own rows is computed again from the model's rows, once
 
 from dataclasses import replace
 
-from nanoinfer.config import SchedulerConfig
-from nanoinfer.execution.executor import Executor, StepOutput
+from nanoinfer.execution.executor import StepOutput
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 from nanoinfer.speculative.draft_model import DraftModelProposer
@@ -30,10 +29,7 @@ class MTPProposer(DraftModelProposer):
     """Runs the drafter, as a Proposer."""
 
     twin_class = _Twin
-
-    def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
-        super().__init__(executor, config)
-        self._sequences: dict[Sequence, Sequence] = {}  # of the twins that draft
+    _sequences: dict[Sequence, Sequence]  # of the twins that draft
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
         """Return at most limits[i] draft ids for sequences[i], and no ids where the drafter's cache is full."""
