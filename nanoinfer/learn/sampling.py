@@ -28,7 +28,7 @@ def _logits(seed: int, rows: int, vocab: int, *, ties: bool = False) -> Tensor:
     return logits.masked_fill(dropped, -INF)
 
 
-def batch_of(num_rows: int, entries: StageEntries | None = None, **columns: Tensor) -> SamplingBatch:
+def batch_of(num_rows: int, entries: StageEntries | None = None, **columns: Any) -> SamplingBatch:
     """What a stage is given of rows that are not drawn here. columns: of ParameterColumns, [num_rows] each."""
     u = torch.zeros(num_rows, dtype=torch.float64)
     return SamplingBatch(columns=ParameterColumns(**columns), entries=entries or StageEntries(), u=u)
