@@ -125,6 +125,8 @@ class GGUFWeights(Weights):
         if tensor.block_type.name in _WITHOUT_MINIMUM:
             _, zero, integers = _WITHOUT_MINIMUM[tensor.block_type.name]
             weights = _half(blocks, 0) * (integers(blocks).float() - zero)
+        elif tensor.block_type.name in _WITH_MINIMUM:
+            weights = _half(blocks, 0) * _WITH_MINIMUM[tensor.block_type.name](blocks) + _half(blocks, 2)
         else:
             weights = _OTHERS[tensor.block_type.name](blocks)
         return weights.view(len(stored), *tensor.shape[1:])
@@ -181,14 +183,6 @@ def _eight_bits(blocks: Tensor) -> Tensor:
     return blocks[:, 2:] ^ 128  # signed + 128
 
 
-def _q4_1(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * _four_bits(blocks) + _half(blocks, 2)
-
-
-def _q5_1(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * _five_bits(blocks) + _half(blocks, 2)
-
-
 def _k_groups(blocks: Tensor, integers: Tensor) -> Tensor:
     """d * scale * integer - dmin * minimum, for 8 groups of 32.
 
@@ -224,4 +218,5 @@ _WITHOUT_MINIMUM: dict[str, tuple[int, int, Callable[[Tensor], Tensor]]] = {
     "Q5_0": (5, 16, _five_bits),
     "Q8_0": (8, 128, _eight_bits),
 }
-_OTHERS = {"Q4_1": _q4_1, "Q5_1": _q5_1, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "MXFP4": _mxfp4}
+_WITH_MINIMUM = {"Q4_1": _four_bits, "Q5_1": _five_bits}  # type -> blocks -> integers: d * integer + minimum
+_OTHERS = {"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "MXFP4": _mxfp4}
