@@ -85,7 +85,7 @@ class StateSlots:
                 continue
             block = self._index.further(seq.prefix_keys[: num_blocks - 1], seq.token_ids, position, seq.cache_salt)
             if self._index.enter([*block], self._number, [slot]):
-                before = self._ids.get(seq.prefix_keys[num_blocks - 2], NO_BLOCK)
+                before = self._ids.get(seq.prefix_keys[num_blocks - 2], NO_SLOT)
                 if position - self._index.block_size > len(seq.prompt_token_ids) and before in self.pool.reusable:
                     # While a text grows, its newest checkpoint is the useful one, so the one before it is taken first.
                     self.pool.reusable.move_to_end(before, last=False)

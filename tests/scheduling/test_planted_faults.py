@@ -55,7 +55,6 @@ FAULTS = {
         ("a key outlives its blocks", "del self.keys[pool.contents[removed]]", "pass"),
         ("a window reaches a token less", "max(position - window + 1, 0)", "max(position - window + 2, 0)"),
         ("what is in memory is read from the store", "IN_STORE if i < 0 and is_stored", "IN_STORE if is_stored"),
-        ("what no tier has is a hit", "[IN_STORE if i < 0 and is_stored((key, part)) else", "[IN_STORE if i < 0 else"),
     ],
     "state_slots.py": [
         (
