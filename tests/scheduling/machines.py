@@ -223,7 +223,9 @@ class Load(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(5000):
+        # Whoever preempts, a sequence has a new token since its start, and a start computes at most all of its tokens again.
+        most_steps = sum(seq.max_num_tokens**2 for seq in self.unfinished)
+        for _ in range(most_steps):
             if not self.unfinished:
                 break
             self.step(0)
