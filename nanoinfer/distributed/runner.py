@@ -169,7 +169,8 @@ class LeadingShards(Shards):
         if routes:  # without enforce_eager
             model: Any = parts.model
             routes = (SplitSampling(model.lm_head, self.workers), *routes)
-        return replace(super().connect(parts), routes=routes).wrapped(partial(LeadingRunner, workers=self.workers))
+        wrap = partial(LeadingRunner, workers=self.workers)
+        return replace(super().connect(parts), routes=routes, wrappers=(*parts.wrappers, wrap))
 
 
 class LeadingRunner(RunnerWrapper):

@@ -21,8 +21,9 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.distributed.communicator import ProcessGroupCommunicator, RankLostError
 from nanoinfer.distributed.runner import FAILED, LOST, READY, serve
 from nanoinfer.distributed.sharding import Shards
-from nanoinfer.engine.build import make_adapters, make_executor, make_parts, make_store
+from nanoinfer.engine.build import make_adapters, make_executor, make_parts
 from nanoinfer.errors import NanoinferError, first_line
+from nanoinfer.execution.block_files import store_of
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_configured
 
@@ -60,7 +61,8 @@ def run(
             communicator.share_memory(shared_memory, lambda: None)  # rank 0 looks after the others, and ends this process
         shards = Shards(communicator)
         model, weights, _ = load_configured(Checkpoint.open(config.model), config, shards)
-        make_store(model, config, shards)  # rank 0 has the store
+        if config.cache.prefix_cache_dir is not None:
+            store_of(model, config, shards)  # rank 0 has the store
         parts = make_parts(model, config, shards, weights, make_adapters(model, config, shards))
         executor = make_executor(parts, config)
         serve(connection, executor.runner, executor.device)

@@ -3,7 +3,6 @@
 torch is imported when an engine is made, inside these functions, so that the rest of this folder runs without it.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,6 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanoinfer.distributed.sharding import Shards
-    from nanoinfer.execution.block_files import BlockFiles
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.parts import Parts
     from nanoinfer.loading.held_weights import HeldWeights
@@ -44,8 +42,11 @@ def make_engine(
 
     Raises: as LLM() does, for the draft model too.
     """
-    store_of_executor = make_store(model, config, shards)
-    adapters = make_adapters(model, config, shards)
+    adapters, make_store = make_adapters(model, config, shards), None
+    if config.cache.prefix_cache_dir is not None:
+        from nanoinfer.execution.block_files import store_of
+
+        make_store = store_of(model, config, shards)  # which reads the weights while the model has them
     parts = make_parts(model, config, shards, weights, adapters)
     parts, draft = make_draft(parts, config, draft_model)
     tracer = None if config.tracer is None else tracing.EventBuffer(config.tracer)
@@ -58,19 +59,8 @@ def make_engine(
         proposer=make_proposer(draft, config, executor.info),
         adapters=adapters,
         tracer=tracer,
-        store=None if store_of_executor is None else store_of_executor(executor),
+        store=None if make_store is None else make_store(executor),
     )
-
-
-def make_store(
-    model: "Model", config: EngineConfig, shards: "Shards | None" = None
-) -> "Callable[[LocalExecutor], BlockFiles] | None":
-    """Read the weights, while the model has them, for the store that is made when there is an executor. None: no store."""
-    if config.cache.prefix_cache_dir is None:
-        return None
-    from nanoinfer.execution.block_files import store_of
-
-    return store_of(model, config, shards)
 
 
 def make_adapters(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "Adapters | None":

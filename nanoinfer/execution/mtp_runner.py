@@ -37,7 +37,7 @@ def with_drafter(parts: Parts, drafter: Any) -> tuple[Parts, Parts]:
         wrappers=(partial(DrafterRunner, kept=kept),),
         kept_bytes_per_token=parts.model.config.hidden_size * parts.dtype.itemsize,
     )
-    return parts.wrapped(partial(KeepingRunner, kept=kept)), draft
+    return replace(parts, wrappers=(*parts.wrappers, partial(KeepingRunner, kept=kept))), draft
 
 
 class KeepingRunner(RunnerWrapper):

@@ -4,7 +4,7 @@ In: a model with its weights. Out: Parts, from which engine/build.py makes an ex
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -76,10 +76,6 @@ class Parts:
     wrappers: tuple[Callable[[ModelRunner], ModelRunner], ...] = ()
     kept_bytes_per_token: int = 0
     ranks: Ranks | None = None
-
-    def wrapped(self, wrap: Callable[[ModelRunner], ModelRunner]) -> "Parts":
-        """Return the same parts, whose runner has a further wrapper."""
-        return replace(self, wrappers=(*self.wrappers, wrap))
 
     @property
     def bytes_per_block(self) -> int:

@@ -148,7 +148,8 @@ class Adapters:
 
     def join(self, parts: Parts) -> Parts:
         """Return the model's parts, with a runner that brings adapters into memory."""
-        return replace(parts, reserved_bytes=self.num_bytes).wrapped(partial(AdapterRunner, adapters=self))
+        wrap = partial(AdapterRunner, adapters=self)
+        return replace(parts, reserved_bytes=self.num_bytes, wrappers=(*parts.wrappers, wrap))
 
     def begin_step(self, runs: Runs, num_rows: int) -> Runs:
         """Bring the adapters of a step into memory, and note its rows.
