@@ -310,7 +310,7 @@ class EngineArgs:
         max_num_seqs: Maximum number of running sequences. None is the default.
         max_num_batched_tokens: Maximum number of prompt tokens per step, to which every running sequence adds its one token.
             None is the default.
-        scheduling_policy: Which waiting request starts next, and which running one is preempted last: "fcfs" (first come, first
+        scheduling_policy: Which request starts first, and is preempted last: "fcfs" (first come, first
             served), "priority" (the lowest `priority` of generate()), or "deadline" (the earliest arrival + `timeout` of
             SamplingParams).
         scheduler_cls: A subclass of nanoinfer.scheduling.scheduler.Scheduler, or its name "module.Class", for a policy of your

@@ -1,4 +1,4 @@
-"""A model with its weights -> LLMEngine: one function for each part, and make_engine, which connects them.
+"""A model with its weights -> LLMEngine: make_engine, and the functions that make its parts.
 
 torch is imported when an engine is made, inside these functions, so that the rest of this folder runs without it.
 """
@@ -42,11 +42,12 @@ def make_engine(
 
     Raises: as LLM() does, for the draft model too.
     """
-    adapters, make_store = make_adapters(model, config, shards), None
+    adapters = make_adapters(model, config, shards)
+    store_of_executor = None
     if config.cache.prefix_cache_dir is not None:
         from nanoinfer.execution.block_files import store_of
 
-        make_store = store_of(model, config, shards)  # which reads the weights while the model has them
+        store_of_executor = store_of(model, config, shards)  # which reads the weights while the model has them
     parts = make_parts(model, config, shards, weights, adapters)
     parts, draft = make_draft(parts, config, draft_model)
     tracer = None if config.tracer is None else tracing.EventBuffer(config.tracer)
@@ -59,12 +60,12 @@ def make_engine(
         proposer=make_proposer(draft, config, executor.info),
         adapters=adapters,
         tracer=tracer,
-        store=None if make_store is None else make_store(executor),
+        store=None if store_of_executor is None else store_of_executor(executor),
     )
 
 
 def make_adapters(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "Adapters | None":
-    """Make room for the adapters of requests, before kernels take the weights. Raises: InvalidValueError if there is none."""
+    """Hook the adapters of requests into the layers, before kernels take these. Raises: as Adapters does."""
     if not config.enable_lora:
         return None
     from nanoinfer.lora.adapters import Adapters

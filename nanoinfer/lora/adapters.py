@@ -1,12 +1,13 @@
-"""Which adapters an engine knows, which of them are in memory, and which rows of a step use them.
+"""Which adapters an engine knows, which of them are in a slot, and which rows of a step use them.
 
 In: LoRARequests, from any thread, and the steps, from the engine's thread. Out: checked Adapters, and the AdapterRows that the
 linear layers read. An adapter that does not fit is refused when a request names it, so that no step can fail by it.
 
-An adapter is read into one of max_loras slots by the first step that uses it. The slot is taken from the adapter that was least
+An adapter is kept in memory from the first request that names it. A step that uses it copies it into one of max_loras slots,
+where the layers read it, unless it is in one. The slot is taken from the adapter that was least
 recently used. The scheduler (scheduler.py) makes sure that no step uses more adapters than there are slots.
 
-Of several ranks, rank 0 alone reads files. A step that brings an adapter into memory sends it to the others. All take the same
+Of several ranks, rank 0 alone reads files. A step that brings an adapter into a slot sends it to the others. All take the same
 adapter's place, because they run the same steps. A rank keeps the part of A or of B that belongs to its part of a layer.
 """
 
@@ -75,7 +76,7 @@ class Adapters:
         self._shapes = {  # of the whole layers
             path: shape_of(linear)
             for path, linear in (model if shards is None else shards.whole).named_modules()
-            if isinstance(linear, nn.Linear | QuantizedLinear) and not self._is_for_all(path)
+            if isinstance(linear, nn.Linear | QuantizedLinear) and not self._has_few_rows(path)
         }
         # A row layer is the module of an AllReduced, which is not in the whole model.
         modules = {path.replace(".module", ""): module for path, module in model.named_modules()}
@@ -120,7 +121,7 @@ class Adapters:
         """Forget an adapter, for which running requests go on. Returns whether the id was known."""
         return self._known.pop(lora_int_id, None) is not None
 
-    def _is_for_all(self, path: str) -> bool:
+    def _has_few_rows(self, path: str) -> bool:
         """Whether a linear layer is the head or of an expert, which compute some rows only."""
         return f"{path}.weight" == self._rules.head or ".experts." in path
 
@@ -128,7 +129,7 @@ class Adapters:
         updates, digest = {}, hashlib.sha256()
         for module, update in sorted(read_adapter(request.lora_path).items()):
             path = module.removeprefix(self._rules.prefix)
-            if self._is_for_all(path):
+            if self._has_few_rows(path):
                 raise UnsupportedError(
                     f"the adapter {shown(request.lora_path)} changes {shown(module)}, which an adapter of a request cannot: "
                     "the head and experts are the same for all; use LLM(lora=path)"
@@ -147,14 +148,14 @@ class Adapters:
         return Adapter(request, updates, digest.hexdigest())
 
     def join(self, parts: Parts) -> Parts:
-        """Return the model's parts, with a runner that brings adapters into memory."""
+        """Return the model's parts, with a runner that brings adapters into slots."""
         wrap = partial(AdapterRunner, adapters=self)
         return replace(parts, reserved_bytes=self.num_bytes, wrappers=(*parts.wrappers, wrap))
 
     def begin_step(self, runs: Runs, num_rows: int) -> Runs:
-        """Bring the adapters of a step into memory, and note its rows.
+        """Bring the adapters of a step into slots, and note its rows.
 
-        Returns: the runs for the other ranks, with the digest of an adapter that is in memory already.
+        Returns: the runs for the other ranks, with the digest of an adapter that is in a slot already.
         """
         slots, for_others = [-1] * num_rows, []
         used = {digest_of(adapter) for adapter, _, _ in runs}
@@ -191,7 +192,7 @@ def digest_of(adapter: RequestAdapter | str) -> str:
 
 
 class AdapterRunner(RunnerWrapper):
-    """Brings the adapters of a step into memory, and tells the layers which rows use them."""
+    """Brings the adapters of a step into slots, and tells the layers which rows use them."""
 
     def __init__(self, inner: ModelRunner, adapters: Adapters) -> None:
         super().__init__(inner)

@@ -21,7 +21,7 @@ from nanoinfer.loading.quantization import QuantizedLinear
 
 
 class AdapterRows:
-    """Which slot, where an adapter is, each row of the step uses. All layers of a model share one.
+    """The slot of the adapter that each row of the step uses. All layers of a model share one AdapterRows.
 
     Attributes:
         num_rows: of the step, without padding.

@@ -187,9 +187,9 @@ class BlockManager:
         return sum(self.blocks.ref_counts[block] == 1 for block in set(self._held(seq)).difference(self._blocks_of(prefix)))
 
     def explain(self, block: int, sequences: Iterable[Sequence]) -> str:
-        """Say who holds a block, and why: "block 1: 1 reference; tokens 2 to 3 of r0".
+        """Say what a block is to its holders, and to the prefix cache: "block 1: 1 reference; tokens 2 to 3 of r0".
 
-        sequences: those that may, such as Scheduler.running.
+        sequences: in whose tables it is looked up, such as llm.engine.scheduler.running, which is empty when no request runs.
         """
         said = [f"{self.blocks.ref_counts[block]} reference{'s' * (self.blocks.ref_counts[block] != 1)}"]
         for seq in sequences:
@@ -201,7 +201,7 @@ class BlockManager:
         if self.blocks.contents[block]:
             said.append(f"in the prefix cache with key {self.index.keys[self.blocks.contents[block]].hex()[:8]}")
         if block in self.blocks.reusable:
-            said.append(f"evicted after {list(self.blocks.reusable).index(block)} others, when no block is empty")
+            said.append(f"free, and reused after {list(self.blocks.reusable).index(block)} others, when no block is empty")
         return f"block {block}: {'; '.join(said)}"
 
     # ---- changes

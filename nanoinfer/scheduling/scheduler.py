@@ -2,19 +2,19 @@
 
 In: sequences, as they arrive. Out: a StepPlan per step. The rules, in the order in which they are applied:
 
-1. First come, first served. A running sequence is older than every waiting one, except for the waiting forks of rule 5.
+1. First come, first served. A running sequence is older than every waiting one, except where rules 5 to 7 let one pass.
 2. A sequence with one new token, which is a decode step or the last token of a prompt, always runs.
    `max_num_batched_tokens` limits the tokens of all others.
 3. A prompt is cut at absolute multiples of the chunk grid, never at the remaining budget, so that other requests cannot move
    a sequence's boundaries. A chunk runs as a whole or waits, and while it waits, no younger prompt passes it.
-4. When blocks run out, the youngest running sequence is preempted. Its blocks are freed, it waits at the head of the queue, and
-   it later recomputes its tokens, except for those that the prefix cache still holds.
+4. When blocks run out, the running sequence that started last is preempted. Its blocks are freed, it waits at the head of the
+   queue, and it later recomputes its tokens, except for those that the prefix cache still holds.
 5. When a prompt with several answers (n > 1) has been computed, its forks start. Each samples its first token from the prompt's
    last row and shares its blocks. Forks for which max_num_seqs leaves no room wait at the head of the queue and compute the end
    of the prompt again.
 6. A waiting sequence starts only if there are blocks for all of its tokens and for what the running sequences will soon
    request: their known tokens, one more block for each that may grow that far, and one for each fork. No sequence starts in a
-   step that preempted one. One whose LoRA adapter would exceed max_adapters waits, and others may pass it, as in vLLM.
+   step in which rule 4 preempted one. One whose LoRA adapter would exceed max_adapters waits, and others may pass it.
 7. A subclass may preempt a running sequence for a waiting one. The waiting one starts in the same step, before any other, so
    that the preempted one does not take the room again. Each start preempts at most one, and only one that has a new token since
    its own start, so that no two sequences preempt each other without progress.
@@ -115,7 +115,7 @@ class Scheduler:
         return max(min(map(self.block_manager.num_blocks_for, limits)) - self.block_manager.num_held_blocks(seq), 0)
 
     def choose_victim(self, running: list[Sequence], seq: Sequence) -> Sequence:
-        """Choose the running sequence that is preempted, because there is no block for `seq`, which may be chosen itself."""
+        """Choose the running sequence that is preempted to give `seq`, which runs too and may be the one, its next block."""
         return running[-1]
 
     def to_preempt(self, running: list[Sequence], waiting: list[Sequence]) -> Sequence | None:

@@ -140,7 +140,7 @@ def test_explain_says_who_holds_a_block_and_when_it_is_evicted():
     assert manager.explain(1, [parent]) == "block 1: 2 references; tokens 2 to 3 of r0"
     manager.free(parent)
     manager.free(child)
-    assert manager.explain(0, []).endswith("evicted after 0 others, when no block is empty")
+    assert manager.explain(0, []).endswith("reused after 0 others, when no block is empty")
     assert manager.explain(3, []) == "block 3: 0 references"
 
 
