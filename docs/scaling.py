@@ -20,7 +20,7 @@ PAGE = Path(__file__).with_suffix(".md")
 MARKED = re.compile(r"(?<=<!-- python docs/scaling.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 DTYPE = torch.bfloat16
-H200 = Machine(num_threads=1, bandwidth=4.8e12, gemm_rates={DTYPE: 989e12})  # NVIDIA's data sheet, without sparsity
+H200 = Machine(bandwidth=4.8e12, gemm_rates={DTYPE: 989e12})  # NVIDIA's data sheet, without sparsity
 MEMORY = 141e9 * CacheConfig.gpu_memory_utilization  # bytes for weights and cache
 NVLINK = 450e9  # bytes per second in one direction, half of the 900 GB/s of both
 ALL_REDUCE_LATENCY = (

@@ -131,7 +131,7 @@ def rung(
     weight_bits: int | None = None,
 ) -> Rung:
     """Compute the figures of a version. The last four arguments are those of roofline.count, and the memory's bandwidth."""
-    only_reads = Machine(1, bandwidth, {dtype: math.inf})  # arithmetic takes no time
+    only_reads = Machine(bandwidth, {dtype: math.inf})  # arithmetic takes no time
     found = [figures(timings) for timings in runs]
     least_s = [least_s_of_run(timings, only_reads, model, dtype, weight_bits) for timings in runs]
     pauses = [after - before for timings in runs for timing in timings for before, after in pairwise(timing.token_times)]

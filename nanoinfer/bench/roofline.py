@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ NUM_STEPS = 16  # decode steps whose median counts
 class Machine:
     """Limits of a machine. bandwidth: bytes per second read from memory. gemm_rates: dtype -> GEMM operations per second."""
 
-    num_threads: int
     bandwidth: float
     gemm_rates: dict[torch.dtype, float]
 
@@ -86,7 +84,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     """
     size = GEMM_SIZE[device.type]
     rates = {one: _gemm_rate(size, one, device) for one in dict.fromkeys((torch.float32, torch.bfloat16, dtype))}
-    return Machine(torch.get_num_threads(), measure_bandwidth(device), rates)
+    return Machine(measure_bandwidth(device), rates)
 
 
 def measure_bandwidth(device: torch.device) -> float:
@@ -214,29 +212,6 @@ def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, li
     return machine, dtype, phases
 
 
-def plot(machine: Machine, dtype: torch.dtype, phases: list[Phase], path: Path) -> None:
-    """Draw the roof of each dtype and a point per phase: operations per second against operations per byte. PNG, log-log."""
-    import matplotlib  # optional: the extra "notebooks" has it
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5))
-    intensities = [2.0**i for i in range(-2, 12)]
-    for roof_dtype, rate in machine.gemm_rates.items():
-        roof = [min(machine.bandwidth * intensity, rate) / 1e9 for intensity in intensities]
-        axes.loglog(intensities, roof, label=f"roof, {_name(roof_dtype)}")
-    for phase in phases:
-        intensity = phase.num_operations / phase.num_bytes
-        reached = phase.num_operations / phase.measured_s / 1e9
-        share = phase.least_s(machine, dtype) / phase.measured_s
-        axes.plot(intensity, reached, "o", label=f"{phase.name}: {share:.0%} of its limit")
-    axes.set(xlabel="operations per byte", ylabel="GFLOP/s", title=f"{_name(dtype)}, {machine.num_threads} threads")
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    plt.close(figure)
-
-
 def _measure(llm: LLM, recorder: Recorder, num_seqs: int, length: int) -> tuple[float, float]:
     """Seconds of a prefill step and of a decode step with the bookkeeping around the model, in the second of two runs."""
     params = SamplingParams(temperature=0, max_tokens=num_steps(num_seqs, length) + 1, ignore_eos=True, detokenize=False)
@@ -270,7 +245,3 @@ def _best_s(function: Callable[[], Tensor], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
     return min(times[2:])
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

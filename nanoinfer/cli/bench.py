@@ -149,7 +149,6 @@ def roofline(
     *,
     measured: ModelOptions,
     enforce_eager: options.EnforceEager = False,
-    plot: Annotated[Path, typer.Option(help="Path of the plot (PNG, requires matplotlib).")] = Path("roofline.png"),
     as_json: options.AsJson = False,
 ) -> None:
     """Compare the time of prefill and decode steps with the limits of this machine."""
@@ -176,11 +175,6 @@ def roofline(
         ],
     }
     options.print_result(report, as_json, _show_roofline)
-    try:
-        measurement.plot(machine, dtype, phases, plot)
-        typer.echo(f"plotted: {plot}", err=True)
-    except ImportError:
-        typer.echo("no plot: matplotlib is not installed (pip install matplotlib)", err=True)
 
 
 def _show_roofline(report: dict[str, Any]) -> None:
