@@ -123,12 +123,7 @@ class LLMEngine:
         return self.submit(self.inputs.prepare(prompt, params), streaming=streaming)
 
     def submit(
-        self,
-        prepared: PreparedRequest,
-        *,
-        request_id: str | None = None,
-        streaming: bool = False,
-        stop: Stop | None = None,
+        self, prepared: PreparedRequest, *, request_id: str | None = None, streaming: bool = False, stop: Stop | None = None
     ) -> Request:
         """Queue a prepared request, and collect Deltas if `streaming`. A prompt that is too long has finished on return.
 

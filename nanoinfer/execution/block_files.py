@@ -61,14 +61,7 @@ _NAME = re.compile(r"[0-9a-f]{66}\.kv")
 class BlockFiles:
     """The BlockStore of a folder."""
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        folder: str,
-        max_bytes: int,
-        fingerprint: bytes,
-        max_tokens_per_step: int,
-    ) -> None:
+    def __init__(self, runner: ModelRunner, folder: str, max_bytes: int, fingerprint: bytes, max_tokens_per_step: int) -> None:
         """
         Args:
             max_bytes: the most that all files in the folder may take.
@@ -359,14 +352,9 @@ def _make_store(executor: LocalExecutor, config: EngineConfig, identity: bytes) 
     threads = None if executor.batch_independent else torch.get_num_threads()
     what = (info.device, info.attention_backend, pages[0].shape[1:], pages[0].dtype, is_invariant, threads, torch.__version__)
     digest = hashlib.sha256(b"".join([repr(what).encode(), identity, *map(_sha256, probed)])).digest()
-    assert config.cache.prefix_cache_dir is not None
-    return BlockFiles(
-        runner,
-        config.cache.prefix_cache_dir,
-        config.cache.prefix_cache_size,
-        digest,
-        config.scheduler.max_num_batched_tokens,
-    )
+    folder = config.cache.prefix_cache_dir
+    assert folder is not None
+    return BlockFiles(runner, folder, config.cache.prefix_cache_size, digest, config.scheduler.max_num_batched_tokens)
 
 
 def _sha256(tensor: Tensor, start: bytes = b"") -> bytes:

@@ -147,8 +147,4 @@ def make_sampler(parts: Parts, info: ExecutorInfo, config: EngineConfig) -> Samp
 
         sizes = {"vocab_size": info.vocab_size, "max_model_len": info.max_model_len}
         stages = with_processors(stages, config, parts.device, **sizes)
-    return Sampler(
-        stages,
-        routes=parts.routes,
-        processed_logprobs=LOGPROBS_MODES[config.logprobs_mode] == "processed",
-    )
+    return Sampler(stages, routes=parts.routes, processed_logprobs=LOGPROBS_MODES[config.logprobs_mode] == "processed")
