@@ -287,7 +287,7 @@ class LLMEngine:
 
     def _restart(self) -> None:
         self._in_flight = None
-        self.interrupted_request_ids = self.scheduler.running_request_ids
+        self.interrupted_request_ids = frozenset(seq.request_id for seq in self.scheduler.running)
         self.scheduler.restart()
 
     # ---- the end of requests
