@@ -152,6 +152,10 @@ class Shards:
         """The tensors of all ranks."""
         return self.communicator.all_gather(x)
 
+    def minimum(self, number: int) -> int:
+        """The smallest of the ranks' numbers."""
+        return self.communicator.minimum(number)
+
     def part_of_update(self, layer: str, update: LowRankUpdate) -> LowRankUpdate:
         """This rank's part of what an adapter adds to a layer: A's columns for a row layer, otherwise B's rows."""
         if (split := split_of(type(self.whole), layer)) is None:
@@ -193,8 +197,7 @@ class Shards:
 
     def connect(self, parts: Parts) -> Parts:
         """Make this rank's parts agree with the others': what one rank cannot promise, none promises."""
-        is_independent = bool(self.communicator.minimum(parts.is_batch_independent))
-        return dataclasses.replace(parts, is_batch_independent=is_independent, ranks=self.communicator)
+        return dataclasses.replace(parts, is_batch_independent=bool(self.minimum(parts.is_batch_independent)))
 
 
 def split_of(model_class: type[nn.Module], layer: str) -> Split | None:

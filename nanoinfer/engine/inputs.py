@@ -13,14 +13,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import (
-    InvalidPromptError,
-    InvalidTypeError,
-    InvalidValueError,
-    NanoinferError,
-    check_integer,
-    shown,
-)
+from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError, check_integer, shown
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.prompts import TokensPrompt
 from nanoinfer.sampling_params import SamplingParams

@@ -3,7 +3,9 @@
 In: prompts and SamplingParams. Out: Requests, whose outputs grow as step() is called. This folder imports no torch.
 """
 
+import hashlib
 import logging
+import math
 import secrets
 import time
 from typing import TYPE_CHECKING
@@ -13,7 +15,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.guards import EngineGuard
 from nanoinfer.engine.inputs import InputProcessor, PreparedRequest
 from nanoinfer.engine.metrics import EngineMetrics, Metric
-from nanoinfer.engine.request import Request, sequences_of
+from nanoinfer.engine.request import Request
 from nanoinfer.engine.stopping import Stop
 from nanoinfer.errors import EnginePausedError, InvalidTypeError, InvalidValueError, NanoinferError
 from nanoinfer.execution.executor import Executor, InFlight, StepOutput
@@ -123,12 +125,7 @@ class LLMEngine:
         return self.submit(self.inputs.prepare(prompt, params), streaming=streaming)
 
     def submit(
-        self,
-        prepared: PreparedRequest,
-        *,
-        request_id: str | None = None,
-        streaming: bool = False,
-        stop: Stop | None = None,
+        self, prepared: PreparedRequest, *, request_id: str | None = None, streaming: bool = False, stop: Stop | None = None
     ) -> Request:
         """Queue a prepared request, and collect Deltas if `streaming`. A prompt that is too long has finished on return.
 
@@ -142,22 +139,9 @@ class LLMEngine:
             self.check_accepting()
         with self.guard.between_steps():
             number, self._num_requests = self._num_requests, self._num_requests + 1
-            sequences = sequences_of(
-                prepared,
-                number,
-                request_id=str(number) if request_id is None else request_id,
-                arrival_time=arrival_time,
-                engine_seed=self.seed,
-                max_model_len=self.max_model_len,
-                eos_token_ids=self.eos_token_ids,
-            )
+            sequences = self._sequences_of(prepared, number, str(number) if request_id is None else request_id, arrival_time)
             request = Request(
-                sequences,
-                prepared.prompt,
-                self.tokenizer,
-                arrival_time=arrival_time,
-                streaming=streaming,
-                weights_version=self.weights_version,
+                sequences, prepared.prompt, self.tokenizer, streaming=streaming, weights_version=self.weights_version
             )
             if self.tracer is not None:
                 self._trace_added(request, prepared)
@@ -169,6 +153,38 @@ class LLMEngine:
                     self._with_deadline[request.request_id] = request
                 self.scheduler.add(sequences[0])
         return request
+
+    def _sequences_of(self, prepared: PreparedRequest, number: int, request_id: str, arrival_time: float) -> list[Sequence]:
+        """One sequence for each of the n answers. The first holds the others as forks.
+
+        A request without its own seed gets one from the engine's seed and its number, so that no two requests share one.
+        """
+        params, num_prompt_tokens = prepared.params, len(prepared.prompt_token_ids)
+        seed = params.seed
+        if seed is None:  # 64 bits that differ for every request, and for the same request of engines with other seeds
+            seed = int.from_bytes(hashlib.blake2b(f"{self.seed}:{number}".encode(), digest_size=8).digest(), "little")
+        first, *forks = [
+            Sequence(
+                request_id=request_id,
+                prompt_token_ids=prepared.prompt_token_ids,
+                params=params,
+                seed=(seed + index) % 2**64,
+                max_num_tokens=min(num_prompt_tokens + (params.max_tokens or self.max_model_len), self.max_model_len),
+                eos_token_ids=self.eos_token_ids,
+                bad_words=prepared.bad_words,
+                grammar=None if prepared.grammar is None else prepared.grammar.copy(),
+                reader=prepared.reader,
+                index=index,
+                priority=prepared.priority,
+                arrival_time=arrival_time,
+                deadline=math.inf if params.timeout is None else arrival_time + params.timeout,
+                adapter=prepared.adapter,
+                cache_salt=prepared.cache_salt,
+            )
+            for index in range(params.n)
+        ]
+        first.forks = forks
+        return [first, *forks]
 
     def check_accepting(self) -> None:
         """Raises: EnginePausedError if the engine is paused or asleep (rollouts.py)."""
@@ -292,7 +308,7 @@ class LLMEngine:
 
     def _restart(self) -> None:
         self._in_flight = None
-        self.interrupted_request_ids = self.scheduler.running_request_ids
+        self.interrupted_request_ids = frozenset(seq.request_id for seq in self.scheduler.running)
         self.scheduler.restart()
 
     # ---- the end of requests

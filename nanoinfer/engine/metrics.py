@@ -82,8 +82,8 @@ class EngineMetrics:
         for request in running:
             totals.update(_totals_of(request))
         metrics: list[Metric] = [
-            Gauge("vllm:num_requests_running", scheduler.num_running),
-            Gauge("vllm:num_requests_waiting", scheduler.num_unfinished - scheduler.num_running),
+            Gauge("vllm:num_requests_running", len(scheduler.running)),
+            Gauge("vllm:num_requests_waiting", len(scheduler.waiting)),
             Gauge("vllm:kv_cache_usage_perc", 1 - manager.num_free_blocks / manager.num_blocks),
             *(Counter(f"vllm:{name}", totals[name]) for name in _TOTALS),
             *(latencies.histogram(f"vllm:{name}") for name, latencies in self._latencies.items()),

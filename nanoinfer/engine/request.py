@@ -4,8 +4,6 @@ In: one sampled id at a time. Out: Deltas and a RequestOutput. The last steps fo
 detokenizer -> stop strings -> output.
 """
 
-import hashlib
-import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -13,7 +11,6 @@ from dataclasses import asdict, replace
 from itertools import repeat
 
 from nanoinfer import tracing
-from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.stopping import Stop, StopStrings, check_token_ids
 from nanoinfer.outputs import (
     CompletionOutput,
@@ -43,7 +40,6 @@ class Request:
         prompt: str | None,
         tokenizer: Tokenizer | None,
         *,
-        arrival_time: float,
         streaming: bool = False,
         weights_version: int = 0,
     ) -> None:
@@ -55,7 +51,7 @@ class Request:
         self._tokenizer = tokenizer
         self._streaming = streaming
         self._weights_version = weights_version
-        self.metrics = RequestMetrics(arrival_time)
+        self.metrics = RequestMetrics(sequences[0].arrival_time)
         self._answers = [_Answer(seq, tokenizer) for seq in sequences]
         self.prompt_logprobs: list[LogprobsOnePosition | None] | None = None
         self._prompt_detokenizer: Detokenizer | None = None  # for the texts of prompt_logprobs
@@ -199,49 +195,6 @@ class _Answer:
         masks = self.masks if self.seq.params.return_sampling_mask else None
         fields = asdict(self.stop) | {"sampling_mask": masks}
         return CompletionOutput(self.seq.index, self.text.text, token_ids, cumulative, logprobs, **fields)
-
-
-def sequences_of(
-    prepared: PreparedRequest,
-    number: int,
-    *,
-    request_id: str,
-    arrival_time: float,
-    engine_seed: int,
-    max_model_len: int,
-    eos_token_ids: frozenset[int],
-) -> list[Sequence]:
-    """One sequence for each of the n answers. The first holds the others as forks.
-
-    A request without its own seed gets one from the engine's seed and its number, so that no two requests share one.
-    """
-    params, prompt_token_ids = prepared.params, prepared.prompt_token_ids
-    seed = params.seed
-    if seed is None:  # 64 bits that differ for every request of an engine, and for the same request of engines with other seeds
-        digest = hashlib.blake2b(f"{engine_seed}:{number}".encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "little")
-    first, *forks = [
-        Sequence(
-            request_id=request_id,
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            seed=(seed + index) % 2**64,
-            max_num_tokens=min(len(prompt_token_ids) + (params.max_tokens or max_model_len), max_model_len),
-            eos_token_ids=eos_token_ids,
-            bad_words=prepared.bad_words,
-            grammar=None if prepared.grammar is None else prepared.grammar.copy(),
-            reader=prepared.reader,
-            index=index,
-            priority=prepared.priority,
-            arrival_time=arrival_time,
-            deadline=math.inf if params.timeout is None else arrival_time + params.timeout,
-            adapter=prepared.adapter,
-            cache_salt=prepared.cache_salt,
-        )
-        for index in range(params.n)
-    ]
-    first.forks = forks
-    return [first, *forks]
 
 
 def _with_token_texts(logprobs: TokenLogprobs, detokenizer: Detokenizer | None) -> LogprobsOnePosition:

@@ -61,14 +61,7 @@ _NAME = re.compile(r"[0-9a-f]{66}\.kv")
 class BlockFiles:
     """The BlockStore of a folder."""
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        folder: str,
-        max_bytes: int,
-        fingerprint: bytes,
-        max_tokens_per_step: int,
-    ) -> None:
+    def __init__(self, runner: ModelRunner, folder: str, max_bytes: int, fingerprint: bytes, max_tokens_per_step: int) -> None:
         """
         Args:
             max_bytes: the most that all files in the folder may take.
@@ -79,7 +72,7 @@ class BlockFiles:
         self.fingerprint, self.max_tokens_per_step = fingerprint, max_tokens_per_step
         self.counts = {"external_prefix_cache_hits": 0, "prefix_cache_read_bytes": 0, "prefix_cache_written_bytes": 0}
         self._runner = runner
-        num_ranks = 1 if (shards := shards_of(runner)) is None else shards.size
+        num_ranks = 1 if (shards := runner.weights.shards) is None else shards.size
         parts = tensors_of(runner.cache)
         self._num_bytes = [HEADER_BYTES + num_ranks * sum(tensor[0].nbytes for tensor in tensors) for tensors in parts]
         self._max_bytes = max_bytes
@@ -286,11 +279,6 @@ def private_folder(name: str) -> Path:
 # ---- blocks and states as bytes, on all ranks
 
 
-def shards_of(runner: ModelRunner) -> Shards | None:
-    """Return this rank's view of the ranks that share the model. None: there is one."""
-    return None if runner.weights.origin is None else runner.weights.origin.shards
-
-
 def tensors_of(cache: KVCache) -> list[list[Tensor]]:
     """Return, for each part of the prefix index, tensors whose first axis counts the blocks, or the slots of states."""
     return [[*cache.pages]] * len(cache.groups) + ([] if cache.states is None else [[*cache.states.tensors]])
@@ -299,12 +287,12 @@ def tensors_of(cache: KVCache) -> list[list[Tensor]]:
 def read_block(runner: ModelRunner, part: int, block: int) -> Tensor:
     """Copy the bytes of a block or a state: those of rank 0, then those of rank 1, and so on."""
     content = torch.cat([tensor[block].reshape(-1).view(torch.uint8) for tensor in tensors_of(runner.cache)[part]])
-    return content if (shards := shards_of(runner)) is None else shards.gather(content).flatten()
+    return content if (shards := runner.weights.shards) is None else shards.gather(content).flatten()
 
 
 def write_block(runner: ModelRunner, part: int, block: int, content: Tensor) -> None:
     """Write this rank's share of what read_block returned."""
-    if (shards := shards_of(runner)) is not None:
+    if (shards := runner.weights.shards) is not None:
         content = content.view(shards.size, -1)[shards.rank]
     for tensor in tensors_of(runner.cache)[part]:
         page = tensor[block]
@@ -359,14 +347,9 @@ def _make_store(executor: LocalExecutor, config: EngineConfig, identity: bytes) 
     threads = None if executor.batch_independent else torch.get_num_threads()
     what = (info.device, info.attention_backend, pages[0].shape[1:], pages[0].dtype, is_invariant, threads, torch.__version__)
     digest = hashlib.sha256(b"".join([repr(what).encode(), identity, *map(_sha256, probed)])).digest()
-    assert config.cache.prefix_cache_dir is not None
-    return BlockFiles(
-        runner,
-        config.cache.prefix_cache_dir,
-        config.cache.prefix_cache_size,
-        digest,
-        config.scheduler.max_num_batched_tokens,
-    )
+    folder = config.cache.prefix_cache_dir
+    assert folder is not None
+    return BlockFiles(runner, folder, config.cache.prefix_cache_size, digest, config.scheduler.max_num_batched_tokens)
 
 
 def _sha256(tensor: Tensor, start: bytes = b"") -> bytes:

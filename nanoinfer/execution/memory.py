@@ -80,13 +80,13 @@ def _most_that_fit(
 
     blocks_for: the most blocks that one sequence holds while it grows to a number of tokens.
     """
-    is_cuda, requested = parts.device.type == "cuda", config.cache.kv_cache_memory
+    is_cuda, requested, shards = parts.device.type == "cuda", config.cache.kv_cache_memory, parts.weights.shards
     step_bytes = peak_step_bytes(parts, config) if is_cuda else 0
     memory = memory_for_cache(
         parts.device, requested, config.cache.gpu_memory_utilization, step_bytes=step_bytes, lora_bytes=parts.reserved_bytes
     )
-    if parts.ranks is not None and not is_cuda and requested is None:
-        memory //= parts.ranks.size  # each process sees the same free memory
+    if shards is not None and not is_cuda and requested is None:
+        memory //= shards.size  # each process sees the same free memory
     block_bytes = parts.bytes_per_block
     if draft is not None:
         block_bytes += draft.bytes_per_block * parts.block_size // draft.block_size
@@ -109,7 +109,7 @@ def _most_that_fit(
             f"the KV cache may take {memory} bytes, less than one block of {parts.block_size} tokens "
             f"({fewest * block_bytes} bytes); raise kv_cache_memory{more}, or lower block_size"
         )
-    return num_blocks if parts.ranks is None else parts.ranks.minimum(num_blocks), num_slots
+    return num_blocks if shards is None else shards.minimum(num_blocks), num_slots
 
 
 def memory_for_cache(

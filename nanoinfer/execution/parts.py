@@ -22,15 +22,6 @@ from nanoinfer.sampling.sampler import STAGES, Sampler
 
 
 @runtime_checkable
-class Ranks(Protocol):
-    """The processes that share a model (distributed/). All of them make the same calls."""
-
-    @property
-    def size(self) -> int: ...
-    def minimum(self, number: int) -> int: ...
-
-
-@runtime_checkable
 class CompileReport(Protocol):
     """What was compiled of a model (fast/compile.py), by the paths of its modules. "" is the model."""
 
@@ -58,7 +49,6 @@ class Parts:
         weights: of the model, in all of their forms.
         wrappers: what adds to the runner's steps, from the inside out: the other ranks, adapters, a drafter.
         kept_bytes_per_token: memory of each token of the cache beside its keys and values.
-        ranks: that share the model. None: this process has all of it.
     """
 
     model: Model
@@ -75,7 +65,6 @@ class Parts:
     weights: HeldWeights = field(default_factory=HeldWeights)
     wrappers: tuple[Callable[[ModelRunner], ModelRunner], ...] = ()
     kept_bytes_per_token: int = 0
-    ranks: Ranks | None = None
 
     @property
     def bytes_per_block(self) -> int:
@@ -143,8 +132,4 @@ def make_sampler(parts: Parts, info: ExecutorInfo, config: EngineConfig) -> Samp
 
         sizes = {"vocab_size": info.vocab_size, "max_model_len": info.max_model_len}
         stages = with_processors(stages, config, parts.device, **sizes)
-    return Sampler(
-        stages,
-        routes=parts.routes,
-        processed_logprobs=LOGPROBS_MODES[config.logprobs_mode] == "processed",
-    )
+    return Sampler(stages, routes=parts.routes, processed_logprobs=LOGPROBS_MODES[config.logprobs_mode] == "processed")

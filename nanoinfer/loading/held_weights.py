@@ -44,6 +44,7 @@ class Shards(Protocol):
     size: int
 
     def gather(self, x: Tensor) -> Tensor: ...  # the tensors of all ranks
+    def minimum(self, number: int) -> int: ...  # of the ranks' numbers
     def split(self, model: Any, weights: Weights) -> tuple[Any, Weights]: ...
     def part_of(self, weights: Weights, model_class: type[nn.Module], config: ModelConfig) -> Weights: ...
     def join(self, model: Any, vocab_size: int) -> None: ...
@@ -75,6 +76,11 @@ class HeldWeights:
         self.places, self.origin = places or {}, origin
         self._forms: dict[nn.Module, list[tuple[Form, int]]] = {}
         self._renewals: list[Callable[[], object]] = []
+
+    @property
+    def shards(self) -> Shards | None:
+        """This rank's view of the ranks that share the model. None: there is one."""
+        return None if self.origin is None else self.origin.shards
 
     def add_form(self, linear: nn.Module, form: Form, start: int) -> None:
         """Renew a form whenever the layer's weights change. start: the layer's first output in it."""

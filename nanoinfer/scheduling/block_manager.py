@@ -1,12 +1,11 @@
 """Decide which cache blocks belong to which sequence. Pure bookkeeping: block ids and counts, no tensor.
 
 A sequence's tokens are stored in blocks of `block_size` slots, and its block table lists these blocks in order, so token i has
-slot `block_table[i // block_size] * block_size + i % block_size`. There are three mechanisms:
+slot `block_table[i // block_size] * block_size + i % block_size`:
 
 - Reference counts (pool.py): after a prefix hit or a fork, a block is in several block tables, and it is free at count zero.
-- Prefix caching (prefix_index.py): a full block has a key that stands for all tokens up to its end, so the index finds the
-  blocks that already hold the start of a prompt. Freed blocks keep their content until they are needed, the least recently used
-  first.
+- Prefix caching (prefix_index.py): a prompt begins with the blocks that hold its start. Freed blocks keep their content until
+  they are needed, the least recently used first.
 - Copy on write: a fork shares all blocks, including the partly filled last one. Before a sequence writes into a shared block,
   it gets its own copy, which the executor makes before the forward pass.
 
@@ -23,9 +22,7 @@ Usually every layer keeps every token, and a sequence has this one table. A Cach
       no window   |    7    |    2    |    9    |    4    |     it reaches every token
       window 6    |   -1    |   -1    |    8    |    5    |     it reaches tokens 9 to 14
 
-- States: state_slots.py has a slot for each sequence.
-
-- A store: stored_blocks.py keeps blocks that leave the memory in files.
+- States have slots (state_slots.py), and a store keeps the blocks that leave the memory (stored_blocks.py).
 
 A subclass may override choose_evicted, which decides what the prefix cache forgets, and extend start and evict to count hits:
 LLM(block_manager_cls=...). `explain` says who holds a block, and why.
@@ -97,9 +94,9 @@ class BlockManager:
         parts = [CachePart(window, self.blocks) for window in layout.windows]
         self.states = self.stored = None
         if layout.num_state_slots:
-            from nanoinfer.scheduling.state_slots import StateSlots, states_part
+            from nanoinfer.scheduling.state_slots import WINDOW, StateSlots
 
-            parts.append(states_part(layout.num_state_slots))
+            parts.append(CachePart(WINDOW, Pool(layout.num_state_slots)))
         self.index = PrefixIndex(parts, block_size, b"" if store is None else store.fingerprint)
         if store is not None:
             from nanoinfer.scheduling.stored_blocks import StoredBlocks
@@ -154,7 +151,7 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return Prefix()
         prefix = self.index.match(token_ids, cache_salt)
-        if self.stored is not None and self.stored.is_open and self.can_start(len(token_ids), prefix):
+        if self.stored is not None and self.stored.store.is_open and self.can_start(len(token_ids), prefix):
             wanted = self.index.match(token_ids, cache_salt, self.stored.store.has)
             self.stored.read(wanted, token_ids, cache_salt, self._take_for, others_run=self._others_run)
             prefix = self.index.match(token_ids, cache_salt)
@@ -272,8 +269,6 @@ class BlockManager:
             for part in self.index.parts[: len(self.windows)]:
                 if key in part.ids:
                     self.evict(part.ids[key])
-            if self.states is not None:
-                self.states.forget(key)
             if self.stored is not None:
                 self.stored.discard(key)
 
@@ -285,13 +280,11 @@ class BlockManager:
         for part in self.index.parts[: len(self.windows)]:
             for block in list(part.ids.values()):
                 self.evict(block)
-        if self.states is not None:
-            self.states.reset()
         if self.stored is not None:
             self.stored.store.close()
 
     def evict(self, block: int) -> None:
-        """Remove a cached block from the prefix cache, but not from the sequences that hold it."""
+        """Remove a cached block from the prefix cache, with the state at its end, but not from the sequences that hold it."""
         key = self.index.keys[self.blocks.contents[block]]
         self.index.remove(key, self.blocks.parts[block])
         if self.states is not None:

@@ -133,14 +133,6 @@ class Scheduler:
     def num_unfinished(self) -> int:
         return len(self.waiting) + len(self.running)
 
-    @property
-    def running_request_ids(self) -> frozenset[str]:
-        return frozenset(seq.request_id for seq in self.running)
-
-    @property
-    def num_running(self) -> int:
-        return len(self.running)
-
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. The caller has checked that it can fit when it runs alone."""
         assert self.block_manager.num_blocks_for(seq.max_num_tokens) <= self.block_manager.num_blocks

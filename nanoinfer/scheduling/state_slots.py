@@ -22,23 +22,15 @@ writes to it while it is still being read.
 
 from typing import TYPE_CHECKING
 
-from nanoinfer.scheduling.pool import NO_BLOCK, Pool
-from nanoinfer.scheduling.prefix_index import CachePart, PrefixIndex
+from nanoinfer.scheduling.pool import NO_BLOCK
+from nanoinfer.scheduling.prefix_index import PrefixIndex
 from nanoinfer.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
     from nanoinfer.scheduling.stored_blocks import StoredBlocks
 
 NO_SLOT = NO_BLOCK  # of a sequence without a computed token
-
-
-def states_part(num_slots: int) -> CachePart:
-    """Return the states' part of a prefix index, with num_slots slots.
-
-    After a prefix only the state at its end is needed. A query with a window of 2 tokens reaches just as far: to the token
-    before it.
-    """
-    return CachePart(2, Pool(num_slots))
+WINDOW = 2  # of the states' part of the index: after a prefix only its end is needed, and a query reaches the token before it
 
 
 class StateSlots:
@@ -103,10 +95,6 @@ class StateSlots:
         """Drop the checkpoint with this key, if there is one."""
         if key in self._ids:
             self._index.remove(key, self._number)
-
-    def reset(self) -> None:
-        for key in list(self._ids):
-            self.forget(key)
 
     def take(self) -> int:
         """Take a free slot, and drop the least recently used checkpoint if none is empty."""

@@ -60,10 +60,6 @@ class StoredBlocks:
         self.keep_all = weakref.finalize(self, _keep_all, store, index)
 
     @property
-    def is_open(self) -> bool:
-        return self.store.is_open
-
-    @property
     def is_busy(self) -> bool:
         """Whether this step has read as much as it may while sequences run."""
         return self.num_tokens_read >= self.store.max_tokens_per_step
@@ -107,12 +103,12 @@ class StoredBlocks:
 
     def keep(self, key: bytes) -> None:
         """Keep the blocks and the state with this key, because one of them leaves the memory."""
-        for number, part in enumerate(self._index.parts if self.is_open else ()):
+        for number, part in enumerate(self._index.parts if self.store.is_open else ()):
             if key in part.ids:
                 self.store.keep((key, number), part.ids[key])
 
     def discard(self, key: bytes) -> None:
-        for part in range(len(self._index.parts) if self.is_open else 0):
+        for part in range(len(self._index.parts) if self.store.is_open else 0):
             self.store.discard((key, part))
 
 

@@ -19,7 +19,7 @@ PROMPT = [1, 2, 3]
 def request(*, room=99, tokenizer=True, **params):
     """A streaming request whose output may hold `room` tokens; EOS is the tokenizer's "<eos>"."""
     seq = Sequence("r7", PROMPT, SamplingParams(**params), 0, len(PROMPT) + room, frozenset([EOS]))
-    return Request([seq], "a prompt", byte_tokenizer() if tokenizer else None, arrival_time=0.0, streaming=True)
+    return Request([seq], "a prompt", byte_tokenizer() if tokenizer else None, streaming=True)
 
 
 def advance(request, seq, token_id, logprobs=None):
@@ -201,7 +201,7 @@ def test_a_stream_shows_each_id_once_and_text_as_soon_as_it_is_certain():
 
 def test_a_request_that_nobody_streams_keeps_no_deltas():
     seq = Sequence("r", PROMPT, SamplingParams(), 0, len(PROMPT) + 2)
-    one = Request([seq], None, byte_tokenizer(), arrival_time=0.0)
+    one = Request([seq], None, byte_tokenizer())
     advance(one, one.sequences[0], ord("a"))
     advance(one, one.sequences[0], ord("b"))
     assert (one.output.outputs[0].text, list(one.deltas)) == ("ab", [])
@@ -288,7 +288,7 @@ def test_the_text_of_a_piece_of_a_character_is_what_it_adds():
     others = [0x80, ord("x"), 0x80, 259, 261, 0xFF]
     prompt = [0xF0, *FOX[2:]]
     params = SamplingParams(logprobs=1, prompt_logprobs=1)
-    one = Request([Sequence("r", prompt, params, 0, len(prompt) + len(FOX))], None, byte_tokenizer(), arrival_time=0.0)
+    one = Request([Sequence("r", prompt, params, 0, len(prompt) + len(FOX))], None, byte_tokenizer())
     one.add_prompt_logprobs(1, [TokenLogprobs([i, ord("y")], [-1.0, -2.0], [1, 2]) for i in FOX[2:]])
     for token_id, other in zip(FOX, others, strict=True):
         advance(one, one.sequences[0], token_id, TokenLogprobs([token_id, other], [-1.0, -2.0], [1, 2]))
@@ -323,7 +323,7 @@ def test_a_request_ended_from_outside_keeps_its_ids_and_the_text_it_held(stop):
 def two_answers(**params):
     params = SamplingParams(n=2, **params)
     sequences = [Sequence("r7", PROMPT, params, i, len(PROMPT) + 4, frozenset([EOS]), index=i) for i in range(2)]
-    return Request(sequences, None, byte_tokenizer(), arrival_time=0.0), *sequences
+    return Request(sequences, None, byte_tokenizer()), *sequences
 
 
 def test_a_request_of_two_answers_has_an_output_when_the_second_has_ended():
@@ -374,8 +374,8 @@ def test_the_output_tells_its_prompt_and_counts():
 def test_ttft_runs_to_the_first_token_and_tpot_is_the_mean_of_the_gaps_after_it(monkeypatch):
     clock = iter([12.0, 99.0])  # read at the first token and at the end
     monkeypatch.setattr("nanoinfer.engine.request.time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    seq = Sequence("r", PROMPT, SamplingParams(), 0, len(PROMPT) + 4)
-    one = Request([seq], None, byte_tokenizer(), arrival_time=10.0)
+    seq = Sequence("r", PROMPT, SamplingParams(), 0, len(PROMPT) + 4, arrival_time=10.0)
+    one = Request([seq], None, byte_tokenizer())
     for token_id in b"abcd":
         advance(one, one.sequences[0], token_id)
     assert one.output.metrics.ttft == 2.0

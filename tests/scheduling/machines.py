@@ -201,7 +201,7 @@ class Load(RuleBasedStateMachine):
         assert not scheduled.keys() & set(plan.preempted)
         assert plan.num_prefill_tokens <= scheduler.config.max_num_batched_tokens
         running = [seq for seq in self.unfinished if seq.status is SequenceStatus.RUNNING]
-        assert len(running) == scheduler.num_running <= scheduler.config.max_num_seqs
+        assert len(running) == len(scheduler.running) <= scheduler.config.max_num_seqs
         self.check_order()
         self.memory.copy(plan.block_copies)
         for seq, num_new in scheduled.items():
