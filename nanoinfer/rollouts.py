@@ -28,6 +28,7 @@ from nanoinfer.errors import (
     shown,
 )
 from nanoinfer.loading import update
+from nanoinfer.loading.loader import divided
 from nanoinfer.loading.weights import Weights
 from nanoinfer.prompts import PromptType
 from nanoinfer.scheduling.step_plan import PromptRows
@@ -79,7 +80,7 @@ def update_weights(self: "LLM", pairs: Iterable[tuple[str, Tensor]]) -> int:
         UnsupportedError: The weights are rounded, have adapters merged into them, or are laid out for a GPU.
     """
     runner = _runner_of(self.engine)
-    weights = update.divided(update.origin_of(runner.weights), update.GivenWeights(pairs))
+    weights = divided(update.GivenWeights(pairs), update.origin_of(runner.weights).rules)
     _begin_update(self.engine, weights)
     for name in weights:
         runner.on_all_ranks(update.fill, name, weights.read(name))

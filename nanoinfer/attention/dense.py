@@ -22,6 +22,11 @@ Window = int | None  # in tokens. None: there is none, and the same for sinks
 Sinks = Float[Tensor, " num_heads"] | None
 
 
+def with_whole_heads(x: Keys) -> Keys:
+    """Return x, or a copy if the heads of a token are not side by side, as kernels need them. A token's stride may be any."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
 class DenseAttention:
     """Attention for `model(input_ids, positions, DenseAttention())`, whose tokens are one sequence. It stores nothing.
 

@@ -109,6 +109,11 @@ class CacheSizes:
         return sum(len(group.layers) for group in self.groups)
 
     @property
+    def heads(self) -> dict[str, int]:
+        """The arguments of KVCache and of bytes_per_block that say how many heads there are, of which size."""
+        return {"num_layers": self.num_layers, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(group.window for group in self.groups)
 
@@ -119,8 +124,7 @@ class CacheSizes:
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """The bytes of a token's keys and values in all layers."""
-        sizes = {"num_layers": self.num_layers, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
-        return bytes_per_block(block_size=1, dtype=dtype, **sizes)
+        return bytes_per_block(block_size=1, dtype=dtype, **self.heads)
 
     def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
         """The bytes of a block, which has a place for each layer of the largest group."""
@@ -164,32 +168,18 @@ class KVCache:
 
     @classmethod
     def for_model(
-        cls,
-        sizes: CacheSizes,
-        *,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        layout: Layout = "NHD",
-        num_state_slots: int = 0,
+        cls, sizes: CacheSizes, *, num_state_slots: int = 0, device: torch.device | str = "cpu", **options: Any
     ) -> "KVCache":
-        """Make the cache of a model. num_state_slots: for the sequences' states, if its layers keep some."""
+        """Make the cache of a model.
+
+        Args:
+            num_state_slots: for the sequences' states, if its layers keep some.
+            options: num_blocks, block_size, dtype and layout, as KVCache takes them.
+        """
         states = None
         if num_layers := sizes.num_state_layers:
             states = StateCache(num_layers=num_layers, num_slots=num_state_slots, shapes=sizes.state_shapes, device=device)
-        return cls(
-            num_layers=sizes.num_layers,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
-            dtype=dtype,
-            device=device,
-            layout=layout,
-            groups=sizes.groups,
-            states=states,
-        )
+        return cls(**sizes.heads, groups=sizes.groups, states=states, device=device, **options)
 
     def tensors(self) -> list[Tensor]:
         """The memory of all blocks, and of the states."""

@@ -28,11 +28,10 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
-from nanoinfer.attention.dense import Keys, Queries, Sinks, Window
+from nanoinfer.attention.dense import Keys, Queries, Sinks, Window, with_whole_heads
 from nanoinfer.attention.kv_cache import KVCache, Layout
 
 MAX_HEAD_DIM = 256  # limited by the registers that a tile takes
@@ -257,7 +256,7 @@ def paged_attention(
 ) -> Queries:
     """Store k and v, then attend for the decoding sequences and for the prompt chunks."""
     k_pages, v_pages = cache.layer(layer)
-    q, k, v = (_with_packed_heads(x) for x in (q, k, v))
+    q, k, v = (with_whole_heads(x) for x in (q, k, v))
     store(k, v, k_pages, v_pages, metadata.slot_mapping)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     n, sinks = metadata.num_decodes, None if sinks is None else sinks.float()
@@ -322,8 +321,3 @@ def _tile_sizes(q: Tensor) -> tuple[int, int]:
     """
     dim = max(triton.next_power_of_2(q.shape[2]), _MIN_ROWS)
     return dim, _TILE // (q.element_size() // 2) // (2 if dim > _WIDE else 1)
-
-
-def _with_packed_heads(x: Float[Tensor, "num_tokens heads head_dim"]) -> Float[Tensor, "num_tokens heads head_dim"]:
-    """Return x, or a copy if a token's heads are not contiguous. The stride between tokens may have any value."""
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import isfunction
 from typing import Any
 
-from nanoinfer.chat.harmony import CHANNEL, MESSAGE
+from nanoinfer.chat.harmony import MARKS
 from nanoinfer.chat.parsing import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, closes_thinking, opens_thinking
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, first_line
 from nanoinfer.structured.grammar import check_schema
@@ -179,9 +179,7 @@ def _harmony_grammar(schemas: Sequence[tuple[str, str]], ids: Mapping[str, int],
 
     schemas: The name of each tool, and the rule of its arguments.
     """
-    channel, message, end, start, constrain = (
-        f"<[{ids[mark]}]>" for mark in (CHANNEL, MESSAGE, "<|end|>", "<|start|>", "<|constrain|>")
-    )
+    start, channel, constrain, message, end = (f"<[{ids[mark]}]>" for mark in MARKS)
     calls = [f'{_quoted(f"{name} ")} {constrain} "json" {message} {schema}' for name, schema in schemas]
     before = '("analysis" | "commentary")' if is_auto else '"analysis"'  # a message in commentary announces calls
     lines = [

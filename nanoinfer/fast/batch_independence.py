@@ -73,11 +73,7 @@ def same_bits(first: Tensor, other: Tensor) -> bool:
 
 
 def _hidden_rows(
-    runner: ModelRunner,
-    sequences: list[Sequence],
-    steps: list[list[int]],
-    *,
-    has_single_queries: bool,
+    runner: ModelRunner, sequences: list[Sequence], steps: list[list[int]], *, has_single_queries: bool
 ) -> Float[Tensor, "num_tokens hidden"]:
     """The compared sequence's rows. steps: the number of each sequence's new tokens in each step."""
     cache = runner.cache

@@ -11,6 +11,7 @@ Source of the method: Reed et al. 2022, https://arxiv.org/abs/2112.08429
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import fx, nn
@@ -66,7 +67,7 @@ def trace(module: nn.Module) -> Trace:
     with _lock:
         tracer = _Tracer()
         graph = tracer.trace(module)
-    owned = {str(node.target): _attribute(module, str(node.target)) for node in graph.nodes if node.op in _NAMING}
+    owned = {str(node.target): attrgetter(str(node.target))(module) for node in graph.nodes if node.op in _NAMING}
     called = {name: value for name, value in owned.items() if isinstance(value, nn.Module)}
     return Trace(graph, owned, called, tracer.untraced)
 
@@ -87,13 +88,6 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether the module has forward hooks that a compiled module would not call."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return not all(isinstance(hook, HookInKernels) for hook in hooks)
-
-
-def _attribute(module: nn.Module, path: str) -> Any:
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 # torch.fx replaces nn.Module.__call__ and __getattr__ of the process while it traces. Calls of other threads pass through.

@@ -26,7 +26,7 @@ from nanoinfer.errors import (
 from nanoinfer.loading.checkpoint import Checkpoint, check_file, locate
 from nanoinfer.loading.held_weights import HeldWeights, Origin, Shards
 from nanoinfer.loading.weights import WeightFiles, Weights, dtype_of, head_is_tied, load_weights
-from nanoinfer.models.registry import Model, find_model
+from nanoinfer.models.registry import Model, WeightRules, find_model
 from nanoinfer.system.process import set_cuda_device
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
@@ -149,11 +149,16 @@ def open_weights(checkpoint: Checkpoint) -> Weights:
         from nanoinfer.loading.formats.packed import open_packed
 
         files = open_packed(stored, settings, checkpoint.config_path)
-    if (form := find_model(checkpoint.config).weight_rules.fused_experts) is not None:
-        from nanoinfer.loading.formats.experts import ExpertWeights
+    return divided(files, find_model(checkpoint.config).weight_rules)
 
-        files = ExpertWeights(files, form)
-    return files
+
+def divided(weights: Weights, rules: WeightRules) -> Weights:
+    """Return the same tensors, with those divided that a checkpoint of this family has for several parameters at once."""
+    if rules.fused_experts is None:
+        return weights
+    from nanoinfer.loading.formats.experts import ExpertWeights
+
+    return ExpertWeights(weights, rules.fused_experts)
 
 
 def on_meta(checkpoint: Checkpoint) -> tuple[Any, Weights]:

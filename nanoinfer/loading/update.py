@@ -15,9 +15,8 @@ from torch import Tensor
 
 from nanoinfer.errors import InvalidTypeError, UnsupportedError, WeightsError, shown
 from nanoinfer.loading.checkpoint import Checkpoint, first_ten
-from nanoinfer.loading.formats.experts import ExpertWeights
 from nanoinfer.loading.held_weights import HeldWeights, Origin
-from nanoinfer.loading.loader import open_weights, read_config
+from nanoinfer.loading.loader import divided, open_weights, read_config
 from nanoinfer.loading.weights import FLOAT_DTYPES, MAX_HEADER_BYTES, TensorInfo, WeightFiles, Weights, find_tensors
 from nanoinfer.system.pages import release_pages
 
@@ -84,12 +83,6 @@ def check(origin: Origin, weights: Weights) -> bool:
     return len(sources) == len(targets)
 
 
-def divided(origin: Origin, weights: Weights) -> Weights:
-    """Return the same tensors, with those divided that a checkpoint of this family has for several parameters at once."""
-    form = origin.rules.fused_experts
-    return weights if form is None else ExpertWeights(weights, form)
-
-
 def _parameters(origin: Origin) -> dict[str, torch.nn.Parameter]:
     """The parameters of the whole model, without numbers."""
     with torch.device("meta"):
@@ -108,7 +101,7 @@ def is_file(path: str) -> bool:
 def open_path(origin: Origin, path: str) -> Weights:
     """Open a file of tensors, or a checkpoint of the same model. Raises: WeightsError for neither, or another config.json."""
     if is_file(path):
-        return divided(origin, WeightFiles([Path(path)]))
+        return divided(WeightFiles([Path(path)]), origin.rules)
     if not Path(path).is_dir():
         raise WeightsError(
             f"{shown(path)} is neither a folder nor a .safetensors file of this machine; download the checkpoint, and give "

@@ -16,14 +16,7 @@ from torch import Tensor
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, shown
 from nanoinfer.models.layers import Angles, Hidden, Ids, RMSNorm, RotaryEmbedding, SwiGLU, ZeroCentredRMSNorm, gelu_tanh
-from nanoinfer.models.qwen import (
-    QwenAttention,
-    QwenConfig,
-    QwenDecoderLayer,
-    QwenForCausalLM,
-    layer_windows,
-    shared_fields,
-)
+from nanoinfer.models.qwen import QwenAttention, QwenConfig, QwenDecoderLayer, QwenForCausalLM, layer_windows, shared_fields
 from nanoinfer.models.registry import refuse_others
 from nanoinfer.models.rope import RopeConfig
 

@@ -17,14 +17,7 @@ from torch import Tensor, empty, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.models.layers import Hidden, SwiGLU, sigmoid
-from nanoinfer.models.qwen import (
-    QwenAttention,
-    QwenConfig,
-    QwenDecoderLayer,
-    QwenForCausalLM,
-    layer_windows,
-    shared_fields,
-)
+from nanoinfer.models.qwen import QwenAttention, QwenConfig, QwenDecoderLayer, QwenForCausalLM, layer_windows, shared_fields
 from nanoinfer.models.qwen_moe import expert_fields, sum_of_experts
 from nanoinfer.models.registry import WeightRules
 

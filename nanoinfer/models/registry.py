@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
+from nanoinfer.attention.kv_cache import LayerSizes
 from nanoinfer.errors import CheckpointError, UnsupportedError, is_one_of, shown
 from nanoinfer.models.layers import Hidden, Ids
 
@@ -59,19 +60,13 @@ _registered: dict[str, type[nn.Module]] = {}
 
 
 @runtime_checkable
-class ModelConfig(Protocol):
+class ModelConfig(LayerSizes, Protocol):
     """The fields that the engine reads of any family's config. The families' dataclasses have more."""
 
     @property
     def vocab_size(self) -> int: ...
     @property
-    def num_hidden_layers(self) -> int: ...
-    @property
     def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
     @property
     def max_position_embeddings(self) -> int: ...
 

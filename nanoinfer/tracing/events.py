@@ -43,7 +43,7 @@ class RequestAdded:
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class SomeBlocks:
     """Some blocks of the KV cache, and the sequence whose they are.
 
     group: the KV group of their block table, for models with windows. Among them, -1 is a block that the window has left.
@@ -54,11 +54,11 @@ class _Blocks:
     group: int = field(default=0, repr=False)
 
 
-class BlocksShared(_Blocks):
+class BlocksShared(SomeBlocks):
     """A prefix cache hit: the keys and values of the sequence's first tokens were in these blocks already."""
 
 
-class BlocksAllocated(_Blocks):
+class BlocksAllocated(SomeBlocks):
     """These blocks were appended to the sequence's block table."""
 
 
@@ -78,7 +78,7 @@ class BlockEvicted:
     block: int
 
 
-class BlocksCached(_Blocks):
+class BlocksCached(SomeBlocks):
     """These blocks are full, and were added to the prefix cache."""
 
 
@@ -91,11 +91,11 @@ class BlocksForked:
     blocks: tuple[int, ...]
 
 
-class BlocksFreed(_Blocks):
+class BlocksFreed(SomeBlocks):
     """The sequence released its blocks. Other sequences may still hold some of them."""
 
 
-class BlocksReleased(_Blocks):
+class BlocksReleased(SomeBlocks):
     """The sequence continues without these blocks, because they are before its window."""
 
 

@@ -6,16 +6,12 @@ from nanoinfer.tracing import viewer
 from nanoinfer.tracing.events import (
     BatchBuilt,
     BlockCopied,
-    BlocksAllocated,
-    BlocksCached,
     BlocksForked,
-    BlocksFreed,
-    BlocksReleased,
-    BlocksShared,
     EngineStarted,
     Event,
     RequestAdded,
     RequestFinished,
+    SomeBlocks,
     StepScheduled,
     StepTimed,
 )
@@ -24,7 +20,7 @@ from nanoinfer.tracing.recorder import Recorder, rows
 MAX_SIZE = 100_000  # 250 to 500 steps of 64 sequences, or 8,000 to 16,000 steps of one. 20 to 40 MB
 
 _LONG_FIELDS = {RequestAdded: "prompt_token_ids", StepScheduled: "sequence_ids", BatchBuilt: "input_ids"}
-_STATE = (RequestAdded, BlocksShared, BlocksAllocated, BlockCopied, BlocksCached, BlocksForked, BlocksFreed, BlocksReleased)
+_STATE = (RequestAdded, SomeBlocks, BlockCopied, BlocksForked)
 
 
 class RecentRecorder(Recorder):

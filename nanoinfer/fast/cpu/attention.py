@@ -9,7 +9,6 @@ bound by reading the cache. The kernel reads each page once, and only up to the 
 """
 
 import ctypes
-from collections.abc import Iterator
 from ctypes import c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.cpu import CPUBackend, CPUStep, DecodeRows, PrefillChunks
-from nanoinfer.attention.dense import Keys, Queries, Sinks, Window
+from nanoinfer.attention.dense import Keys, Queries, Sinks, Window, with_whole_heads
 from nanoinfer.attention.kv_cache import KVCache, Pages
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.program import KernelCall, Slice, fields, tile_definitions
@@ -91,11 +90,6 @@ def _address_of(sinks: Sinks) -> int | None:
     return None if sinks is None else sinks.data_ptr()
 
 
-def _with_whole_heads(*tensors: Tensor) -> Iterator[Tensor]:
-    """Tensors whose heads lie side by side, as the kernels need them: a token's stride may be any."""
-    return (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in tensors)
-
-
 class DecodeKernel:
     """attention.cpu.paged_decode for one dtype and head_dim, and one number of query heads that share a KV head.
 
@@ -126,7 +120,7 @@ class DecodeKernel:
         sinks: Sinks = None,
     ) -> Queries:
         """See paged_decode. The integers in `rows` are contiguous, int64, and not checked."""
-        q, k, v = _with_whole_heads(q, k, v)
+        q, k, v = (with_whole_heads(x) for x in (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype)
         step = self.rows(rows, rows.seq_lens.tolist(), k_pages, window)
         sinks = None if sinks is None else in_fp32(sinks)
@@ -202,7 +196,7 @@ class PrefillKernel:
         sinks: Sinks = None,
     ) -> Queries:
         """The integers in `chunks` are contiguous, int64, and not checked."""
-        q, k, v = _with_whole_heads(q, k, v)
+        q, k, v = (with_whole_heads(x) for x in (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype)
         _, num_kv_heads, block_size, _ = k_pages.shape
         sinks = None if sinks is None else in_fp32(sinks)

@@ -12,6 +12,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from nanoinfer.attention.dense import with_whole_heads
 from nanoinfer.models.layers import Angles, Heads
 
 
@@ -83,8 +84,7 @@ def rotate(x: Heads, cos: Angles, sin: Angles, weight: Float[Tensor, " head_dim"
         eps: of that norm.
     """
     num_tokens, num_heads, head_dim = x.shape
-    if x.stride()[1:] != (head_dim, 1):
-        x = x.contiguous()
+    x = with_whole_heads(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     half = head_dim // 2
     _rotate_kernel[(num_tokens, num_heads)](

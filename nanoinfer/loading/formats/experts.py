@@ -65,14 +65,11 @@ class ExpertWeights(Weights):
             self._divide(name, info, match)
 
     def _divide(self, name: str, info: TensorInfo, match: re.Match[str]) -> None:
-        num_experts, num_outputs = info.shape[0], info.shape[1]
-        inputs: tuple[int, ...] = ()
+        num_experts, num_outputs, *inputs = info.shape
         if match["kind"] == "_blocks":
-            inputs = (32 * info.shape[2],)
-        elif not match["kind"]:
-            inputs, num_outputs = (info.shape[1],), info.shape[2]
-            if self._form == "halves":
-                inputs, num_outputs = (num_outputs,), info.shape[1]
+            inputs = [32 * info.shape[2]]
+        elif not match["kind"] and self._form == "interleaved":
+            inputs, num_outputs = [info.shape[1]], info.shape[2]
         leaf, dtype = ("weight" if inputs else "bias"), ("BF16" if match["kind"] == "_blocks" else info.dtype)
         half = num_outputs // 2
         parts = {"down_proj": slice(None)}  # which of the outputs a projection has
