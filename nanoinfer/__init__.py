@@ -5,7 +5,7 @@ One token's journey, from the prompt to the output:
     prompt -> tokenizer -> Sequence -> Scheduler -> ForwardBatch -> model(attend) -> last hidden rows -> LM head
            -> Sampler -> stop ids -> detokenizer -> stop strings -> RequestOutput
 
-docs/architecture.md says what each file and folder does and may import. Imports point downwards, without a circle.
+docs/architecture.md says what each folder does and may import. Imports point downwards, without a circle.
 
 Axes, in the shapes written everywhere: num_tokens (packed tokens of one step), num_seqs (sequences of one step), num_rows or
 batch (rows that get a token), hidden, vocab, num_heads (query heads), num_kv_heads, head_dim, num_blocks, block_size.
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0.dev0"
 
-# The module of each public name, imported on first use, so that `import nanoinfer` does not wait a second for torch.
+# The public names by their modules, imported on first use, so that `import nanoinfer` does not wait a second for torch.
 _NAMES = {
     "llm": "LLM",
     "async_llm": "AsyncLLM",

@@ -355,7 +355,7 @@ class AsyncLLM:
 
 
 class RequestStream:
-    """The deltas of one request: an asynchronous iterator over lists of at most one Delta per answer, each of which merges all
+    """The deltas of one request: an asynchronous iterable of lists of at most one Delta per answer, each of which merges all
     that have arrived since the last list.
 
     prepared: the request. request: the engine's, from the first delivery on. is_closed: the request is to be aborted.

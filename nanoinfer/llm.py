@@ -98,11 +98,11 @@ class LLM:
 
     def __repr__(self) -> str:
         if self._engine is None:
-            return f"LLM({self._name!r}, closed)"
+            return f"{type(self).__name__}({self._name!r}, closed)"
         info = self.info
         return (
-            f"LLM({self._name!r}, dtype={info.dtype!r}, device={info.device!r}, attention_backend={info.attention_backend!r}, "
-            f"max_model_len={info.max_model_len}, seed={self.engine.seed})"
+            f"{type(self).__name__}({self._name!r}, dtype={info.dtype!r}, device={info.device!r}, "
+            f"attention_backend={info.attention_backend!r}, max_model_len={info.max_model_len}, seed={self.engine.seed})"
         )
 
     @check_argument_names("generate()")

@@ -220,7 +220,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 def add_cli_arguments(parser: argparse.ArgumentParser, arguments: type, further: Mapping[str, tuple[object, ...]]) -> None:
     """Add an option for each field of a dataclass of arguments that a command line can give, and for vLLM's further arguments.
 
-    further: with their neutral values. They are in the parsed arguments only if they were given.
+    further: vLLM's further arguments, with their neutral values. They are in the parsed arguments only if they were given.
     """
     for field in fields(arguments):
         kind = re.search(r"bool|int|float|str|Mapping", str(field.type))

@@ -53,7 +53,7 @@ class KVGroup:
 
 
 def kv_groups(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
-    """The layers of a model by their windows, one for each layer.
+    """Group the layers of a model by their windows. windows: the window of each layer.
 
     All groups take blocks from one pool, and a block has a place for each layer of a group. So that few places stay empty, the
     layers of the more frequent kind are several groups of as many layers as the other kind has.

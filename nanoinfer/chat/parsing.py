@@ -33,7 +33,7 @@ CALL_HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"arguments"\s
 
 
 class ToolCall(TypedDict, total=False):
-    """What a piece of text adds to a call, in the shape of OpenAI's chunks. The first one of a call has the id and the name."""
+    """What a piece of text adds to a call, as OpenAI's chunks do. The first piece of a call has its id and its name."""
 
     index: int  # which call of the message it is
     id: str

@@ -197,10 +197,11 @@ def examine_model(model: str | None) -> dict[str, str]:
     """
     config = EngineConfig(model=model)
     parts = make_parts(load(config).model, config)
-    assert parts.report is not None, "the model does not run eagerly"
+    bits = "the same in any batch" if parts.is_batch_independent else "may depend on the batch"
+    if parts.report is None:
+        return {"the model": "runs as it is: there is no C++ compiler for its kernels", "a row's bits": bits}
     compiled = {path or "the model": f"compiled, {num} kernel calls" for path, num in parts.report.compiled.items()}
     left = {path or "the model": f"runs as it is: {why}" for path, why in parts.report.left.items()}
-    bits = "the same in any batch" if parts.is_batch_independent else "may depend on the batch"
     return compiled | left | {"a row's bits": bits}
 
 

@@ -61,9 +61,10 @@ def run(
             communicator.share_memory(shared_memory, lambda: None)  # rank 0 looks after the others, and ends this process
         shards = Shards(communicator)
         model, weights, _ = load_configured(Checkpoint.open(config.model), config, shards)
+        adapters = make_adapters(model, config, shards)
         if config.cache.prefix_cache_dir is not None:
             store_of(model, config, shards)  # rank 0 has the store
-        parts = make_parts(model, config, shards, weights, make_adapters(model, config, shards))
+        parts = make_parts(model, config, shards, weights, adapters)
         executor = make_executor(parts, config)
         serve(connection, executor.runner, executor.device)
 

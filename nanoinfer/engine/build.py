@@ -121,7 +121,12 @@ def make_proposer(draft: "Parts | None", config: EngineConfig, info: ExecutorInf
         from nanoinfer.speculative.ngram import NGramProposer
 
         return NGramProposer(config.speculative)
-    num_blocks = -(-info.num_blocks * info.block_size // draft.block_size)  # for as many tokens
+    if draft.sizes.num_state_layers:
+        raise UnsupportedError(
+            "the draft model keeps states, which cannot go back to an earlier token; choose one with attention in all "
+            "layers, or use method 'ngram'"
+        )
+    num_blocks = -(-info.num_blocks * info.block_size // draft.block_size)  # as many slots
     executor = make_executor(draft, _draft_config(config), num_blocks=num_blocks)
     if config.speculative.method == "mtp":
         from nanoinfer.speculative.mtp import MTPProposer
@@ -129,11 +134,6 @@ def make_proposer(draft: "Parts | None", config: EngineConfig, info: ExecutorInf
         return MTPProposer(executor, config.scheduler)
     from nanoinfer.speculative.draft_model import DraftModelProposer
 
-    if draft.sizes.num_state_layers:
-        raise UnsupportedError(
-            "the draft model keeps states, which cannot go back to an earlier token; choose one with attention in all "
-            "layers, or use method 'ngram'"
-        )
     return DraftModelProposer(executor, config.scheduler)
 
 

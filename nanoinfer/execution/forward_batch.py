@@ -46,8 +46,8 @@ class ForwardBatch:
     Attributes:
         logits_indices: the packed tokens whose hidden rows enter the LM head, in the order of plan.rows.
         attention: the same for all layers, or of the first KV group. further_groups has it for the others.
-        adapters: of requests, or the digest of one that a rank has already, each with the first packed token that uses it, and
-            the one after the last.
+        adapters: those of requests, or the digest where a rank has the adapter already, each with the first packed token that
+            uses it, and the one after the last.
         hidden_slots: of a drafter's sequences, as StepPlan has them.
     """
 

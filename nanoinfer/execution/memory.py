@@ -34,8 +34,8 @@ def size_cache(
     """Decide how many blocks the KV cache gets, and the longest sequence that this allows. Call it after loading weights.
 
     Args:
-        draft: of what drafts by a model. Its cache holds as many tokens, and must fit into the memory as well.
-        num_blocks: of the cache, without states. None: as many as fit, as many on each rank.
+        draft: the parts of what drafts by a model. Its cache has as many slots, and must fit into the memory as well.
+        num_blocks: of a cache without states. None: as many as fit, the same number on each rank.
 
     Raises: InvalidValueError if max_model_len is more than the model supports, or no block fits.
     """

@@ -37,8 +37,8 @@ class Parts:
         model: on its device.
         backend: its attention. It serves this model only.
         backend_name: in attention.base.BACKENDS.
-        sizes: of what the model's layers keep in the KV cache.
-        block_size: tokens of a block of it.
+        sizes: what the model's layers keep in the KV cache.
+        block_size: tokens of a cache block.
         cache_dtype: the model's, or torch.int8.
         routes: of the sampler, in the order in which they are tried.
         make_decode_graphs: given the sizes of the cache, makes what replays decode steps. None: every step runs eagerly.

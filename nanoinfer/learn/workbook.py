@@ -211,6 +211,7 @@ def installed(functions: dict[Function, Version]) -> Iterator[dict[Function, int
         yield calls
     finally:
         for owner, name, value in undo:
+            _ORIGINALS.pop(getattr(owner, name), None)
             setattr(owner, name, value)
 
 

@@ -13,7 +13,7 @@ from nanoinfer.models.registry import Model
 
 
 def load_draft(speculative: SpeculativeConfig, config: EngineConfig, target: Loaded) -> Model:
-    """Load the model, or the module of the model itself, that drafts for `target`. Raises: as load_drafter and load do."""
+    """Load the model, or the module of the model itself, that drafts for `target`. Raises: as both loaders do."""
     return (
         load_drafter(target.model, config) if speculative.model is None else load_draft_model(speculative.model, config, target)
     )

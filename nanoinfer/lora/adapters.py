@@ -4,11 +4,11 @@ In: LoRARequests, from any thread, and the steps, from the engine's thread. Out:
 linear layers read. An adapter that does not fit is refused when a request names it, so that no step can fail by it.
 
 An adapter is kept in memory from the first request that names it. A step that uses it copies it into one of max_loras slots,
-where the layers read it, unless it is in one. The slot is taken from the adapter that was least
-recently used. The scheduler (scheduler.py) makes sure that no step uses more adapters than there are slots.
+where the layers read it, unless it is in one. The slot is taken from the adapter that was least recently used. The scheduler
+(scheduler.py) makes sure that no step uses more adapters than there are slots.
 
-Of several ranks, rank 0 alone reads files. A step that brings an adapter into a slot sends it to the others. All take the same
-adapter's place, because they run the same steps. A rank keeps the part of A or of B that belongs to its part of a layer.
+Of several ranks, rank 0 alone reads files. A step that brings an adapter into a slot sends it to the others, which take the same
+slot. After a failure rank 0 sends adapters again. A rank keeps the part of A or of B that belongs to its part of a layer.
 """
 
 import hashlib
@@ -80,13 +80,14 @@ class Adapters:
         }
         # A row layer is the module of an AllReduced, which is not in the whole model.
         modules = {path.replace(".module", ""): module for path, module in model.named_modules()}
-        shapes = list(self._shapes.values()) if weight.device.type == "cpu" else []
+        # What full slots take. On a CPU that is what was read, on rank 0, then the part of a rank, then the kernels' copy of it.
+        is_cpu, reads = weight.device.type == "cpu", shards is None or shards.rank == 0
+        shapes = list(self._shapes.values()) if is_cpu and reads else []
         for path in self._shapes:
             module = modules[path]
             assert isinstance(module, nn.Linear | QuantizedLinear)
             self._layers[path] = self.layers[module] = AdaptedLinear(module, self._rows)
-            shapes.append(shape_of(module))
-        # What full slots take. On a CPU each adapter is there twice, as it was read and as kernels read it.
+            shapes += [shape_of(module)] * (2 if is_cpu and shards is not None else 1)
         self.num_bytes = max_loras * max_rank * sum(map(sum, shapes)) * weight.dtype.itemsize
         is_cuda = weight.device.type == "cuda"
         free = torch.cuda.mem_get_info(weight.device)[0] if is_cuda else memory.available_cpu_memory()

@@ -101,7 +101,7 @@ class AdaptedLinear(HookInKernels):
 
 
 def shape_of(linear: nn.Linear | QuantizedLinear) -> tuple[int, ...]:
-    """[out, in]"""
+    """Return the shape of a layer's weight, [out, in]."""
     return tuple((linear.weight.integers if isinstance(linear, QuantizedLinear) else linear.weight).shape)
 
 

@@ -20,8 +20,8 @@ class Pool:
         ref_counts: of each id.
         empty: in the order in which they are taken.
         reusable: the least recently used first.
-        contents: of each id in the prefix index, held or free. b"": it is not there.
-        parts: of the index, of each id that is in it.
+        contents: what each id holds for the prefix index, held or free. b"": the id is not in the index.
+        parts: the part of the index that each id with a content belongs to.
     """
 
     def __init__(self, size: int) -> None:

@@ -29,7 +29,7 @@ IsStored = Callable[[tuple[bytes, int]], bool]  # whether a store has the entry 
 
 @dataclass(frozen=True, slots=True)
 class CachePart:
-    """A KV group with its window in tokens, or the states. pool: of its ids. ids: of the keys in memory."""
+    """A KV group with its window in tokens, or the states. pool: counts its ids. ids: the id of each key in memory."""
 
     window: int | None
     pool: Pool
@@ -61,7 +61,7 @@ class PrefixIndex:
 
     Attributes:
         parts: the KV groups in their order, then the states.
-        keys: of the contents.
+        keys: the key of each content.
     """
 
     def __init__(self, parts: list[CachePart], block_size: int, fingerprint: bytes = b"") -> None:

@@ -67,7 +67,7 @@ class StepPlan:
         num_top_logprobs: If > 0, nothing is sampled, and each row returns the log-probabilities of that many most likely ids
             instead (beam search).
         hidden_slots: Of a drafter's step (speculative/mtp.py): each sequence, with the slots of the model's hidden rows that
-            its tokens follow. None stand for the drafter's own row of the step before.
+            its tokens follow. An empty list: its token follows the drafter's own row of the step before.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
