@@ -179,7 +179,15 @@ class KVCache:
         states = None
         if num_layers := sizes.num_state_layers:
             states = StateCache(num_layers=num_layers, num_slots=num_state_slots, shapes=sizes.state_shapes, device=device)
-        return cls(**sizes.heads, groups=sizes.groups, states=states, device=device, **options)
+        return cls(
+            num_layers=sizes.num_layers,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            groups=sizes.groups,
+            states=states,
+            device=device,
+            **options,
+        )
 
     def tensors(self) -> list[Tensor]:
         """The memory of all blocks, and of the states."""

@@ -1,8 +1,8 @@
 """What rank 0 does together with the workers: it sends them each call, and all ranks make it.
 
 In: on rank 0, a ForwardBatch, rows for the LM head, or a function to call. Out: hidden rows, logits or tokens, on every rank. A
-step's batch is a few kilobytes of integers, and an adapter when a step brings it into a slot. Commands go through connections of their own instead of collectives, so that a worker can wait for
-days and both sides notice at once when the other has ended.
+step's batch is a few kilobytes of integers, and an adapter when a step brings it into a slot. Commands go through connections
+of their own instead of collectives, so that a worker can wait for days and both sides notice at once when the other has ended.
 """
 
 import os

@@ -7,8 +7,8 @@ An adapter is kept in memory from the first request that names it. A step that u
 where the layers read it, unless it is in one. The slot is taken from the adapter that was least recently used. The scheduler
 (scheduler.py) makes sure that no step uses more adapters than there are slots.
 
-Of several ranks, rank 0 alone reads files. A step that brings an adapter into a slot sends it to the others, which take the same
-slot. After a failure rank 0 sends adapters again. A rank keeps the part of A or of B that belongs to its part of a layer.
+Of several ranks, rank 0 alone reads files. A step that brings an adapter into a slot sends it to the others, which take the
+same slot. After a failure rank 0 sends adapters again. A rank keeps the part of A or of B that belongs to its part of a layer.
 """
 
 import hashlib
@@ -80,7 +80,7 @@ class Adapters:
         }
         # A row layer is the module of an AllReduced, which is not in the whole model.
         modules = {path.replace(".module", ""): module for path, module in model.named_modules()}
-        # What full slots take. On a CPU that is what was read, on rank 0, then the part of a rank, then the kernels' copy of it.
+        # What full slots take. On a CPU that is what was read, on rank 0, a rank's part, and the kernels' copy of it.
         is_cpu, reads = weight.device.type == "cpu", shards is None or shards.rank == 0
         shapes = list(self._shapes.values()) if is_cpu and reads else []
         for path in self._shapes:

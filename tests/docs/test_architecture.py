@@ -44,7 +44,7 @@ ALLOWED = {
     "pooling": {"words", "scheduling", "loading", "execution", "engine"},
     "llm": {"words", "tracing", "sampling", "chat", "engine", "rollouts", "pooling"},
     "async_llm": {"words", "system", "lora", "engine", "rollouts", "pooling", "llm"},
-    "vllm_engine": {"words", "lora", "engine", "llm", "async_llm"},
+    "vllm_engine": {"words", "lora", "llm", "async_llm"},
     "server": {"words", "system", "tracing", "tokenization", "chat", "lora", "engine", "rollouts", "pooling", "async_llm"},
     "bundled": set(),
     "bench": {"words", "tracing", "loading", "attention", "sampling", "fast", "llm", "server"},
