@@ -37,8 +37,7 @@ _has_joined = False  # torchrun's ranks
 def start(config: EngineConfig) -> tuple[EngineConfig, LeadingShards]:
     """Start or join the ranks, and connect them. Nothing is loaded yet.
 
-    Returns the engine's config with this rank's device, and what its engine calls on all ranks. On a rank above 0 this ends the
-    process, with status 0, when rank 0 has ended.
+    Returns the engine's config with this rank's device, and what its engine calls on all ranks. Ranks above 0 do not return.
     """
     if not dist.is_available() or os.name != "posix":
         raise UnsupportedError(
@@ -99,7 +98,7 @@ def _spawn(config: EngineConfig, devices: list[str]) -> tuple[EngineConfig, Lead
 
 
 def _join(config: EngineConfig, device: str) -> tuple[EngineConfig, LeadingShards]:
-    """Join torchrun's ranks. Rank 0 listens, at an address that it writes to the store. Ranks above 0 do not return."""
+    """Join torchrun's ranks. Rank 0 listens, at an address that it writes to the store. Others exit with status 0."""
     global _has_joined
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size != config.tensor_parallel_size:

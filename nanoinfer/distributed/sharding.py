@@ -109,17 +109,10 @@ class Communicator(Protocol):
     def rank(self) -> int: ...  # in [0, size)
     @property
     def size(self) -> int: ...
-
-    def all_gather(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]:
-        """The tensors of all ranks, which have the same shape and dtype."""
-        ...
-
+    def minimum(self, number: int) -> int: ...  # the smallest of the ranks' numbers
+    def all_gather(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "ranks ..."]: ...  # of the same shape and dtype
     def all_reduce(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The sum over the ranks. Every rank gets the same bits, and an element's bits do not depend on its place."""
-        ...
-
-    def minimum(self, number: int) -> int:
-        """The smallest of the ranks' numbers."""
         ...
 
 

@@ -62,13 +62,7 @@ class BlockFiles:
     """The BlockStore of a folder."""
 
     def __init__(self, runner: ModelRunner, folder: str, max_bytes: int, fingerprint: bytes, max_tokens_per_step: int) -> None:
-        """
-        Args:
-            max_bytes: the most that all files in the folder may take.
-            fingerprint, max_tokens_per_step: see BlockStore.
-
-        Raises: InvalidValueError if the folder cannot be used.
-        """
+        """max_bytes: the most that all files in the folder may take. Raises: InvalidValueError if the folder cannot be used."""
         self.fingerprint, self.max_tokens_per_step = fingerprint, max_tokens_per_step
         self.counts = {"external_prefix_cache_hits": 0, "prefix_cache_read_bytes": 0, "prefix_cache_written_bytes": 0}
         self._runner = runner

@@ -73,9 +73,7 @@ class InFlight(Protocol):
     @property
     def plan(self) -> StepPlan: ...
     @property
-    def must_sync(self) -> bool:
-        """Whether the sampled tokens must reach the host before the next step is launched."""
-        ...
+    def must_sync(self) -> bool: ...  # whether the sampled tokens must reach the host before the next step is launched
 
 
 Step = TypeVar("Step", bound=InFlight)
@@ -87,9 +85,7 @@ class Executor(Protocol[Step]):
     @property
     def info(self) -> ExecutorInfo: ...
     @property
-    def batch_independent(self) -> bool:
-        """See LLM.batch_independent."""
-        ...
+    def batch_independent(self) -> bool: ...  # see LLM.batch_independent
 
     def launch(self, plan: StepPlan, previous: Step | None) -> Step:
         """Start a step: batch, block copies, forward pass, LM head, sampling. It waits for the device only if
@@ -99,6 +95,4 @@ class Executor(Protocol[Step]):
         """
         ...
 
-    def collect(self, step: Step) -> StepOutput:
-        """Wait for a step's sampled tokens."""
-        ...
+    def collect(self, step: Step) -> StepOutput: ...  # waits for a step's sampled tokens

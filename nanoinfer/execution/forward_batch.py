@@ -17,6 +17,9 @@ from nanoinfer.scheduling.sequence import RequestAdapter, Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.system.transfer import integers_on_device
 
+# An adapter, or the digest of one that a rank has already, the first packed token that uses it, and the one after the last.
+AdapterRuns = tuple[tuple[RequestAdapter | str, int, int], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class PreviousTokens:
@@ -46,8 +49,7 @@ class ForwardBatch:
     Attributes:
         logits_indices: the packed tokens whose hidden rows enter the LM head, in the order of plan.rows.
         attention: the same for all layers, or of the first KV group. further_groups has it for the others.
-        adapters: those of requests, or the digest where a rank has the adapter already, each with the first packed token that
-            uses it, and the one after the last.
+        adapters: those of requests, as runs of packed tokens.
         hidden_slots: of a drafter's sequences, as StepPlan has them.
     """
 
@@ -57,7 +59,7 @@ class ForwardBatch:
     attention: AttentionMetadata
     block_copies: list[tuple[int, int]]
     further_groups: tuple[AttentionMetadata, ...] = ()
-    adapters: tuple[tuple[RequestAdapter | str, int, int], ...] = ()
+    adapters: AdapterRuns = ()
     hidden_slots: tuple[tuple[Sequence, list[int]], ...] = ()
 
     @classmethod

@@ -30,9 +30,8 @@ class StepGraphs(Protocol):
 
     def supports(self, batch: ForwardBatch) -> bool: ...
 
-    def replay(self, batch: ForwardBatch, run: Callable[[ForwardBatch], Tensor]) -> Float[Tensor, "num_tokens hidden"]:
-        """The hidden rows of run(batch)."""
-        ...
+    # the hidden rows of run(batch)
+    def replay(self, batch: ForwardBatch, run: Callable[[ForwardBatch], Tensor]) -> Float[Tensor, "num_tokens hidden"]: ...
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
 from nanoinfer.execution import memory
-from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.execution.forward_batch import AdapterRuns, ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper
 from nanoinfer.execution.parts import Parts
 from nanoinfer.loading.formats.lora import LowRankUpdate, check_fit, read_adapter
@@ -45,10 +45,6 @@ class Adapter:
     request: LoRARequest
     updates: dict[str, LowRankUpdate]
     digest: str
-
-
-# An adapter or the digest of one, its first row, and the row after its last.
-Runs = tuple[tuple[RequestAdapter | str, int, int], ...]
 
 
 class Adapters:
@@ -153,7 +149,7 @@ class Adapters:
         wrap = partial(AdapterRunner, adapters=self)
         return replace(parts, reserved_bytes=self.num_bytes, wrappers=(*parts.wrappers, wrap))
 
-    def begin_step(self, runs: Runs, num_rows: int) -> Runs:
+    def begin_step(self, runs: AdapterRuns, num_rows: int) -> AdapterRuns:
         """Bring the adapters of a step into slots, and note its rows.
 
         Returns: the runs for the other ranks, with the digest of an adapter that is in a slot already.

@@ -9,9 +9,8 @@ So a key stands for all tokens up to a block's end. That prefixes with different
 SHA-256: nobody has found two inputs with the same digest. A salt separates tenants, and a request's salt contains the digest of
 its adapter. The fingerprint is empty unless there is a store.
 
-The keys of the contents in memory are kept, so that a lookup computes no digest. The index has a part for each KV group, and
-one for states, and a part has an id of a block or slot for each of its keys. This is the first tier. The second one is a store
-(stored_blocks.py), whose entries are (key, part).
+The keys of the contents in memory are kept, so that a lookup computes no digest. This is the first tier. The second one is a
+store (stored_blocks.py), whose entries are (key, part).
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ IsStored = Callable[[tuple[bytes, int]], bool]  # whether a store has the entry 
 
 @dataclass(frozen=True, slots=True)
 class CachePart:
-    """A KV group with its window in tokens, or the states. pool: counts its ids. ids: the id of each key in memory."""
+    """A KV group with its window in tokens, or the states. pool: counts its ids. ids: a block or slot for each key in memory."""
 
     window: int | None
     pool: Pool

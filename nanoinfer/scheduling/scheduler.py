@@ -108,8 +108,7 @@ class Scheduler:
     def num_reserved_blocks(self, seq: Sequence) -> int:
         """Return how many free blocks are kept for a running sequence when others start, beyond those for its forks.
 
-        More means fewer preemptions, and fewer sequences at a time. Here it is the blocks of its known tokens, and one more if
-        it may grow that far. A sequence's very last token is never computed.
+        More means fewer preemptions, and fewer sequences at a time. A sequence's very last token is never computed.
         """
         limits = seq.num_tokens + self.block_manager.block_size, seq.max_num_tokens - 1
         return max(min(map(self.block_manager.num_blocks_for, limits)) - self.block_manager.num_held_blocks(seq), 0)
