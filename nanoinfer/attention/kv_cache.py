@@ -109,7 +109,7 @@ class CacheSizes:
         return sum(len(group.layers) for group in self.groups)
 
     @property
-    def heads(self) -> dict[str, int]:
+    def heads(self) -> dict[str, Any]:
         """The arguments of KVCache and of bytes_per_block that say how many heads there are, of which size."""
         return {"num_layers": self.num_layers, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
 

@@ -100,10 +100,7 @@ def constrain_calls(
 
     A required call takes the place of a structured output, because the answer has no other content.
 
-    Args:
-        prompt: The rendered conversation.
-        tools: The tools as tool_schemas returns them.
-        is_harmony: Whether the model is gpt-oss. None: the prompt says so.
+    The other arguments are those of tool_call_grammar. is_harmony: whether the model is gpt-oss. None: the prompt says so.
     """
     begun = begun_message(prompt)
     harmony_ids = None

@@ -13,10 +13,21 @@ from nanoinfer.models.registry import Model
 
 
 def load_draft(speculative: SpeculativeConfig, config: EngineConfig, target: Loaded) -> Model:
-    """Load the model, or the module of the model itself, that drafts for `target`. Raises: as both loaders do."""
-    return (
-        load_drafter(target.model, config) if speculative.model is None else load_draft_model(speculative.model, config, target)
-    )
+    """Load the model, or the module of the model itself, that drafts for `target`.
+
+    Raises:
+        InvalidValueError: a model with other ids. Also what load_drafter and load raise.
+    """
+    if (name := speculative.model) is None:
+        return load_drafter(target.model, config)
+    draft = load(EngineConfig(model=name, dtype=config.dtype, device=config.device, enforce_eager=config.enforce_eager))
+    ours, theirs = target.model.config.vocab_size, draft.model.config.vocab_size
+    way_out = "choose a draft model of the same family"
+    if theirs != ours:
+        raise InvalidValueError(f"the draft model {name!r} has {theirs} token ids, the model has {ours}; {way_out}")
+    if target.tokenizer and draft.tokenizer and target.tokenizer.hf.get_vocab() != draft.tokenizer.hf.get_vocab():
+        raise InvalidValueError(f"the draft model {name!r} has a different tokenizer; {way_out}")
+    return draft.model
 
 
 def load_drafter(model: Any, config: EngineConfig) -> Model:
@@ -40,15 +51,3 @@ def load_drafter(model: Any, config: EngineConfig) -> Model:
     weight = next(model.parameters())
     load_weights(drafter, weights, rules, weight.dtype, weight.device)
     return drafter.to(weight.device).eval()
-
-
-def load_draft_model(name: str, config: EngineConfig, target: Loaded) -> Model:
-    """Load a smaller model that drafts for `target`. Raises: InvalidValueError for a model with other ids."""
-    draft = load(EngineConfig(model=name, dtype=config.dtype, device=config.device, enforce_eager=config.enforce_eager))
-    ours, theirs = target.model.config.vocab_size, draft.model.config.vocab_size
-    way_out = "choose a draft model of the same family"
-    if theirs != ours:
-        raise InvalidValueError(f"the draft model {name!r} has {theirs} token ids, the model has {ours}; {way_out}")
-    if target.tokenizer and draft.tokenizer and target.tokenizer.hf.get_vocab() != draft.tokenizer.hf.get_vocab():
-        raise InvalidValueError(f"the draft model {name!r} has a different tokenizer; {way_out}")
-    return draft.model

@@ -129,7 +129,6 @@ def load_weights(model: nn.Module, files: Weights, rules: WeightRules, dtype: to
         bar.update()
         source = sources[name]
         info, is_transposed = files[source], source.endswith(rules.transpose)
-        # On a CPU matrices stay in the file. Linear layers are packed from there, and rows of an embedding are looked up.
         has_dtype = FLOAT_DTYPES.get(info.dtype) is dtype
         if info.is_mapped and has_dtype and len(info.shape) > 1 and not is_transposed and device.type == "cpu":
             weight = files.read(source)

@@ -16,7 +16,7 @@ from torch import Tensor
 from nanoinfer.attention.base import Attend
 from nanoinfer.errors import CheckpointError, shown
 from nanoinfer.models.layers import Angles, Hidden, Ids, RMSNorm, RotaryEmbedding, SwiGLU, ZeroCentredRMSNorm, gelu_tanh
-from nanoinfer.models.qwen import QwenAttention, QwenConfig, QwenDecoderLayer, QwenForCausalLM, layer_windows, shared_fields
+from nanoinfer.models.qwen import QwenAttention, QwenConfig, QwenDecoderLayer, QwenForCausalLM, shared_fields
 from nanoinfer.models.registry import refuse_others
 from nanoinfer.models.rope import RopeConfig
 
@@ -56,14 +56,12 @@ class Gemma3Config(QwenConfig):
         # The layers of a kind have their own RoPE, and share no field of it.
         config = {"tie_word_embeddings": True, "head_dim": 256} | config | {"hidden_act": "silu"}
         config |= {"rope_scaling": None, "original_max_position_embeddings": None}
-        fields = shared_fields(config | {"rope_parameters": rope})
         bias = config.get("attention_bias", False)
         return cls(
-            **fields,
+            **shared_fields(config | {"rope_parameters": rope}, kinds),
             qkv_bias=bias,
             o_bias=bias,
             qk_norm=True,
-            layer_windows=layer_windows(config, fields["max_position_embeddings"], kinds),
             local_rope=RopeConfig.from_hf(config | {"rope_parameters": local}),
             query_pre_attn_scalar=config.get("query_pre_attn_scalar", 256),
             is_sliding=tuple(kind == "sliding_attention" for kind in kinds),

@@ -17,7 +17,7 @@ from torch import Tensor, empty, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.models.layers import Hidden, SwiGLU, sigmoid
-from nanoinfer.models.qwen import QwenAttention, QwenConfig, QwenDecoderLayer, QwenForCausalLM, layer_windows, shared_fields
+from nanoinfer.models.qwen import QwenAttention, QwenConfig, QwenDecoderLayer, QwenForCausalLM, shared_fields
 from nanoinfer.models.qwen_moe import expert_fields, sum_of_experts
 from nanoinfer.models.registry import WeightRules
 
@@ -38,18 +38,16 @@ class GptOssConfig(QwenConfig):
         defaults = {"rms_norm_eps": 1e-5, "head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0}
         if config.get("rope_parameters") is None and not config.get("rope_scaling"):
             config = config | {"rope_parameters": _ROPE}
-        fields = shared_fields(defaults | config)
         kinds = config.get("layer_types") or [
             "full_attention" if layer % 2 else "sliding_attention" for layer in range(config["num_hidden_layers"])
         ]
         bias = config.get("attention_bias", True)
         return cls(
-            **fields,
+            **shared_fields(defaults | config, kinds),
             **expert_fields(config),
             qkv_bias=bias,
             o_bias=bias,
             mlp_bias=True,
-            layer_windows=layer_windows(defaults | config, fields["max_position_embeddings"], kinds),
             swiglu_alpha=config.get("swiglu_alpha", 1.702),
             swiglu_limit=config.get("swiglu_limit", 7.0),
         )

@@ -12,7 +12,7 @@ checkpoints. Llama came first. Qwen took its architecture and added the options.
 from dataclasses import dataclass
 from typing import Any
 
-from nanoinfer.models.qwen import QwenConfig, QwenForCausalLM, layer_windows, shared_fields
+from nanoinfer.models.qwen import QwenConfig, QwenForCausalLM, shared_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +21,10 @@ class LlamaConfig(QwenConfig):
     def from_hf(cls, config: dict[str, Any]) -> "LlamaConfig":
         """Read config.json. Raises: as QwenConfig.from_hf does."""
         slides = config["model_type"] == "mistral" and config.get("sliding_window", 4096) is not None  # as in transformers
-        fields = shared_fields(config)
-        length, num_layers = fields["max_position_embeddings"], fields["num_hidden_layers"]
-        windows = layer_windows(config, length, ["sliding_attention"] * num_layers) if slides else ()
+        kinds = ["sliding_attention"] * config["num_hidden_layers"] if slides else []
         attention_bias = config.get("attention_bias", False)
         biases = {"qkv_bias": attention_bias, "o_bias": attention_bias, "mlp_bias": config.get("mlp_bias", False)}
-        return cls(**fields, **biases, layer_windows=windows)
+        return cls(**shared_fields(config, kinds), **biases)
 
 
 class LlamaForCausalLM(QwenForCausalLM):

@@ -10,6 +10,7 @@ Source: https://arxiv.org/abs/2407.10671 (Qwen2), https://arxiv.org/abs/2505.093
 checkpoints.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -55,20 +56,16 @@ class QwenConfig:
         is_qwen3 = config["model_type"] == "qwen3"
         attention_bias = is_qwen3 and config.get("attention_bias", False)
         # Qwen3's default is 128 for every hidden size. Qwen2 has no such key.
-        fields = shared_fields(config, default_head_dim=128 if is_qwen3 else None)
-        return cls(
-            **fields,
-            qkv_bias=not is_qwen3 or attention_bias,
-            o_bias=attention_bias,
-            qk_norm=is_qwen3,
-            layer_windows=layer_windows(config, fields["max_position_embeddings"]),
-        )
+        fields = shared_fields(config, None, default_head_dim=128 if is_qwen3 else None)
+        return cls(**fields, qkv_bias=not is_qwen3 or attention_bias, o_bias=attention_bias, qk_norm=is_qwen3)
 
 
-def shared_fields(config: dict[str, Any], default_head_dim: int | None = None, **options: bool) -> dict[str, Any]:
+def shared_fields(
+    config: dict[str, Any], kinds: Sequence[str] | None = (), *, default_head_dim: int | None = None, **options: bool
+) -> dict[str, Any]:
     """The fields of QwenConfig that config.json spells alike for Qwen and Llama. Raises the errors of from_hf.
 
-    options: those of RopeConfig.from_hf.
+    kinds: as in layer_windows. (): full attention in all layers. options: those of RopeConfig.from_hf.
     """
     refuse_others(config, hidden_act=("silu",))
     num_heads = config["num_attention_heads"]
@@ -79,23 +76,21 @@ def shared_fields(config: dict[str, Any], default_head_dim: int | None = None, *
     head_dim = config.get("head_dim") or default_head_dim or config["hidden_size"] // num_heads
     if head_dim % 2:
         raise CheckpointError(f"head_dim must be even, because RoPE rotates pairs, got {shown(head_dim)}")
-    return {
-        "vocab_size": config["vocab_size"],
-        "hidden_size": config["hidden_size"],
-        "intermediate_size": config["intermediate_size"],
-        "num_hidden_layers": config["num_hidden_layers"],
-        "num_attention_heads": num_heads,
+    # A checkpoint may have YaRN and still name the length before it.
+    length = max(config["max_position_embeddings"], rope.max_position_embeddings)
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return {name: config[name] for name in sizes} | {
         "num_key_value_heads": config.get("num_key_value_heads") or num_heads,
         "head_dim": head_dim,
-        # A checkpoint may have YaRN and still name the length before it.
-        "max_position_embeddings": max(config["max_position_embeddings"], rope.max_position_embeddings),
+        "max_position_embeddings": length,
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         "tie_word_embeddings": config.get("tie_word_embeddings", False),
         "rope": rope,
+        "layer_windows": layer_windows(config, length, kinds),
     }
 
 
-def layer_windows(config: dict[str, Any], length: int, kinds: list[str] | None = None) -> tuple[int | None, ...]:
+def layer_windows(config: dict[str, Any], length: int, kinds: Sequence[str] | None) -> tuple[int | None, ...]:
     """The window of each layer, None where it is full attention. (): nowhere, or no text is longer than the window.
 
     length: the most tokens of a text. YaRN may stretch it beyond the max_position_embeddings of config.json.

@@ -28,7 +28,7 @@ IsStored = Callable[[tuple[bytes, int]], bool]  # whether a store has the entry 
 
 @dataclass(frozen=True, slots=True)
 class CachePart:
-    """A KV group with its window in tokens, or the states. pool: counts its ids. ids: a block or slot for each key in memory."""
+    """A KV group with its window in tokens, or the states. pool: counts its ids. ids: of each key in memory."""
 
     window: int | None
     pool: Pool

@@ -16,7 +16,7 @@ from typing import Any
 Row = dict[str, Any]
 
 _FOLDER = Path(__file__).with_name("page")
-_SCRIPTS = ("recording.js", "timeline.js", "step.js", "token.js", "moving.js")  # in the order in which they run
+_SCRIPTS = ("elements.js", "recording.js", "timeline.js", "step.js", "token.js", "moving.js")  # in the order in which they run
 
 
 def page(rows: Iterable[Row], *, at: str = "", differences: dict[str, dict[int, str | None]] | None = None) -> str:
@@ -92,7 +92,8 @@ def comparison_page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str,
         "runs": [_facts(run) for run in events],
         "pairs": [_pair(pair, tokens[0][pair[0]], tokens[1][pair[1]]) for pair in pairs],
     }
-    return _fill(_read("comparison.html"), {"/* COLOURS */": _read("colours.css"), "/* COMPARISON */ {}": as_script(data)})
+    code = {"/* COLOURS */": _read("colours.css"), "/* ELEMENTS */": _read("elements.js")}
+    return _fill(_fill(_read("comparison.html"), code), {"/* COMPARISON */ {}": as_script(data)})
 
 
 def _answers(events: list[Row]) -> dict[tuple[tuple[int, ...], int, int], str]:

@@ -404,7 +404,7 @@ def test_a_window_holds_up_to_the_length_that_yarn_stretches(architecture, tmp_p
 
 def test_the_comparison_notices_a_window_that_ends_at_the_length_before_stretching(tmp_path, monkeypatch):
     base, layer_windows = Base("Qwen3ForCausalLM", tmp_path), qwen.layer_windows
-    monkeypatch.setattr(qwen, "layer_windows", lambda config, length: layer_windows(config, 64))
+    monkeypatch.setattr(qwen, "layer_windows", lambda config, length, kinds: layer_windows(config, 64, kinds))
     with torch.inference_mode():
         assert base.outcome(stretched("Qwen3ForCausalLM", 63, 64), 256) == "equal"
         with pytest.raises(AssertionError, match="not close"):

@@ -1,8 +1,7 @@
 // The recurrence of Gated DeltaNet, for prompts and decode steps alike. models/gated_delta.py defines it.
 //
-// Tokens are computed one after the other, as in the definition, so a token's bits depend neither on the batch nor on where its
-// prompt was cut. A task is a key head of a sequence, with its value heads: it has its own channels of the convolution and its own
-// part of the memory, which stays in the processor's cache while the tokens pass.
+// A task is a key head of a sequence, with its value heads: it has its own channels of the convolution and its own part of the
+// memory, which stays in the processor's cache while the tokens pass, one after the other (delta.py).
 //
 // KEY_DIM, VALUE_DIM: numbers of a head. GROUP: value heads of a key head. KERNEL: tokens of the convolution.
 

@@ -198,12 +198,6 @@ void attend(Partial& result, const Number* q, const Stored* k_pages, const Store
     for (int g = 0; g < GROUP; g++) std::copy_n(sums[g], HEAD_VECTORS, result.values[g].part);
 }
 
-void write(Number* out, const Head& values, float total) {
-    for (int i = 0; i < HEAD_VECTORS; i++) {
-        store(out + i * LANES, values.part[i] / total, std::min(HEAD_DIM - i * LANES, LANES));
-    }
-}
-
 // sinks: of the group's heads, or null.
 void merge(const Partial* parts, int64_t num_spans, int64_t stride, const float* sinks, Number* out) {
     for (int g = 0; g < GROUP; g++) {
@@ -217,7 +211,10 @@ void merge(const Partial* parts, int64_t num_spans, int64_t stride, const float*
             for (int j = 0; j < HEAD_VECTORS; j++) merged.part[j] += part.values[g].part[j] * scale;
         }
         if (sinks) total += std::exp(sinks[g] - largest);
-        write(out + g * HEAD_DIM, merged, total);
+        Number* numbers = out + g * HEAD_DIM;
+        for (int j = 0; j < HEAD_VECTORS; j++) {
+            store(numbers + j * LANES, merged.part[j] / total, std::min(HEAD_DIM - j * LANES, LANES));
+        }
     }
 }
 

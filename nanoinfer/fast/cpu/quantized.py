@@ -74,16 +74,15 @@ class PackedQuantizedLinear:
         )
 
 
-def _tiled(array: Shaped[Tensor, "out columns"]) -> Shaped[Tensor, "tiles columns tile"]:
+def _tiled(array: Shaped[Tensor, "out columns *rest"]) -> Shaped[Tensor, "tiles columns tile *rest"]:
     """The columns of TILE outputs, one column after the other. The last tile is filled up with zeros."""
-    padded = F.pad(array, (0, 0, 0, -len(array) % TILE))
+    padded = F.pad(array, (*[0, 0] * (array.ndim - 1), 0, -len(array) % TILE))
     return padded.unflatten(0, (-1, TILE)).transpose(1, 2).contiguous()
 
 
 def _tiled_integers(weight: QuantizedWeight) -> UInt8[Tensor, "tiles words tile 4"]:
     """The integers of four inputs side by side. In 4 bits, the upper halves of the bytes are the next four."""
-    integers = F.pad(weight.integers, (0, 0, 0, -len(weight.integers) % TILE))
-    words = integers.unflatten(1, (-1, 4))
+    words = weight.integers.unflatten(1, (-1, 4))
     if weight.bits == 4:
         words = words[:, ::2] | words[:, 1::2] << 4
-    return words.unflatten(0, (-1, TILE)).transpose(1, 2).contiguous()
+    return _tiled(words)

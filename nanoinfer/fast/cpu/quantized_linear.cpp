@@ -1,9 +1,5 @@
 // A linear layer with weights in 8 or 4 bits: out = residual + factor * activation(x @ weight.T + bias). quantized.py lays
-// out and explains its arrays.
-//
-// Each row of x is first rounded to integers in -127 .. 127, with a scale per group of inputs. The products of a group are then
-// sums of integers, which are exact in any order. The groups are added in fp32, one after the other. So the bits of a row do not
-// depend on the number of rows, whichever instructions add the integers.
+// out its arrays, and says how x is rounded. The groups are added in fp32, one after the other.
 
 constexpr int LANES = 16;
 #include <omp.h>

@@ -1,8 +1,7 @@
 """Decode steps replayed from CUDA graphs.
 
-In: a ForwardBatch with one new token per sequence. Out: hidden rows. A CUDA graph reads and writes the same memory each time,
-so each step's tensors are copied into static input tensors. The number of rows is padded to a captured size. Padding rows read
-and write a block of their own, which no sequence ever has.
+In: a ForwardBatch with one new token per sequence. Out: hidden rows. graphs.py says how graphs are captured and replayed. The
+padding rows read and write a block of their own, which no sequence ever has.
 """
 
 from collections.abc import Callable

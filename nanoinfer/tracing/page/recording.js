@@ -2,31 +2,17 @@
 
 // The engine's events, in order. nanoinfer/tracing/events.py documents every event and field.
 const EVENTS = /* EVENTS */ [];
-// Beside another run (comparison.py): for each sequence, the positions at which the other has another token, and its text.
+// Beside another run (viewer.py): for each sequence, the positions at which the other has another token, and its text.
 const DIFFERENCES = /* DIFFERENCES */ null;
 const START = "/* START */"; // where the page opens if its address does not say it, such as "step=17&token=4"
 
 // ---- small helpers
-const byId = id => document.getElementById(id);
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
 const newest = list => list[list.length - 1];
 const sum = numbers => numbers.reduce((a, b) => a + b, 0);
 const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 const duration = s => (s < 1 ? `${(s * 1000).toFixed(s < 0.01 ? 2 : 1)} ms` : `${s.toFixed(1)} s`);
 const percent = p => (p === 0 ? "0%" : p < 0.0001 ? "<0.01%" : `${(p * 100).toFixed(p < 0.1 ? 2 : 1)}%`);
-
-/** el("p.small", {title: "..."}, "text"): an element. A string becomes text, never markup: tokens may look like tags. */
-function el(tagAndClasses, properties = {}, ...children) {
-  const [tag, ...classes] = tagAndClasses.split(".");
-  const node = document.createElement(tag);
-  node.classList.add(...classes);
-  for (const [name, value] of Object.entries(properties)) {
-    if (name in node) node[name] = value;
-    else node.setAttribute(name, value);
-  }
-  node.append(...children);
-  return node;
-}
 
 const SIGNS = { " ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥" };
 const signOf = char => SIGNS[char] ?? "␦"; // other control characters

@@ -170,8 +170,7 @@ function showPool() {
   byId("pool-counts").textContent = `While the model ran: ${numHeld} in use, ${numCached} free but cached, ` +
     `${num_blocks - numHeld - numCached} free${unused ? `; ${plural(unused, "block")} never used, not shown` : ""}.` +
     (isWhole ? "" : " The recording begins in the middle of the run. The earlier contents of blocks are not known.");
-  const isLast = now.step === newest(run.steps);
-  const after = isLast ? run.pool.filter(event => event.at > now.step.pictureAt && event.event === "BlocksFreed") : [];
+  const after = isLast() ? run.pool.filter(event => event.at > now.step.pictureAt && event.event === "BlocksFreed") : [];
   const isShown = ({ sequence_id: id }) => id === undefined || run.sequences.has(id); // beams have no rows
   const words = pool.news.filter(isShown).map(newsWords), later = after.filter(isShown).map(newsWords);
   byId("pool-news").replaceChildren(...[...words, ...later.map(text => `then ${text}`)].map(text => el("li", {}, text)));
