@@ -12,7 +12,7 @@ from nanoinfer.cli.serve import ServerOptions, load_server_llm, lora_requests, m
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.server import app
+from nanoinfer.server import app, protocol
 from nanoinfer.server.protocol import to_sampling_params
 
 TEXT = "Once upon a time"
@@ -125,7 +125,7 @@ def test_an_adapter_that_is_dropped_while_a_request_waits_answers_it_and_is_forg
         shutil.rmtree(folders / "gone")
         return to_sampling_params(*arguments)
 
-    monkeypatch.setattr(app, "to_sampling_params", drop_first)  # in the thread that prepares the request
+    monkeypatch.setattr(protocol, "to_sampling_params", drop_first)  # in the thread that prepares the request
     assert answer(server, "gone").json()["choices"][0]["text"] == texts["second"]
     monkeypatch.undo()
     assert ids
