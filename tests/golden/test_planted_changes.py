@@ -5,14 +5,13 @@ another one that does the same. `--check` shows that a change is of plans only: 
 """
 
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
 from golden import __main__ as command
+from planted import changes_of, check_places, copy_package, planted
 
-PACKAGE = command.ROOT / "nanoinfer"
 # file -> what changes there, the line or a part of it, and what replaces it
 PLANTED = {
     "scheduling/scheduler.py": [
@@ -115,13 +114,11 @@ PLANTED = {
         ),
     ],
 }
-CHANGES = [(file, *change) for file, changes in PLANTED.items() for change in changes]
+CHANGES = changes_of(PLANTED)
 
 
 def test_each_planted_change_is_of_one_place_and_twenty_are_of_the_scheduler_and_the_block_manager():
-    for file, what, old, new in CHANGES:
-        assert (PACKAGE / file).read_text(encoding="utf-8").count(old) == 1, f"{what}: choose another line of {file}"
-        assert new != old
+    check_places(CHANGES)
     assert len(PLANTED["scheduling/scheduler.py"]) + len(PLANTED["scheduling/block_manager.py"]) >= 20
 
 
@@ -129,7 +126,7 @@ def test_each_planted_change_is_of_one_place_and_twenty_are_of_the_scheduler_and
 def tree(tmp_path_factory):
     """A folder with a copy of the package."""
     folder = tmp_path_factory.mktemp("tree")
-    shutil.copytree(PACKAGE, folder / "nanoinfer", ignore=shutil.ignore_patterns("__pycache__", "bundled", "*.html"))
+    copy_package(folder)
     return folder
 
 
@@ -149,14 +146,9 @@ def test_a_copy_of_the_package_has_the_same_plans(tree):
 @pytest.mark.long
 @pytest.mark.parametrize(("file", "what", "old", "new"), CHANGES, ids=[what for _, what, _, _ in CHANGES])
 def test_a_planted_change_is_found_in_plans_although_each_step_reads_what_it_should(tree, file, what, old, new):
-    path = tree / "nanoinfer" / file
-    text = path.read_text(encoding="utf-8")
-    try:
-        path.write_text(text.replace(old, new), encoding="utf-8")
+    with planted(tree, file, old, new):
         done = check_plans(tree)
         if done.returncode == 0:  # only few loads have what this change is about
             done = check_plans(tree, every=1)
-    finally:
-        path.write_text(text, encoding="utf-8")
     assert (done.returncode, done.stderr) == (1, ""), what
     assert "other plans than those of plans.txt" in done.stdout

@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from planted import changes_of, check_places, copy_package, planted
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "nanoinfer" / "scheduling"
 FILES = [f"test_{name}.py" for name in ("block_manager", "kv_groups", "state_slots", "stored_blocks", "scheduler")]
 # file -> what is wrong then, the line or a part of it, and what replaces it
 FAULTS = {
-    "pool.py": [
+    "scheduling/pool.py": [
         (
             "a block is freed although another sequence has it",
             "if self.ref_counts[dropped] == 0:",
@@ -30,7 +30,7 @@ FAULTS = {
         ("a forgotten block is lost", "self.empty.append(forgotten)", "pass"),
         ("a cached block is taken as an empty one", "if self.contents[dropped]:", "if False:"),
     ],
-    "block_manager.py": [
+    "scheduling/block_manager.py": [
         ("a copied block keeps its reference", "self.blocks.drop([shared])", "pass"),
         ("a shared block is written", "self.blocks.ref_counts[table[index]] > 1:", "self.blocks.ref_counts[table[index]] > 2:"),
         ("a prefix is not held", "self.blocks.hold(self._blocks_of(prefix))", "pass"),
@@ -45,7 +45,7 @@ FAULTS = {
         ("a copy needs no free block", "num_missing += ref_counts[block] > 1", "num_missing += 0"),
         ("what is evicted is in no tier", "self.stored.keep(self.index.keys[self.blocks.contents[evicted]])", "pass"),
     ],
-    "prefix_index.py": [
+    "scheduling/prefix_index.py": [
         (
             "a block of the same content replaces the other",
             "ids.setdefault(key, block) == block",
@@ -56,7 +56,7 @@ FAULTS = {
         ("a window reaches a token less", "max(position - window + 1, 0)", "max(position - window + 2, 0)"),
         ("what is in memory is read from the store", "IN_STORE if i < 0 and is_stored", "IN_STORE if is_stored"),
     ],
-    "state_slots.py": [
+    "scheduling/state_slots.py": [
         (
             "the slot of the step before stays held",
             "self.pool.drop([slot for slot in slots if slot not in",
@@ -69,7 +69,7 @@ FAULTS = {
         ),
         ("a shared state is written", "slot == NO_SLOT or self.pool.ref_counts[slot] > 1 or (", "slot == NO_SLOT or ("),
     ],
-    "stored_blocks.py": [
+    "scheduling/stored_blocks.py": [
         ("a state is read from another part", "self.store.find((key, part))", "self.store.find((key, 0))"),
         ("what is hit is not held while others are read", "parts[part].pool.hold([block])", "pass"),
         ("what was read stays held", "parts[part].pool.drop([block])", "pass"),
@@ -80,13 +80,11 @@ FAULTS = {
         ),
     ],
 }
-CHANGES = [(file, *fault) for file, faults in FAULTS.items() for fault in faults]
+CHANGES = changes_of(FAULTS)
 
 
 def test_each_planted_fault_is_of_one_place_and_there_are_twenty():
-    for file, what, old, new in CHANGES:
-        assert (PACKAGE / file).read_text(encoding="utf-8").count(old) == 1, f"{what}: choose another line of {file}"
-        assert new != old
+    check_places(CHANGES)
     assert len(CHANGES) >= 20
 
 
@@ -94,9 +92,10 @@ def test_each_planted_fault_is_of_one_place_and_there_are_twenty():
 def tree(tmp_path_factory):
     """A folder with a copy of the package and of these tests."""
     folder = tmp_path_factory.mktemp("tree")
-    ignored = shutil.ignore_patterns("__pycache__", "bundled", "*.html")
-    shutil.copytree(ROOT / "nanoinfer", folder / "nanoinfer", ignore=ignored)
-    shutil.copytree(ROOT / "tests" / "scheduling", folder / "tests" / "scheduling", ignore=ignored)
+    copy_package(folder)
+    shutil.copytree(
+        ROOT / "tests" / "scheduling", folder / "tests" / "scheduling", ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
 
@@ -105,7 +104,7 @@ def run_tests(tree, file=""):
     """Run the tests with the package of a tree, a file's own first, up to one that fails. Returns the finished process."""
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     arguments = [sys.executable, "-m", "pytest", "-x", "--tb=line", "-p", "no:cacheprovider"]
-    files = [f"tests/scheduling/{name}" for name in sorted(FILES, key=lambda name: name != f"test_{file}")]
+    files = [f"tests/scheduling/{name}" for name in sorted(FILES, key=lambda name: name != f"test_{Path(file).name}")]
     return subprocess.run([*arguments, *files], env=environment, cwd=tree, capture_output=True, text=True)
 
 
@@ -118,11 +117,6 @@ def test_a_copy_of_the_package_passes(tree):
 @pytest.mark.long
 @pytest.mark.parametrize(("file", "what", "old", "new"), CHANGES, ids=[what for _, what, _, _ in CHANGES])
 def test_a_planted_fault_is_found(tree, file, what, old, new):
-    path = tree / "nanoinfer" / "scheduling" / file
-    text = path.read_text(encoding="utf-8")
-    try:
-        path.write_text(text.replace(old, new), encoding="utf-8")
+    with planted(tree, file, old, new):
         done = run_tests(tree, file)
-    finally:
-        path.write_text(text, encoding="utf-8")
     assert done.returncode == 1, f"{what}: {done.stdout}"
