@@ -109,11 +109,6 @@ class CacheSizes:
         return sum(len(group.layers) for group in self.groups)
 
     @property
-    def heads(self) -> dict[str, Any]:
-        """The arguments of KVCache and of bytes_per_block that say how many heads there are, of which size."""
-        return {"num_layers": self.num_layers, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
-
-    @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(group.window for group in self.groups)
 
@@ -124,7 +119,9 @@ class CacheSizes:
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """The bytes of a token's keys and values in all layers."""
-        return bytes_per_block(block_size=1, dtype=dtype, **self.heads)
+        return bytes_per_block(
+            num_layers=self.num_layers, block_size=1, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype
+        )
 
     def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
         """The bytes of a block, which has a place for each layer of the largest group."""

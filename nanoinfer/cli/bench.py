@@ -269,13 +269,7 @@ def _measure(
     options.find_modules_here(run.scheduler_cls, run.block_manager_cls)
     with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint, options.busy("Measuring"):
         results = offline.measure(checkpoint, workloads, dtype=measured.dtype, device=measured.device, **asdict(run))
-    if as_json:
-        print(json.dumps([asdict(result) for result in results], indent=1))
-    else:
-        show(results)
-        sizes = asdict(results[0].memory)
-        weights, cache, in_use = (f"{sizes[name] / 1e6:.0f} MB" for name in ("weights", "kv_cache", "in_use"))
-        print(f"memory: weights {weights}, KV cache {cache}; in use {in_use}")
+    options.print_result(results, as_json, show)
 
 
 def _show_throughput(results: list["Measurement"]) -> None:
@@ -286,6 +280,7 @@ def _show_throughput(results: list["Measurement"]) -> None:
         speeds = (f"{figures.output_tokens_per_s:.1f}", f"{figures.total_tokens_per_s:.0f}", ttft)
         table.add_row(result.workload, str(figures.num_requests), *speeds, f"{result.share_of_limit:.0%}")
     options.print_table(table)
+    _show_memory(results)
 
 
 def _show_latency(results: list["Measurement"]) -> None:
@@ -297,6 +292,13 @@ def _show_latency(results: list["Measurement"]) -> None:
                 numbers = (f"{value:.2f}" for value in (percentiles.p50, percentiles.p95, percentiles.p99))
                 table.add_row(result.workload, name, *numbers)
     options.print_table(table)
+    _show_memory(results)
+
+
+def _show_memory(results: list["Measurement"]) -> None:
+    sizes = asdict(results[0].memory)
+    weights, cache, in_use = (f"{sizes[name] / 1e6:.0f} MB" for name in ("weights", "kv_cache", "in_use"))
+    print(f"memory: weights {weights}, KV cache {cache}; in use {in_use}")
 
 
 @app.command(cls=Command, help=f"Measure an OpenAI-compatible server from outside.\n\n{WORKLOADS_HELP}\n\n{SERVE_DEFINITIONS}")
@@ -329,13 +331,14 @@ def serve(
     )
     with options.busy("Measuring"):
         results = [measurement.run(target, workload, limits) for workload in workloads]
-    if as_json:
-        print(json.dumps([asdict(result) for result in results], indent=1))
-    else:
-        for result in results:
-            _show_serve(result)
+    options.print_result(results, as_json, _show_serves)
     if any(result.num_failed for result in results):
         raise typer.Exit(1)
+
+
+def _show_serves(results: list["ServeFigures"]) -> None:
+    for result in results:
+        _show_serve(result)
 
 
 def _show_serve(result: "ServeFigures") -> None:

@@ -223,7 +223,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def print_result(result: R, as_json: bool, print_tables: Callable[[R], None]) -> None:
-    """Print the result of a command: dataclasses, or what JSON has."""
+    """Print a result, of dataclasses and of what JSON has, as JSON or by print_tables."""
     if as_json:
         print(json.dumps(result, indent=1, default=asdict))
     else:
