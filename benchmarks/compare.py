@@ -17,14 +17,14 @@ from rich.console import Console
 
 from benchmarks import program
 from benchmarks.peers.process import Peer, PeerProcess, parse_peers
-from nanoinfer.bench.offline import load, run_workload
-from nanoinfer.bench.random_models import checkpoint_of
-from nanoinfer.bench.timing import figures
-from nanoinfer.bench.workloads import Workload
 from nanoinfer.cli.bench import ModelOptions, RunOptions, WorkloadOptions, pick_workloads
 from nanoinfer.cli.options import AsJson, new_table
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.lab.bench.offline import load, run_workload
+from nanoinfer.lab.bench.random_models import checkpoint_of
+from nanoinfer.lab.bench.timing import figures
+from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.llm import LLM
 from nanoinfer.loading.checkpoint import Checkpoint
 

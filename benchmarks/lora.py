@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.bench.random_models import RANDOM_MODELS, checkpoint_of
+from nanoinfer.lab.bench.random_models import RANDOM_MODELS, checkpoint_of
 from nanoinfer.lora.request import LoRARequest
 
 NOT_ADAPTED = ("wte", "wpe", "embed_tokens", "lm_head")

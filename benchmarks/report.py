@@ -11,9 +11,9 @@ import torch
 from benchmarks import program
 from benchmarks.compare import OURS, Comparison, compare
 from benchmarks.peers.process import Peer
-from nanoinfer.bench import roofline, workloads
-from nanoinfer.bench.random_models import checkpoint_of
 from nanoinfer.cli.bench import DEFAULT_WORKLOADS, ModelOptions, Named, Repeats
+from nanoinfer.lab.bench import roofline, workloads
+from nanoinfer.lab.bench.random_models import checkpoint_of
 from nanoinfer.loading import loader
 
 

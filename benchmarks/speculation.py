@@ -15,12 +15,12 @@ import typer
 from rich.console import Console
 
 from benchmarks import program
-from nanoinfer.bench.offline import run_workload
-from nanoinfer.bench.random_models import checkpoint_of
-from nanoinfer.bench.timing import figures
-from nanoinfer.bench.workloads import Workload
 from nanoinfer.cli.bench import ModelOptions, Repeats
 from nanoinfer.cli.options import AsJson, new_table
+from nanoinfer.lab.bench.offline import run_workload
+from nanoinfer.lab.bench.random_models import checkpoint_of
+from nanoinfer.lab.bench.timing import figures
+from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.llm import LLM
 from nanoinfer.scheduling.sequence import Sequence
 

@@ -1,8 +1,9 @@
 """The figures of scaling.md: what a node of 8 H200 and a cluster of 100 nodes can give on paper. `python docs/scaling.py`
 writes them into the page.
 
-A step takes at least the sum over its parts of max(bytes / bandwidth, operations / rate), as in nanoinfer/bench/roofline.py.
-Split over some ranks, each rank has its share of every part, and two all_reduces a layer are added.
+A step takes at least the sum over its parts of max(bytes / bandwidth, operations / rate), as in
+nanoinfer/lab/bench/roofline.py. Split over some ranks, each rank has its share of every part, and two all_reduces a layer are
+added.
 """
 
 import re
@@ -11,9 +12,9 @@ from pathlib import Path
 import torch
 
 from nanoinfer.attention.kv_cache import CacheSizes
-from nanoinfer.bench.random_models import RANDOM_MODELS
-from nanoinfer.bench.roofline import Machine, Part, count
 from nanoinfer.config import CacheConfig
+from nanoinfer.lab.bench.random_models import RANDOM_MODELS
+from nanoinfer.lab.bench.roofline import Machine, Part, count
 from nanoinfer.models.qwen import QwenForCausalLM
 
 PAGE = Path(__file__).with_suffix(".md")

@@ -36,8 +36,8 @@ from nanoinfer.system.work_threads import LARGE, WorkThreads
 from nanoinfer.vllm_compat import arguments_of, check_argument_names
 
 if TYPE_CHECKING:
+    from nanoinfer.embedding.pooling import EmbeddingRequestOutput, Pooler, PoolingParams
     from nanoinfer.lora.request import LoRARequest
-    from nanoinfer.pooling import EmbeddingRequestOutput, Pooler, PoolingParams
 
 NUM_GRAMMAR_THREADS = 8  # most of them wait for the one process that tries new grammars, and give up after MAX_WAIT_SECONDS
 # An event costs tens of microseconds of CPU in the event loop, and as much in a client on the same machine. So a token is held
@@ -144,7 +144,7 @@ class AsyncLLM:
         priority: int = 0,
     ) -> "EmbeddingRequestOutput":
         """Compute a text's embedding. The arguments and errors are those of LLM.embed and of generate."""
-        from nanoinfer import pooling
+        from nanoinfer.embedding import pooling
         from nanoinfer.engine import reading
 
         def prepare() -> PreparedRequest:
@@ -161,7 +161,7 @@ class AsyncLLM:
     @cached_property
     def pooler(self) -> "Pooler":
         """What prepares texts for embeddings and scores, by the checkpoint's files. Raises: as LLM.embed does."""
-        from nanoinfer.pooling import Pooler
+        from nanoinfer.embedding.pooling import Pooler
 
         return Pooler(self.llm)
 
@@ -273,7 +273,7 @@ class AsyncLLM:
 
     async def pause(self, mode: str = "wait") -> None:
         """See LLM.pause. Requests that run continue to stream. resume: `await between_steps(async_llm.llm.resume)`."""
-        from nanoinfer import rollouts
+        from nanoinfer.training import rollouts
 
         await self.between_steps(lambda: rollouts.refuse_requests(self.llm, mode))
         while self.engine.num_unfinished and self._thread.is_alive():

@@ -29,11 +29,12 @@ from nanoinfer.vllm_compat import arguments_of, check_argument_names
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from nanoinfer import pooling, rollouts
     from nanoinfer.chat.messages import Message
     from nanoinfer.chat.tools import Tool, ToolChoice
+    from nanoinfer.embedding import pooling
     from nanoinfer.execution.executor import ExecutorInfo
     from nanoinfer.lora.request import LoRARequest
+    from nanoinfer.training import rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -304,7 +305,8 @@ class LLM:
     else:
 
         def __getattr__(self, name: str) -> object:
-            from nanoinfer import pooling, rollouts
+            from nanoinfer.embedding import pooling
+            from nanoinfer.training import rollouts
             from nanoinfer.vllm_names import no_attribute
 
             for module in (pooling, rollouts):

@@ -62,8 +62,8 @@ HOMES = {
     "process_dict_updates": "nanoinfer.sampling.logits_processors",
     **dict.fromkeys(MODULES["v1.sample.logits_processor"].split(), "nanoinfer.sampling.logits_processors"),
     **dict.fromkeys(MODULES["v1.metrics.reader"].split(), "nanoinfer.engine.metrics"),
-    **dict.fromkeys(("PoolingParams", "PoolingRequestOutput"), "nanoinfer.pooling"),
-    **dict.fromkeys(("EmbeddingRequestOutput", "ScoringRequestOutput"), "nanoinfer.pooling"),
+    **dict.fromkeys(("PoolingParams", "PoolingRequestOutput"), "nanoinfer.embedding.pooling"),
+    **dict.fromkeys(("EmbeddingRequestOutput", "ScoringRequestOutput"), "nanoinfer.embedding.pooling"),
 }
 
 _POOLING = "use LLM.embed() for embeddings and LLM.score() for scores; nanoinfer computes no classes or rewards"

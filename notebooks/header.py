@@ -72,7 +72,7 @@ NOTEBOOKS = {
     "04_prefill_and_decode": Header(
         "why a decode step of 4 sequences costs little more than one of 1, where that ends, and what a smaller dtype gains.",
         35,
-        ("bench/roofline.py",),
+        ("lab/bench/roofline.py",),
         ("model", "weights"),
         ("02",),
     ),
@@ -195,7 +195,7 @@ NOTEBOOKS = {
     "19_reinforcement_learning_with_an_engine": Header(
         "what an advantage, a ratio and a clip are, why the ratio should be exactly 1 before a step, and what breaks it.",
         40,
-        ("training/policy.py", "training/functions.py", "rollouts.py"),
+        ("training/policy.py", "training/functions.py", "training/rollouts.py"),
         ("weights", "sampler", "kernels"),
         ("06", "09"),
     ),

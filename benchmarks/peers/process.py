@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.bench.workloads import Workload
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.fast.cpu.native import cache_folder
+from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.loading.checkpoint import file_digests
 
 # name -> (the modules it requires, how they are installed)

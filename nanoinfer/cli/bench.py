@@ -1,4 +1,4 @@
-"""`nanoinfer bench`: its options, its commands and its tables. The files of bench/ measure.
+"""`nanoinfer bench`: its options, its commands and its tables. The files of lab/bench/ measure.
 
 The functions import the modules that measure: torch takes a second to import, and --help does not need it.
 """
@@ -19,9 +19,9 @@ from nanoinfer.cli.commands import Command, Commands, complete_from
 from nanoinfer.errors import InvalidValueError
 
 if TYPE_CHECKING:
-    from nanoinfer.bench.offline import Measurement
-    from nanoinfer.bench.serve import ServeFigures
-    from nanoinfer.bench.workloads import Workload
+    from nanoinfer.lab.bench.offline import Measurement
+    from nanoinfer.lab.bench.serve import ServeFigures
+    from nanoinfer.lab.bench.workloads import Workload
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="Measure a model on this machine, or a server."
@@ -120,7 +120,7 @@ class RunOptions:
 
 def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
     """The workloads by their names, or the one that is described. Raises: InvalidValueError."""
-    from nanoinfer.bench import workloads
+    from nanoinfer.lab.bench import workloads
 
     sampling = {name: getattr(picked, name) for name in ("temperature", "top_k", "top_p")}
     if picked.trace is not None:
@@ -152,8 +152,8 @@ def roofline(
     as_json: options.AsJson = False,
 ) -> None:
     """Compare the time of prefill and decode steps with the limits of this machine."""
-    from nanoinfer.bench import roofline as measurement
-    from nanoinfer.bench.random_models import checkpoint_of
+    from nanoinfer.lab.bench import roofline as measurement
+    from nanoinfer.lab.bench.random_models import checkpoint_of
 
     with checkpoint_of(measured.model, measured.random_model, measured.dtype) as checkpoint, options.busy("Measuring"):
         machine, dtype, phases = measurement.run(
@@ -200,7 +200,7 @@ prompts.
 Bandwidth: the bytes that a version's steps have to read and write, each weight once per step, by what the memory can deliver in
 that time. Drafts gain only where a model's text repeats itself, so try them with a model of your own (-m)."""
 
-PUBLISHED = Path(__file__).parents[1] / "bench" / "ladder.json"  # what the command printed with --json on another machine
+PUBLISHED = Path(__file__).parents[1] / "lab/bench/ladder.json"  # what the command printed with --json on another machine
 
 
 @app.command(cls=Command, help=LADDER_HELP)
@@ -217,9 +217,9 @@ def ladder(
 ) -> None:
     import torch
 
-    from nanoinfer.bench import ladder as measurement
-    from nanoinfer.bench.random_models import checkpoint_of
-    from nanoinfer.bench.roofline import measure_bandwidth
+    from nanoinfer.lab.bench import ladder as measurement
+    from nanoinfer.lab.bench.random_models import checkpoint_of
+    from nanoinfer.lab.bench.roofline import measure_bandwidth
 
     if model is None and random_model is None:
         random_model = "gpt2"
@@ -262,8 +262,8 @@ def latency(*, measured: ModelOptions, picked: WorkloadOptions, run: RunOptions,
 def _measure(
     measured: ModelOptions, picked: WorkloadOptions, run: RunOptions, as_json: bool, show: Callable[[list["Measurement"]], None]
 ) -> None:
-    from nanoinfer.bench import offline
-    from nanoinfer.bench.random_models import checkpoint_of
+    from nanoinfer.lab.bench import offline
+    from nanoinfer.lab.bench.random_models import checkpoint_of
 
     workloads = pick_workloads(picked)
     options.find_modules_here(run.scheduler_cls, run.block_manager_cls)
@@ -320,7 +320,7 @@ def serve(
 ) -> None:
     if url is None:
         raise InvalidValueError("give the --url of a server; `nanoinfer serve` starts one at http://127.0.0.1:8000")
-    from nanoinfer.bench import serve as measurement
+    from nanoinfer.lab.bench import serve as measurement
     from nanoinfer.server.client import Client
 
     limits = measurement.parse_goodput(goodput or [])

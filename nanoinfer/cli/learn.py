@@ -18,8 +18,8 @@ from nanoinfer.cli.options import MaxTokens
 from nanoinfer.errors import InvalidValueError
 
 if TYPE_CHECKING:
-    from nanoinfer.learn.check import Failure, Task
-    from nanoinfer.learn.workbook import Workbook
+    from nanoinfer.lab.learn.check import Failure, Task
+    from nanoinfer.lab.learn.workbook import Workbook
 
 app = typer.Typer(
     cls=Commands,
@@ -37,7 +37,7 @@ def learn(context: typer.Context) -> None:
     """List the tasks of this folder's workbook, and what is done."""
     if context.invoked_subcommand is not None:
         return
-    from nanoinfer.learn.track import TRACK  # imports torch, as below
+    from nanoinfer.lab.learn.track import TRACK  # imports torch, as below
 
     workbook = _workbook()
     for task in TRACK:
@@ -50,8 +50,8 @@ def learn(context: typer.Context) -> None:
 @app.command(cls=Command)
 def start(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")]) -> None:
     """Write a workbook into a new folder: one file per task."""
-    from nanoinfer.learn.track import NAMES, TRACK
-    from nanoinfer.learn.workbook import Workbook
+    from nanoinfer.lab.learn.track import NAMES, TRACK
+    from nanoinfer.lab.learn.workbook import Workbook
 
     Workbook(folder, NAMES).write({task.name: task.text for task in TRACK})
     print(f"{len(TRACK)} tasks in {folder}. Go there, open {TRACK[0].name}'s file, and call `nanoinfer learn`.")
@@ -60,7 +60,7 @@ def start(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new f
 @app.command(cls=Command)
 def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A task. Default: all of them.")] = None) -> None:
     """Compare your function with the engine's. Exit code 0 only if all that was asked for passes."""
-    from nanoinfer.learn.track import TRACK, find
+    from nanoinfer.lab.learn.track import TRACK, find
 
     workbook = _workbook()
     tasks = TRACK if task is None else [find(task)]
@@ -77,7 +77,7 @@ def check(task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="A t
 @app.command(cls=Command)
 def hint(task: TaskName) -> None:
     """Show a hint, and one more each time."""
-    from nanoinfer.learn.track import find
+    from nanoinfer.lab.learn.track import find
 
     found = find(task)
     num = _workbook().next_hint(task, len(found.hints))
@@ -90,7 +90,7 @@ def hint(task: TaskName) -> None:
 @app.command(cls=Command)
 def compare(task: TaskName) -> None:
     """Print the engine's own version, once yours has passed."""
-    from nanoinfer.learn.track import find
+    from nanoinfer.lab.learn.track import find
 
     found, workbook = find(task), _workbook()
     if workbook.state(task) != "passed":
@@ -101,7 +101,7 @@ def compare(task: TaskName) -> None:
 @app.command(cls=Command)
 def solve(task: TaskName, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False) -> None:
     """Write the engine's own version into the task's file."""
-    from nanoinfer.learn.track import find
+    from nanoinfer.lab.learn.track import find
 
     found, workbook = find(task), _workbook()
     if not yes:
@@ -117,8 +117,8 @@ def run(
     max_tokens: MaxTokens = 256,
 ) -> None:
     """Generate with the bundled model in an engine that calls your passed functions."""
-    from nanoinfer.learn.track import TRACK
-    from nanoinfer.learn.workbook import installed
+    from nanoinfer.lab.learn.track import TRACK
+    from nanoinfer.lab.learn.workbook import installed
     from nanoinfer.llm import LLM
 
     workbook = _workbook()
@@ -136,15 +136,15 @@ def run(
 
 
 def _workbook() -> "Workbook":
-    from nanoinfer.learn.track import NAMES
-    from nanoinfer.learn.workbook import Workbook
+    from nanoinfer.lab.learn.track import NAMES
+    from nanoinfer.lab.learn.workbook import Workbook
 
     return Workbook.here(NAMES)
 
 
 def _check(workbook: "Workbook", task: "Task") -> "Failure | None":
-    from nanoinfer.learn.check import SECONDS, Failure, describe_error
-    from nanoinfer.learn.check import check as compare_cases
+    from nanoinfer.lab.learn.check import SECONDS, Failure, describe_error
+    from nanoinfer.lab.learn.check import check as compare_cases
 
     file, name = workbook.file(task.name), task.function.name
     version: Callable[..., object] | None = None

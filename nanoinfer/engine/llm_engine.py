@@ -187,7 +187,7 @@ class LLMEngine:
         return [first, *forks]
 
     def check_accepting(self) -> None:
-        """Raises: EnginePausedError if the engine is paused or asleep (rollouts.py)."""
+        """Raises: EnginePausedError if the engine is paused or asleep (training/rollouts.py)."""
         for refusal in self.refusals.values():
             raise type(refusal)(*refusal.args)  # a new one, because each keeps its traceback
 

@@ -1,4 +1,4 @@
-"""Requests whose prompt is read instead of answered: log-probabilities of given tokens (rollouts.py), embeddings (pooling.py).
+"""Requests whose prompt is read instead of answered, for log-probabilities of given tokens and for embeddings.
 
 In: a prompt, and the PromptReader that sees its hidden rows. Out: a request that is scheduled like every other one. It ends
 with one sampled token, which nobody reads, so it needs no rule of its own, and numbers that are not finite are found.

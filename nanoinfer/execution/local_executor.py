@@ -32,7 +32,7 @@ PROMPT_LOGITS = 2**22  # logits of a prompt that are computed at a time for prom
 
 @runtime_checkable
 class PromptReader(Protocol):
-    """Reads the hidden rows of one prompt (Sequence.reader), as rollouts.py and pooling.py do."""
+    """Reads the hidden rows of one prompt (Sequence.reader), as training/rollouts.py and embedding/pooling.py do."""
 
     def read(self, executor: "LocalExecutor", hidden: Tensor, part: PromptRows, ends: HeadRows, row: int | None) -> None:
         """Read the rows of a chunk, which are valid until it returns. After a preemption it begins again, at position 0.

@@ -15,8 +15,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from nanoinfer.async_llm import AsyncLLM
+from nanoinfer.embedding.pooling import PoolingParams, Scoring
 from nanoinfer.engine.inputs import PreparedRequest
-from nanoinfer.pooling import PoolingParams, Scoring
 from nanoinfer.prompts import PromptType
 from nanoinfer.server.answers import Answers, respond_whole
 from nanoinfer.server.errors import json_response

@@ -28,13 +28,13 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
-from nanoinfer import rollouts
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.lora.request import LoRARequest
 from nanoinfer.server.answers import CLIENT_CLOSED_REQUEST
 from nanoinfer.server.errors import RequestError, json_response
 from nanoinfer.server.limits import FILE, StrictRequest, media_type
 from nanoinfer.server.protocol import Body
+from nanoinfer.training import rollouts
 
 
 class UpdateRequest(Body):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from definitions import definitions
 
 from nanoinfer import LLM, Recorder, SamplingParams
-from nanoinfer.bench.workloads import Workload
+from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.tracing import BatchBuilt, BlockCopied, StepScheduled

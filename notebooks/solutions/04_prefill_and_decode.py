@@ -6,7 +6,7 @@ from unittest.mock import patch
 import torch
 import transformers
 
-from nanoinfer.bench import random_models, roofline
+from nanoinfer.lab.bench import random_models, roofline
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import on_meta
 

@@ -138,8 +138,8 @@ def test_a_table_of_80_columns_wraps_long_cells_and_cuts_none():
 
 
 def test_figures_fit_80_columns(capsys, monkeypatch):
-    from nanoinfer.bench.offline import Measurement, Memory
-    from nanoinfer.bench.timing import Figures, Percentiles
+    from nanoinfer.lab.bench.offline import Measurement, Memory
+    from nanoinfer.lab.bench.timing import Figures, Percentiles
 
     monkeypatch.setenv("COLUMNS", "80")
     times = Percentiles(1234.56, 1234.56, 1234.56, 1234.56)

@@ -8,7 +8,7 @@ A call is an event "call" (a function of Python begins, or a generator goes on) 
 sys.setprofile. What torch and the C++ kernels do inside such a call is not counted. The same requests are repeated after a
 warm-up, in float32 on a CPU, with one thread of torch, and without garbage collection. The median is recorded.
 
-    LLM A, LLM B16   the workloads of bench/workloads.py: 1 prompt of 32 tokens and 128 new ones, 16 prompts of 64 and 64
+    LLM A, LLM B16   the workloads of lab/bench/workloads.py: 1 prompt of 32 tokens and 128 new ones, 16 prompts of 64 and 64
                      new ones. "step" is the median of the steps of engine.step() in which every sequence has one new token.
                      "requests" is LLM.generate() with all prompts, from its call to its return.
     server           one streamed completion of 64 tokens over HTTP, from its connection to the end of it. Each step is made
@@ -102,7 +102,7 @@ def settings():
 
 def count_llm(llm, name):
     """Run a workload. Returns: Calls of a decode step and of LLM.generate with all prompts, by "step" and "requests"."""
-    from nanoinfer.bench.workloads import WORKLOADS
+    from nanoinfer.lab.bench.workloads import WORKLOADS
 
     workload = WORKLOADS[name]
     prompts, params = workload.prompts(llm.engine.executor.info.vocab_size, run=0), workload.params()

@@ -39,21 +39,20 @@ ALLOWED = {
         *("words", "system", "scheduling", "attention", "models", "loading", "sampling", "execution", "fast"),
         "engine",
     },
-    "training": {"words", "scheduling", "attention", "models", "loading", "sampling", "execution", "fast"},
-    "rollouts": {"words", "scheduling", "loading", "execution", "engine"},
-    "pooling": {"words", "scheduling", "loading", "execution", "engine"},
-    "llm": {"words", "tracing", "sampling", "chat", "engine", "rollouts", "pooling"},
-    "async_llm": {"words", "system", "lora", "engine", "rollouts", "pooling", "llm"},
+    "training": {"words", "system", "scheduling", "attention", "models", "loading", "sampling", "execution", "fast", "engine"},
+    "embedding": {"words", "scheduling", "loading", "execution", "engine"},
+    "llm": {"words", "tracing", "sampling", "chat", "engine", "training", "embedding"},
+    "async_llm": {"words", "system", "lora", "engine", "training", "embedding", "llm"},
     "vllm_engine": {"words", "lora", "llm", "async_llm"},
-    "server": {"words", "system", "tracing", "tokenization", "chat", "lora", "engine", "rollouts", "pooling", "async_llm"},
+    "server": {"words", "system", "tracing", "tokenization", "chat", "lora", "engine", "training", "embedding", "async_llm"},
     "bundled": set(),
-    "bench": {"words", "tracing", "loading", "attention", "sampling", "fast", "llm", "server"},
-    "learn": {
-        *("words", "scheduling", "attention", "sampling", "execution", "speculative", "structured", "engine"),
+    "lab": {
+        *("words", "tracing", "scheduling", "attention", "loading", "structured", "sampling", "execution", "speculative"),
+        *("fast", "engine", "llm", "server"),
     },
     "cli": {
         *("words", "system", "tracing", "scheduling", "attention", "models", "loading", "execution", "lora", "fast", "engine"),
-        *("llm", "async_llm", "server", "bench", "learn"),
+        *("llm", "async_llm", "server", "lab"),
     },
 }
 

@@ -18,10 +18,10 @@ PAGE = PACKAGE.parent / "docs" / "reading.md"
 SENTENCE = re.compile(r"[\d,]+ lines in \d+ modules")
 # Parts that are imported when they are used.
 OPTIONAL = """
-    fast/ chat/ server/ cli/ bench/ bundled/ distributed/ speculative/ loading/formats/ loading/hub.py
+    fast/ chat/ server/ cli/ lab/ bundled/ distributed/ speculative/ loading/formats/ loading/hub.py
     structured/grammar.py structured/mask.py engine/beam_search.py tracing/events.py tracing/recorder.py tracing/viewer.py
-    models/gpt2.py models/llama.py models/qwen_moe.py async_llm.py rollouts.py loading/update.py training/ system/pages.py
-    lora/ engine/reading.py pooling.py scheduling/stored_blocks.py execution/block_files.py
+    models/gpt2.py models/llama.py models/qwen_moe.py async_llm.py training/ system/pages.py
+    lora/ engine/reading.py embedding/ scheduling/stored_blocks.py execution/block_files.py
     attention/states.py scheduling/state_slots.py models/gated_delta.py models/qwen_next.py
     models/gemma3.py models/gpt_oss.py
 """.split()

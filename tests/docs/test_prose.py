@@ -21,7 +21,7 @@ OLD_WORDS = re.compile(
 
 # Class names whose last word had a second meaning. docs/glossary.md has the meaning that stays.
 SECOND_MEANINGS = {
-    "Shape": "bench/",  # the sizes of a model. An endpoint's JSON has Choices
+    "Shape": "lab/bench/",  # the sizes of a model. An endpoint's JSON has Choices
     "Guard": "engine/",  # EngineGuard
     "Row": "",  # rows are positions whose logits are computed. A batch file has BatchRequests
     "Step": "engine/ execution/ tracing/ fast/ attention/cpu.py",  # a backend's begin_step returns an Attend
@@ -105,7 +105,7 @@ def classes_of_the_package() -> list[tuple[str, str]]:
     return [
         (node.name, file)
         for path, file in files
-        if not file.startswith(("bench/", "bundled/"))
+        if not file.startswith(("lab/bench/", "bundled/"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ClassDef) and "Protocol" not in [ast.unparse(base) for base in node.bases]
     ]

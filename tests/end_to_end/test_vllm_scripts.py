@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import nanoinfer
-from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams, rollouts
+from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams
 from nanoinfer.config import CompilationConfig
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.training import rollouts
 from nanoinfer.vllm_compat import NEUTRAL_VALUES, OTHER_NAMES
 from nanoinfer.vllm_names import HOMES, METHODS, MODULES, PLACEHOLDERS, WAYS_OUT, find_spec
 

@@ -8,7 +8,7 @@ import http_server
 import pytest
 
 from nanoinfer import LLM, AsyncLLM
-from nanoinfer.pooling import Pooling, PoolingParams
+from nanoinfer.embedding.pooling import Pooling, PoolingParams
 
 SETTINGS = {"dtype": "float32", "kv_cache_memory": 2**22, "seed": 0}
 TEXTS = ["Once upon a time", "a little dog", "The ball was red."]

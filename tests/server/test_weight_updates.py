@@ -11,8 +11,9 @@ import httpx2
 import pytest
 from safetensors.torch import load_file, save, save_file
 
-from nanoinfer import AsyncLLM, rollouts
+from nanoinfer import AsyncLLM
 from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.training import rollouts
 
 BODY = {"prompt": "Once upon", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
 LONG = BODY | {"max_tokens": 200, "ignore_eos": True}

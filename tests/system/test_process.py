@@ -158,7 +158,7 @@ EFFECTS = {
     r"torch\.manual_seed\(|environ\[[^]]*\] = |environ\.(update|setdefault)\(|putenv\(": set(),
     r"basicConfig\(|simplefilter\(|filterwarnings\(|captureWarnings\(|setrecursionlimit\(|\bchdir\(": set(),
 }
-OWN_THEIR_PROCESS = ("cli/", "bench/", "distributed/worker.py")
+OWN_THEIR_PROCESS = ("cli/", "lab/bench/", "distributed/worker.py")
 
 
 @pytest.mark.parametrize("call", EFFECTS)

@@ -8,11 +8,11 @@ import pytest
 from fake_server import chat_events, event, reply, stream
 from typer.testing import CliRunner
 
-from nanoinfer.bench import workloads
-from nanoinfer.bench.serve import Target, figures, parse_goodput, run
-from nanoinfer.bench.timing import RequestTiming
 from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.lab.bench import workloads
+from nanoinfer.lab.bench.serve import Target, figures, parse_goodput, run
+from nanoinfer.lab.bench.timing import RequestTiming
 from nanoinfer.server.client import Client
 
 

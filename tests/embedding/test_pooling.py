@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 import nanoinfer
 from nanoinfer import LLM, AsyncLLM, SamplingParams
+from nanoinfer.embedding.pooling import INSTRUCTION, PoolingParams
 from nanoinfer.errors import (
     CheckpointError,
     InvalidPromptError,
@@ -23,7 +24,6 @@ from nanoinfer.errors import (
     NanoinferError,
     UnsupportedError,
 )
-from nanoinfer.pooling import INSTRUCTION, PoolingParams
 
 SETTINGS = {"dtype": "float32", "kv_cache_memory": 2**22, "seed": 0}
 IDS = [[index * index % 96 for index in range(num)] for num in (300, 1, 17, 2, 64, 129)]

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from nanoinfer.bench.roofline import cache_bytes, least_s_of_run, measure_machine
-from nanoinfer.bench.timing import Figures, RequestTiming, figures
-from nanoinfer.bench.workloads import Workload
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.lab.bench.roofline import cache_bytes, least_s_of_run, measure_machine
+from nanoinfer.lab.bench.timing import Figures, RequestTiming, figures
+from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.llm import LLM
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nanoinfer.learn.check import Case, Task, calling
-from nanoinfer.learn.workbook import Function, Version
+from nanoinfer.lab.learn.check import Case, Task, calling
+from nanoinfer.lab.learn.workbook import Function, Version
 from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch, StageEntries, TokenEntries
 
 _STAGES = "nanoinfer.sampling.stages"

@@ -11,7 +11,7 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
-from nanoinfer.learn.workbook import Function, Version
+from nanoinfer.lab.learn.workbook import Function, Version
 
 SECONDS = 20  # for all cases of one task, after which a TimeoutError is raised in them
 TOLERANCE = 1e-5

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from nanoinfer.cli.main import app
-from nanoinfer.learn.check import check
-from nanoinfer.learn.track import NAMES, TRACK, find
-from nanoinfer.learn.workbook import Workbook, installed
+from nanoinfer.lab.learn.check import check
+from nanoinfer.lab.learn.track import NAMES, TRACK, find
+from nanoinfer.lab.learn.workbook import Workbook, installed
 
 # What replaces what in the engine's source: mistakes that a learner makes.
 MUTANTS = {
@@ -269,7 +269,7 @@ def test_one_task_from_mistake_to_comparison(run):
 
 
 def test_a_function_that_does_not_end_is_stopped(run, monkeypatch):
-    monkeypatch.setattr("nanoinfer.learn.check.SECONDS", 1)
+    monkeypatch.setattr("nanoinfer.lab.learn.check.SECONDS", 1)
     file = Workbook.here(NAMES).file("accept_drafts")
     file.write_text(file.read_text().replace("raise NotImplementedError  # your code", "while True: pass"))
     assert "no answer within 1 seconds: the function does not end (it was in line " in run("check", "accept_drafts").output
@@ -295,5 +295,5 @@ def test_other_folders_and_names_are_refused(run, monkeypatch, tmp_path):
 
 
 def test_generating_imports_nothing_of_it():
-    code = "import nanoinfer.llm, sys; print([name for name in sys.modules if name.startswith('nanoinfer.learn')])"
+    code = "import nanoinfer.llm, sys; print([name for name in sys.modules if name.startswith('nanoinfer.lab.learn')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -7,9 +7,9 @@ from functools import partial
 import torch
 
 from nanoinfer.engine.stopping import StopStrings
-from nanoinfer.learn.check import Case, Task, calling
-from nanoinfer.learn.sampling import batch_of
-from nanoinfer.learn.workbook import Function, Version
+from nanoinfer.lab.learn.check import Case, Task, calling
+from nanoinfer.lab.learn.sampling import batch_of
+from nanoinfer.lab.learn.workbook import Function, Version
 from nanoinfer.sampling.batch import StageEntries
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence

@@ -1,8 +1,8 @@
 """The tasks in the order of the course."""
 
 from nanoinfer.errors import InvalidValueError
-from nanoinfer.learn import model, sampling, scheduling, text
-from nanoinfer.learn.check import Task
+from nanoinfer.lab.learn import model, sampling, scheduling, text
+from nanoinfer.lab.learn.check import Task
 
 _ORDER = (
     "rotary causal_attention pack match_prefix allocate cache_blocks paged_attention next_chunk make_room "

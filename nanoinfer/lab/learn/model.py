@@ -7,8 +7,8 @@ from torch import Tensor
 
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.execution.forward_batch import ForwardBatch
-from nanoinfer.learn.check import Case, Task, calling
-from nanoinfer.learn.workbook import Function, Version
+from nanoinfer.lab.learn.check import Case, Task, calling
+from nanoinfer.lab.learn.workbook import Function, Version
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan

@@ -15,9 +15,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from nanoinfer.bench.timing import Figures, Percentiles, RequestTiming, figure_fields, percentiles
-from nanoinfer.bench.workloads import Workload
 from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.lab.bench.timing import Figures, Percentiles, RequestTiming, figure_fields, percentiles
+from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.server.client import CONNECT_SECONDS, Client
 
 # Ids that nearly every vocabulary has: the bytes, or the first characters.

@@ -8,8 +8,8 @@ import torch
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.execution import forward_batch
-from nanoinfer.learn.check import Case, Task
-from nanoinfer.learn.workbook import Function, Version
+from nanoinfer.lab.learn.check import Case, Task
+from nanoinfer.lab.learn.workbook import Function, Version
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.prefix_index import PrefixIndex

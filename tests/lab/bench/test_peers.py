@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from benchmarks.compare import app
 from benchmarks.peers.process import ENGINES, Peer, PeerProcess, parse_peers
-from nanoinfer.bench.workloads import Workload
 from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.loading.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.slow
@@ -114,7 +114,7 @@ def test_a_peer_is_stopped_between_its_turns(peer):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
 def test_a_stopped_peer_ends_with_a_killed_parent(stub):
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[3])]
     code = f"import os, sys; sys.path[:0] = {paths}; from test_peers import start; "
     code += "print(start('bfloat16').process.pid, flush=True); os.kill(os.getpid(), 9)"
     killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.attention.kv_cache import CacheSizes, LayerSizes
-from nanoinfer.bench.timing import RequestTiming
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.lab.bench.timing import RequestTiming
 from nanoinfer.llm import LLM
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint

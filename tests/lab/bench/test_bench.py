@@ -15,13 +15,13 @@ import transformers
 from typer.testing import CliRunner
 
 from nanoinfer import LLM
-from nanoinfer.bench import ladder, offline, random_models, roofline, workloads
-from nanoinfer.bench.offline import run_workload
-from nanoinfer.bench.timing import RequestTiming, figures
-from nanoinfer.bench.workloads import Workload
 from nanoinfer.cli import bench
 from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError
+from nanoinfer.lab.bench import ladder, offline, random_models, roofline, workloads
+from nanoinfer.lab.bench.offline import run_workload
+from nanoinfer.lab.bench.timing import RequestTiming, figures
+from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.tracing import Recorder, StepScheduled

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.dense import causal_attention
-from nanoinfer.bench.offline import load, run_workload
-from nanoinfer.bench.roofline import Machine, least_s_of_run
-from nanoinfer.bench.timing import RequestTiming, figures
-from nanoinfer.bench.workloads import Workload
+from nanoinfer.lab.bench.offline import load, run_workload
+from nanoinfer.lab.bench.roofline import Machine, least_s_of_run
+from nanoinfer.lab.bench.timing import RequestTiming, figures
+from nanoinfer.lab.bench.workloads import Workload
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.quantization import BITS

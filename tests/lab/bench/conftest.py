@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanoinfer.bench import roofline
+from nanoinfer.lab.bench import roofline
 
 
 @pytest.fixture

@@ -27,11 +27,11 @@ from nanoinfer.errors import (
     is_one_of,
     shown,
 )
-from nanoinfer.loading import update
 from nanoinfer.loading.loader import divided
 from nanoinfer.loading.weights import Weights
 from nanoinfer.prompts import PromptType
 from nanoinfer.scheduling.step_plan import PromptRows
+from nanoinfer.training import update
 from nanoinfer.vllm_compat import check_argument_names
 
 if TYPE_CHECKING:

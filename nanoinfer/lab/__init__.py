@@ -1,0 +1,1 @@
+"""What teaches and measures: the course of tasks, and the benchmarks."""
