@@ -53,23 +53,22 @@ void drive_gate(Size size, int64_t rows, int64_t head_dim, Values values) {
     }
 }
 
-void drive_rotate(Size size, int64_t rows, int64_t head_dim, int64_t num_rotated, int64_t gap, bool has_norms, Values values) {
-    const int64_t num_q_heads = 3, num_k_heads = 2, num_heads = num_q_heads + num_k_heads, step = head_dim + gap;
+void drive_rotate(Size size, int64_t rows, int64_t head_dim, int64_t num_rotated, int64_t gap, bool has_norm, Values values) {
+    const int64_t num_heads = 5, step = head_dim + gap;
     const int64_t width = (num_heads - 1) * step + head_dim, stride = width + 3, first = 2;
     Random random;
     const auto heads = numbers(random, extent(first, rows, stride, width), 3, values);
     const auto cos = numbers(random, rows * num_rotated), sin = numbers(random, rows * num_rotated);
-    const auto q_weight = numbers(random, head_dim), k_weight = numbers(random, head_dim);
+    const auto weight = numbers(random, head_dim);
     for (int threads : threads_of(size)) {
         Exact<Number> out(rows * num_heads * head_dim);
         const RotateCall call{
             {0, first, stride}, {1, 0, num_rotated}, {2, 0, num_rotated}, {3, 0, num_heads * head_dim},
-            has_norms ? q_weight.data() : nullptr, has_norms ? k_weight.data() : nullptr,
-            num_q_heads, num_k_heads, head_dim, step, num_rotated, 1e-6, gap > 0};
+            has_norm ? weight.data() : nullptr, num_heads, head_dim, step, num_rotated, 1e-6, gap > 0};
         run_kernel(rotate, call, rows, threads, heads, cos, sin, out);
         Digest digest;
         add(digest, out);
-        print(text("rotate %ld of %ld x %ld gap %ld norms %d values %d", num_rotated, rows, head_dim, gap, has_norms,
+        print(text("rotate %ld of %ld x %ld gap %ld norm %d values %d", num_rotated, rows, head_dim, gap, has_norm,
                    int(values)), threads, digest);
     }
 }
@@ -96,9 +95,9 @@ int main(int num_arguments, char** arguments) {
             }
             for (int64_t head_dim : head_dims) {
                 drive_gate(size, rows, head_dim, values);
-                for (bool has_norms : {false, true}) {
-                    drive_rotate(size, rows, head_dim, head_dim, 0, has_norms, values);
-                    drive_rotate(size, rows, head_dim, head_dim / 4 * 2, 5, has_norms, values);
+                for (bool has_norm : {false, true}) {
+                    drive_rotate(size, rows, head_dim, head_dim, 0, has_norm, values);
+                    drive_rotate(size, rows, head_dim, head_dim / 4 * 2, 5, has_norm, values);
                 }
             }
         }

@@ -25,7 +25,6 @@ from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.fuse import ADD, FusedGate, FusedLinear, FusedRotation
 from nanoinfer.fast.trace import Trace, has_hooks
 from nanoinfer.loading.held_weights import HeldWeights
-from nanoinfer.models.layers import RMSNorm
 
 Packed = PackedLinear | PackedQuantizedLinear
 Pack = Callable[[FusedLinear], Packed]
@@ -85,14 +84,8 @@ class _Compiler:
 
     def _add_operation(self, node: fx.Node) -> bool:
         module = self._trace.module(node)
-        if isinstance(module, FusedLinear):
-            return self._add_linear(node, module)
-        if isinstance(module, FusedRotation):
-            return self._add_rotation(node, module)
-        if isinstance(module, FusedGate):
-            return self._add_gate(node)
-        if isinstance(module, KernelRecurrence):
-            return self._add_recurrence(node, module)
+        if type(module) in _ADD:
+            return _ADD[type(module)](self, node, module)
         if module is not None and has_kernel(module) and not has_hooks(module) and len(node.args) == 1:
             return self._add_norm(node, module)
         if node.target in ADD and len(node.args) == 2 and not node.kwargs:
@@ -106,7 +99,7 @@ class _Compiler:
         graph, members = self._trace.graph, set(self.views)
         read = [node for node in self.views if any(user not in members for user in node.users)]
         outputs = [view for node in read if isinstance(view := self.views[node], View)]
-        program = CPUProgram(_with_joined_rotations(self._operations), list(self._inputs.values()), outputs, self._dtype)
+        program = CPUProgram(self._operations, list(self._inputs.values()), outputs, self._dtype)
         with graph.inserting_before(before):
             call = graph.call_module(self._trace.name("program", program), (self._attend, *self._inputs))
             values = [call]
@@ -171,10 +164,14 @@ class _Compiler:
         if cos is None or sin is None:
             return False
         out = self.views[node] = x if readers == [node] and not x.step else View(Buffer(x.size, node), 0, x.shape)
-        self._operations.append(_Rotation(self._dtype, (x, cos, sin), out, [module.norm], [x.shape[0]], module.num_rotated))
+
+        def call(slices: Any, scratch: int) -> Any:
+            return rotate_call(self._dtype, x.shape, module.norm, *slices, num_rotated=module.num_rotated or 0, step=x.step)
+
+        self._operations.append(Operation((x, cos, sin), out, call))
         return True
 
-    def _add_gate(self, node: fx.Node) -> bool:
+    def _add_gate(self, node: fx.Node, module: FusedGate) -> bool:
         x, gate = (self.views.get(given) if isinstance(given, fx.Node) else None for given in node.args)
         if not isinstance(x, View) or not isinstance(gate, View) or len(x.shape) != 2 or x.step or x.shape != gate.shape:
             return False
@@ -243,48 +240,12 @@ class _Compiler:
         self._operations.append(Operation(reads, view, call, **options))
 
 
-class _Rotation(Operation):
-    """Rotates heads. If it does so in place, the heads after them, rotated by the same angles, may join."""
-
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        reads: tuple[View, ...],
-        out: View,
-        norms: list[RMSNorm | None],
-        nums: list[int],
-        num_rotated: int | None,
-    ) -> None:
-        """reads: heads, cos and sin. norms, nums: of one or two groups of heads, and how many heads each has."""
-        super().__init__(reads, out, self._rotate)
-        self._dtype, self._norms, self._nums, self._num_rotated = dtype, norms, nums, num_rotated
-
-    def joined(self, other: Operation) -> "_Rotation | None":
-        """Both as one operation, if the other's heads follow and no third ones have joined."""
-        (heads, *angles), (others, *other_angles) = self.reads, other.reads
-        if not isinstance(other, _Rotation) or len(self._nums) > 1 or angles != other_angles:
-            return None
-        is_next = heads.buffer is others.buffer and heads.end == others.first and heads.shape[1] == others.shape[1]
-        is_alike = (self.out, other.out, self._num_rotated) == (heads, others, other._num_rotated)
-        kinds = {(type(norm), norm.eps) for norm in (*self._norms, *other._norms) if norm is not None}
-        if not is_next or not is_alike or len(kinds) > 1:
-            return None
-        both = View(heads.buffer, heads.first, (heads.shape[0] + others.shape[0], heads.shape[1]))
-        norms, nums = self._norms + other._norms, self._nums + other._nums
-        return _Rotation(self._dtype, (both, *angles), both, norms, nums, self._num_rotated)
-
-    def _rotate(self, slices: Any, scratch: int) -> Any:
-        nums, norms, step = [*self._nums, 0][:2], [*self._norms, None][:2], self.reads[0].step
-        return rotate_call(self._dtype, self.out.shape[1], nums, norms, *slices, num_rotated=self._num_rotated, step=step)
-
-
-def _with_joined_rotations(operations: list[Operation]) -> list[Operation]:
-    joined: list[Operation] = []
-    for operation in operations:
-        last = joined[-1] if joined else None
-        both = last.joined(operation) if isinstance(last, _Rotation) else None
-        joined = [*joined[:-1], both] if both else [*joined, operation]
-    return joined
+_ADD: dict[type, Callable[[_Compiler, fx.Node, Any], bool]] = {
+    FusedLinear: _Compiler._add_linear,
+    FusedRotation: _Compiler._add_rotation,
+    FusedGate: _Compiler._add_gate,
+    KernelRecurrence: _Compiler._add_recurrence,
+}
 
 
 # ---- parts of what a kernel computes

@@ -101,25 +101,24 @@ extern "C" void gate(const GateCall* call, const Batch& batch) {
     }
 }
 
-// Rotates the first num_rotated numbers of heads: the first num_q_heads of a row, and after them num_k_heads, which may have
-// another norm. What is not rotated is only normed.
+// Rotates the first num_rotated numbers of heads. What is not rotated is only normed.
 struct RotateCall {
-    Slice heads, cos, sin, out;         // cos, sin: [num_rows, num_rotated]. out may be heads
-    const Number *q_weight, *k_weight;  // of an RMSNorm over each head before its rotation, or null
-    int64_t num_q_heads, num_k_heads, head_dim, step, num_rotated;  // step: numbers between two heads
+    Slice heads, cos, sin, out;  // cos, sin: [num_rows, num_rotated]. out may be heads
+    const Number* weight;        // of an RMSNorm over each head before its rotation, or null
+    int64_t num_heads, head_dim, step, num_rotated;  // step: numbers between two heads
     double eps;
     int64_t is_zero_centred;
 };
 
 extern "C" void rotate(const RotateCall* call, const Batch& batch) {
-    const int64_t head_dim = call->head_dim, half = call->num_rotated / 2, num_heads = call->num_q_heads + call->num_k_heads;
+    const int64_t head_dim = call->head_dim, half = call->num_rotated / 2, num_heads = call->num_heads;
 #pragma omp for nowait
     for (int64_t task = 0; task < batch.num_rows * num_heads; task++) {
         const int64_t row = task / num_heads, index = task % num_heads;
         const Number* head = call->heads.row<Number>(batch, row) + index * call->step;
         Number* out = call->out.row<Number>(batch, row) + index * head_dim;
         const Number *cos = call->cos.row<Number>(batch, row), *sin = call->sin.row<Number>(batch, row);
-        const Number* weight = index < call->num_q_heads ? call->q_weight : call->k_weight;
+        const Number* weight = call->weight;
         const float scale = weight ? inverse_root_mean_square(head, head_dim, call->eps) : 1;
         const auto normed = [&](int64_t i, int num) {
             const Floats x = load(head + i, num);

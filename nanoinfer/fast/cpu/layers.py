@@ -31,8 +31,8 @@ class GateCall(ctypes.Structure):
 class RotateCall(ctypes.Structure):
     _fields_ = fields(
         (Slice, "heads cos sin out"),
-        (c_void_p, "q_weight k_weight"),
-        (c_int64, "num_q_heads num_k_heads head_dim step num_rotated"),
+        (c_void_p, "weight"),
+        (c_int64, "num_heads head_dim step num_rotated"),
         (c_double, "eps"),
         (c_int64, "is_zero_centred"),
     )
@@ -63,26 +63,19 @@ def gate_call(dtype: torch.dtype, num_heads: int, head_dim: int, gate_step: int,
 
 
 def rotate_call(
-    dtype: torch.dtype,
-    head_dim: int,
-    nums: Sequence[int],
-    norms: Sequence[RMSNorm | None],
-    *slices: Slice,
-    num_rotated: int | None = None,
-    step: int = 0,
+    dtype: torch.dtype, shape: Sequence[int], norm: RMSNorm | None, *slices: Slice, num_rotated: int = 0, step: int = 0
 ) -> KernelCall:
-    """Rotate heads: nums[0] heads of a row after the first of `norms`, and nums[1] after the second.
+    """Rotate the heads of each row, after a norm if there is one.
 
     Args:
+        shape: the number of heads of a row, and the numbers of a head.
         slices: of the heads, of cos, of sin, and of the result, whose place may be that of the heads.
-        num_rotated: the first numbers of each head. None is all.
+        num_rotated: the first numbers of each head. 0: all.
         step: numbers between two heads. 0: they are side by side.
     """
-    weights = (None if norm is None else norm.weight.data_ptr() for norm in norms)
-    eps = next((norm.eps for norm in norms if norm is not None), 0.0)
-    is_zero_centred = any(isinstance(norm, ZeroCentredRMSNorm) for norm in norms)
-    sizes = *nums, head_dim, step or head_dim, num_rotated or head_dim
-    return KernelCall(_library(dtype).rotate, RotateCall(*slices, *weights, *sizes, eps, is_zero_centred))
+    weight, eps = (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
+    sizes = *shape, step or shape[1], num_rotated or shape[1]
+    return KernelCall(_library(dtype).rotate, RotateCall(*slices, weight, *sizes, eps, isinstance(norm, ZeroCentredRMSNorm)))
 
 
 @cache

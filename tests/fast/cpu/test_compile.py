@@ -520,7 +520,7 @@ def test_the_comparison_notices_what_a_kernel_forgets(wrong, dtype, tmp_path, mo
 
     monkeypatch.setattr(PackedLinear, "call", forgetful)
     if wrong == "norm":
-        monkeypatch.setattr(module, "rotate_call", lambda *given, **more: rotate(*given[:3], (None, None), *given[4:], **more))
+        monkeypatch.setattr(module, "rotate_call", lambda *given, **more: rotate(*given[:2], None, *given[3:], **more))
     path = tiny_models.save("qwen3", tmp_path)
     model = load(path, dtype)
     model = compile_model(model).model

@@ -86,8 +86,11 @@ def test_queries_and_keys_are_rotated_as_in_python_and_values_are_not(
     rotated = [part if norm is None else norm(part) for part, norm in zip(rotated, norms, strict=True)]
     expected = torch.cat([*(apply_rotary(part, cos, sin) for part in rotated), values], dim=1)
     slices = Slice(0, 0, sum(nums) * head_dim), Slice(1, 0, head_dim), Slice(2, 0, head_dim)
-    call = lambda: rotate_call(dtype, head_dim, (num_heads, num_kv_heads), norms, *slices, slices[0])  # noqa: E731
-    program(call)(num_tokens, (qkv, cos, sin))
+    keys = Slice(0, num_heads * head_dim, sum(nums) * head_dim)
+    program(
+        lambda: rotate_call(dtype, (num_heads, head_dim), norms[0], *slices, slices[0]),
+        lambda: rotate_call(dtype, (num_kv_heads, head_dim), norms[1], keys, *slices[1:], keys),
+    )(num_tokens, (qkv, cos, sin))
     assert torch.equal(qkv[:, -num_kv_heads:], values)
     assert (qkv.float() - expected.float()).abs().max() < 2 * tolerance
 
@@ -113,7 +116,7 @@ def test_a_part_of_each_head_is_rotated_out_of_rows_that_have_gates_and_the_gate
     angle_slices = Slice(1, 0, num_rotated), Slice(2, 0, num_rotated)
     program(
         lambda: rotate_call(
-            dtype, head_dim, (num_heads, 0), (norm, None), Slice(0, 0, 2 * width), *angle_slices, Slice(3, 0, width),
+            dtype, (num_heads, head_dim), norm, Slice(0, 0, 2 * width), *angle_slices, Slice(3, 0, width),
             num_rotated=num_rotated, step=2 * head_dim,
         ),
         lambda: gate_call(
