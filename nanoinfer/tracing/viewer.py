@@ -27,22 +27,23 @@ def page(rows: Iterable[Row], *, at: str = "", differences: dict[str, dict[int, 
         at: Where it opens, such as "step=17&token=4". An address with a # has precedence.
         differences: For a page of a comparison: by sequence and position, the texts of the other run's tokens that differ.
     """
-    code = {"/* STYLE */": _read("colours.css") + _read("replay.css"), "/* SCRIPT */": "\n".join(map(_read, _SCRIPTS))}
+    code = {"/* STYLE */": read("colours.css") + read("replay.css"), "/* SCRIPT */": "\n".join(map(read, _SCRIPTS))}
     values = {
         "/* EVENTS */ []": as_script([_shortened(row) for row in rows]),
         "/* DIFFERENCES */ null": as_script(differences),
         "/* START */": at,
     }
-    return _fill(_fill(_read("replay.html"), code), values)
+    return fill(fill(read("replay.html"), code), values)
 
 
-def _fill(template: str, parts: dict[str, str]) -> str:
+def fill(template: str, parts: dict[str, str]) -> str:
     """Fill the template's placeholders. Inserted text is not searched again."""
     assert all(template.count(place) == 1 for place in parts)
     return re.sub("|".join(map(re.escape, parts)), lambda match: parts[match[0]], template)
 
 
-def _read(name: str) -> str:
+def read(name: str) -> str:
+    """The text of a file in page/."""
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 
@@ -96,8 +97,8 @@ def comparison_page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str,
         "runs": [_facts(run) for run in events],
         "pairs": pairs,
     }
-    code = {"/* COLOURS */": _read("colours.css"), "/* ELEMENTS */": _read("elements.js")}
-    return _fill(_fill(_read("comparison.html"), code), {"/* COMPARISON */ {}": as_script(data)})
+    code = {"/* COLOURS */": read("colours.css"), "/* ELEMENTS */": read("elements.js")}
+    return fill(fill(read("comparison.html"), code), {"/* COMPARISON */ {}": as_script(data)})
 
 
 def _answers(events: list[Row]) -> dict[tuple[object, ...], tuple[str, dict[int, tuple[int, str]]]]:
