@@ -3,8 +3,6 @@
 The functions import the modules that measure: torch takes a second to import, and --help does not need it.
 """
 
-import itertools
-import json
 import math
 import os
 from collections.abc import Callable
@@ -200,8 +198,6 @@ prompts.
 Bandwidth: the bytes that a version's steps have to read and write, each weight once per step, by what the memory can deliver in
 that time. Drafts gain only where a model's text repeats itself, so try them with a model of your own (-m)."""
 
-PUBLISHED = Path(__file__).parents[1] / "lab/bench/ladder.json"  # what the command printed with --json on another machine
-
 
 @app.command(cls=Command, help=LADDER_HELP)
 @options.expand_options
@@ -231,18 +227,12 @@ def ladder(
 
 
 def _show_ladder(report: dict[str, Any]) -> None:
-    published = json.loads(PUBLISHED.read_text(encoding="utf-8")) if PUBLISHED.exists() else {"rungs": []}
-    others = {rung["version"]: rung for rung in published["rungs"]}
-    columns = ("published tok/s", "bandwidth") if others else ()
-    table = options.new_table("version", "tok/s", "bandwidth", "longest pause ms", *columns)
+    table = options.new_table("version", "tok/s", "bandwidth", "longest pause ms")
     for rung in report["rungs"]:
-        pair = [rung, others[rung["version"]]] if others else [rung]
-        (tokens_per_s, share), *theirs = ((f"{one['tokens_per_s']:.1f}", f"{one['bandwidth_share']:.1%}") for one in pair)
-        table.add_row(rung["version"], tokens_per_s, share, f"{rung['longest_pause_ms']:.0f}", *itertools.chain(*theirs))
+        share, pause = f"{rung['bandwidth_share']:.1%}", f"{rung['longest_pause_ms']:.0f}"
+        table.add_row(rung["version"], f"{rung['tokens_per_s']:.1f}", share, pause)
     options.print_table(table)
     print(report["machine"])
-    if others:
-        print(f"published: {published['machine']}")
 
 
 @app.command(cls=Command, help=f"Measure tokens per second.\n\n{WORKLOADS_HELP}\n\n{DEFINITIONS}")

@@ -1,9 +1,6 @@
 """`nanoinfer generate`: continue a prompt, and stream the text or print several answers or JSON at the end."""
 
 import json
-import os
-import re
-import shutil
 import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -12,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
-from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
@@ -25,8 +21,6 @@ from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
 if TYPE_CHECKING:
     from nanoinfer.cli.chat_model import ChatModel
     from nanoinfer.llm import LLM
-
-PIECES = re.compile(r"\x1b\[[0-9;]*m|.", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +70,10 @@ def generate(
         structured_outputs=None if json_schema is None else StructuredOutputsParams(json=options.read_file(json_schema)),
     )
     request: PromptType = llm.render_chat([{"role": "user", "content": text}]) if chat else text
-    printer = Printer()
     if echo and not as_json:
-        printer.print(text)
+        print(text, end="", flush=True)
     if length.n == 1 and not as_json:
-        _, output = print_stream(llm, request, params, printer=printer)
+        _, output = print_stream(llm, request, params)
         if output is None:
             raise typer.Exit(130)  # the code that a shell gives
     else:
@@ -125,63 +118,25 @@ def print_stream(
     params: SamplingParams,
     decorate: Callable[[str], str] = str,
     end: str = "",
-    printer: "Printer | None" = None,
 ) -> tuple[str, RequestOutput | None]:
     """Stream an answer to the terminal. Returns its text, and the output, which is None if Ctrl-C ended it.
 
     Args:
         decorate: returns what is printed of a piece of text.
         end: the text to print before the end of the last line.
-        printer: what has printed the beginning of the line.
     """
-    text, output, printer = "", None, printer or Printer()
+    text, output = "", None
     stream = llm.stream(prompt, params)
     with suppress(KeyboardInterrupt), closing(stream):  # closing it aborts the request
         for delta in stream:
             text += delta.text
-            printer.print(decorate(delta.text))
+            print(decorate(delta.text), end="", flush=True)
             output = delta.output
     if text or output is None:  # end the line of the answer, or of the ^C that the terminal shows
         print(end, flush=True)
     if output is not None and (error := output.outputs[0].error):
         raise NanoinferError(error)
     return text, output
-
-
-class Printer:
-    """Prints text in pieces, and on a terminal wraps it at spaces, where the terminal itself would break words.
-
-    A word appears as it grows. When it reaches the edge, it is erased and printed on the next line.
-    """
-
-    def __init__(self) -> None:
-        self._wraps = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-        self._column = 0
-        self._word = ""  # what was printed since the last space
-        self._word_width = 0
-
-    def print(self, text: str) -> None:
-        print("".join(map(self._place, PIECES.findall(text))) if self._wraps else text, end="", flush=True)
-
-    def _place(self, piece: str) -> str:
-        """Return what the terminal gets for a character or an escape sequence."""
-        if piece.startswith("\x1b"):  # a colour, which has no width
-            self._word += piece
-            return piece
-        width = 8 - self._column % 8 if piece == "\t" else cell_len(piece)
-        is_full = self._column + width >= shutil.get_terminal_size().columns  # the last column stays empty
-        if piece == "\n" or (is_full and piece.isspace()):
-            self._column, self._word, self._word_width = 0, "", 0
-            return "\n"
-        before = ""
-        if is_full and self._word_width < self._column:  # the word does not fill the line
-            before = (f"\x1b[{self._word_width}D" if self._word_width else "") + f"\x1b[K\n{self._word}"
-            self._column = self._word_width
-        elif is_full:
-            before, self._column, self._word, self._word_width = "\n", 0, "", 0
-        self._column += width
-        self._word, self._word_width = ("", 0) if piece.isspace() else (self._word + piece, self._word_width + width)
-        return before + piece
 
 
 def logprobs_table(answer: CompletionOutput) -> Table:

@@ -60,7 +60,9 @@ def add_page(app: FastAPI, async_llm: AsyncLLM, model: str, replays: Replays | N
         "has_replays": replays is not None,
         "defaults": {name: getattr(default, name) for name in _SHOWN_DEFAULTS},
     }
-    template = _TEMPLATE.read_text(encoding="utf-8").replace("/* CONFIG */ {}", viewer.as_script(config))
+    parts = {"/* COLOURS */": viewer.read("colours.css"), "/* ELEMENTS */": viewer.read("elements.js")}
+    parts["/* CONFIG */ {}"] = viewer.as_script(config)
+    template = viewer.fill(_TEMPLATE.read_text(encoding="utf-8"), parts)
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:

@@ -8,7 +8,7 @@ runs belong together if they are the same answer to the same prompt, in the orde
 
 import json
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,22 +27,23 @@ def page(rows: Iterable[Row], *, at: str = "", differences: dict[str, dict[int, 
         at: Where it opens, such as "step=17&token=4". An address with a # has precedence.
         differences: For a page of a comparison: by sequence and position, the texts of the other run's tokens that differ.
     """
-    code = {"/* STYLE */": _read("colours.css") + _read("replay.css"), "/* SCRIPT */": "\n".join(map(_read, _SCRIPTS))}
+    code = {"/* STYLE */": read("colours.css") + read("replay.css"), "/* SCRIPT */": "\n".join(map(read, _SCRIPTS))}
     values = {
         "/* EVENTS */ []": as_script([_shortened(row) for row in rows]),
         "/* DIFFERENCES */ null": as_script(differences),
         "/* START */": at,
     }
-    return _fill(_fill(_read("replay.html"), code), values)
+    return fill(fill(read("replay.html"), code), values)
 
 
-def _fill(template: str, parts: dict[str, str]) -> str:
+def fill(template: str, parts: dict[str, str]) -> str:
     """Fill the template's placeholders. Inserted text is not searched again."""
     assert all(template.count(place) == 1 for place in parts)
     return re.sub("|".join(map(re.escape, parts)), lambda match: parts[match[0]], template)
 
 
-def _read(name: str) -> str:
+def read(name: str) -> str:
+    """The text of a file in page/."""
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 
@@ -78,64 +79,42 @@ def _shortened(value: object) -> object:
 def comparison_page(runs: tuple[Iterable[Row], Iterable[Row]], names: tuple[str, str]) -> str:
     """The page of two runs. The events are dicts {"event": its class, its fields ...}."""
     events = [list(run) for run in runs]
-    answers = [_answers(run) for run in events]
-    pairs = [(answers[0][key], answers[1][key]) for key in answers[0] if key in answers[1]]
-    tokens = [_tokens(run) for run in events]
-    frames = []
-    for side, run in enumerate(events):
-        other = 1 - side
-        matched = {pair[side]: _differences(tokens[side][pair[side]], tokens[other][pair[other]]) for pair in pairs}
-        frames.append(page(run, differences=matched))
+    first, second = map(_answers, events)
+    differences: tuple[dict[str, dict[int, str | None]], ...] = {}, {}  # of each run, as page() takes them
+    pairs: list[Row] = []
+    for key in (key for key in first if key in second):
+        ids, tokens = zip(first[key], second[key], strict=True)
+        positions = sorted({*tokens[0], *tokens[1]})
+        different = [at for at in positions if tokens[0].get(at) != tokens[1].get(at)]
+        for side, name in enumerate(ids):
+            own, other = tokens[side], tokens[1 - side]
+            differences[side][name] = {at: other[at][1] if at in other else None for at in different if at in own}
+        num_tokens, num_equal = [len(tokens[0]), len(tokens[1])], len(positions) - len(different)
+        pairs.append({"ids": ids, "numTokens": num_tokens, "numEqual": num_equal, "first": next(iter(different), None)})
     data = {
         "names": names,
-        "pages": frames,
+        "pages": [page(run, differences=found) for run, found in zip(events, differences, strict=True)],
         "runs": [_facts(run) for run in events],
-        "pairs": [_pair(pair, tokens[0][pair[0]], tokens[1][pair[1]]) for pair in pairs],
+        "pairs": pairs,
     }
-    code = {"/* COLOURS */": _read("colours.css"), "/* ELEMENTS */": _read("elements.js")}
-    return _fill(_fill(_read("comparison.html"), code), {"/* COMPARISON */ {}": as_script(data)})
+    code = {"/* COLOURS */": read("colours.css"), "/* ELEMENTS */": read("elements.js")}
+    return fill(fill(read("comparison.html"), code), {"/* COMPARISON */ {}": as_script(data)})
 
 
-def _answers(events: list[Row]) -> dict[tuple[tuple[int, ...], int, int], str]:
-    """{(prompt, number of earlier requests with this prompt, number of the answer): sequence id}, in order of the requests."""
-    sequences = defaultdict(list)
-    for sequence_id in _tokens(events):
-        request_id, _, answer = sequence_id.partition(".")
-        sequences[request_id].append((int(answer or 0), sequence_id))
-    answers, num_added = {}, Counter[tuple[int, ...]]()
+def _answers(events: list[Row]) -> dict[tuple[object, ...], tuple[str, dict[int, tuple[int, str]]]]:
+    """{(prompt, number of earlier requests with it, number of the answer): (sequence id, {position: token id and text})}."""
+    keys: dict[str, tuple[object, ...]] = {}  # of the requests
+    num_added, answers = Counter[tuple[int, ...]](), {}
     for event in events:
         if event["event"] == "RequestAdded":
             prompt = tuple(event["prompt_token_ids"])
-            for number, sequence_id in sorted(sequences[event["request_id"]]):
-                answers[prompt, num_added[prompt], number] = sequence_id
+            keys[event["request_id"]] = prompt, num_added[prompt]
             num_added[prompt] += 1
+        elif event["event"] == "TokenAppended":
+            request_id, _, number = event["sequence_id"].partition(".")
+            _, tokens = answers.setdefault((*keys[request_id], number), (event["sequence_id"], {}))
+            tokens[event["position"]] = event["token_id"], event["token"]
     return answers
-
-
-def _tokens(events: list[Row]) -> dict[str, dict[int, Row]]:
-    """{sequence id: {position: the event of the token there}}."""
-    tokens: dict[str, dict[int, Row]] = defaultdict(dict)
-    for event in events:
-        if event["event"] == "TokenAppended":
-            tokens[event["sequence_id"]][event["position"]] = event
-    return tokens
-
-
-def _differences(tokens: dict[int, Row], others: dict[int, Row]) -> dict[int, str | None]:
-    """{position: the text of the other run's token, None if it has none} where the token is another one."""
-    found: dict[int, str | None] = {}
-    for position, event in tokens.items():
-        other = others.get(position)
-        if other is None or other["token_id"] != event["token_id"]:
-            found[position] = other["token"] if other else None
-    return found
-
-
-def _pair(pair: tuple[str, str], left: dict[int, Row], right: dict[int, Row]) -> Row:
-    """Two sequences that belong together: their lengths, the number of equal tokens and the first position that differs."""
-    different = sorted({*_differences(left, right), *_differences(right, left)})
-    num_equal = len({*left, *right}) - len(different)
-    return {"ids": pair, "numTokens": [len(left), len(right)], "numEqual": num_equal, "first": next(iter(different), None)}
 
 
 def _facts(events: list[Row]) -> Row:

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 import nanoinfer.llm
 import nanoinfer.loading.checkpoint
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.cli.generate import PIECES, Printer
 from nanoinfer.cli.main import app
 from nanoinfer.errors import NanoinferError
 
@@ -102,57 +101,6 @@ def test_the_numbers_of_tokens_and_the_speed_go_to_standard_error(llm):
     assert re.fullmatch(
         r"prompt 4 tokens \(\d+ cached\), first token after \d+\.\d\d s, output 6 tokens, \d+\.\d tokens/s\n", result.stderr
     )
-
-
-class Screen:
-    """A terminal that understands what Printer writes, and breaks lines that are too long where they end, as terminals do."""
-
-    def __init__(self, width):
-        self.width, self.lines = width, [""]
-
-    def write(self, text):
-        for piece in re.findall(r"\x1b\[\d*[A-Za-z]|.", text, re.DOTALL):
-            if piece.endswith("D") and piece[0] == "\x1b":
-                self.lines[-1] = self.lines[-1][: -int(piece[2:-1])]
-            elif piece == "\n" or len(self.lines[-1]) == self.width:
-                self.lines.append("" if piece == "\n" else piece)
-            elif piece[0] != "\x1b":
-                self.lines[-1] += piece
-
-
-def printed(pieces, width, monkeypatch, capsys, *, is_terminal=True):
-    monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
-    printer = Printer()
-    for piece in pieces:
-        printer.print(piece)
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_a_terminal_gets_whole_words_however_a_text_comes(size, monkeypatch, capsys):
-    text = "Once upon a time, there was a\nvery small  duck named \x1b[2mMaximilian\x1b[0m. " + "x" * 30 + " The end."
-    screen = Screen(16)
-    pieces = PIECES.findall(text)  # colours come whole
-    chunks = ["".join(pieces[at : at + size]) for at in range(0, len(pieces), size)]
-    screen.write(printed(chunks, 16, monkeypatch, capsys))
-    assert [line.rstrip() for line in screen.lines] == [
-        "Once upon a",
-        "time, there was",
-        "a",
-        "very small",
-        "duck named",
-        "Maximilian.",
-        "x" * 15,
-        "x" * 15,
-        "The end.",
-    ]
-
-
-def test_a_pipe_gets_the_text_as_it_is(monkeypatch, capsys):
-    text = "Once upon a time, there was a very small duck."
-    assert printed([text], 16, monkeypatch, capsys, is_terminal=False) == text
 
 
 def test_a_prompt_that_is_too_long_is_an_error_in_json_too():

@@ -1,7 +1,7 @@
-// Elements of the page, for one run and for two.
+// Elements of a page.
 const byId = id => document.getElementById(id);
 
-/** el("p.small", {title: "..."}, "text"): an element. A string becomes text, never markup: tokens may look like tags. */
+/** el("p.small", {title: "..."}, "text"): an element. A string becomes text, never markup: tokens and answers may look like tags. */
 function el(tagAndClasses, properties = {}, ...children) {
   const [tag, ...classes] = tagAndClasses.split(".");
   const node = document.createElement(tag);
