@@ -44,14 +44,7 @@ _SIZES = (
 _RANGES = {"rms_norm_eps": (0, 1), "layer_norm_epsilon": (0, 1), "query_pre_attn_scalar": (1e-3, 1e6)}
 
 MAX_TOKENIZER_BYTES = 2**26  # for a single file. Gemma 3's tokenizer.json has 33 MB
-_TOKENIZER_FILES = (
-    "tokenizer",
-    "vocab",
-    "merges",
-    "special_tokens_map",
-    "added_tokens",
-    "chat_template",
-)  # beginnings of names
+_TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")  # name beginnings
 
 
 @dataclass(frozen=True, slots=True)

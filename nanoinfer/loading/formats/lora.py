@@ -49,7 +49,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """The update B @ A * scale of one adapter for a linear layer. The matrices are views of the adapter's file, in its dtype."""
+    """The update B @ A * scale of one adapter for a linear layer. The matrices are views of the file, in its dtype."""
 
     a: Tensor  # [r, in]
     b: Tensor  # [out, r]
