@@ -1,7 +1,7 @@
 """The attention interface: the callable of a model, the metadata of a step, the protocol and the table of backends.
 
-A model calls `attend(layer, q, k, v)`, which stores this step's k and v and returns the weighted values. A model without a KV
-cache gets `DenseAttention()`, and a model with one gets a backend's `begin_step(cache, metadata)`. Nothing else differs.
+A model calls `attend(layer, q, k, v)`, which stores this step's k and v and returns the weighted values. Without a KV
+cache a model gets `DenseAttention()`, and with a KV cache a backend's `begin_step(cache, metadata)`. Nothing else differs.
 """
 
 import logging
@@ -26,41 +26,41 @@ class Attend(Protocol):
     """Causal attention of this step's tokens over all tokens of their sequences so far, themselves included.
 
     Scores are q . k / sqrt(head_dim). num_heads is a multiple of num_kv_heads (GQA): heads g * i .. g * i + g - 1 share KV
-    head i, with g = num_heads / num_kv_heads. Layers with a window or sinks (dense.py) name them, others do not.
+    head i, with g = num_heads / num_kv_heads. Layers with a window or sinks (dense.py) pass them, others do not.
     """
 
     def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, *, window: Window = None, sinks: Sinks = None) -> Queries: ...
 
 
-# (state, *rows) -> (outputs, state after the rows): the parts of states [num_seqs, ...], rows [num_seqs, num_tokens, ...]
+# (state, *rows) -> (outputs, state after the rows). Shapes: parts of a state [num_seqs, ...], rows [num_seqs, num_tokens, ...]
 Advance = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
 
 
 class Recur(Attend, Protocol):
     """The Attend of a model some of whose layers keep a state for each sequence instead of keys and values.
 
-    Its config has num_attention_layers, num_state_layers and state_shapes, the shapes of the parts of a state in one layer.
-    Layers are counted among those of their kind. A state is in fp32, and zeros before the first token.
+    Its config has num_attention_layers, num_state_layers and state_shapes, the shapes of a state's parts in one layer.
+    Layers are counted among those of their kind. A state is in fp32, and consists of zeros before the first token.
     """
 
     def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
         """Call `advance` for sequences with equally many new tokens, and keep their states.
 
         Args:
-            layer: among the layers that keep a state.
-            advance: advances states by the rows of some tokens.
-            rows: [num_tokens, ...] each, of this step's tokens.
+            layer: the index of the layer among those that keep a state.
+            advance: advances the states by the rows of some tokens.
+            rows: tensors [num_tokens, ...] with a row for each of this step's tokens.
 
         Returns:
-            The outputs of `advance`, for each token.
+            The outputs of `advance` for each token.
         """
         ...
 
 
 class StateRows(NamedTuple):
-    """Packed tokens start .. stop - 1 of a sequence, the slot of its state before them, and those that the step writes.
+    """The packed tokens start .. stop - 1 of a sequence, the slot of its state before them, and the slots that the step writes.
 
-    writes: after how many of these tokens -> the slot that gets the state, in rising order. The last is after all of them.
+    writes: number of these tokens -> the slot that gets the state after them, in rising order, up to all of them.
     """
 
     start: int
@@ -84,9 +84,9 @@ class AttentionMetadata:
     The first num_decodes sequences have one new token each, and the prompt chunks follow. The *_cpu lists hold the values of
     the tensors as Python ints, for backends that loop over sequences.
 
-    The layers of a KV group share it. In a group with a window, blocks before the window may be -1, because they were freed.
+    The layers of a KV group share the metadata. In a group with a window, freed blocks before the window may be -1.
 
-    states: of the sequences of a model with a Recur.
+    states: where the states of the sequences are, for a model with a Recur. Empty: the model keeps none.
     """
 
     query_start_loc: Int[Tensor, " num_seqs_plus_1"]
@@ -110,7 +110,7 @@ class AttentionBackend(Protocol):
     It must store k and v by KVCache.write, or as kv_cache.finite_values returns them, and mask a score by setting it to -inf,
     so that a token that is not finite reaches no query of another sequence.
 
-    One that reads the pages of a KVCache of torch.int8 as well has `supports_int8_cache = True`, and one whose Attend takes
+    A backend that reads the pages of a KVCache of torch.int8 as well has `supports_int8_cache = True`. One whose Attend takes
     windows and sinks has `supports_windows = True`.
     """
 
@@ -131,7 +131,7 @@ class AttentionBackend(Protocol):
         ...
 
 
-# name -> "module:class", imported on first use because its dependencies may not be installed, or the class itself
+# name -> "module:class", imported on first use because its dependencies may be missing, or the class itself
 BACKENDS: dict[str, str | type[Any]] = {
     "reference": "nanoinfer.attention.reference:ReferenceBackend",
     "cpu": "nanoinfer.attention.cpu:CPUBackend",
@@ -146,17 +146,17 @@ def register_backend(name: str, backend_class: Any) -> None:
     """Make an attention backend available as LLM(attention_backend=name), and to `nanoinfer.cli.doctor.examine()`.
 
     Args:
-        name: Any name except "auto". An existing backend of this name is replaced.
-        backend_class: A class that implements AttentionBackend.
+        name: any name except "auto". A backend of this name is replaced.
+        backend_class: a class that implements AttentionBackend.
 
     Raises:
-        InvalidTypeError: If backend_class is not such a class.
-        InvalidValueError: If the name is "auto".
+        InvalidTypeError: backend_class is not such a class.
+        InvalidValueError: the name is "auto".
     """
     if name == "auto":
         raise InvalidValueError("the name 'auto' is reserved for choosing a backend; use another name")
     needed = ("layout", "default_block_size", "supports_cuda_graph", "unsupported_reason", "begin_step")
-    if missing := [one for one in needed if not (isinstance(backend_class, type) and hasattr(backend_class, one))]:
+    if missing := [name for name in needed if not (isinstance(backend_class, type) and hasattr(backend_class, name))]:
         raise InvalidTypeError(f"backend_class must be a class like AttentionBackend, got {backend_class!r}: no {missing[0]}")
     BACKENDS[name] = backend_class
 
@@ -171,9 +171,9 @@ def select_backend(
     enforce_eager: bool = False,
     has_windows: bool = False,
 ) -> tuple[str, AttentionBackend]:
-    """Construct the attention backend of this name, and return its name and it. "auto" is the first of PREFERRED that fits.
+    """Construct the attention backend of this name, and return both. "auto" is the first of PREFERRED that fits.
 
-    The reason for each backend that "auto" skips is logged. A block_size of None is the backend's default. has_windows: some
+    "auto" logs why it skips a backend. block_size: None is the backend's default. has_windows: whether some
     layers have a window or sinks.
     """
     if name != "auto" and name not in BACKENDS:
@@ -193,7 +193,7 @@ def select_backend(
 def find_backend(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None
 ) -> tuple[Any, str | None]:
-    """Return the class of a backend and None, or None and the reason why it is not supported."""
+    """Return a backend's class and None, or None and the reason why the backend is not supported."""
     entry = BACKENDS[name]
     try:
         if isinstance(entry, str):
@@ -201,7 +201,7 @@ def find_backend(
             entry = getattr(import_module(module), class_name)
     except ModuleNotFoundError as error:
         return None, f"{error.name} is not installed"
-    except (ImportError, OSError) as error:  # for example built for another version of torch
+    except (ImportError, OSError) as error:  # for example, the package was built for another version of torch
         return None, f"it cannot be imported: {first_line(error)}"
     reason = entry.unsupported_reason(device, dtype, head_dim, block_size or entry.default_block_size)
     return (None, reason) if reason else (entry, None)

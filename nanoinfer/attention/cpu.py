@@ -15,21 +15,21 @@ from nanoinfer.attention.dense import Keys, Queries, Sinks, Window
 from nanoinfer.attention.kv_cache import KVCache, Layout, Pages, finite_values, loaded, stored
 from nanoinfer.system.process import keep_freed_memory
 
-# Limit for the gathered pages of paged_decode, so that they are still in the processor's cache when read.
+# Limit for the bytes of the gathered pages of paged_decode, so that they are still in the processor's cache when read.
 SCRATCH_BYTES = 2 * 2**20
-QUERY_BLOCK = 128  # of prefill
-SCORES_BYTES = 4 * 2**20  # limit for the scores of a block of queries: it sets the number of heads computed at a time
+QUERY_BLOCK = 128  # the most queries that prefill computes at a time
+SCORES_BYTES = 4 * 2**20  # limit for the scores of a block of queries, which sets the number of heads computed at a time
 
 
 class DecodeRows(NamedTuple):
-    """Where each decoding sequence is in the cache: the slot of its new token, its blocks, its length, new token included."""
+    """The cache positions of decoding sequences: the slot of the new token, the blocks, the length with the new token."""
 
     slots: Int[Tensor, " num_seqs"]
     block_tables: Int[Tensor, "num_seqs max_blocks"]
     seq_lens: Int[Tensor, " num_seqs"]
 
     def within(self, window: int, block_size: int) -> "DecodeRows":
-        """The same rows without the blocks before each one's window, as if their sequences began there."""
+        """Return the same rows without the blocks before each sequence's window, as if the sequences began there."""
         skipped = (self.seq_lens - window).clamp(min=0) // block_size
         columns = skipped.unsqueeze(1) + torch.arange((window + block_size - 2) // block_size + 1)
         tables = self.block_tables.gather(1, columns.clamp(max=self.block_tables.shape[1] - 1))
@@ -37,9 +37,9 @@ class DecodeRows(NamedTuple):
 
 
 class PrefillChunks(NamedTuple):
-    """A step's prompt chunks: slots of their tokens, the first token of each, blocks, and tokens so far, the chunk's included.
+    """The prompt chunks of a step: their tokens' slots, their first tokens, their blocks, and their sequences' lengths so far.
 
-    starts is counted from any token.
+    starts may be counted from any token.
     """
 
     slots: Int[Tensor, " num_tokens"]
@@ -51,12 +51,12 @@ class PrefillChunks(NamedTuple):
 def paged_decode(
     q: Queries, k: Keys, v: Keys, k_pages: Pages, v_pages: Pages, rows: DecodeRows, window: Window = None, sinks: Sinks = None
 ) -> Queries:
-    """Store each sequence's new k and v, then attend with its one query over all of its tokens. Sums are in fp32.
+    """Store each sequence's new k and v, then attend with its only query over all of its tokens. Sums are in fp32.
 
-    It uses products and sums. The bits of a matmul's row may depend on the number of rows.
+    It uses elementwise products and sums, because the bits of a matmul's row may depend on the number of rows.
 
     Masked blocks at the end of a table change no bit. Where the terms that are summed over the blocks have a multiple of 64
-    columns (heads times head_dim or slots), torch adds one block after another. In other columns it adds every fourth block
+    columns (heads times head_dim or slots), torch adds the blocks in order. In other columns it adds every fourth block
     to one of four sums, so the tables are padded to a multiple of 4 blocks.
     """
     num_seqs, num_heads, head_dim = q.shape
@@ -100,8 +100,8 @@ def causal_attention(
 ) -> Float[Tensor, "num_queries num_heads head_dim"]:
     """Attend with the last num_queries tokens of a sequence over all of its tokens so far. Scores and softmax are in fp32.
 
-    It processes a block of queries at a time. Their scores are then still in the processor's cache when they become weights,
-    and the keys that no query of the block attends to are skipped. In bfloat16, for which torch's fused attention has no kernel
+    It computes a block of queries at a time, whose scores stay in the processor's cache until they become weights. Keys that
+    no query of the block attends to are skipped. In bfloat16, for which torch's fused attention has no kernel
     on a CPU, this takes 0.6 to 0.9 of the fused attention's time from 64 to 4,096 tokens, in float32 0.85 to 1.2.
 
     The queries that share a KV head are rows of one matrix, so keys are never repeated.
@@ -139,7 +139,7 @@ def causal_attention(
 
 
 class CPUBackend:
-    """The default on a CPU, and with enforce_eager all of it."""
+    """The default backend on a CPU. With enforce_eager, nothing else runs."""
 
     layout: Layout = "HND"
     default_block_size = 64
@@ -161,7 +161,7 @@ class CPUBackend:
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, rows: DecodeRows, window: Window, sinks: Sinks
     ) -> Tensor:
-        """paged_decode for groups of sequences whose gathered pages stay in the processor's cache."""
+        """Call paged_decode for groups of sequences whose gathered pages fit the processor's cache."""
         k_pages, v_pages = cache.layer(layer)
         if window is not None:
             rows = rows.within(window, cache.block_size)
@@ -178,7 +178,7 @@ class CPUBackend:
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, chunks: PrefillChunks, window: Window, sinks: Sinks
     ) -> Tensor:
-        """causal_attention for each chunk, after its k and v are stored."""
+        """Store the k and v of each chunk, then call causal_attention."""
         cache.write(layer, chunks.slots, k, v)
         out = torch.empty_like(q)
         starts = [start - int(chunks.starts[0]) for start in chunks.starts.tolist()]
@@ -192,7 +192,7 @@ class CPUBackend:
 
 
 class CPUStep:
-    """One step's attend: the decoding sequences and the prompt chunks, each by a method of the backend."""
+    """The Attend of one step: a method of the backend for the decoding sequences, and another for the prompt chunks."""
 
     def __init__(self, cache: KVCache, metadata: AttentionMetadata, backend: CPUBackend) -> None:
         self.cache, self.metadata, self.backend = cache, metadata, backend

@@ -6,7 +6,7 @@ out_i        = sum_j softmax_j(scores[i]) v_j
 Two options of some models change which keys count, and by how much:
 
 window    query i attends to keys i - window + 1 .. i only. Source: Beltagy et al. 2020, https://arxiv.org/abs/2004.05150
-sinks     each head has one more key, with this score and a value of 0, so that the weights of the others sum to less than 1.
+sinks     each head has an extra key, with this score and a value of 0, so that the weights of the others sum to less than 1.
           Source: https://arxiv.org/abs/2508.10925 (gpt-oss), after Xiao et al. 2023, https://arxiv.org/abs/2309.17453
 """
 
@@ -18,19 +18,19 @@ from torch import Tensor
 
 Queries = Float[Tensor, "num_tokens num_heads head_dim"]
 Keys = Float[Tensor, "num_tokens num_kv_heads head_dim"]  # and values
-Window = int | None  # in tokens. None: there is none, and the same for sinks
+Window = int | None  # in tokens. None: no window. Sinks likewise
 Sinks = Float[Tensor, " num_heads"] | None
 
 
 def with_whole_heads(x: Keys) -> Keys:
-    """Return x, or a copy if the heads of a token are not side by side, as kernels need them. A token's stride may be any."""
+    """Return x, or a copy if the heads of a token are not contiguous, as kernels need them. A token's stride may be any."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 class DenseAttention:
-    """Attention for `model(input_ids, positions, DenseAttention())`, whose tokens are one sequence. It stores nothing.
+    """Attention for `model(input_ids, positions, DenseAttention())`, whose tokens are a single sequence. It stores nothing.
 
-    state_shapes: of a model whose other layers keep a state (Recur in base.py).
+    state_shapes: the shapes of a state's parts, if other layers keep states (Recur in base.py).
     """
 
     def __init__(self, state_shapes: tuple[tuple[int, ...], ...] = ()) -> None:

@@ -16,7 +16,7 @@ BLOCK_SIZE = 256  # and its multiples
 
 
 class FlashBackend:
-    """The preferred backend on a GPU, if flash-attn is installed."""
+    """The preferred backend on a GPU if flash-attn is installed."""
 
     layout: Layout = "NHD"
     default_block_size = BLOCK_SIZE
@@ -44,7 +44,7 @@ class FlashBackend:
 
 
 class FlashAttend:
-    """The Attend of one step: one library call for the decoding sequences, and one for the prompt chunks after them."""
+    """The Attend of one step: a library call for the decoding sequences, and another for the prompt chunks after them."""
 
     def __init__(self, cache: KVCache, metadata: AttentionMetadata) -> None:
         self._cache = cache

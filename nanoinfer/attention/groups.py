@@ -1,6 +1,6 @@
 """The attention of a step whose layers are in several KV groups: each layer attends by the block tables of its group.
 
-In: the metadata of each group. Out: an Attend. A model whose layers are one group has no need of it.
+In: the metadata of each group. Out: an Attend. Models whose layers form a single group do not use it.
 """
 
 from torch import Tensor

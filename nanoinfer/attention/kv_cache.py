@@ -1,7 +1,7 @@
 """The tensors of the paged KV cache: write slots, read blocks, copy blocks.
 
-In: block ids and slots, chosen by the block manager. Out: keys and values. The cache does not know which sequence they belong
-to. A slot holds one token: slot = block * block_size + offset. The attention backend chooses the order of a block's axes:
+In: block ids and slots, chosen by the block manager. Out: keys and values. The cache does not know which sequence owns them.
+A slot holds one token: slot = block * block_size + offset. The attention backend chooses the order of a block's axes:
 
     "NHD"  [num_blocks, block_size, num_kv_heads, head_dim]   a token's heads are contiguous (GPUs)
     "HND"  [num_blocks, num_kv_heads, block_size, head_dim]   a head's tokens are contiguous (CPUs)
@@ -26,12 +26,12 @@ from nanoinfer.system.transfer import integers_on_device
 Layout = Literal["NHD", "HND"]
 Pages = Shaped[Tensor, "num_blocks num_kv_heads block_size stored_size"]  # of a layer in HND. stored_size: see KVCache
 
-SCALE_BYTES = 4  # after a head of 8-bit integers
+SCALE_BYTES = 4  # of the scale that follows a head of 8-bit integers
 
 
 @runtime_checkable
 class LayerSizes(Protocol):
-    """What the cache reads of a model's config. CacheSizes.of says what some configs have in addition."""
+    """The fields that the cache reads of a model's config. CacheSizes.of lists further fields that some configs have."""
 
     @property
     def num_hidden_layers(self) -> int: ...
@@ -43,9 +43,9 @@ class LayerSizes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that keep the keys and values of the same tokens, so that one block table of a sequence serves all of them.
+    """Layers that keep the keys and values of the same tokens, so that they share a block table of each sequence.
 
-    window: the tokens that a query attends to, itself included. None: all, so that every block is kept.
+    window: the number of tokens that a query attends to, itself included. None: all tokens, so that every block is kept.
     """
 
     window: int | None
@@ -53,9 +53,9 @@ class KVGroup:
 
 
 def kv_groups(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
-    """Group the layers of a model by their windows. windows: the window of each layer.
+    """Group the layers of a model by their windows. windows: the window of each layer, in tokens. None: no window.
 
-    All groups take blocks from one pool, and a block has a place for each layer of a group. So that few places stay empty, the
+    The groups share a pool of blocks, and a block has a place for each layer of a group. So that few places stay empty, the
     layers of the more frequent kind are several groups of as many layers as the other kind has.
     """
     layers_of: dict[int | None, list[int]] = {}
@@ -75,9 +75,9 @@ class CacheSizes:
 
     Attributes:
         groups: the layers that have keys and values.
-        has_windows: whether some of them have a window or sinks, which a backend must know.
-        num_state_layers: the layers that keep a state instead (Recur in base.py).
-        state_shapes: of the parts of a state in one layer. (): no layer keeps one.
+        has_windows: whether some layers have a window or sinks, which a backend must support.
+        num_state_layers: the number of layers that keep a state instead (Recur in base.py).
+        state_shapes: the shapes of a state's parts in one layer. (): no layer keeps a state.
     """
 
     num_kv_heads: int
@@ -89,7 +89,7 @@ class CacheSizes:
 
     @classmethod
     def of(cls, config: LayerSizes) -> "CacheSizes":
-        """Read a config. If the layers of a family are not all alike, its configs have some of the fields in `usual`."""
+        """Read a config. Configs of families whose layers are not all alike have some of the fields in `usual`."""
         usual: dict[str, Any] = {"layer_windows": (), "has_sinks": False, "state_shapes": (), "num_state_layers": 0}
         usual["num_attention_layers"] = config.num_hidden_layers
         given = {name: getattr(config, name, value) for name, value in usual.items()}
@@ -105,7 +105,7 @@ class CacheSizes:
 
     @property
     def num_layers(self) -> int:
-        """The layers that have keys and values."""
+        """The number of layers that have keys and values."""
         return sum(len(group.layers) for group in self.groups)
 
     @property
@@ -129,7 +129,7 @@ class CacheSizes:
 
 
 class KVCache:
-    """One pool of blocks, each of which has keys and values in every layer of a KV group.
+    """A pool of blocks, each of which has keys and values in every layer of a KV group.
 
     A head takes head_dim numbers. With dtype torch.int8 it takes head_dim + 4 bytes, as quantized_heads returns them.
     """
@@ -148,7 +148,7 @@ class KVCache:
         groups: tuple[KVGroup, ...] = (),
         states: "StateCache | None" = None,
     ) -> None:
-        """groups: of the model's layers. (): all layers are one group without a window. states: of its other layers, if any."""
+        """groups: the KV groups of the layers. (): a single group without a window. states: None: no layer keeps a state."""
         self.states = states
         self.groups = groups or (KVGroup(None, tuple(range(num_layers))),)
         self.num_blocks = num_blocks
@@ -170,8 +170,8 @@ class KVCache:
         """Make the cache of a model.
 
         Args:
-            num_state_slots: for the sequences' states, if its layers keep some.
-            options: num_blocks, block_size, dtype and layout, as KVCache takes them.
+            num_state_slots: the number of slots for states, for models whose layers keep states.
+            options: the arguments num_blocks, block_size, dtype and layout of KVCache.
         """
         states = None
         if num_layers := sizes.num_state_layers:
@@ -187,7 +187,7 @@ class KVCache:
         )
 
     def tensors(self) -> list[Tensor]:
-        """The memory of all blocks, and of the states."""
+        """The tensors of all blocks, and of the states."""
         return [*chain.from_iterable(self._pool), *(() if self.states is None else self.states.tensors)]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -196,7 +196,7 @@ class KVCache:
 
     @property
     def pages(self) -> list[Tensor]:
-        """What a block consists of: tensors whose first axis counts the blocks. Several layers may share one."""
+        """The tensors of the blocks, whose first axis counts the blocks. Several layers may share a tensor."""
         return list(chain.from_iterable(self._pool))
 
     @property
@@ -216,7 +216,7 @@ class KVCache:
         return k, v
 
     def num_blocks_before(self, position: int, window: int | None) -> int:
-        """The number of a sequence's first blocks of which the query at this position reads nothing, nor any later one."""
+        """Return the number of a sequence's first blocks that neither the query at this position nor any later query reads."""
         return 0 if window is None else max(position - window + 1, 0) // self.block_size
 
     def _by_slot(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -233,12 +233,12 @@ class KVCache:
 
 
 class StateCache:
-    """One pool of slots, each of which has the parts of a state in every layer that keeps one, in fp32."""
+    """A pool of slots, each of which has the parts of a state in every layer that keeps a state, in fp32."""
 
     def __init__(
         self, *, num_layers: int, num_slots: int, shapes: Sequence[tuple[int, ...]], device: torch.device | str = "cpu"
     ) -> None:
-        """shapes: of the parts of a state in one layer."""
+        """shapes: the shapes of a state's parts in one layer."""
         self._layers = [
             tuple(zeros((num_slots + 1, *shape), torch.float32, torch.device(device)) for shape in shapes)
             for _ in range(num_layers)
@@ -254,25 +254,25 @@ class StateCache:
 
 
 def finite_values(k: Keys, v: Keys) -> tuple[Keys, Keys]:
-    """Return k and v as they are stored: where a token's v is not finite (fp16 overflow, damaged weights), v is 0 and k is NaN.
+    """Return k and v as they are stored: if a token's v is not finite (fp16 overflow, damaged weights), v is 0 and k is NaN.
 
     Attention masks a key by replacing its score by -inf, but masks a value by weight 0, and 0 * NaN is NaN. So a NaN in v would
     reach every query that shares a matrix product with the token, and later every sequence that is given the token's block. A
     NaN in k reaches only the queries that attend to the token, whose sequence then ends with an error.
     """
-    if v.device.type == "cpu" and v.sum().isfinite():  # a GPU would have to be waited for
+    if v.device.type == "cpu" and v.sum().isfinite():  # on a GPU, the host would have to wait
         return k, v
     is_finite = v.isfinite().all(-1, keepdim=True)  # [num_tokens, num_kv_heads, 1]
     return k.where(is_finite, float("nan")), v.where(is_finite, 0.0)
 
 
 def stored(heads: Keys, dtype: torch.dtype) -> Tensor:
-    """Keys or values as a cache of this dtype stores them."""
+    """Return keys or values as a cache of this dtype stores them."""
     return quantized_heads(heads) if dtype == torch.int8 else heads.to(dtype)
 
 
 def loaded(pages: Tensor) -> Tensor:
-    """The inverse of `stored`: the cache's numbers, converted to fp32 if they are stored in 8 bits."""
+    """Invert `stored`: return the cache's numbers, converted to fp32 if they are stored in 8 bits."""
     if pages.dtype != torch.int8:
         return pages
     return pages[..., :-SCALE_BYTES].float() * pages[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(
@@ -283,9 +283,9 @@ def loaded(pages: Tensor) -> Tensor:
 def quantized_heads(heads: Keys) -> Int8[Tensor, "num_tokens num_kv_heads head_dim_plus_4"]:
     """Round each head to integers in -127 .. 127, followed by the four bytes of their scale in fp32.
 
-    A number is scale * integer, and the largest one of a head is exact. If a number of a head is not finite, neither is the
-    scale, so the whole head becomes NaN.
-    Source: a scale for each token, as for keys and values in Sheng et al. 2023, https://arxiv.org/abs/2303.06865.
+    A number is scale * integer, and the largest number of a head is exact. If a number of a head is not finite, its scale
+    is not finite either, so the whole head becomes NaN.
+    Source: a scale for each token, as in Sheng et al. 2023, https://arxiv.org/abs/2303.06865.
     """
     numbers = heads.float()
     largest = numbers.abs().amax(-1, keepdim=True)
@@ -295,12 +295,12 @@ def quantized_heads(heads: Keys) -> Int8[Tensor, "num_tokens num_kv_heads head_d
 
 
 def _stored_size(head_dim: int, dtype: torch.dtype) -> int:
-    """Elements of a stored head."""
+    """Return the number of elements of a stored head."""
     return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
 
 
 def bytes_per_block(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return 2 (k and v) * layers * tokens * heads * head_dim * bytes of a number. In 8 bits a head has SCALE_BYTES more.
+    """Return 2 (k and v) * layers * tokens * heads * head_dim * bytes of a number. In 8 bits, add SCALE_BYTES for each head.
 
     >>> bytes_per_block(num_layers=12, block_size=16, num_kv_heads=12, head_dim=64, dtype=torch.float32)
     1179648
@@ -309,7 +309,7 @@ def bytes_per_block(*, num_layers: int, block_size: int, num_kv_heads: int, head
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros, which on a CPU take memory page by page when first written (torch.zeros takes all of it at once).
+    """Return zeros. On a CPU, each page takes memory when it is first written (torch.zeros takes all of it at once).
 
     They use the system's huge pages if it has them (Linux: 2 MiB): writing 128 MiB took 7 ms with them and 46 ms without.
     """
@@ -318,6 +318,6 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}  # forks share nothing
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, **private)
     if sys.platform == "linux":
-        with suppress(OSError):  # the kernel was built without huge pages
+        with suppress(OSError):  # the kernel may lack huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -43,7 +43,7 @@ def paged_attention(
     window: Window = None,
     sinks: Sinks = None,
 ) -> Queries:
-    """Store k and v, then attend over each sequence of the step, one after the other."""
+    """Store k and v, then attend over each sequence of the step in turn."""
     cache.write(layer, metadata.slot_mapping, k, v)
     out = torch.empty_like(q)
     starts = metadata.query_start_loc_cpu

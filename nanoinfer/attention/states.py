@@ -1,10 +1,10 @@
-"""The states of layers that keep one instead of keys and values (Recur in base.py): where they are, and how they advance.
+"""The states of layers that keep a state instead of keys and values (Recur in base.py): where they are, and how they advance.
 
-In: a step's StateRows, chosen by scheduling/state_slots.py. Out: the `recur` of a model. It knows neither what a state means
-nor which sequence it belongs to.
+In: a step's StateRows, chosen by scheduling/state_slots.py. Out: the `recur` of a model. It does not know what a state means
+or to which sequence it belongs.
 
-A slot holds a sequence's state in all layers. A step reads the state from one slot and writes it to the same or to another one,
-so a state that a fork shares, or that is kept for the prefix cache, stays as it is. Slot -1 holds zeros: no token was computed.
+A slot holds a sequence's state in all layers. A step reads the state from a slot and writes it to the same or to another slot,
+so a state that a fork or the prefix cache shares stays as it is. Slot -1 holds zeros, the state before any token.
 """
 
 from functools import cached_property
@@ -21,7 +21,7 @@ from nanoinfer.attention.kv_cache import StateCache
 
 
 class Piece(NamedTuple):
-    """Some packed tokens of one sequence, whose state is read from a slot and written to one."""
+    """Some packed tokens of one sequence, with the slot from which its state is read and the slot to which it is written."""
 
     start: int
     stop: int
@@ -33,21 +33,21 @@ class AttendWithStates:
     """One step's attention and recurrence (Recur).
 
     Attributes:
-        attend: the step of the layers with attention.
-        states: what the pieces read and write.
-        pieces: of each sequence, in their order.
+        attend: the Attend of the layers with attention.
+        states: the cache whose slots the pieces read and write.
+        pieces: the pieces of each sequence, in order.
     """
 
     def __init__(self, attend: Attend, states: StateCache, metadata: AttentionMetadata) -> None:
         self.attend, self.states = attend, states
-        is_single = metadata.max_query_len == 1  # each token as in a decode step, also those of a prompt
+        is_single = metadata.max_query_len == 1  # compute each token of a prompt as in a decode step, too
         self.pieces = [_pieces(*rows, is_single=is_single) for rows in metadata.states]
 
     @cached_property
     def _batches(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Packed tokens [num_seqs, num_tokens], and the slots [num_seqs] that are read and written, in the order of the pieces.
+        """Return packed tokens [num_seqs, num_tokens], and the slots [num_seqs] to read and to write, in the pieces' order.
 
-        The i-th pieces of all sequences are computed together if they have one token, and others one after the other.
+        The i-th pieces of all sequences are computed together if each has a single token, and otherwise one after the other.
         """
         batches = []
         for pieces in zip_longest(*self.pieces):
@@ -66,7 +66,7 @@ class AttendWithStates:
 
     @cached_property
     def piece_tensors(self) -> tuple[Int[Tensor, " num_seqs_plus_1"], Int[Tensor, "num_pieces 4"]]:
-        """The first piece of each sequence, and all pieces, with the place of slot -1. For kernels."""
+        """Return the index of each sequence's first piece, and all pieces, with the place of slot -1. For kernels."""
         num_slots = len(self.states.layer(0)[0])
         first_pieces = [0, *accumulate(map(len, self.pieces))]
         pieces = [(piece.start, piece.stop, piece.read % num_slots, piece.write) for piece in chain(*self.pieces)]
@@ -90,7 +90,7 @@ class AttendWithStates:
 
 
 def _pieces(start: int, stop: int, read: int, writes: dict[int, int], *, is_single: bool) -> list[Piece]:
-    """Cut a sequence's tokens after each one whose state is kept, or after every token.
+    """Cut a sequence's tokens after each token whose state is kept, or after every token.
 
     A piece that ends before such a token writes to that token's slot, which is free until then.
     """

@@ -1,7 +1,7 @@
 r"""Paged attention on a GPU in Triton kernels: store, prefill, decode, merge. triton comes with torch's CUDA build.
 
 Prefill and decode read pages through the block table, so nothing is gathered first. Both use the running softmax (Milakov and
-Gimelshein 2018, https://arxiv.org/abs/1805.02867, tiled in Dao et al. 2022, https://arxiv.org/abs/2205.14135), which reads one
+Gimelshein 2018, https://arxiv.org/abs/1805.02867, tiled in Dao et al. 2022, https://arxiv.org/abs/2205.14135), which reads a
 tile of keys at a time and keeps three values per query of all earlier tiles:
 
     m  the largest score so far          m' = max(m, max(s))
@@ -16,10 +16,10 @@ tile of keys at a time and keeps three values per query of all earlier tiles:
        |     |    |    | \  |  right until the         of     |  0  |  1  |  0  |  1  |  are the tile's rows; each split has
        v     +----+----+----+  diagonal               queries +-----+-----+-----+-----+  its own m, l, o, merged at the end
 
-With a window, both begin at the first key of the window. A sink (dense.py) is one more key with the value 0, merged at the end.
+With a window, both begin at the first key of the window. A sink (dense.py) is an extra key with the value 0, merged at the end.
 
-Decode splits the keys, because with one query per sequence a few long sequences would leave most of the GPU idle. reference.py
-has the plain version of both, and `_over_tiles` below has the formula.
+Decode splits the keys, because a few long sequences with a query each would leave most of the GPU idle. reference.py
+is the plain version of both, and `_over_tiles` below has the formula.
 """
 
 import os
@@ -37,9 +37,9 @@ from nanoinfer.attention.kv_cache import KVCache, Layout
 MAX_HEAD_DIM = 256  # limited by the registers that a tile takes
 _TARGET_PROGRAMS = 512  # decode is split until it has this many programs (an H100 has 132 processors, each runs several)
 _MAX_SPLITS = 32
-_TILE = 64  # queries, and keys, of a tile, which is smaller for heads wider than _WIDE and for fp32
+_TILE = 64  # the number of queries, and of keys, in a tile. It is smaller for heads wider than _WIDE and for fp32
 _WIDE = 128
-_MIN_ROWS = 16  # the minimum of a matrix product on tensor cores
+_MIN_ROWS = 16  # the minimum for a matrix product on tensor cores
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def _over_tiles(
     """Compute the running softmax of q's rows over keys first_key .. last_key - 1, TILE at a time, up to each row's position.
 
     q: [rows, HEAD_DIM padded]. Returns m [rows], l [rows], o [rows, HEAD_DIM padded] in fp32, with m = -1e30 for rows that have
-    no keys. With a WINDOW, a row attends to as many keys at most. It is 0 without one.
+    no keys. A row attends to at most WINDOW keys. 0: no window.
     """
     ROWS: tl.constexpr = q.shape[0]
     DIM: tl.constexpr = q.shape[1]
@@ -84,7 +84,7 @@ def _over_tiles(
         inside = keys < last_key
         blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         slots = blocks * BLOCK_SIZE + keys % BLOCK_SIZE
-        offsets = (slots * NUM_KV_HEADS + kv_head) * HEAD_DIM  # of each key
+        offsets = (slots * NUM_KV_HEADS + kv_head) * HEAD_DIM  # for each key
         there = inside[:, None] & (dims[None, :] < HEAD_DIM)
         k = tl.load(k_pages + offsets[:, None] + dims[None, :], mask=there, other=0.0)  # [TILE, DIM]
         v = tl.load(v_pages + offsets[:, None] + dims[None, :], mask=there, other=0.0)
@@ -109,7 +109,7 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Attend with ROWS queries of one sequence and one head per program, skipping keys that none of them attends to."""
+    """Attend with ROWS queries of one sequence and one head per program, skipping keys that no query attends to."""
     seq = first_seq + tl.program_id(0)
     start = tl.load(query_start_loc + seq)
     num_queries = tl.load(query_start_loc + seq + 1) - start
@@ -118,7 +118,7 @@ def _prefill_kernel(
     head = tl.program_id(2)
     if first < num_queries:
         queries = first + tl.arange(0, ROWS)
-        positions = tl.minimum(seq_len - num_queries + queries, seq_len - 1)  # beyond it, a window has no keys: 0 / 0
+        positions = tl.minimum(seq_len - num_queries + queries, seq_len - 1)  # rows beyond the end need some key: 0 / 0
         dims = tl.arange(0, DIM)
         inside = (queries[:, None] < num_queries) & (dims[None, :] < HEAD_DIM)
         tokens = (start + queries).to(tl.int64)
@@ -184,7 +184,7 @@ def _merge_kernel(
     partial_m, partial_l, partial_o, out, sinks,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one head of one sequence per program: scale their m, l and o to the largest m, as tiles, and add."""
+    """Merge the splits of one head of one sequence per program: scale their m, l and o to the largest m and add."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, NUM_SPLITS)
     dims = tl.arange(0, DIM)
@@ -205,7 +205,7 @@ def _merge_kernel(
 
 
 class TritonBackend:
-    """The default on a GPU without flash-attn, which supports any dtype and block size."""
+    """The default backend on a GPU without flash-attn. It supports any dtype and block size."""
 
     layout: Layout = "NHD"
     default_block_size = 16
@@ -228,7 +228,7 @@ class TritonBackend:
 
 
 def num_splits_for(num_seqs: int, num_kv_heads: int, max_seq_len: int) -> int:
-    """Return the number of splits of a decode: a power of 2 that keeps the GPU busy, with fewer than two per tile of keys.
+    """Return the number of splits of a decode: a power of 2 that keeps the GPU busy, and less than two per tile of keys.
 
     >>> num_splits_for(1, 8, 4096), num_splits_for(1, 8, 100), num_splits_for(256, 8, 4096)
     (32, 2, 1)
@@ -279,7 +279,7 @@ def store(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: 
 def prefill(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: AttentionMetadata, window: int, sinks: Sinks
 ) -> None:
-    """Attend for the prompt chunks, and write their rows of `out`. window: 0 is none."""
+    """Attend for the prompt chunks, and write their rows of `out`. window: in tokens. 0: no window."""
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_pages.shape
     first_seq = metadata.num_decodes
@@ -297,7 +297,7 @@ def prefill(
 def decode(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: AttentionMetadata, window: int, sinks: Sinks
 ) -> None:
-    """Attend for the decoding sequences, and write `out`, which has one row per sequence. window: 0 is none."""
+    """Attend for the decoding sequences, and write `out`, which has a row per sequence. window: in tokens. 0: no window."""
     num_seqs, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_pages.shape
     num_splits = num_splits_for(num_seqs, num_kv_heads, min(metadata.max_seq_len, window or metadata.max_seq_len))
@@ -314,7 +314,7 @@ def decode(
 
 
 def _tile_sizes(q: Tensor) -> tuple[int, int]:
-    """Return head_dim padded to a power of 2 that tensor cores support, and the number of tokens of a tile.
+    """Return head_dim, padded to a power of 2 that tensor cores support, and the number of tokens in a tile.
 
     A tile must fit into the registers of its program, because registers beyond them are kept in memory, up to 10 KB a thread in
     fp32, which tensor cores do not multiply exactly. tests/simulated_gpu.py shows what a compiled kernel takes.

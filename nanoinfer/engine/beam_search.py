@@ -5,7 +5,7 @@ the scheduler's queues. A beam is a Sequence, a continuation is a fork, and beam
 they write (copy on write). The beams of a prompt run together or not at all, so they are never preempted.
 
     step 1   [prompt] -> The, A              width 2: two beams that share the prompt's blocks
-    step 2   [The] -> cat, dog; [A] -> cat   the two best continuations may come from one beam: [The cat], [The dog]
+    step 2   [The] -> cat, dog; [A] -> cat   the two best continuations may both continue the same beam: [The cat], [The dog]
 
 The results are those of transformers' generate(num_beams=..., do_sample=False), one prompt at a time: the same candidates,
 scores and end. Scores are added in float32, as there.
@@ -30,13 +30,13 @@ Floats = npt.NDArray[np.float32]
 
 
 class BeamSearch:
-    """The searches of one call, as many prompts at a time as fit."""
+    """Runs the searches of one call: as many prompts at a time as the cache has room for."""
 
     def __init__(self, engine: LLMEngine, prompts: object, params: BeamSearchParams) -> None:
         """Raises: InvalidPromptError, NanoinferError (too few free blocks), with the prompt's index."""
         engine.check_accepting()
         self._engine = engine
-        self._capacity = engine.block_manager.num_free_blocks  # what other requests leave
+        self._capacity = engine.block_manager.num_free_blocks  # the blocks that other requests leave free
         self._groups = []
         sampling_params = SamplingParams(detokenize=False)
         for index, prompt in enumerate(as_list(prompts)):
@@ -54,7 +54,7 @@ class BeamSearch:
         self._running: list[_Group] = []
 
     def run(self) -> list[BeamSearchOutput]:
-        """Search, and return the outputs in the order of the prompts. Waits while another thread steps."""
+        """Search, and return the outputs in the order of the prompts. It waits while another thread runs a step."""
         try:
             while self._waiting or self._running:
                 self._step()
@@ -65,9 +65,9 @@ class BeamSearch:
         return [group.output(self._engine) for group in self._groups]
 
     def _step(self) -> None:
-        """Compute a token for every beam, and prompts as far as max_num_batched_tokens allows.
+        """Compute a token for every beam, and start prompts as far as max_num_batched_tokens allows.
 
-        It is one forward pass, or several for more than max_num_seqs beams, which run in turns.
+        This takes one forward pass, or several if there are more than max_num_seqs beams, which then run in turns.
         """
         with self._engine.guard.exclusive():
             self._admit()
@@ -79,13 +79,13 @@ class BeamSearch:
                     continue
                 budget -= num_new if num_new > 1 else 0
                 scheduled += [ScheduledSequence(beam, num_new) for beam in group.beams]
-            scheduled.sort(key=lambda item: item.num_new_tokens > 1)  # single tokens first: ForwardBatch's order
+            scheduled.sort(key=lambda item: item.num_new_tokens > 1)  # single tokens first, as ForwardBatch expects
             outputs: dict[Sequence, SequenceOutput] = {}
             num_together = self._engine.scheduler.config.max_num_seqs
             for start in range(0, len(scheduled), num_together):
                 outputs |= self._compute(scheduled[start : start + num_together])
             for group in list(self._running):
-                if group.beams[0] in outputs:  # all of its beams, or none
+                if group.beams[0] in outputs:  # a pass computes all beams of a prompt or none
                     group.advance([outputs[beam] for beam in group.beams], self._engine)
                 if group.is_done:
                     self._running.remove(group)
@@ -103,9 +103,9 @@ class BeamSearch:
             copies += self._engine.block_manager.allocate(item.sequence, item.num_new_tokens)
         num_top = max(group.num_candidates for group in self._running)
         plan = StepPlan(tuple(scheduled), rows_of(scheduled), block_copies=tuple(copies), num_top_logprobs=num_top)
-        output = self._engine.run_plan(plan)
+        step = self._engine.run_plan(plan)
         self._engine.scheduler.commit(plan)
-        return {one.sequence: one for one in output.sequences}
+        return {output.sequence: output for output in step.sequences}
 
     def _admit(self) -> None:
         """Start waiting prompts, in order, while there is room for their beams at full length."""
@@ -121,7 +121,7 @@ class BeamSearch:
 
 
 class _Group:
-    """The beams of one prompt, and its answers that have ended."""
+    """The beams of one prompt, and its finished answers."""
 
     def __init__(self, engine: LLMEngine, prepared: PreparedRequest, params: BeamSearchParams, name: str) -> None:
         self._prepared = prepared
@@ -130,19 +130,19 @@ class _Group:
         self.error = prepared.error
         self.is_done = self.error is not None
         self.eos_token_ids = frozenset() if params.ignore_eos else engine.eos_token_ids
-        # More than width, since some end: with one ending for each EOS id and beam, at least width continue.
+        # More candidates than width, since some end: if every beam ends with every EOS id, at least width others continue.
         self.num_candidates = max(2, 1 + len(self.eos_token_ids)) * self.width
         num_prompt = len(prepared.prompt_token_ids)
-        self.max_tokens = min(params.max_tokens, engine.max_model_len - num_prompt)  # most that can be generated
+        self.max_tokens = min(params.max_tokens, engine.max_model_len - num_prompt)  # the most tokens that can be generated
         self.most_blocks = engine.block_manager.num_blocks_for_forks(self.width, num_prompt, num_prompt + self.max_tokens)
         self.beams: list[Sequence] = []
-        self._name, self._num_beams = name, 0  # names in the trace: beam0, beam0.1, beam0.2 and so on
+        self._name, self._num_beams = name, 0  # the trace names the beams beam0, beam0.1, beam0.2 and so on
         self.scores: Floats = np.zeros(1, np.float32)  # [num_beams], sums of log-probabilities in falling order
         self.finished: list[tuple[list[int], float]] = []  # (generated ids, sum of log-probabilities)
         self.finished_scores: Floats = np.zeros(0, np.float32)  # [len(finished)], falling
 
     def start(self, engine: LLMEngine) -> None:
-        """Begin with one beam, the prompt."""
+        """Begin with a single beam, which is the prompt."""
         prompt_token_ids = self._prepared.prompt_token_ids
         beam = self._beam(list(prompt_token_ids), len(prompt_token_ids) + self.max_tokens)
         prefix = engine.block_manager.match_prefix(beam.token_ids, beam.cache_salt)
@@ -151,7 +151,7 @@ class _Group:
         self.beams = [beam]
 
     def advance(self, outputs: list[SequenceOutput], engine: LLMEngine) -> None:
-        """Choose the next beams from each beam's most likely ids, and put aside what has ended."""
+        """Choose the next beams from each beam's most likely ids, and put finished answers aside."""
         if errors := [output.error for output in outputs if output.error]:
             self.error = errors[0]
             for beam in self.beams:
@@ -159,10 +159,10 @@ class _Group:
             self.is_done, self.finished, self.finished_scores = True, [], np.zeros(0, np.float32)
             return
         num_generated = self.beams[0].num_output_tokens + 1
-        top = [output.logprobs[0] for output in outputs]  # of each beam, at least the best num_candidates
-        token_ids = np.concatenate([one.ids for one in top])
-        origins = np.repeat(np.arange(len(top)), [len(one.ids) for one in top])
-        totals = np.concatenate([np.array(one.values, np.float32) for one in top]) + self.scores[origins]
+        top = [output.logprobs[0] for output in outputs]  # for each beam, at least the best num_candidates
+        token_ids = np.concatenate([logprobs.ids for logprobs in top])
+        origins = np.repeat(np.arange(len(top)), [len(logprobs.ids) for logprobs in top])
+        totals = np.concatenate([np.array(logprobs.values, np.float32) for logprobs in top]) + self.scores[origins]
         order = np.argsort(-totals, kind="stable")[: self.num_candidates]  # in falling order
         totals, candidates = totals[order], list(zip(origins[order].tolist(), token_ids[order].tolist(), strict=True))
         ends = [token_id in self.eos_token_ids or num_generated == self.max_tokens for _, token_id in candidates]
@@ -196,14 +196,14 @@ class _Group:
         return Sequence(self._name, prompt_token_ids, self._prepared.params, 0, max_num_tokens, index=index, cache_salt=salt)
 
     def _put_aside(self, ended: list[list[int]], totals: Floats, num_generated: int) -> None:
-        """Keep the best `width` of all that have ended. A score is a sum of log-probabilities over length ** length_penalty."""
+        """Keep the best `width` of all finished answers. A score is the sum of log-probabilities / length ** length_penalty."""
         scores: Floats = np.concatenate((self.finished_scores, totals / np.float32(num_generated**self.params.length_penalty)))
         together = self.finished + list(zip(ended, totals.tolist(), strict=True))
         order = np.argsort(-scores, kind="stable")[: self.width]
         self.finished, self.finished_scores = [together[i] for i in order], scores[order]
 
     def _may_stop(self, scores: Floats, num_generated: int) -> bool:
-        """Whether no running beam can become one of the best `width` answers."""
+        """Whether no running beam can still become one of the best `width` answers."""
         if len(self.finished) < self.width:
             return False
         if self.params.early_stopping is True:
@@ -215,7 +215,7 @@ class _Group:
         return bool(best_possible <= self.finished_scores[-1])
 
     def _fork(self, continuations: list[tuple[int, int]], engine: LLMEngine) -> None:
-        """Make the next beams. continuations: (index of the present beam, next token)."""
+        """Make the next beams. continuations: pairs of a beam's index and its next token."""
         children = []
         for origin, token_id in continuations:
             parent = self.beams[origin]

@@ -1,6 +1,6 @@
-"""A model with its weights -> LLMEngine: make_engine, and the functions that make its parts.
+"""Build an LLMEngine from a model with its weights: make_engine, and a function for each of its parts.
 
-torch is imported when an engine is made, inside these functions, so that the rest of this folder runs without it.
+Each function imports torch when it is called, so that the rest of this folder runs without it.
 """
 
 from dataclasses import replace
@@ -33,21 +33,21 @@ def make_engine(
     eos_token_ids: frozenset[int] = frozenset(),
     shards: "Shards | None" = None,
 ) -> LLMEngine:
-    """Make the engine of a model on its device. Unless enforce_eager, kernels take its weights, and it is left without them.
+    """Make the engine of a model on its device. Unless enforce_eager is set, kernels take the weights out of the model.
 
     Args:
-        weights: the model's, as the loader holds them. None: they cannot be replaced.
-        draft_model: the model or the module of config.speculative, on the same device.
-        shards: the ranks that share the model. All of them make their engines together.
+        weights: the model's weights as the loader holds them. None: they cannot be replaced.
+        draft_model: the model or module that config.speculative names, on the same device. None: no model drafts.
+        shards: the ranks that share the model, which make their engines together. None: this process has the whole model.
 
-    Raises: as LLM() does, for the draft model too.
+    Raises: the errors of LLM(), also for the draft model.
     """
     adapters = make_adapters(model, config, shards)
     store_of_executor = None
     if config.cache.prefix_cache_dir is not None:
         from nanoinfer.execution.block_files import store_of
 
-        store_of_executor = store_of(model, config, shards)  # which reads the weights while the model has them
+        store_of_executor = store_of(model, config, shards)  # reads the weights while the model still has them
     parts = make_parts(model, config, shards, weights, adapters)
     parts, draft = make_draft(parts, config, draft_model)
     tracer = None if config.tracer is None else tracing.EventBuffer(config.tracer)
@@ -65,7 +65,7 @@ def make_engine(
 
 
 def make_adapters(model: "Model", config: EngineConfig, shards: "Shards | None" = None) -> "Adapters | None":
-    """Hook the adapters of requests into the layers, before kernels take these. Raises: as Adapters does."""
+    """Hook the adapters of requests into the layers, before kernels replace the layers. Raises: the errors of Adapters."""
     if not config.enable_lora:
         return None
     from nanoinfer.lora.adapters import Adapters
@@ -94,7 +94,7 @@ def make_parts(
 
 
 def make_draft(parts: "Parts", config: EngineConfig, draft_model: "Model | None") -> "tuple[Parts, Parts | None]":
-    """Make the parts of what drafts by a model or by a module of the model itself. Returns the model's parts as well."""
+    """Make the parts of the drafter, which is a model or a module of the model itself. Returns the model's parts first."""
     if config.speculative is None or draft_model is None:
         return parts, None
     if config.speculative.method == "mtp":
@@ -114,7 +114,7 @@ def _draft_config(config: EngineConfig) -> EngineConfig:
 
 
 def make_proposer(draft: "Parts | None", config: EngineConfig, info: ExecutorInfo) -> "Proposer | None":
-    """Make what drafts tokens. draft: the parts of a model that drafts, or of a module of the model that `info` describes."""
+    """Make the proposer of drafts. draft: the parts of a draft model, or of a module of the model that `info` describes."""
     if config.speculative is None:
         return None
     if draft is None:
@@ -126,7 +126,7 @@ def make_proposer(draft: "Parts | None", config: EngineConfig, info: ExecutorInf
             "the draft model keeps states, which cannot go back to an earlier token; choose one with attention in all "
             "layers, or use method 'ngram'"
         )
-    num_blocks = -(-info.num_blocks * info.block_size // draft.block_size)  # as many slots
+    num_blocks = -(-info.num_blocks * info.block_size // draft.block_size)  # as many slots as the model's cache has
     executor = make_executor(draft, _draft_config(config), num_blocks=num_blocks)
     if config.speculative.method == "mtp":
         from nanoinfer.speculative.mtp import MTPProposer
@@ -146,12 +146,12 @@ def make_executor(
     tokenizer: Tokenizer | None = None,
     tracer: "tracing.EventBuffer | None" = None,
 ) -> "LocalExecutor":
-    """Make the executor of finished parts. All ranks make theirs together.
+    """Make the executor of finished parts. All ranks make their executors together.
 
     Args:
-        draft: of a draft model, whose cache must fit into the memory as well. It is not run by this executor.
-        num_blocks: of the KV cache. None: as many as fit.
-        tokenizer: for the token texts in the tracer's events.
+        draft: the parts of a draft model, whose cache must fit into the memory as well. This executor does not run them.
+        num_blocks: the number of blocks of the KV cache. None: as many as fit.
+        tokenizer: writes the token texts in the tracer's events. None: the events have no texts.
     """
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.memory import size_cache

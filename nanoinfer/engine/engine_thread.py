@@ -1,7 +1,7 @@
-"""The thread that owns an engine: it runs commands between two steps, and steps while there are requests.
+"""The thread that owns an engine: it runs commands between two steps, and steps while requests are unfinished.
 
-In: commands, from any thread, which are carried out in their order. Out: the requests with new Deltas, through one callback. It
-knows nothing of who reads them (async_llm.py).
+In: commands, from any thread, which run in their order. Out: the requests with new Deltas, through one callback. It
+does not know who reads them (async_llm.py).
 """
 
 import logging
@@ -21,14 +21,14 @@ from nanoinfer.errors import first_line
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-MAX_FAILED_STEPS = 3  # in a row: the engine is dead
+MAX_FAILED_STEPS = 3  # after this many failed steps in a row, the engine is dead
 
 
 class EngineThread(threading.Thread):
-    """The thread of one engine. error: why the engine is dead, or None. A dead engine fails every request."""
+    """The thread of one engine. error: why the engine is dead, in which case every request fails. None: the engine works."""
 
     def __init__(self, load: Callable[[], LLMEngine], publish: Callable[[list[Request]], object]) -> None:
-        """Start the thread, and wait until the engine is loaded. Raises: what load raises.
+        """Start the thread, and wait until the engine is loaded. Raises: the errors of `load`.
 
         `load` is called in the new thread, because libgomp makes one worker team per calling thread, and a second team makes
         all of them sleep. `publish` is called there after a step, with the requests that have new Deltas.
@@ -38,14 +38,14 @@ class EngineThread(threading.Thread):
         self._load, self._publish = load, publish
         self._loaded: Future[LLMEngine] = Future()
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._requests: dict[str, Request] = {}  # those that were not published as finished
-        self._num_failures: Counter[str] = Counter()  # failed steps that a request was in, by its id
+        self._requests: dict[str, Request] = {}  # not yet published as finished
+        self._num_failures: Counter[str] = Counter()  # request id -> number of failed steps that contained the request
         self._is_closing = False
         self.start()
         self.engine = self._loaded.result()
 
     def submit(self, prepared: PreparedRequest, request_id: str) -> None:
-        """Queue a request. Its id differs from those of all requests that were not published as finished."""
+        """Queue a request. Its id must differ from those of all requests that were not yet published as finished."""
         self._commands.put(lambda: self._submit(prepared, request_id))
 
     def abort(self, request_id: str) -> None:
@@ -81,13 +81,13 @@ class EngineThread(threading.Thread):
                 if engine.num_unfinished:
                     engine.step()
                     num_failed = 0
-            except BaseException as error:  # also a panic of a library in Rust. Ctrl-C never arrives in this thread
+            except BaseException as error:  # also a panic in a Rust library. Ctrl-C never arrives in this thread
                 num_failed += 1
                 self._step_failed(error, is_dead=num_failed == MAX_FAILED_STEPS)
             self._publish_news()
 
     def _submit(self, prepared: PreparedRequest, request_id: str) -> None:
-        refusals = self.engine.refusals.values()  # since the request was prepared
+        refusals = self.engine.refusals.values()  # the engine may have been paused after the request was prepared
         stop = next((Stop("abort", error=str(refusal)) for refusal in refusals), None)
         self._requests[request_id] = self.engine.submit(prepared, request_id=request_id, streaming=True, stop=stop)
         if self.error is not None:
@@ -98,7 +98,7 @@ class EngineThread(threading.Thread):
         self._is_closing = True
 
     def _step_failed(self, error: BaseException, *, is_dead: bool) -> None:
-        """Fail the requests that were in two failed steps, or all of them. The engine computes the others again."""
+        """Fail the requests that were in two failed steps, or all requests. The engine computes the others again."""
         logger.exception("a step failed")
         reason = f"{type(error).__name__}: {first_line(error)}"
         self._num_failures.update(self.engine.interrupted_request_ids)
@@ -121,7 +121,7 @@ class EngineThread(threading.Thread):
 
 
 def _call(function: Callable[[], T], future: "Future[T]") -> None:
-    if future.set_running_or_notify_cancel():  # False: nobody waits for it any more
+    if future.set_running_or_notify_cancel():  # False if the caller has cancelled the Future
         try:
             future.set_result(function())
         except BaseException as error:

@@ -1,8 +1,8 @@
-"""Guards around every call into an engine: an exception or a second caller never leaves it in an inconsistent state.
+"""Guards around every call into an engine, so that an exception or a second caller never leaves it in an inconsistent state.
 
-Process   An engine works in the process that made it, because torch's threads do not survive a fork, and until it is closed.
-Thread    One thread at a time. A second thread's step() is refused during a step. add_request() and abort() wait for its end.
-Ctrl-C    SIGINT waits until the call is over: a step that is half done would leave blocks that belong to no sequence. For
+Process   An engine works until it is closed, and only in the process that made it: torch's threads do not survive a fork.
+Thread    During a step, another thread's step() is refused, and its add_request() and abort() wait until the step is over.
+Ctrl-C    SIGINT waits until the call is over, because a half-done step would leave blocks that belong to no sequence. For
           this, the process's SIGINT handler is replaced during the call, in the main thread only.
 Failure   If a step raises (a user's stage, out of memory), every request is requeued and recomputed.
 Aborts    An abort during a step (by a tracer, or by a stream that is garbage collected) takes effect when the step is over.
@@ -22,7 +22,7 @@ CLOSED = "this LLM was closed, by close() or at the end of its with block; make 
 
 
 class EngineGuard:
-    """The guards of one engine. `abort` is called after a step with the ids whose abort was requested during it."""
+    """The guards of one engine. `abort` is called after a step, with the ids that were to be aborted during the step."""
 
     def __init__(self, *, restart: Callable[[], None], flush_trace: Callable[[], None], abort: Callable[..., None]) -> None:
         self._restart = restart
@@ -36,7 +36,7 @@ class EngineGuard:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Surround a step of the scheduler's. Raises: as exclusive() does."""
+        """Surround a step of the scheduler. Raises: the errors of exclusive()."""
         with self.exclusive():
             try:
                 yield
@@ -48,7 +48,7 @@ class EngineGuard:
     def exclusive(self) -> Iterator[None]:
         """Surround a step. Raises: NanoinferError in another process, during a step, or if the engine is closed."""
         self._check_usable()
-        if self.is_stepping:  # in another thread, or a tracer calls from inside the step
+        if self.is_stepping:  # in another thread, or in this one if a tracer calls step()
             raise NanoinferError(
                 "step() was called during a step: one thread at a time may use an LLM, and a tracer may not step it. "
                 "Use a lock, or give all prompts to one generate()"
@@ -77,7 +77,7 @@ class EngineGuard:
             yield
 
     def defer_abort(self, request_ids: tuple[str, ...]) -> bool:
-        """During a step, keep these ids for its end and return True."""
+        """During a step, keep these ids until its end and return True."""
         if self.is_stepping:
             self._pending_aborts += request_ids
         return self.is_stepping
@@ -98,7 +98,7 @@ class EngineGuard:
 
 @contextmanager
 def interrupt_deferred() -> Iterator[None]:
-    """Deliver Ctrl-C when the block ends. Process-wide: replaces the SIGINT handler meanwhile, in the main thread only."""
+    """Deliver Ctrl-C when the block ends. Until then, the main thread's SIGINT handler is replaced, process-wide."""
     is_main = threading.current_thread() is threading.main_thread()
     previous = signal.getsignal(signal.SIGINT) if is_main else None
     if not callable(previous):

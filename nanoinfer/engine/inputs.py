@@ -1,8 +1,8 @@
-"""Prompts and chat messages in the forms that users have them -> checked requests.
+"""Turn prompts and chat messages, in the forms that users write, into checked requests.
 
 In: strings, token ids, vLLM's dicts, chat messages, with SamplingParams. Out: PreparedRequests. A prompt is parsed, rendered,
-tokenised and checked once, before it reaches the engine. InputProcessor knows the model's sizes and the tokenizer, and neither
-queue nor cache, so any thread may call it.
+tokenised and checked once, before it reaches the engine. InputProcessor knows the model's sizes and the tokenizer, but neither
+the queue nor the cache, so any thread may call it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 class PreparedRequest:
     """A request that the engine accepts.
 
-    prompt: None if only token ids were given. bad_words: params.bad_words as token ids.
-    grammar: params.structured_outputs, compiled, at the beginning of an answer.
-    error: for a prompt that is too long. Such a request ends at once with finish_reason "error".
-    priority: for schedulers that read it. Lower runs first.
-    cache_salt: shared by the requests that may share cached prefixes, with the adapter's digest.
-    adapter: of lora/adapters.py, which changes the model for this request.
-    reader: of the prompt's hidden rows (reading.py).
+    prompt: the text of the prompt. None: only token ids were given.
+    grammar: params.structured_outputs, compiled and at its start. None: the answer is free.
+    error: why the prompt is too long. The request then ends at once with finish_reason "error". None: it fits.
+    priority: the rank for schedulers that read priorities. Lower runs first.
+    cache_salt: separates cached prefixes, which only requests with the same salt share. It contains the adapter's digest.
+    adapter: the LoRA adapter (lora/adapters.py) of this request. None: the base model answers.
+    reader: reads the prompt's hidden rows (reading.py). None: they are not read.
     """
 
     prompt: str | None
@@ -68,7 +68,7 @@ class InputProcessor:
         accepts_priority: bool = False,
         adapters: "Adapters | None" = None,
     ) -> None:
-        """adapters: those that requests may name. None: no request has an adapter."""
+        """adapters: the adapters that requests may name. None: requests cannot name any."""
         self._info = info
         self.tokenizer = tokenizer
         self._config = config
@@ -76,15 +76,15 @@ class InputProcessor:
         self.adapters = adapters
 
     def prepare(self, prompt: object, params: SamplingParams, priority: int | None = None, **options: Any) -> PreparedRequest:
-        """Parse, tokenise and check one prompt, and compile its grammar. Raises: as the two methods below do."""
+        """Parse, tokenise and check one prompt, and compile its grammar. Raises: the errors of the two methods below."""
         return self.compile_grammar(self.prepare_prompt(prompt, params, priority, **options))
 
     def prepare_prompt(
         self, prompt: object, params: SamplingParams, priority: int | None = None, lora_request: "LoRARequest | None" = None
     ) -> PreparedRequest:
-        """Parse, tokenise and check one prompt. A prompt that is too long is not refused, see PreparedRequest.error.
+        """Parse, tokenise and check one prompt. A prompt that is too long is not refused: PreparedRequest.error says so.
 
-        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError, and for an adapter as adapter_of does.
+        Raises: InvalidPromptError, InvalidTypeError, InvalidValueError, and the errors of adapter_of.
         """
         text, token_ids = self._parse(prompt)
         if not isinstance(params, SamplingParams):
@@ -95,23 +95,23 @@ class InputProcessor:
                 f"priority={priority} has no effect with this scheduler; leave it out, or load the model with "
                 "scheduling_policy='priority'"
             )
-        params = params.clone()  # the caller may change theirs while the request runs
+        params = params.clone()  # the caller may change its own object while the request runs
         bad_words = self._check(token_ids, params)
         error = self._too_long(len(token_ids), text) if len(token_ids) >= self._info.max_model_len else None
-        salt = f"/{prompt['cache_salt']}" if isinstance(prompt, dict) and prompt.get("cache_salt") else None  # not an adapter's
+        salt = f"/{prompt['cache_salt']}" if isinstance(prompt, dict) and prompt.get("cache_salt") else None  # the user's salt
         prepared = PreparedRequest(text, token_ids, params, bad_words, error, int(priority or 0), cache_salt=salt)
         if lora_request is not None:
             prepared = prepared.with_adapter(self.adapter_of(lora_request))
         return prepared
 
     def adapter_of(self, lora_request: "LoRARequest") -> "Adapter":
-        """Read and check an adapter, if it is new. Raises: InvalidValueError without enable_lora, else as Adapters.get does."""
+        """Return an adapter. Raises: InvalidValueError without enable_lora, the errors of Adapters.get."""
         if self.adapters is None:
             raise InvalidValueError(f"lora_request={shown(lora_request)} needs a model loaded with enable_lora=True")
         return self.adapters.get(lora_request)
 
     def compile_grammar(self, prepared: PreparedRequest) -> PreparedRequest:
-        """Add the grammar, if there is one. A new one may wait for the trials of others, for seconds.
+        """Compile the grammar, if the request asks for it. A new grammar may wait for seconds until others are compiled.
 
         Raises: InvalidValueError, UnsupportedError, QueueFullError.
         """
@@ -129,7 +129,7 @@ class InputProcessor:
     ) -> list[PreparedRequest]:
         """Prepare one prompt or a list of them, with one SamplingParams for all or one per prompt.
 
-        options: Those of prepare_prompt, each one for all or one per prompt. Raises: as prepare does, with the prompt's index.
+        options: options of prepare_prompt, a value for all or a list with a value per prompt. Errors name the prompt's index.
         """
         prompts = as_list(prompts)
         for name, given in options.items():
@@ -144,7 +144,7 @@ class InputProcessor:
         return prepared
 
     def render_chat(self, messages: object, **rendering: Any) -> TokensPrompt:
-        """Render one conversation as a prompt. The keyword arguments are those of chat.messages.render_chat."""
+        """Render one conversation as a prompt. `rendering` holds keyword arguments of chat.messages.render_chat."""
         from nanoinfer.chat.messages import render_chat
 
         return render_chat(self.tokenizer, messages, **{"max_tokens": self._info.max_model_len} | rendering)
@@ -158,9 +158,9 @@ class InputProcessor:
         tool_choice: "ToolChoice",
         **rendering: Any,
     ) -> tuple[list[TokensPrompt], list[SamplingParams]]:
-        """Render one conversation or a list of them, and constrain each one's parameters to the tool calls that are required.
+        """Render one conversation or a list of them, and constrain the parameters of each to the tool calls that are required.
 
-        Raises: as render_chat and constrain_calls do, with the conversation's index.
+        Raises: the errors of render_chat and constrain_calls, with the conversation's index.
         """
         from nanoinfer.chat.messages import constrain_calls
         from nanoinfer.chat.tools import tool_schemas
@@ -169,15 +169,15 @@ class InputProcessor:
         chats = messages if is_batch else [messages]
         schemas = tool_schemas(tools or [])
         prompts, constrained = [], []
-        for index, (chat, one) in enumerate(zip(chats, one_per_prompt(params, len(chats)), strict=True)):
+        for index, (chat, given) in enumerate(zip(chats, one_per_prompt(params, len(chats)), strict=True)):
             with with_prompt_index(index):
                 prompt = self.render_chat(chat, tools=None if tool_choice == "none" else schemas, **rendering)
                 prompts.append(prompt)
-                constrained.append(constrain_calls(one, prompt["prompt"] or "", schemas, tool_choice, self.tokenizer))
+                constrained.append(constrain_calls(given, prompt["prompt"] or "", schemas, tool_choice, self.tokenizer))
         return prompts, constrained
 
     def _parse(self, prompt: object) -> tuple[str | None, list[int]]:
-        """The text, if there is one, and the token ids. If a dict holds both, the ids are used and the text is only shown."""
+        """Return the text or None, and the token ids. If a dict holds both, the ids are used and the text is only shown."""
         if isinstance(prompt, dict):
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt", *NEUTRAL_VALUES["a prompt"]}
@@ -236,7 +236,7 @@ class InputProcessor:
         return bad_words
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Some tokenizers have ids that the model lacks. A word that contains one cannot be generated and is left out."""
+        """Return the ids of each bad word. A word with an id that the model lacks can never be generated, and is left out."""
         words: list[tuple[int, ...]] = []
         for word in params.bad_words or ():
             if isinstance(word, str):
@@ -250,7 +250,7 @@ class InputProcessor:
     def _too_long(self, num_prompt_tokens: int, text: str | None) -> str:
         # Client libraries recognise the first words, which are OpenAI's, and then shorten the conversation.
         error = f"This model's maximum context length is {self._info.max_model_len} tokens. However, the prompt has "
-        # Of a long text, Tokenizer.encode may have encoded the beginning only.
+        # Tokenizer.encode may have encoded only the beginning of a long text.
         at_least = "at least " if text is not None and num_prompt_tokens > 2 * self._info.max_model_len else ""
         error += f"{at_least}{num_prompt_tokens} tokens, and the answer needs at least one; shorten the prompt"
         if self._info.max_model_len < self._info.max_position_embeddings:
@@ -261,7 +261,7 @@ class InputProcessor:
 
 
 def as_list(prompts: Any) -> list[Any]:
-    """One prompt, or a list of them, as a list of them. A list of plain ints is one prompt.
+    """Return one prompt, or a list of prompts, as a list. A list of plain ints is one prompt.
 
     >>> as_list("Hello"), as_list([5, 6]), as_list(["Hello", [5, 6]])
     (['Hello'], [[5, 6]], ['Hello', [5, 6]])
@@ -276,7 +276,7 @@ def as_list(prompts: Any) -> list[Any]:
 
 
 def one_per_prompt(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> Sequence[SamplingParams]:
-    """Return SamplingParams for each prompt, given one for all, or one per prompt."""
+    """Return SamplingParams for each prompt, given one object for all or a list with one per prompt."""
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     if not isinstance(params, list | tuple):
@@ -296,7 +296,7 @@ def with_prompt_index(index: int) -> Iterator[None]:
 
 
 def _token_ids(ids: object) -> list[int]:
-    """A new list of plain ints. numpy's integers are accepted."""
+    """Return a new list of plain ints. numpy's integers are accepted."""
     if isinstance(ids, list | tuple):
         if all(type(i) is int for i in ids):
             return list(ids)

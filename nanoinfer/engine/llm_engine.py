@@ -1,4 +1,4 @@
-"""LLMEngine: requests in, outputs out, one step at a time. Bookkeeping only; an Executor computes.
+"""LLMEngine: requests in, outputs out, one step at a time. It does bookkeeping only. An Executor computes.
 
 In: prompts and SamplingParams. Out: Requests, whose outputs grow as step() is called. This folder imports no torch.
 """
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def scheduling_classes(config: EngineConfig) -> tuple[type[Scheduler], type[BlockManager]]:
-    """Return what decides who runs and who has blocks. Raises: InvalidTypeError for a class of another kind."""
+    """Return the classes that schedule sequences and manage blocks. Raises: InvalidTypeError for a class of another kind."""
     scheduler, block_manager = config.scheduler.scheduler_cls or Scheduler, config.cache.block_manager_cls or BlockManager
     for name, given, base in ("scheduler_cls", scheduler, Scheduler), ("block_manager_cls", block_manager, BlockManager):
         if not issubclass(given, base):
@@ -48,7 +48,7 @@ def scheduling_classes(config: EngineConfig) -> tuple[type[Scheduler], type[Bloc
 
 
 class LLMEngine:
-    """Runs requests, a step at a time. load.load_engine makes one from an EngineConfig. guards.py says who may call it when.
+    """Runs requests, a step at a time. load.load_engine makes it from an EngineConfig. guards.py says who may call it when.
 
     Generating is a loop over step():
 
@@ -73,10 +73,10 @@ class LLMEngine:
     ) -> None:
         """
         Args:
-            proposer: for config.speculative.
-            adapters: what requests may name.
-            tracer: the one that the executor emits its events to.
-            store: where cached blocks go that leave the memory. None: nowhere.
+            proposer: proposes the drafts of config.speculative. None: there are no drafts.
+            adapters: the adapters that requests may name. None: requests cannot name any.
+            tracer: the tracer to which the executor emits its events.
+            store: receives cached blocks that leave the memory. None: they are dropped.
         """
         self.executor = executor
         self.tokenizer = tokenizer
@@ -88,7 +88,7 @@ class LLMEngine:
                 f"enable_chunked_prefill=False needs max_num_batched_tokens >= max_model_len, got {budget} and "
                 f"{info.max_model_len}; change one of them, or leave enable_chunked_prefill out"
             )
-        # Some tokenizers have ids beyond the model's vocabulary. These can neither be sampled nor masked.
+        # Some tokenizers have ids beyond the model's vocabulary. Such ids can neither be sampled nor masked.
         self.eos_token_ids = frozenset(i for i in eos_token_ids if i < info.vocab_size)
         self.max_model_len = info.max_model_len
         scheduler_cls, block_manager_cls = scheduling_classes(config)
@@ -104,24 +104,24 @@ class LLMEngine:
 
             num_rows = config.max_num_rows
             self.speculator = Speculator(proposer, config.speculative, self.block_manager, max_num_rows=num_rows, tracer=tracer)
-            self.async_scheduling = False  # a draft continues the newest token, which must be known
+            self.async_scheduling = False  # a draft follows the newest token, which must be known
         self.seed = secrets.randbits(64) if config.seed is None else config.seed
         if config.seed is None:
             logger.info("seed %d was drawn: LLM(seed=%d) and the same calls give the same answers", self.seed, self.seed)
         self.weights_version = 0  # how often the weights were replaced
-        self.refusals: dict[str, EnginePausedError] = {}  # what keeps requests out (pause, sleep), and the error that says so
+        self.refusals: dict[str, EnginePausedError] = {}  # why requests are refused (pause, sleep) -> the error that says so
         self._num_requests = 0
-        self._requests: dict[str, Request] = {}  # the unfinished ones
-        self._with_deadline: dict[str, Request] = {}  # those of them that have a timeout
+        self._requests: dict[str, Request] = {}  # by id, unfinished
+        self._with_deadline: dict[str, Request] = {}  # by id, unfinished and with a timeout
         self._metrics = EngineMetrics()
-        self._in_flight: InFlight | None = None  # the step that is launched and not collected
-        self.interrupted_request_ids: frozenset[str] = frozenset()  # of the step that raised last
+        self._in_flight: InFlight | None = None  # the step that was launched and not yet collected
+        self.interrupted_request_ids: frozenset[str] = frozenset()  # the requests in the step that raised last
         self.guard = EngineGuard(restart=self._restart, flush_trace=self.flush_trace, abort=self.abort)
 
     # ---- requests
 
     def add_request(self, prompt: object, params: SamplingParams, *, streaming: bool = False) -> Request:
-        """Prepare a prompt and queue it. Raises: as InputProcessor.prepare does."""
+        """Prepare a prompt and queue it. Raises: the errors of InputProcessor.prepare."""
         return self.submit(self.inputs.prepare(prompt, params), streaming=streaming)
 
     def submit(
@@ -129,8 +129,8 @@ class LLMEngine:
     ) -> Request:
         """Queue a prepared request, and collect Deltas if `streaming`. A prompt that is too long has finished on return.
 
-        request_id: Different from those of all unfinished requests. None is the request's number.
-        stop: Why it ends at once instead.
+        request_id: a name that differs from those of all unfinished requests. None: the request's number.
+        stop: if given, the request is not queued and ends with this reason.
         """
         arrival_time = time.perf_counter()
         if prepared.error is not None:
@@ -155,13 +155,13 @@ class LLMEngine:
         return request
 
     def _sequences_of(self, prepared: PreparedRequest, number: int, request_id: str, arrival_time: float) -> list[Sequence]:
-        """One sequence for each of the n answers. The first holds the others as forks.
+        """Make a sequence for each of the n answers. The first holds the others as forks.
 
-        A request without its own seed gets one from the engine's seed and its number, so that no two requests share one.
+        A request without a seed gets one made of the engine's seed and the request's number, so that no two requests share it.
         """
         params, num_prompt_tokens = prepared.params, len(prepared.prompt_token_ids)
         seed = params.seed
-        if seed is None:  # 64 bits that differ for every request, and for the same request of engines with other seeds
+        if seed is None:  # 64 bits, different for every request, and for the same request in engines with other seeds
             seed = int.from_bytes(hashlib.blake2b(f"{self.seed}:{number}".encode(), digest_size=8).digest(), "little")
         first, *forks = [
             Sequence(
@@ -189,7 +189,7 @@ class LLMEngine:
     def check_accepting(self) -> None:
         """Raises: EnginePausedError if the engine is paused or asleep (training/rollouts.py)."""
         for refusal in self.refusals.values():
-            raise type(refusal)(*refusal.args)  # a new one, because each keeps its traceback
+            raise type(refusal)(*refusal.args)  # a new exception, because each keeps its traceback
 
     def abort(self, *request_ids: str) -> None:
         """Finish requests with finish_reason "abort" and free their blocks. Other ids are ignored.
@@ -197,7 +197,7 @@ class LLMEngine:
         During a step, for example called by a tracer, it takes effect when the step is over.
         """
         if self.guard.is_in_other_process or self.guard.is_closed:
-            return  # a stream that is garbage collected in a forked child, or left after close()
+            return  # a stream may be garbage collected in a forked child, or after close()
         with self.guard.between_steps():
             if not self.guard.defer_abort(request_ids):
                 self._finish([self._requests[i] for i in request_ids if i in self._requests], Stop("abort"))
@@ -212,7 +212,7 @@ class LLMEngine:
         if self.guard.is_closed or self.guard.is_in_other_process:
             return
         with self.guard.between_steps():
-            if self.guard.is_stepping:  # a tracer or a stage calls from inside the step
+            if self.guard.is_stepping:  # called by a tracer or a stage, from inside the step
                 raise NanoinferError("close() was called during a step; close an LLM when generate() has returned")
             try:
                 self.abort(*self._requests)
@@ -245,19 +245,19 @@ class LLMEngine:
     def step(self) -> list[Request]:
         """Launch a step for the sequences that the scheduler selects, and collect tokens. Returns the finished requests.
 
-        With async_scheduling, the tokens collected are those of the step before. While the device computes a step, the next one
-        is prepared and the previous one's tokens become text. If a sequence turns out to have finished, its token in flight is
+        With async_scheduling, these are the tokens of the step before. While the device computes a step, the host prepares the
+        next step and makes text of the previous step's tokens. If a sequence turns out to have finished, its token in flight is
         dropped.
         """
         with self.guard.step():
             finished = self._finish_late() if self._with_deadline else []
             plan = self.scheduler.schedule()  # which sequences run, and how many tokens of each
             if self.speculator is not None:
-                plan = self.speculator.add_drafts(plan)  # tokens that may follow, to be computed as well
+                plan = self.speculator.add_drafts(plan)  # drafts of the tokens that follow, computed in the same pass
             previous, launched = self._in_flight, None
             if plan.scheduled:
                 launched = self.executor.launch(plan, previous)  # tensors, forward pass, sampling; does not wait
-                self.scheduler.commit(plan)  # count its tokens as cached
+                self.scheduler.commit(plan)  # count the plan's tokens as cached
             finished += self._collect(previous) if previous else []
             self._in_flight = launched
             if launched and (launched.must_sync or not self.async_scheduling):
@@ -266,7 +266,7 @@ class LLMEngine:
             return finished
 
     def run_plan(self, plan: StepPlan) -> StepOutput:
-        """Compute a plan that is not the scheduler's. Call it inside guard.exclusive()."""
+        """Compute a plan that the scheduler did not make. Call it inside guard.exclusive()."""
         return self.executor.collect(self.executor.launch(plan, None))
 
     def _collect(self, step: InFlight) -> list[Request]:
@@ -283,7 +283,7 @@ class LLMEngine:
         for sampled in output.sequences:
             seq = sampled.sequence
             if seq.status is SequenceStatus.FINISHED:
-                continue  # aborted, or finished by the step before
+                continue  # the request was aborted, or finished by the step before
             request = self._requests[seq.request_id]
             stop = Stop("error", error=sampled.error) if sampled.error else None
             if stop:
@@ -295,7 +295,7 @@ class LLMEngine:
                 if self.tracer is not None:
                     self.tracer.emit(request.token_appended(seq))
                 if stop:
-                    break  # tokens behind a stop are dropped
+                    break  # tokens after a stop are dropped
             if stop:
                 self._finish_sequence(seq, has_failed=sampled.error is not None)
             if request.output:

@@ -1,6 +1,6 @@
-"""EngineConfig -> LLMEngine: the checkpoint is loaded, with its draft model and its ranks, and build.py makes the engine.
+"""Make an LLMEngine from an EngineConfig: load the checkpoint with its draft model and its ranks, then call build.py.
 
-torch is imported when an engine is made, inside these functions, so that the rest of this folder runs without it.
+Each function imports torch when it is called, so that the rest of this folder runs without it.
 """
 
 import os
@@ -23,12 +23,12 @@ def load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
     from nanoinfer.system.process import limit_threads
 
     limit_threads()
-    scheduling_classes(config)  # wrong ones are refused before the model is loaded
+    scheduling_classes(config)  # raises for wrong classes before the model is loaded
     shards: LeadingShards | None = None
     if config.tensor_parallel_size > 1:
         from nanoinfer.distributed.launch import start
 
-        config, shards = start(config)  # under torchrun, ranks above 0 work for rank 0 in here, and exit
+        config, shards = start(config)  # under torchrun, ranks above 0 serve rank 0 inside this call, and exit
     with nullcontext() if shards is None else shards.workers.watched():
         loaded, draft_model = load(config, shards), None
         if config.speculative is not None and config.speculative.method != "ngram":

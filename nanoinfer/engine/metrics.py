@@ -16,7 +16,7 @@ from nanoinfer.scheduling.scheduler import Scheduler
 if TYPE_CHECKING:
     from nanoinfer.speculative.speculator import Speculator
 
-BOUNDS = {  # of the histograms' buckets in seconds, as in vLLM
+BOUNDS = {  # upper bounds of the histograms' buckets in seconds, as in vLLM
     "time_to_first_token_seconds": (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
                                     20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
     "e2e_request_latency_seconds": (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
@@ -26,7 +26,7 @@ BOUNDS = {  # of the histograms' buckets in seconds, as in vLLM
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One of what LLM.get_metrics() returns, under the name that vLLM gives it."""
+    """A value that LLM.get_metrics() returns, under the name that vLLM gives it."""
 
     name: str
 
@@ -54,7 +54,7 @@ class Vector(Metric):
 
 @dataclass(frozen=True, slots=True)
 class Histogram(Metric):
-    """How large values were. buckets[bound] counts those up to the bound, and "inf" counts all. sum: of the values."""
+    """A distribution of values. buckets[bound] counts the values up to the bound, and "inf" all. sum: the sum of the values."""
 
     count: int
     sum: float
@@ -65,7 +65,7 @@ class EngineMetrics:
     """The totals of an engine's requests, and how long they took."""
 
     def __init__(self) -> None:
-        self._finished: Totals[str] = Totals()  # of the requests that have finished
+        self._finished: Totals[str] = Totals()  # what finished requests have added
         self._latencies = {name: _Latencies(bounds) for name, bounds in BOUNDS.items()}
 
     def add_finished(self, request: Request) -> None:
@@ -77,7 +77,7 @@ class EngineMetrics:
                 self._latencies[name].add(time - times.arrival_time)
 
     def read(self, running: Iterable[Request], scheduler: Scheduler, speculator: "Speculator | None") -> list[Metric]:
-        """The metrics of this moment. running: the requests that have not finished."""
+        """Return the present metrics. running: the requests that have not finished."""
         totals, manager = self._finished.copy(), scheduler.block_manager
         for request in running:
             totals.update(_totals_of(request))
@@ -102,7 +102,7 @@ class EngineMetrics:
 
 
 class _Latencies:
-    """Durations, counted by buckets up to the bounds."""
+    """Counts durations in buckets, by their upper bounds."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = (*bounds, float("inf"))
@@ -122,10 +122,10 @@ _TOTALS = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix
 
 
 def _totals_of(request: Request) -> dict[str, int]:
-    """What a request has added to the counters. A prompt counts from its first token on."""
+    """Return what a request adds to the counters. A prompt counts from its first generated token on."""
     first = request.sequences[0]
     num_prompt = len(first.prompt_token_ids) if request.metrics.first_token_time is not None else 0
-    reads_prompt = first.reader is not None or first.params.prompt_logprobs is not None  # which needs every row of it
+    reads_prompt = first.reader is not None or first.params.prompt_logprobs is not None  # they need all rows of the prompt
     num_queried = 0 if reads_prompt else num_prompt
     num_preemptions = sum(seq.num_preemptions for seq in request.sequences)
     counts = (num_prompt, request.num_output_tokens, num_queried, first.num_cached_tokens, num_preemptions)

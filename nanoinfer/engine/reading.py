@@ -1,7 +1,7 @@
-"""Requests whose prompt is read instead of answered, for log-probabilities of given tokens and for embeddings.
+"""Requests that read a prompt instead of answering it, for log-probabilities of given tokens and for embeddings.
 
-In: a prompt, and the PromptReader that sees its hidden rows. Out: a request that is scheduled like every other one. It ends
-with one sampled token, which nobody reads, so it needs no rule of its own, and numbers that are not finite are found.
+In: a prompt, and the PromptReader that sees its hidden rows. Out: a request that is scheduled like all others. It ends with a
+sampled token that nobody reads, so it needs no rules of its own, and numbers that are not finite are found.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ def prepare(
     priority: int | None = None,
     timeout: float | None = None,
 ) -> PreparedRequest:
-    """Prepare a prompt of at most max_model_len tokens. A longer one is not refused, see PreparedRequest.error."""
+    """Prepare a prompt of at most max_model_len tokens. A longer prompt is not refused: PreparedRequest.error says so."""
     prepared, error = inputs.prepare_prompt(prompt, replace(PARAMS, timeout=timeout), priority), None
     if (num := len(prepared.prompt_token_ids)) > max_model_len:
         error = f"This model's maximum context length is {max_model_len} tokens. However, the text has {num} tokens; shorten it"
@@ -32,7 +32,7 @@ def prepare(
 
 
 def prepare_all(prompts: object, prepare_one: Callable[..., PreparedRequest]) -> list[PreparedRequest]:
-    """Prepare one prompt or a list of them. Raises: InvalidPromptError, with the prompt's index, for one that is too long."""
+    """Prepare one prompt or a list of them. Raises: InvalidPromptError, with the prompt's index, if a prompt is too long."""
     prepared = []
     for index, prompt in enumerate(as_list(prompts)):
         with with_prompt_index(index):
@@ -43,7 +43,7 @@ def prepare_all(prompts: object, prepare_one: Callable[..., PreparedRequest]) ->
 
 
 def check(outputs: Iterable[RequestOutput | None]) -> None:
-    """Raises: NanoinferError for a request whose prompt was not read to its end."""
+    """Check that every prompt was read to its end. Raises: NanoinferError."""
     for output in outputs:
         assert output is not None, "it has ended"
         answer = output.outputs[0]

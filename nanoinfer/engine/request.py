@@ -28,10 +28,10 @@ from nanoinfer.tokenization.tokenizer import Tokenizer
 
 
 class Request:
-    """The answers to one prompt. Several callers may drive one engine, each reading its own requests.
+    """The answers to one prompt. Several callers may drive the same engine, and each reads its own requests.
 
-    output: None until every answer has finished. deltas: what a stream has not yielded yet, collected only if `streaming`.
-    prompt_logprobs: if requested, complete when there is a first token.
+    output: None until every answer has finished. deltas: news that a stream has not yielded, collected only if `streaming`.
+    prompt_logprobs: complete when there is a first token. None: they were not requested.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """The number of tokens of all answers. The one that ends a request whose prompt is read is not an answer's."""
+        """The number of tokens of all answers. The token that ends a request whose prompt is read does not count."""
         return sum(seq.num_output_tokens for seq in self.sequences if seq.reader is None)
 
     def advance(
@@ -97,16 +97,16 @@ class Request:
         )
 
     def add_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
-        """Add those of the prompt tokens from `position` on. Positions that were added before a preemption are skipped."""
+        """Add the log-probabilities of prompt tokens from `position` on. Those added before a preemption are skipped."""
         assert self.prompt_logprobs is not None
         new = logprobs[len(self.prompt_logprobs) - position :]
-        for one in new:
-            self.prompt_logprobs.append(_with_token_texts(one, self._prompt_detokenizer))
+        for entry in new:
+            self.prompt_logprobs.append(_with_token_texts(entry, self._prompt_detokenizer))
             if self._prompt_detokenizer:
-                self._prompt_detokenizer.push(one.ids[0])
+                self._prompt_detokenizer.push(entry.ids[0])
 
     def finish(self, stop: Stop, seq: Sequence | None = None) -> None:
-        """Finish one aborted or failed answer, or all. Held text is kept, and answers that have finished stay unchanged."""
+        """Finish one aborted or failed answer, or all. Held text is released, and answers that have finished stay unchanged."""
         for answer in self._answers if seq is None else [self._answers[seq.index]]:
             if answer.stop is None:
                 answer.finish(stop)
@@ -119,7 +119,7 @@ class Request:
         logprobs: list[LogprobsOnePosition] | None,
         masks: list[list[int]] | None = None,
     ) -> None:
-        """Make the output if every answer has finished, and the stream's next Delta."""
+        """Make the output if every answer has finished, and the next Delta of the stream."""
         if all(answer.stop for answer in self._answers):
             self.metrics.finished_time = time.perf_counter()
             self.metrics.num_output_tokens = self.num_output_tokens
@@ -143,7 +143,7 @@ class Request:
 
 
 class _Answer:
-    """One of a request's sequences as text. stop: None while it runs."""
+    """A sequence of the request as text. stop: why it ended. None: it runs."""
 
     def __init__(self, seq: Sequence, tokenizer: Tokenizer | None) -> None:
         self.seq = seq
@@ -154,7 +154,7 @@ class _Answer:
         self.detokenizer: Detokenizer | None = None
         if seq.params.detokenize and tokenizer is not None:
             self.detokenizer = Detokenizer(tokenizer, skip_special_tokens=seq.params.skip_special_tokens)
-        # Stop strings that are special tokens do not occur in a text without special tokens. They are found by their ids.
+        # Stop strings that are special tokens do not occur in a text without special tokens, so their ids are compared instead.
         self._special_stops: dict[int, str] = {}
         if tokenizer is not None and seq.params.stop and seq.params.skip_special_tokens:
             self._special_stops = tokenizer.special_tokens_among(seq.params.stop)
@@ -172,7 +172,7 @@ class _Answer:
         ended_by_id = stop is not None and stop.finish_reason == "stop"
         if seq.grammar is not None and not ended_by_id:
             seq.grammar.advance(token_id)
-            if seq.grammar.is_complete and not seq.stop_ids:  # a model without EOS would have no id left to draw
+            if seq.grammar.is_complete and not seq.stop_ids:  # a model without EOS has no id left to draw
                 stop = Stop("stop")
         text = ""
         if self.detokenizer and (seq.params.include_stop_str_in_output or not ended_by_id):
@@ -198,7 +198,7 @@ class _Answer:
 
 
 def _with_token_texts(logprobs: TokenLogprobs, detokenizer: Detokenizer | None) -> LogprobsOnePosition:
-    """The executor's numbers in the shape that users get, with token texts if there is a detokenizer."""
+    """Convert the executor's numbers to what users get, with token texts if there is a detokenizer."""
     texts: Iterable[str | None] = repeat(None) if detokenizer is None else detokenizer.added_texts(logprobs.ids)
     return {
         token_id: Logprob(value, rank, text)

@@ -1,4 +1,4 @@
-"""When a sequence ends: EOS, stop ids and lengths are checked on ids, stop strings on text.
+"""Decide when a sequence ends: EOS, stop ids and lengths are checked on ids, stop strings on text.
 
 In: the ids and the text so far. Out: a Stop, or None, for request.py.
 """
@@ -12,7 +12,7 @@ from nanoinfer.scheduling.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Why a sequence ended, in the terms of CompletionOutput."""
+    """The reason why a sequence ended, in the terms of CompletionOutput."""
 
     finish_reason: FinishReason
     stop_reason: int | str | None = None
@@ -20,7 +20,7 @@ class Stop:
 
 
 def check_token_ids(seq: Sequence) -> Stop | None:
-    """Whether the newest id ends the sequence. EOS takes precedence over stop ids, and both over the length.
+    """Check whether the newest id ends the sequence. EOS takes precedence over stop ids, and both over the length.
 
     min_tokens is not checked here. Until it is reached, the sampler forbids every id that stops.
     """
@@ -57,7 +57,7 @@ class StopStrings:
     def push(self, piece: str, *, examine: bool = True) -> str | None:
         """Append a piece of text. Returns the stop string that it completes, after cutting the text there.
 
-        The match that completes first wins. Of those that complete together, the first in the list wins. With examine=False
+        The match that completes first wins. Of several that complete together, the first in the list wins. With examine=False
         (min_tokens), the piece is appended without a search, so a match must complete in a later piece.
         """
         num_before = len(self.text)
@@ -74,7 +74,7 @@ class StopStrings:
         return matched
 
     def release(self, *, everything: bool = False) -> str:
-        """The text that is certain and was not released before. At the end of the sequence, all the rest."""
+        """Return the text that is certain and was not released before. At the end of the sequence, return all the rest."""
         num_certain = len(self.text) if everything else len(self.text) - self._num_held()
         shown = self.text[self._num_shown : num_certain]
         self._num_shown = max(self._num_shown, num_certain)
@@ -89,7 +89,7 @@ class StopStrings:
         """The length of the longest suffix of the text that is a proper prefix of a stop string."""
         held = 0
         for stop in self._stops:
-            # The earliest place is the longest suffix. Only places with the stop's first character are compared.
+            # The longest suffix begins at the earliest place. Only places with the stop's first character are compared.
             start = self.text.find(stop[0], max(len(self.text) - len(stop) + 1, 0))
             while 0 <= start < len(self.text) - held and not stop.startswith(self.text[start:]):
                 start = self.text.find(stop[0], start + 1)

@@ -1,19 +1,19 @@
-"""Files with the contents of cache blocks, so that a restarted engine finds the prefixes of the one before it.
+"""Files with the contents of cache blocks, so that a restarted engine finds the prefixes of its predecessor.
 
-In: a runner, whose cache has the blocks and states, and ids from stored_blocks.py. Out: one file per block or state, named by
+In: a runner, whose cache holds the blocks and states, and ids from stored_blocks.py. Out: a file per block or state, named by
 the key and the part of the prefix index:
 
     "nanokv2\\n" | key, 32 bytes | part | SHA-256 of all the rest, 32 bytes | keys and values, as the cache has them, or a state
 
-A thread writes them, and the engine waits for it only in close(). A file gets its name when it is whole, by a rename. It is
-read as a whole, and believed only if its length, key and checksum are right. It is not mapped, because a mapped file ends this
-process by SIGBUS when another one truncates it, or its disk is gone. Nothing is unpickled.
+A thread writes them, and the engine waits for it only in close(). A file is renamed to its name when it is complete. It is
+read as a whole, and accepted only if its length, key and checksum are right. It is not mapped, because a mapped file ends this
+process by SIGBUS if another process truncates it, or its disk is gone. Nothing is unpickled.
 
-Of several ranks, rank 0 has the files, and each contains the parts of all ranks. So a block is found on all of them or on none.
+With several ranks, rank 0 writes the files, each with the parts of all ranks. So a block is found on all ranks or on none.
 
-Several processes may share a folder. Who writes holds a lock on the file "lock", which the system releases when a process is
-killed. It contains the number of bytes in the folder, and is raised before they are written, so that the limit always holds.
-When it is reached, the files that were used longest ago are removed. Who reads needs no lock, and any file may be gone.
+Several processes may share a folder. A writer holds a lock on the file "lock", which the system releases when a process is
+killed. The file contains the number of bytes in the folder. A writer raises it before it writes, so the limit always holds.
+At the limit, the files that were used longest ago are removed. Readers need no lock, and must expect that any file is gone.
 """
 
 import hashlib
@@ -54,15 +54,15 @@ logger = logging.getLogger(__name__)
 
 MAGIC = b"nanokv2\n"
 HEADER_BYTES = len(MAGIC) + 65
-WAITING_BYTES = 2**28  # of copied blocks that wait to be written. What comes while they wait is left out
+WAITING_BYTES = 2**28  # the most bytes of copied blocks that wait to be written. Further blocks are not kept
 _NAME = re.compile(r"[0-9a-f]{66}\.kv")
 
 
 class BlockFiles:
-    """The BlockStore of a folder."""
+    """A BlockStore whose blocks are files in a folder."""
 
     def __init__(self, runner: ModelRunner, folder: str, max_bytes: int, fingerprint: bytes, max_tokens_per_step: int) -> None:
-        """max_bytes: the most that all files in the folder may take. Raises: InvalidValueError if the folder cannot be used."""
+        """max_bytes: the most bytes of all files in the folder. Raises: InvalidValueError if the folder cannot be used."""
         self.fingerprint, self.max_tokens_per_step = fingerprint, max_tokens_per_step
         self.counts = {"external_prefix_cache_hits": 0, "prefix_cache_read_bytes": 0, "prefix_cache_written_bytes": 0}
         self._runner = runner
@@ -79,13 +79,13 @@ class BlockFiles:
         self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         self._pid, self._is_closed, self._last_error = os.getpid(), False, ""
         self._waiting: queue.Queue[Entry | None] = queue.Queue(max(2, WAITING_BYTES // max(self._num_bytes)))
-        self._copies: dict[Entry, Callable[[], Tensor]] = {}  # of what waits or is being written
+        self._copies: dict[Entry, Callable[[], Tensor]] = {}  # entries that wait or are being written
         self._thread = threading.Thread(target=self._write_all, name="nanoinfer block files", daemon=True)
         self._thread.start()
 
     @property
     def is_open(self) -> bool:
-        return not self._is_closed and os.getpid() == self._pid  # a forked process has no thread that would write
+        return not self._is_closed and os.getpid() == self._pid  # a forked process has no thread that writes
 
     # ---- called by the engine
 
@@ -127,7 +127,7 @@ class BlockFiles:
         if self._has(entry):
             self.touch((entry,))
         elif (wait or not self._waiting.full()) and entry not in self._copies:
-            with suppress(EngineDeadError):  # a rank has ended, as the next step says
+            with suppress(EngineDeadError):  # if a rank has ended, the next step says so
                 self._copies[entry] = self._copy_of(entry[1], block)
                 self._waiting.put(entry)
 
@@ -141,10 +141,10 @@ class BlockFiles:
             self._is_closed = True
             self._waiting.put(None)
             self._thread.join()
-            del self._runner  # the memory of the cache, and the other ranks
+            del self._runner  # frees the memory of the cache, and the other ranks
 
     def _copy_of(self, part: int, block: int) -> Callable[[], Tensor]:
-        """Begin to copy a block or a state to the CPU. Returns what waits for the copy."""
+        """Begin to copy a block or a state to the CPU. Returns a function that waits for the copy and returns it."""
         content = self._runner.on_all_ranks(read_block, part, block)
         if content.device.type == "cpu":
             return lambda: content
@@ -160,7 +160,7 @@ class BlockFiles:
 
     def _has(self, entry: Entry) -> bool:
         with suppress(OSError):
-            return self._path(entry).stat().st_size == self._num_bytes[entry[1]]  # others: of a system that lost its power
+            return self._path(entry).stat().st_size == self._num_bytes[entry[1]]  # a machine that lost power leaves wrong sizes
         return False
 
     def _path(self, entry: Entry) -> Path:
@@ -169,28 +169,28 @@ class BlockFiles:
     # ---- in the thread
 
     def _write_all(self) -> None:
-        self._try(self._shrink, self._max_bytes)  # after a process that was killed
+        self._try(self._shrink, self._max_bytes)  # a process that was killed may have left too much
         while (entry := self._waiting.get()) is not None:
             if (copy := self._copies.get(entry)) is not None:
                 self._try(self._write, entry, copy)
                 if self._copies.pop(entry, None) is None:
-                    self.discard(entry)  # as someone did meanwhile
+                    self.discard(entry)  # another process may have removed the file
         os.close(self._lock)
 
     def _try(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call a function while no other process writes. If it fails, log why, once for each reason, and go on."""
+        """Call a function while no other process writes. If it fails, log each reason once, and go on."""
         import fcntl
 
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            (self._folder / "writing").unlink(missing_ok=True)  # what a process that was killed has left half-written
+            (self._folder / "writing").unlink(missing_ok=True)  # a half-written file of a process that was killed
             function(*arguments)
         except Exception as error:
             if (reason := f"{type(error).__name__}: {first_line(error)}") != self._last_error:
                 logger.warning("blocks cannot be kept in %s: %s", self._folder, reason)
             self._last_error = reason
         finally:
-            with suppress(OSError):  # a file system without locks
+            with suppress(OSError):  # the file system may have no locks
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def _write(self, entry: Entry, copy: Callable[[], Tensor]) -> None:
@@ -212,7 +212,7 @@ class BlockFiles:
         self.counts["prefix_cache_written_bytes"] += num_new_bytes
 
     def _shrink(self, limit: int) -> int:
-        """Remove the files that were used longest ago, until the others take at most `limit` bytes. Returns what they take."""
+        """Remove the files that were used longest ago, until the others take at most `limit` bytes. Returns their bytes."""
         files = []
         for entry in os.scandir(self._folder):
             if _NAME.fullmatch(entry.name):
@@ -242,25 +242,25 @@ def name_of(entry: Entry) -> bytes:
 
 
 def header(entry: Entry, content: Tensor) -> bytes:
-    """Return what a file begins with."""
+    """Return the first bytes of an entry's file."""
     start = MAGIC + name_of(entry)
     return start + _sha256(content, start)
 
 
 def stamp(path: Path) -> None:
-    """Mark a file as used now. The clock that the system has for files is too coarse for the order of two blocks."""
+    """Mark a file as used now. The system's own file times are too coarse to order two blocks."""
     now = time.time_ns()
     os.utime(path, ns=(now, now))
 
 
 def private_folder(name: str) -> Path:
-    """Return a folder that nobody else can read, and make it if there is none. Raises: InvalidValueError."""
+    """Return a folder that nobody else can read, and make it if it does not exist. Raises: InvalidValueError."""
     folder = Path(name).expanduser()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error  # without the whole name
+        reason = error.strerror if isinstance(error, OSError) else error  # without the path, which the message has
         raise InvalidValueError(f"prefix_cache_dir must be a folder that can be made, got {shown(name)}: {reason}") from error
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise InvalidValueError(
@@ -274,12 +274,12 @@ def private_folder(name: str) -> Path:
 
 
 def tensors_of(cache: KVCache) -> list[list[Tensor]]:
-    """Return, for each part of the prefix index, tensors whose first axis counts the blocks, or the slots of states."""
+    """Return, for each part of the prefix index, the tensors whose first axis counts its blocks, or its slots of states."""
     return [[*cache.pages]] * len(cache.groups) + ([] if cache.states is None else [[*cache.states.tensors]])
 
 
 def read_block(runner: ModelRunner, part: int, block: int) -> Tensor:
-    """Copy the bytes of a block or a state: those of rank 0, then those of rank 1, and so on."""
+    """Copy the bytes of a block or a state: first those of rank 0, then those of rank 1, and so on."""
     content = torch.cat([tensor[block].reshape(-1).view(torch.uint8) for tensor in tensors_of(runner.cache)[part]])
     return content if (shards := runner.weights.shards) is None else shards.gather(content).flatten()
 
@@ -294,27 +294,27 @@ def write_block(runner: ModelRunner, part: int, block: int, content: Tensor) -> 
         content = content[page.nbytes :]
 
 
-# ---- what decides the bits of a block
+# ---- the fingerprint: all that decides the bits of a block
 
 
 def store_of(model: Any, config: EngineConfig, shards: Shards | None = None) -> Callable[[LocalExecutor], BlockFiles]:
-    """Return what makes the store of an engine, given its executor. All ranks of `shards` call it, and rank 0 has the store.
+    """Return a function that makes a store, given the engine's executor. All ranks call it, and rank 0 has the store.
 
-    Call it before the model's modules are replaced, because it reads the weights.
+    Call it before the model's modules are replaced, because it reads their weights.
 
     Raises:
-        InvalidValueError, UnsupportedError: For what the files do not support, here or in the call.
+        InvalidValueError, UnsupportedError: for what the files do not support, now or when the function is called.
     """
     if sys.platform == "win32":
         raise UnsupportedError("prefix_cache_dir needs the file locks of Linux or macOS; leave it out")
     names, weights = zip(*model.named_parameters(), strict=True)
-    rounded = [module.weight for module in model.modules() if isinstance(module, QuantizedLinear)]  # which are no parameters
+    rounded = [module.weight for module in model.modules() if isinstance(module, QuantizedLinear)]  # they are not parameters
     integers = [tensor for weight in rounded for tensor in (weight.integers, weight.scales, weight.zeros)]
     with ThreadPoolExecutor() as pool:
         digests = [*pool.map(_sha256, [*weights, *integers])]
-    # Every file of this package counts, and that of a model of your own: whoever changes an engine forgets to count versions.
+    # Every file of this package counts, and the file of a user's model, because authors forget to count versions up.
     files = [path for path in sorted(Path(__file__).parents[1].rglob("*")) if path.suffix in (".py", ".cpp", ".h")]
-    with suppress(OSError, TypeError):  # a class of a notebook has no file
+    with suppress(OSError, TypeError):  # a class defined in a notebook has no file
         files.append(Path(inspect.getfile(type(model))))
     digests += [hashlib.sha256(path.read_bytes()).digest() for path in files]
     what = (names, type(model), model.config, config.enforce_eager, config.quantization, config.scheduler.chunk_grid)
@@ -327,7 +327,7 @@ def store_of(model: Any, config: EngineConfig, shards: Shards | None = None) -> 
 @torch.inference_mode()
 def _make_store(executor: LocalExecutor, config: EngineConfig, identity: bytes) -> BlockFiles:
     info, runner = executor.info, executor.runner
-    # The keys and values of a fixed prompt, to which another processor, compiler, library or kernel gives other bits.
+    # The keys and values of a fixed prompt, whose bits change with the processor, compiler, library or kernel.
     num, is_invariant = min(info.block_size, info.max_model_len), config.scheduler.batch_invariant
     seq = Sequence("probe", [i % info.vocab_size for i in range(num)], SamplingParams(), seed=0, max_num_tokens=num)
     layout = CacheLayout(info.windows, config.scheduler.chunk_grid, info.num_state_slots)
@@ -347,7 +347,7 @@ def _make_store(executor: LocalExecutor, config: EngineConfig, identity: bytes) 
 
 
 def _sha256(tensor: Tensor, start: bytes = b"") -> bytes:
-    """Return the digest of some bytes and a tensor's."""
+    """Return the digest of `start` followed by a tensor's bytes."""
     digest = hashlib.sha256(start)
     digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()

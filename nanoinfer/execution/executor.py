@@ -1,6 +1,6 @@
-"""The interface between bookkeeping and tensors: an engine passes a step's plan to an Executor and receives sampled tokens.
+"""The interface between bookkeeping and tensors: an engine passes step plans to an Executor and receives sampled tokens.
 
-In: StepPlans. Out: StepOutputs, plain Python. This file imports no torch. LocalExecutor runs the model in this process.
+In: StepPlans. Out: StepOutputs of plain Python values. This file imports no torch. LocalExecutor runs a model in this process.
 """
 
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ from nanoinfer.scheduling.step_plan import StepPlan
 class ExecutorInfo:
     """What the engine must know about the loaded model and its KV cache.
 
-    max_position_embeddings: the model's limit. max_model_len: the most tokens of a sequence, limited by the cache as well.
-    windows: of the cache's KV groups (attention/kv_cache.py).
-    num_state_slots: for models whose layers keep a state (attention/states.py). 0: none does.
+    max_position_embeddings: the model's limit in tokens. max_model_len: the most tokens of a sequence in this cache.
+    windows: the windows of the cache's KV groups in tokens (attention/kv_cache.py).
+    num_state_slots: the number of slots for states (attention/states.py). 0: no layer keeps a state.
     """
 
     vocab_size: int
@@ -33,13 +33,13 @@ class ExecutorInfo:
     num_state_slots: int = 0
 
 
-@dataclass(slots=True)  # not frozen: one is made for each row of a step, in a third of the time
+@dataclass(slots=True)  # not frozen: each step makes one per row, in a third of the time
 class SequenceOutput:
-    """What a step returns for one sequence.
+    """The result of a step for one sequence.
 
-    token_ids: the sampled ids, in order. logprobs, masks: one for each of token_ids, if requested.
-    With StepPlan.num_top_logprobs there are no token_ids, and one entry in logprobs.
-    error: why no token could be sampled.
+    token_ids: the sampled ids, in order. logprobs, masks: an entry for each of token_ids. None: not requested.
+    With StepPlan.num_top_logprobs there are no token_ids, and logprobs has a single entry.
+    error: why no token could be sampled. None: the tokens were sampled.
     """
 
     sequence: Sequence
@@ -51,7 +51,7 @@ class SequenceOutput:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of the prompt's tokens from `position` on."""
+    """The log-probabilities of the prompt's tokens from `position` on."""
 
     sequence: Sequence
     position: int
@@ -60,7 +60,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """sequences: in the order of the plan's rows. seconds: the executor's phases of StepTimed."""
+    """sequences: the results, in the order of the plan's rows. seconds: how long each phase took, for StepTimed."""
 
     sequences: list[SequenceOutput]
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
@@ -73,7 +73,7 @@ class InFlight(Protocol):
     @property
     def plan(self) -> StepPlan: ...
     @property
-    def must_sync(self) -> bool: ...  # whether the sampled tokens must reach the host before the next step is launched
+    def must_sync(self) -> bool: ...  # whether the host must have the sampled tokens before the next launch
 
 
 Step = TypeVar("Step", bound=InFlight)
@@ -91,7 +91,7 @@ class Executor(Protocol[Step]):
         """Start a step: batch, block copies, forward pass, LM head, sampling. It waits for the device only if
         prompt log-probabilities or num_top_logprobs are requested.
 
-        previous: the step in flight, or None. Its sampled tokens may be input of this step before the host knows them.
+        previous: the step in flight, whose sampled tokens may be input before the host knows them. None: there is none.
         """
         ...
 

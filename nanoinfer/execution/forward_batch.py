@@ -1,4 +1,4 @@
-"""Scheduled sequences -> the tensors of one step, packed: the new tokens of all sequences one after the other, no padding.
+"""Turn scheduled sequences into the packed tensors of one step: the new tokens of all sequences in a row, without padding.
 
 In: a StepPlan. Out: a ForwardBatch. AttentionMetadata's docstring has an example.
 """
@@ -17,20 +17,20 @@ from nanoinfer.scheduling.sequence import RequestAdapter, Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.system.transfer import integers_on_device
 
-# An adapter, or the digest of one that a rank has already, the first packed token that uses it, and the one after the last.
+# An adapter, or the digest of an adapter that a rank already has, its first packed token, and the token after its last.
 AdapterRuns = tuple[tuple[RequestAdapter | str, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PreviousTokens:
-    """The tokens that the previous step sampled, still on the device. rows[seq] is the sequence's row in token_ids."""
+    """The tokens that the previous step sampled, still on the device. rows[seq]: the sequence's row in token_ids."""
 
     token_ids: Int[Tensor, " num_rows"]
     rows: dict[Sequence, int]
 
 
 class _Packed(NamedTuple):
-    """A step as lists of integers. A query is a chunk, a sequence's newest token or a draft."""
+    """The input of a step as lists of integers. A query is a chunk, a sequence's newest token or a draft."""
 
     input_ids: list[int]  # 0 for a placeholder
     placeholders: list[int]  # indices of the tokens that are only on the device
@@ -38,19 +38,19 @@ class _Packed(NamedTuple):
     positions: list[int]
     slots: list[int]
     query_lens: list[int]
-    seq_lens: list[int]  # of each query
-    sequences: list[Sequence]  # of each query
+    seq_lens: list[int]  # for each query
+    sequences: list[Sequence]  # for each query
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """One step's input.
+    """The input of a step.
 
     Attributes:
-        logits_indices: the packed tokens whose hidden rows enter the LM head, in the order of plan.rows.
-        attention: the same for all layers, or of the first KV group. further_groups has it for the others.
-        adapters: those of requests, as runs of packed tokens.
-        hidden_slots: of a drafter's sequences, as StepPlan has them.
+        logits_indices: the packed indices of the tokens whose hidden rows enter the LM head, in the order of plan.rows.
+        attention: the metadata of all layers, or of the first KV group. further_groups has that of the others.
+        adapters: the adapters of requests, as runs of packed tokens.
+        hidden_slots: as in StepPlan, for a drafter's step.
     """
 
     input_ids: Int[Tensor, " num_tokens"]
@@ -73,12 +73,12 @@ class ForwardBatch:
         *,
         has_single_queries: bool = False,
     ) -> "ForwardBatch":
-        """The tensors of a plan.
+        """Make the tensors of a plan.
 
         Args:
-            previous: The previous step's tokens, if the newest tokens of some sequences are only on the device.
-            has_single_queries: Let the attention compute a chunk's tokens as it computes decodes, one query each, so that a
-                token's bits do not depend on the chunk (batch_invariant).
+            previous: the previous step's tokens, if some of the newest tokens are only on the device. None: all are known.
+            has_single_queries: if True, each token of a chunk is a query of its own for the attention, as in decoding, so
+                that a token's bits do not depend on the chunk (batch_invariant).
         """
         packed = _pack(plan, block_size, previous)
         query_start_loc = [0, *accumulate(packed.query_lens)]
@@ -94,7 +94,7 @@ class ForwardBatch:
             device,
         )  # fmt: skip
         if previous is not None and packed.placeholders:
-            ids[placeholders] = previous.token_ids[previous_rows].clamp(min=0)  # -1 is no token. Its row is dropped later
+            ids[placeholders] = previous.token_ids[previous_rows].clamp(min=0)  # -1 is no token, and its row is dropped later
         attention = AttentionMetadata(
             query_start_loc=starts,
             seq_lens=lens,
@@ -118,7 +118,7 @@ class ForwardBatch:
 
 
 def _padded(tables: list[list[int]]) -> list[int]:
-    """Block tables one after the other, each padded with 0 to the length of the longest."""
+    """Join block tables, each padded with 0 to the length of the longest."""
     max_blocks = max(map(len, tables))
     padded: list[int] = []
     for table in tables:
@@ -127,7 +127,7 @@ def _padded(tables: list[list[int]]) -> list[int]:
 
 
 def _in_group(first: AttentionMetadata, tables: list[list[int]], positions: list[int], block_size: int) -> AttentionMetadata:
-    """The metadata of a further KV group, whose block tables these are."""
+    """Return the metadata of a further KV group, which has these block tables."""
     starts = first.query_start_loc_cpu
     slots = [
         table[position // block_size] * block_size + position % block_size
@@ -139,7 +139,7 @@ def _in_group(first: AttentionMetadata, tables: list[list[int]], positions: list
 
 
 def _pack(plan: StepPlan, block_size: int, previous: PreviousTokens | None) -> _Packed:
-    """Put the new tokens of all sequences one after the other, each with its position and its slot in the cache."""
+    """Put the new tokens of all sequences in a row, each with its position and its slot in the cache."""
     packed = _Packed([], [], [], [], [], [], [], [])
     input_ids, placeholders, previous_rows, positions, slots, query_lens, seq_lens, sequences = packed
     for item in plan.scheduled:
@@ -162,7 +162,7 @@ def _pack(plan: StepPlan, block_size: int, previous: PreviousTokens | None) -> _
 
 
 def _states_of(plan: StepPlan) -> tuple[StateRows, ...]:
-    """Where the sequences' states are, if the model keeps states."""
+    """Return where the sequences' states are, or nothing if the model keeps no states."""
     rows, start = [], 0
     for item in plan.scheduled:
         seq, stop = item.sequence, start + item.num_packed_tokens
@@ -189,9 +189,9 @@ def _describe(packed: _Packed, query_start_loc: list[int], logits_indices: list[
 
 
 def single_queries(metadata: AttentionMetadata) -> AttentionMetadata:
-    """The same step with every packed token as a decoding sequence of its own, which ends with the token.
+    """Return the same step with every packed token as a decoding sequence of its own, which ends with that token.
 
-    Rows of one sequence have the same blocks, and are in order.
+    Rows of the same sequence have the same blocks, and are in order.
     """
     starts, seq_lens = metadata.query_start_loc_cpu, metadata.seq_lens_cpu
     query_lens = metadata.query_start_loc.diff()

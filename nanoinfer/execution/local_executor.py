@@ -27,7 +27,7 @@ from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import PromptRows, StepPlan
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
-PROMPT_LOGITS = 2**22  # logits of a prompt that are computed at a time for prompt_logprobs: 16 MB
+PROMPT_LOGITS = 2**22  # the most logits of a prompt that are computed at a time for prompt_logprobs: 16 MB
 
 
 @runtime_checkable
@@ -35,16 +35,16 @@ class PromptReader(Protocol):
     """Reads the hidden rows of one prompt (Sequence.reader), as training/rollouts.py and embedding/pooling.py do."""
 
     def read(self, executor: "LocalExecutor", hidden: Tensor, part: PromptRows, ends: HeadRows, row: int | None) -> None:
-        """Read the rows of a chunk, which are valid until it returns. After a preemption it begins again, at position 0.
+        """Read the rows of a chunk, which are valid until it returns. After a preemption, reading starts again at position 0.
 
-        ends, row: If the chunk ends the prompt, row is that of its last token in ends, the rows that the step samples.
+        ends: the rows that the step samples. row: the index of the prompt's last row among them. None: the prompt goes on.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step whose tokens are sampled on the device. tokens is None for a plan with num_top_logprobs."""
+    """A step whose tokens are being sampled on the device. tokens: None for a plan with num_top_logprobs."""
 
     plan: StepPlan
     tokens: SampledTokens | None
@@ -68,13 +68,13 @@ class LocalExecutor:
         tokenizer: Tokenizer | None = None,
         tracer: "tracing.EventBuffer | None" = None,
     ) -> None:
-        """is_batch_independent: with as many threads as torch has now. batch_invariant: compute chunks one query at a time."""
+        """is_batch_independent: for the present number of torch's threads. batch_invariant: compute each query alone."""
         self.runner, self.sampler, self.info = runner, sampler, info
         self.device = torch.device(info.device)
         self._is_batch_independent, self._num_threads = is_batch_independent, torch.get_num_threads()
         self._batch_invariant = batch_invariant
         self._tokenizer, self._tracer = tokenizer, tracer
-        self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused while the rows stay the same
+        self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused if the rows stay the same
 
     @property
     def batch_independent(self) -> bool:
@@ -83,7 +83,7 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep:
-        """From the plan to the sampled tokens on the device. See Executor.launch."""
+        """Launch the plan, up to the sampled tokens on the device. See Executor.launch."""
         with self._on_device():
             start = time.perf_counter()
             batch = self._build_batch(plan, previous)
@@ -104,24 +104,24 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def collect(self, step: LaunchedStep) -> StepOutput:
-        """Wait for the sampled tokens of a step. See Executor.collect."""
+        """Wait for the tokens of a step. See Executor.collect."""
         if step.tokens is None:
             return StepOutput(step.top_logprobs)
         start = time.perf_counter()
         with self._on_device():
             sampled = step.tokens.read()
         drafting = {item.sequence: item for item in step.plan.scheduled if item.draft_token_ids}
-        outputs, end = [], 0  # end: of the rows of the sequence before
+        outputs, end = [], 0  # end: where the rows of the sequence before end
         for first, (seq, _) in enumerate(step.plan.rows):
             if first < end:
-                continue  # the row of a draft
+                continue  # this row belongs to a draft
             item = drafting.get(seq)
             end = first + 1 + (len(item.draft_token_ids) if item else 0)
             if error := sampled.errors.get(first):
                 outputs.append(SequenceOutput(seq, error=error))
                 continue
             num_accepted = item.num_accepted(sampled.token_ids[first:end]) if item else 0
-            # A draft's row that failed is computed again, alone.
+            # If the row of a draft has failed, it is computed again, without drafts.
             rows = [row for row in range(first, first + 1 + num_accepted) if row not in sampled.errors]
             logprobs = [sampled.logprobs[row] for row in rows if row in sampled.logprobs]
             masks = [sampled.masks[row] for row in rows if row in sampled.masks]
@@ -132,7 +132,7 @@ class LocalExecutor:
     def prompt_logprobs(
         self, hidden: Float[Tensor, "num_tokens hidden"], part: PromptRows, num_top: int, temperature: float = 1.0
     ) -> list[TokenLogprobs]:
-        """Log-probabilities of the prompt tokens that follow these rows, computed for a limited number of rows at a time."""
+        """Compute the log-probabilities of the prompt tokens that follow these rows, a limited number of rows at a time."""
         rows_at_a_time = max(PROMPT_LOGITS // self.info.vocab_size, 1)
         logprobs = []
         for start in range(part.start, part.stop, rows_at_a_time):
@@ -156,7 +156,7 @@ class LocalExecutor:
         )
 
     def _sample(self, rows: HeadRows, plan: StepPlan) -> tuple[SampledTokens | None, list[SequenceOutput], float]:
-        """Choose the tokens, or list the most probable ones for a plan with num_top_logprobs. The seconds are tracing's."""
+        """Choose the tokens, or list the most probable ones for a plan with num_top_logprobs. Returns the seconds as well."""
         sequences = [seq for seq, _ in plan.rows]
         if plan.num_top_logprobs:
             return None, _top_logprobs(rows.logits, sequences, plan.num_top_logprobs), 0.0
@@ -170,7 +170,7 @@ class LocalExecutor:
         return self.sampler(rows, batch, tracer), [], tracer.seconds if tracer else 0.0
 
     def _read_prompts(self, plan: StepPlan, hidden: Float[Tensor, "num_tokens hidden"], ends: HeadRows) -> list[PromptLogprobs]:
-        """Compute the log-probabilities of prompts that were requested, and give other rows to their readers."""
+        """Compute the requested log-probabilities of prompts, and give other rows to their readers."""
         found: list[PromptLogprobs] = []
         if not plan.prompt_rows:
             return found
@@ -185,14 +185,14 @@ class LocalExecutor:
         return found
 
     def _on_device(self) -> AbstractContextManager[None]:
-        """Make the model's GPU the current one, on which Triton kernels are launched."""
+        """Make the model's GPU the current device, where Triton launches kernels."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
 def _top_logprobs(logits: Float[Tensor, "num_rows vocab"], sequences: list[Sequence], num_top: int) -> list[SequenceOutput]:
-    """The num_top most likely ids of every row, in falling order."""
+    """Return the num_top most likely ids of every row, in falling order."""
     num_top = min(num_top, logits.shape[-1])
-    likeliest = argmax(logits).tolist()  # -1: the logits are not finite
+    likeliest = argmax(logits).tolist()  # -1 if the logits are not finite
     all_logprobs = token_logprobs(logits, [max(token_id, 0) for token_id in likeliest], [num_top] * len(logits))
     return [
         SequenceOutput(seq, logprobs=[logprobs]) if token_id >= 0 else SequenceOutput(seq, error=NOT_FINITE)

@@ -1,4 +1,4 @@
-"""How many blocks the KV cache gets: what a machine can spare after the weights are loaded, less what a step needs.
+"""Decide how many blocks the KV cache gets: the memory that is free after the weights are loaded, less what a step needs.
 
 In: Parts and an EngineConfig. Out: an ExecutorInfo.
 """
@@ -34,8 +34,8 @@ def size_cache(
     """Decide how many blocks the KV cache gets, and the longest sequence that this allows. Call it after loading weights.
 
     Args:
-        draft: the parts of what drafts by a model. Its cache has as many slots, and must fit into the memory as well.
-        num_blocks: of a cache without states. None: as many as fit, the same number on each rank.
+        draft: the parts of a draft model, whose cache has as many slots and must fit as well. None: no model drafts.
+        num_blocks: the number of blocks of a cache without states. None: as many as fit, the same number on each rank.
 
     Raises: InvalidValueError if max_model_len is more than the model supports, or no block fits.
     """
@@ -76,9 +76,9 @@ def size_cache(
 def _most_that_fit(
     parts: Parts, config: EngineConfig, draft: Parts | None, blocks_for: Callable[[int], int]
 ) -> tuple[int, int]:
-    """Return how many blocks and slots for states fit, but no more blocks than max_num_seqs of the longest sequences need.
+    """Return how many blocks and slots for states fit, but at most the blocks that max_num_seqs of the longest sequences need.
 
-    blocks_for: the most blocks that one sequence holds while it grows to a number of tokens.
+    blocks_for: returns the most blocks that a sequence holds while it grows to a number of tokens.
     """
     is_cuda, requested, shards = parts.device.type == "cuda", config.cache.kv_cache_memory, parts.weights.shards
     step_bytes = peak_step_bytes(parts, config) if is_cuda else 0
@@ -91,7 +91,7 @@ def _most_that_fit(
     if draft is not None:
         block_bytes += draft.bytes_per_block * parts.block_size // draft.block_size
     num_slots = 0
-    if slot_bytes := parts.sizes.bytes_per_slot:  # two slots for each running sequence, of which one is for a checkpoint
+    if slot_bytes := parts.sizes.bytes_per_slot:  # two slots for each running sequence, one of them for a checkpoint
         num_slots = min(memory // 2 // slot_bytes, 2 * config.scheduler.max_num_seqs)
         if num_slots < 1:
             raise InvalidValueError(
@@ -115,11 +115,11 @@ def _most_that_fit(
 def memory_for_cache(
     device: torch.device, kv_cache_memory: int | None, gpu_memory_utilization: float, step_bytes: int = 0, lora_bytes: int = 0
 ) -> int:
-    """The number of bytes for the cache: kv_cache_memory, or else what the machine can spare. Call it after loading weights.
+    """Return the bytes for the cache: kv_cache_memory, or else the memory that is free. Call it after loading weights.
 
-    step_bytes: left for a step on a GPU, unless kv_cache_memory is given. lora_bytes: left for the adapters of requests.
+    step_bytes: kept free for a step on a GPU, unless kv_cache_memory is given. lora_bytes: kept free for adapters.
 
-    Raises: InvalidValueError, if kv_cache_memory is more than is free.
+    Raises: InvalidValueError if kv_cache_memory is more than is free.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -138,11 +138,11 @@ def memory_for_cache(
 
 
 def available_cpu_memory() -> int:
-    """Bytes that can be allocated without swapping, within the limit of the container, if there is one (cgroup v2)."""
+    """Return the bytes that can be allocated without swapping, within the container's limit if it has one (cgroup v2)."""
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):  # not Linux: half of the machine's memory, or 8 GiB if that is unknown
+    except (OSError, KeyError):  # not Linux: assume half of the machine's memory, or 8 GiB if that is unknown
         is_unix = os.name == "posix"
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if is_unix else 2 * DEFAULT_CPU_MEMORY
     try:
@@ -150,7 +150,7 @@ def available_cpu_memory() -> int:
         stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
         file_cache = int(stat["inactive_file"]) + int(stat["active_file"])  # counted as used, but reclaimed on demand
         available = min(available, limit - used + file_cache)
-    except (OSError, ValueError, KeyError):  # no container, or "max": no limit
+    except (OSError, ValueError, KeyError):  # no container, or its limit is "max"
         pass
     return max(available, 0)
 
@@ -162,9 +162,9 @@ class _NoAttention(DenseAttention):
 
 @torch.inference_mode()
 def peak_step_bytes(parts: Parts, config: EngineConfig) -> int:
-    """The bytes that the largest step takes on a GPU besides weights and cache, measured with a step without attention.
+    """Return the bytes that the largest step takes on a GPU besides weights and cache, measured with a step without attention.
 
-    The sampler is counted as LOGITS_COPIES copies of the logits, and what its routes reserve.
+    The sampler counts as LOGITS_COPIES copies of the logits, plus what its routes reserve.
     """
     num_rows, device, model = config.max_num_rows, parts.device, parts.model
     attend = _NoAttention(parts.sizes.state_shapes)

@@ -1,7 +1,7 @@
-"""The tensors of one step -> hidden rows: copy blocks, run the model, select the rows that enter the LM head.
+"""Run the model on the tensors of a step: copy blocks, compute hidden rows, select the rows that enter the LM head.
 
-In: a ForwardBatch. Out: hidden rows, and some of them with the LM head. It handles tensors only, and knows neither requests nor
-how tokens are sampled.
+In: a ForwardBatch. Out: hidden rows, and some of them with the LM head. It handles tensors only, and does not know
+requests or how tokens are sampled.
 """
 
 from collections.abc import Callable
@@ -23,20 +23,20 @@ T = TypeVar("T")
 
 @runtime_checkable
 class StepGraphs(Protocol):
-    """Replays the model's part of some steps, as fast/cuda/decode_graphs.py does with CUDA graphs.
+    """Replays the forward pass of some steps, as fast/cuda/decode_graphs.py does with CUDA graphs.
 
-    The KV cache has one block more than the scheduler knows, into which a replay may write.
+    The KV cache has an extra block, unknown to the scheduler, into which a replay may write.
     """
 
     def supports(self, batch: ForwardBatch) -> bool: ...
 
-    # the hidden rows of run(batch)
+    # returns the hidden rows of run(batch)
     def replay(self, batch: ForwardBatch, run: Callable[[ForwardBatch], Tensor]) -> Float[Tensor, "num_tokens hidden"]: ...
 
 
 @dataclass(eq=False)
 class ModelRunner:
-    """Runs the model. graphs: replays steps. None: every step runs eagerly. weights: the model's, which may be replaced."""
+    """Runs the model. graphs: replays steps. None: every step runs eagerly. weights: the model's weights, to replace them."""
 
     model: Model
     cache: KVCache
@@ -45,7 +45,7 @@ class ModelRunner:
     weights: HeldWeights = field(default_factory=HeldWeights)
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
-        """The hidden rows of a step. They are valid until the next forward, which may write to the same memory."""
+        """Compute the hidden rows of a step. They are valid until the next forward, which may write to the same memory."""
         if batch.block_copies:
             self.cache.copy_blocks(batch.block_copies)
         if self.graphs is not None and self.graphs.supports(batch):
@@ -68,7 +68,7 @@ class ModelRunner:
 
 
 class RunnerWrapper(ModelRunner):
-    """Adds something to the steps of a runner: adapters, a drafter, other ranks. What it does not define, `inner` does."""
+    """Adds to the steps of a runner, for adapters, a drafter or other ranks. Attributes that it lacks are those of `inner`."""
 
     def __init__(self, inner: ModelRunner) -> None:
         super().__init__(inner.model, inner.cache, inner.backend, inner.graphs, inner.weights)
@@ -85,7 +85,7 @@ class RunnerWrapper(ModelRunner):
 
 
 def begin_step(backend: AttentionBackend, cache: KVCache, batch: ForwardBatch) -> Attend:
-    """Return what all layers of the step attend with, and keep their states with."""
+    """Return the object with which all layers of the step attend and keep their states."""
     attend = backend.begin_step(cache, batch.attention)
     if batch.further_groups:
         from nanoinfer.attention.groups import GroupedAttend

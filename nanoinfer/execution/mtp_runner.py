@@ -1,7 +1,7 @@
-"""What multi-token prediction needs of the runners: the model's hidden rows, kept for the module that drafts from them.
+"""What multi-token prediction adds to the runners: the model's hidden rows are kept for the module that drafts from them.
 
-In: steps of the model, and then of its drafter (models/qwen_next.py). Out: the drafter's hidden rows. The rows of the model are
-kept in slots as keys and values are, so they are there after a prefix hit, and who writes a token's slot writes its row.
+In: steps of the model, then steps of its drafter (models/qwen_next.py). Out: the drafter's hidden rows. The model's rows are
+kept in slots like keys and values, so they are there after a prefix hit, and a step that writes a token's slot writes its row.
 """
 
 from dataclasses import replace
@@ -21,13 +21,13 @@ from nanoinfer.scheduling.sequence import Sequence
 
 
 class KeptRows:
-    """The hidden rows of a model, [num_blocks, block_size, hidden]: one for each slot of its cache."""
+    """The hidden rows of a model, [num_blocks, block_size, hidden], with a row for each slot of its cache."""
 
     rows: Tensor
 
 
 def with_drafter(parts: Parts, drafter: Any) -> tuple[Parts, Parts]:
-    """Return the parts of a model whose hidden rows are kept, and those of its drafter, which shares its embedding and head."""
+    """Return the parts of a model that keeps its hidden rows, and of its drafter, which shares the embedding and LM head."""
     drafter.target, kept = (parts.model,), KeptRows()
     draft = replace(
         parts,
@@ -58,12 +58,12 @@ class KeepingRunner(RunnerWrapper):
 
 
 class DrafterRunner(RunnerWrapper):
-    """The runner of a drafter, whose forward pass has one more argument: the hidden row before each token."""
+    """The runner of a drafter, whose forward pass has an extra argument: the hidden row before each token."""
 
     def __init__(self, inner: ModelRunner, kept: KeptRows) -> None:
         super().__init__(inner)
         self._kept = kept
-        self._latest: dict[Sequence, Tensor] = {}  # the row of each sequence of the step before
+        self._latest: dict[Sequence, Tensor] = {}  # each sequence's row of the step before
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:

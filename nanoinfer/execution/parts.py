@@ -23,32 +23,32 @@ from nanoinfer.sampling.sampler import STAGES, Sampler
 
 @runtime_checkable
 class CompileReport(Protocol):
-    """What was compiled of a model (fast/compile.py), by the paths of its modules. "" is the model."""
+    """Which modules of a model were compiled (fast/compile.py), by their paths. "" is the model."""
 
-    compiled: dict[str, int]  # numbers of kernel calls
-    left: dict[str, str]  # why a module runs as it is
+    compiled: dict[str, int]  # path -> number of kernel calls
+    left: dict[str, str]  # path -> why the module runs as it is
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an executor is built from.
+    """The parts from which an executor is built.
 
     Attributes:
-        model: on its device.
-        backend: its attention. It serves this model only.
-        backend_name: in attention.base.BACKENDS.
-        sizes: what the model's layers keep in the KV cache.
-        block_size: tokens of a cache block.
-        cache_dtype: the model's, or torch.int8.
-        routes: of the sampler, in the order in which they are tried.
-        make_decode_graphs: given the sizes of the cache, makes what replays decode steps. None: every step runs eagerly.
-        is_batch_independent: whether a prompt's rows were found to have the same bits in any batch, on this machine. The plain
-            parts promise nothing, because torch's products depend on the number of rows.
-        report: what was compiled. None: nothing was tried.
-        reserved_bytes: memory on the device that the runner takes later.
-        weights: of the model, in all of their forms.
-        wrappers: what adds to the runner's steps, from the inside out: the other ranks, adapters, a drafter.
-        kept_bytes_per_token: memory of each token of the cache beside its keys and values.
+        model: the model on its device.
+        backend: the model's attention. It serves this model only.
+        backend_name: the backend's name in attention.base.BACKENDS.
+        sizes: what the model's layers keep in the KV cache, in bytes per block and slot.
+        block_size: the number of tokens in a cache block.
+        cache_dtype: the dtype of keys and values: the model's, or torch.int8.
+        routes: the sampler's fast routes, in the order in which they are tried.
+        make_decode_graphs: makes what replays decode steps, given the sizes of the cache. None: every step runs eagerly.
+        is_batch_independent: whether a prompt's rows were found to have the same bits in any batch on this machine. Plain parts
+            promise nothing, because torch's products depend on the number of rows.
+        report: which modules were compiled. None: compilation was not tried.
+        reserved_bytes: the bytes on the device that the runner allocates later.
+        weights: the model's weights, in all forms in which they are held.
+        wrappers: add to the runner's steps, the innermost first: the other ranks, adapters, a drafter.
+        kept_bytes_per_token: the bytes kept for each token of the cache besides its keys and values.
     """
 
     model: Model
@@ -68,7 +68,7 @@ class Parts:
 
     @property
     def bytes_per_block(self) -> int:
-        """The memory of a block of the cache."""
+        """The bytes of a block of the cache."""
         return self.sizes.bytes_per_block(self.block_size, self.cache_dtype) + self.block_size * self.kept_bytes_per_token
 
     def make_cache(self, num_blocks: int, num_state_slots: int) -> KVCache:

@@ -1,6 +1,6 @@
-"""A folder, a GGUF file or a hub name -> one checkpoint: config.json, generation_config.json, the paths of the weights.
+"""Find a checkpoint by a folder, a GGUF file or a hub name: config.json, generation_config.json, the paths of the weights.
 
-In: the user's name for the model. Out: a Checkpoint, plain data. This file opens JSON and the header of a GGUF file only.
+In: the user's name for the model. Out: a Checkpoint, plain data. This file opens only JSON and the header of a GGUF file.
 weights.py and formats/ read the tensors.
 """
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "tiny-qwen3"
 
-# Everything that a checkpoint needs. The hub also has .bin, .gguf and .onnx files, which are not loaded.
+# All files that a checkpoint needs. The hub also has .bin, .gguf and .onnx files, which are not loaded.
 TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model"]
 WEIGHT_FILES = ["*.safetensors"]
-MAX_JSON_BYTES = 2**22  # of a config or an index. The index of a model of 72B parameters has 80 kB.
+MAX_JSON_BYTES = 2**22  # for a config or an index. The index of a model of 72B parameters has 80 kB
 
 _CONVERT = (
     "nanoinfer reads safetensors only, because a .bin file is a pickle and may run code. Convert it once, load the result:\n"
@@ -37,8 +37,8 @@ class Checkpoint:
     """One model's files."""
 
     path: Path  # the folder, or the GGUF file
-    config: dict[str, Any]  # config.json, or what a GGUF file has in its place
-    generation_config: dict[str, Any]  # generation_config.json, {} where there is none
+    config: dict[str, Any]  # config.json, or what corresponds to it in a GGUF file
+    generation_config: dict[str, Any]  # generation_config.json, {} without the file
     weight_files: list[Path]  # the safetensors files, in the index's order, or the GGUF file
     gguf: "GGUFFile | None" = None  # the header of a GGUF file
 
@@ -48,9 +48,9 @@ class Checkpoint:
 
         Args:
             model: a folder, a .gguf file, the name of a bundled model ("tiny-qwen3", "tiny-gpt2"), or a hub name such as
-                "Qwen/Qwen3-0.6B", which is downloaded to the hub's cache unless it is there (HF_HUB_OFFLINE=1 uses the
-                cache alone). None is tiny-qwen3.
-            revision: a branch, tag or commit of the hub's repository.
+                "Qwen/Qwen3-0.6B", which is downloaded unless the hub's cache has it (HF_HUB_OFFLINE=1 uses only
+                the cache). None: tiny-qwen3.
+            revision: a branch, tag or commit of the hub's repository. None: its main branch.
         """
         model = DEFAULT_MODEL if model is None else model
         path = locate(model, revision)
@@ -78,12 +78,12 @@ class Checkpoint:
 
     @property
     def config_path(self) -> Path:
-        """The file that `config` comes from."""
+        """The file from which `config` was read."""
         return self.path / "config.json" if self.gguf is None else self.path
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Every id that ends a text: from generation_config.json, or from config.json where that has none."""
+        """The ids that end a text: from generation_config.json, or from config.json if that has none."""
         settings = self.config if self.generation_config.get("eos_token_id") is None else self.generation_config
         eos = settings.get("eos_token_id")
         ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
@@ -98,7 +98,7 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
         raise CheckpointNotFoundError(f"the model's name is empty; {list_bundled()}")
     try:
         path = Path(model).expanduser()
-        model.encode()  # the libraries below take UTF-8 only
+        model.encode()  # the libraries below accept only UTF-8
         is_file = path.is_file()
         is_checkpoint = path.is_dir() or (is_file and path.suffix == ".gguf")
     except (OSError, ValueError, RuntimeError) as error:  # too long, no permission, not Unicode, a ~user that does not exist
@@ -118,7 +118,7 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
 
 
 def file_digests(path: Path) -> dict[str, str]:
-    """A digest of a GGUF file, or of each file in a folder that a model's answers may depend on, by the file's name."""
+    """Return a digest of a GGUF file, or of each file in a folder that may change a model's answers, by the file's name."""
     patterns = [*TEXT_FILES, *WEIGHT_FILES, "*.gguf"]
     digests = {}
     for file in [path] if path.is_file() else sorted(path.iterdir()):
@@ -130,7 +130,7 @@ def file_digests(path: Path) -> dict[str, str]:
 
 
 def check_file(path: Path, max_bytes: int | None = None) -> None:
-    """Refuse what cannot be read to its end: a pipe or a device blocks or never ends, and a folder is no file.
+    """Refuse a path that cannot be read to its end: a pipe or a device blocks or never ends, and a folder is not a file.
 
     Symbolic links are followed, as the hub's cache is made of them.
     """
@@ -166,7 +166,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _weight_files(path: Path, model: str) -> list[Path]:
-    """The files of one set of weights: one file, or the shards of an index. As in transformers, one file takes precedence."""
+    """Return the files of the weights: a single file, or the shards of an index. Like transformers, prefer a single file."""
     index_path = path / "model.safetensors.index.json"
     present = set(list_folder(path))
     if "model.safetensors" in present:
@@ -185,7 +185,7 @@ def _weight_files(path: Path, model: str) -> list[Path]:
 
 
 def _shard_names(index_path: Path) -> list[str]:
-    """The files that an index names. They are in its own folder: a name such as ../x would read files of the user's."""
+    """Return the files that an index names, all in its own folder, because ../x would read files of the user's."""
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index_path} has no weight_map of file names; download it again")
@@ -196,6 +196,6 @@ def _shard_names(index_path: Path) -> list[str]:
 
 
 def first_ten(items: list[str], separator: str = ", ") -> str:
-    """The first ten of many, and how many more there are. A file may hold names of any characters and length."""
+    """Join the first ten of many items, and say how many more there are. An item may be of any characters and length."""
     named = [item if item.isprintable() and len(item) <= 300 else shown(item) for item in items[:10]]
     return separator.join(named + ([f"and {len(items) - 10} more"] if len(items) > 10 else []))

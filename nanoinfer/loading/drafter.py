@@ -1,4 +1,4 @@
-"""What drafts for a model: a smaller model, or the module of a checkpoint that predicts further tokens (`mtp.*`)."""
+"""Load a drafter: a smaller model, or the module of a checkpoint that predicts further tokens (`mtp.*`)."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def load_draft(speculative: SpeculativeConfig, config: EngineConfig, target: Loa
     """Load the model, or the module of the model itself, that drafts for `target`.
 
     Raises:
-        InvalidValueError: a model with other ids. Also what load_drafter and load raise.
+        InvalidValueError: the model has other ids. The errors of load_drafter and load are raised as well.
     """
     if (name := speculative.model) is None:
         return load_drafter(target.model, config)
@@ -31,7 +31,7 @@ def load_draft(speculative: SpeculativeConfig, config: EngineConfig, target: Loa
 
 
 def load_drafter(model: Any, config: EngineConfig) -> Model:
-    """Load what drafts for a model from the same checkpoint. It will share the model's embedding and head.
+    """Load the module that drafts for a model from the same checkpoint. It will share the model's embedding and head.
 
     Raises:
         UnsupportedError: a family without such a module, or a checkpoint without its weights.

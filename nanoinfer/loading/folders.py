@@ -1,4 +1,4 @@
-"""The folders that checkpoints are looked for in: those of the package, and any other."""
+"""The folders in which checkpoints are found: those of the package, and others."""
 
 import os
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""A hub name -> the folder of the model in the hub's cache, downloaded unless it is there.
+"""Find a model of the hub in its cache, and download it if it is not there.
 
-In: a name that is no file or folder of this machine. Out: a path, or an error that says why there is none and what to try.
+In: a name that is no file or folder of this machine. Out: a path, or an error that explains the failure and what to try.
 """
 
 import difflib
@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 from nanoinfer.errors import CheckpointNotFoundError, shown
 from nanoinfer.loading.folders import bundled_models, list_bundled, list_folder
 
-_NOT_NEEDED = ["*/*", "consolidated*.safetensors"]  # folders of other formats, and Mistral's own: the same weights once more
+_NOT_NEEDED = ["*/*", "consolidated*.safetensors"]  # folders of other formats, and Mistral's own second copy of the weights
 
 
 def download(model: str, revision: str | None, patterns: list[str]) -> Path:
@@ -43,7 +43,7 @@ def download(model: str, revision: str | None, patterns: list[str]) -> Path:
 
 
 def _explain(error: Exception, model: str) -> tuple[str, str]:
-    """Why a hub's model cannot be downloaded, and the way out."""
+    """Return why a hub's model cannot be downloaded, and the way out."""
     log_in = "`hf auth login`, or set HF_TOKEN"
     if isinstance(error, GatedRepoError):
         page = f"{constants.ENDPOINT}/{model}"
@@ -52,7 +52,7 @@ def _explain(error: Exception, model: str) -> tuple[str, str]:
         return "there is no such model, or it is private", f"check the name, and for a private one log in with {log_in}"
     if isinstance(error, RevisionNotFoundError):
         return "it has no such revision", "check the name of the branch, tag or commit"
-    if isinstance(error, LocalEntryNotFoundError):  # which does not say which of the two it is
+    if isinstance(error, LocalEntryNotFoundError):  # the error does not say which of the two it is
         offline = "HF_HUB_OFFLINE is set and the hub's cache does not have it, or only a part of it"
         return offline if constants.HF_HUB_OFFLINE else "it cannot be reached", "check the name and the network"
     reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
@@ -60,7 +60,7 @@ def _explain(error: Exception, model: str) -> tuple[str, str]:
 
 
 def _did_you_mean(model: str) -> str:
-    """Suggest a bundled, cached or local model with a similar name, as the beginning of a way out."""
+    """Return the beginning of a way out: a bundled, cached or local model with a similar name, or ""."""
     cached = [name.removeprefix("models--").replace("--", "/") for name in list_folder(Path(constants.HF_HUB_CACHE))]
     local = [str(Path(model).with_name(name)) for name in list_folder(Path(model).expanduser().parent)]
     candidates = {*bundled_models(), *cached, *local} - {model}

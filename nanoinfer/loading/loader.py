@@ -1,6 +1,6 @@
-"""A checkpoint's name -> a model with its weights on its device, with its tokenizer and EOS ids.
+"""Load a model by its checkpoint's name: the model with its weights on its device, the tokenizer and the EOS ids.
 
-In: an EngineConfig. Out: the model as its file in models/ says, the tokenizer, the EOS ids.
+In: an EngineConfig. Out: the model as its file in models/ defines it, the tokenizer, the EOS ids.
 """
 
 import dataclasses
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Fields of a family's config that no weight can be smaller than.
+# Fields of a family's config that cannot exceed the number of weights.
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("moe_intermediate_size", "shared_expert_intermediate_size"),
 )
-# Numbers that transformers computes with whatever they are, and beyond which nothing sensible is computed.
+# Numbers that transformers accepts whatever they are, with the limits of what is sensible.
 _RANGES = {"rms_norm_eps": (0, 1), "layer_norm_epsilon": (0, 1), "query_pre_attn_scalar": (1e-3, 1e6)}
 
-MAX_TOKENIZER_BYTES = 2**26  # of one file. Gemma 3's tokenizer.json has 33 MB.
-_TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")  # how they begin
+MAX_TOKENIZER_BYTES = 2**26  # for a single file. Gemma 3's tokenizer.json has 33 MB
+_TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")  # name beginnings
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class Loaded:
     checkpoint: Checkpoint
     model: Model
     weights: HeldWeights
-    num_parameters: int  # of the checkpoint, also where the model is a rank's part of it
-    tokenizer: Tokenizer | None  # None if there is none. The model then takes token ids only
+    num_parameters: int  # of the checkpoint, even if the model is only a rank's part
+    tokenizer: Tokenizer | None  # None: the model takes only token ids
     eos_token_ids: frozenset[int]
 
 
 def load(config: EngineConfig, shards: Shards | None = None) -> Loaded:
-    """Load a model, its tokenizer and its EOS ids. With shards, the model is split among ranks."""
+    """Load a model, its tokenizer and its EOS ids. shards: the ranks that share the model. None: this process has all of it."""
     checkpoint = Checkpoint.open(config.model, config.revision)
     model, weights, num_parameters = load_configured(checkpoint, config, shards)
     tokenizer_path = locate(config.tokenizer, with_weights=False) if config.tokenizer is not None else checkpoint.path
@@ -78,7 +78,7 @@ def load(config: EngineConfig, shards: Shards | None = None) -> Loaded:
 
 
 def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards | None = None) -> tuple[Any, HeldWeights, int]:
-    """Load the model, or a rank's part of it, as the config says. Returns also the number of parameters of all ranks."""
+    """Load the model, or a rank's part of it, as the config says. Also returns the number of parameters of all ranks."""
     device = resolve_device(config.device)
     if config.quantization and device.type != "cpu":
         raise UnsupportedError(
@@ -98,7 +98,7 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
         model, weights = shards.split(model, weights)
     places = load_weights(model, weights, model.weight_rules, dtype, device)
     origin = Origin(config, type(model), model.weight_rules, sizes, shards)
-    # Rounded weights cannot be replaced, and the places would keep the plain ones alive.
+    # Rounded weights cannot be replaced, and places would keep the original weights alive.
     held = HeldWeights({} if config.quantization else places, origin)
     if shards is not None:
         shards.join(model, vocab_size)
@@ -111,33 +111,33 @@ def load_configured(checkpoint: Checkpoint, config: EngineConfig, shards: Shards
 
 
 def load_tokenizer(path: Path, file: "GGUFFile | None" = None) -> Tokenizer | None:
-    """The tokenizer of a folder or of a GGUF file, or None where there is none. file: the GGUF file's, if it has been read."""
+    """Return the tokenizer of a folder or a GGUF file, or None if it has none. file: the header. None: not read yet."""
     if file is not None or path.is_file():
         from nanoinfer.loading.formats.gguf import read_gguf
         from nanoinfer.loading.formats.gguf_tokenizer import tokenizer_from_gguf
 
         return tokenizer_from_gguf((file or read_gguf(path)).metadata, path)
-    # Refuse files that transformers would hang on, or read whole for a long time. It chooses among many names.
-    for one in (*path.iterdir(), *path.glob("additional_chat_templates/*")):
-        if one.suffix in (".json", ".txt", ".jinja", ".model") and one.exists() and not one.is_dir():
-            check_file(one, MAX_TOKENIZER_BYTES if one.name.startswith(_TOKENIZER_FILES) else None)
+    # Refuse files on which transformers would hang or spend a long time. It chooses among many names.
+    for file_path in (*path.iterdir(), *path.glob("additional_chat_templates/*")):
+        if file_path.suffix in (".json", ".txt", ".jinja", ".model") and file_path.exists() and not file_path.is_dir():
+            check_file(file_path, MAX_TOKENIZER_BYTES if file_path.name.startswith(_TOKENIZER_FILES) else None)
     return Tokenizer.load(path)
 
 
 def load_model(
     checkpoint: Checkpoint, dtype: str = "auto", device: torch.device | str = "cpu", lora: Sequence[tuple[str, float]] = ()
 ) -> Any:
-    """Build the checkpoint's model with its weights: the textbook form, which runs on every device.
+    """Build the checkpoint's model with its weights: the textbook version, which runs on every device.
 
     Args:
-        dtype: one of config.DTYPES. "auto" is the checkpoint's own, or fp32 on a CPU that is slow at it.
+        dtype: one of config.DTYPES. "auto": the checkpoint's own dtype, or fp32 on a CPU that is slow at it.
         lora: adapters to merge into the weights, each with its strength.
     """
     return load_configured(checkpoint, EngineConfig(dtype=dtype, device=str(device), lora=tuple(lora)))[0]
 
 
 def open_weights(checkpoint: Checkpoint) -> Weights:
-    """Return the checkpoint's tensors as the model takes them, whatever the format that they are stored in."""
+    """Return the checkpoint's tensors under the model's names, whatever the format in which they are stored."""
     if checkpoint.gguf is not None:
         from nanoinfer.loading.formats.gguf_weights import GGUFWeights
 
@@ -153,7 +153,7 @@ def open_weights(checkpoint: Checkpoint) -> Weights:
 
 
 def divided(weights: Weights, rules: WeightRules) -> Weights:
-    """Return the same tensors, with those divided that a checkpoint of this family has for several parameters at once."""
+    """Return the same tensors, after dividing those that hold several parameters in checkpoints of this family."""
     if rules.fused_experts is None:
         return weights
     from nanoinfer.loading.formats.experts import ExpertWeights
@@ -162,14 +162,14 @@ def divided(weights: Weights, rules: WeightRules) -> Weights:
 
 
 def on_meta(checkpoint: Checkpoint) -> tuple[Any, Weights]:
-    """Build the checkpoint's model on the meta device: every shape, and no weights. Return it and the checkpoint's tensors."""
+    """Build the checkpoint's model on the meta device, with shapes but no weights. Also returns the checkpoint's tensors."""
     model_class, config = read_config(checkpoint)
     files = open_weights(checkpoint)
     _compare_sizes(config, files, checkpoint.config_path)
     rules = model_class.weight_rules
     is_tied = head_is_tied(config.tie_word_embeddings, files, rules)
     if not any(name.removeprefix(rules.prefix) == rules.head for name in files) and (checkpoint.path / "modules.json").exists():
-        is_tied = True  # an embedding model, whose head nobody reads
+        is_tied = True  # an embedding model, which has no use for a head
     with torch.device("meta"):
         return model_class(dataclasses.replace(config, tie_word_embeddings=is_tied)), files
 
@@ -211,7 +211,7 @@ def read_config(checkpoint: Checkpoint) -> tuple[type[Any], Any]:
 def _compare_sizes(config: Any, files: Weights, path: Path) -> None:
     """Refuse sizes that the headers of the weights contradict, so that neither 10**6 layers nor 10**9 angles are built.
 
-    These bounds hold for any architecture. load_weights compares every tensor.
+    These limits hold for any architecture. load_weights compares every tensor.
     """
     problems = []
     if config.num_hidden_layers > len(files):
@@ -229,7 +229,7 @@ def _compare_sizes(config: Any, files: Weights, path: Path) -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of that name, which must exist. `auto` is a GPU if there is one."""
+    """Return the device of that name, which must exist. "auto" is a GPU if there is any."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -248,12 +248,12 @@ def cpu_has_fast_bf16() -> bool:
 
 
 def resolve_dtype(dtype: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """Return the dtype that a checkpoint is run in, for one of config.DTYPES."""
+    """Return the dtype in which a checkpoint runs, for one of config.DTYPES."""
     if dtype not in DTYPES:
         raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(dtype)}")
     if DTYPES[dtype] != "auto":
         return getattr(torch, DTYPES[dtype])
-    name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")  # newer and older transformers
+    name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")  # the names of newer and older transformers
     own = {"float64": torch.float32, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
     resolved = own.get(str(name).removeprefix("torch.")) if name else dtype_of(open_weights(checkpoint))
     if resolved is None:

@@ -1,8 +1,8 @@
-"""Linear layers whose weights are kept in 8 or 4 bits: how weights are rounded, and the plain form of such a layer.
+"""Linear layers whose weights are kept in 8 or 4 bits: how weights are rounded, and the plain version of such a layer.
 
-In: nn.Linear layers. Out: QuantizedWeights, or a model whose linear layers have them.
+In: nn.Linear layers. Out: QuantizedWeights, or a model with QuantizedLinear layers.
 
-A group of inputs of an output channel has a scale and a zero: weight = scale * (integer - zero).
+Each group of inputs of an output channel has a scale and a zero: weight = scale * (integer - zero).
 Sources: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339 (8 bits). Yao et al. 2022, https://arxiv.org/abs/2206.01861 (a
 scale per group).
 """
@@ -19,19 +19,19 @@ from torch import Tensor, nn
 from nanoinfer.errors import UnsupportedError
 
 BITS = {"int8": 8, "int4": 4}  # quantization -> bits
-# bits -> how many inputs share a scale. The first number that divides a layer's inputs is used.
+# bits -> numbers of inputs that may share a scale. The first that divides a layer's inputs is used.
 GROUPS = {8: (128, 64, 32), 4: (64, 32)}
-MULTIPLE = 32  # of inputs, the smallest group
+MULTIPLE = 32  # the number of inputs must be a multiple of the smallest group
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """weight = scales * (integers - zeros), for each output and group of inputs."""
+    """A matrix scales * (integers - zeros), with a scale and a zero for each output and group of inputs."""
 
     bits: int  # 8 or 4. Integers are in 0 .. 2**bits - 1
     integers: UInt8[Tensor, "out in"]
     scales: Float[Tensor, "out groups"]
-    zeros: UInt8[Tensor, "out groups"]  # the integers that stand for 0. In 4 bits a GPTQ checkpoint may have 16
+    zeros: UInt8[Tensor, "out groups"]  # the integers that represent 0. In 4 bits a GPTQ checkpoint may have 16
 
     @property
     def group(self) -> int:
@@ -45,9 +45,9 @@ class QuantizedWeight:
 
 
 class QuantizedParameter(nn.Parameter):
-    """A matrix that the checkpoint has as integers. The tensor is their value, rounded to the model's dtype."""
+    """A matrix that the checkpoint stores in integers. The tensor has their values, rounded to the model's dtype."""
 
-    read_integers: Callable[[], QuantizedWeight | None]  # from the file. None: they do not have the form of a QuantizedWeight
+    read_integers: Callable[[], QuantizedWeight | None]  # returns those of the file. None: a QuantizedWeight cannot hold them
 
     @classmethod
     def of(cls, weight: Tensor, read_integers: Callable[[], QuantizedWeight | None]) -> "QuantizedParameter":
@@ -57,20 +57,20 @@ class QuantizedParameter(nn.Parameter):
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer whose weight is widened at each call, which saves memory and no time."""
+    """A linear layer whose weight is widened at each call, which saves memory but no time."""
 
     def __init__(self, linear: nn.Linear, bits: int) -> None:
         super().__init__()
         self.weight = quantized([linear.weight], bits)
         self.bias = linear.bias
-        self._forward_hooks = linear._forward_hooks  # an adapter's (lora/)
+        self._forward_hooks = linear._forward_hooks  # so that an adapter's hooks (lora/) stay
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         return F.linear(x, self.weight.widened().to(x.dtype), self.bias)
 
 
 def quantize_model(model: nn.Module, quantization: str) -> None:
-    """Replace every nn.Linear by a QuantizedLinear, one after the other. An embedding keeps its table."""
+    """Replace every nn.Linear by a QuantizedLinear, in place. Embeddings keep their tables."""
     check_sizes(model, quantization)
     for path, linear in [(path, module) for path, module in model.named_modules() if type(module) is nn.Linear]:
         parent, _, name = path.rpartition(".")
@@ -88,13 +88,13 @@ def check_sizes(model: nn.Module, quantization: str) -> None:
 
 
 def quantized(weights: Sequence[Float[Tensor, "_ in"]], bits: int) -> QuantizedWeight:
-    """Return matrices with the same inputs as one, in integers.
+    """Join matrices that have the same inputs into one, in integers.
 
-    A matrix keeps the integers of its checkpoint, which lose nothing, if they fit into `bits`. The others are rounded.
+    A matrix keeps its checkpoint's integers, without a loss, if they fit into `bits`. Others are rounded.
     """
     stored = [weight.read_integers() if isinstance(weight, QuantizedParameter) else None for weight in weights]
     kept = [part if part is not None and part.bits <= bits else None for part in stored]
-    # One number of inputs to a group for all, and fewer than in a file whose groups are larger: activations would lose more.
+    # All share a group size, which is smaller than that of a file with large groups: activations would lose more.
     group = math.gcd(_group_size(weights[0].shape[1], bits), *(part.group for part in kept if part is not None))
     parts = [part or quantize(weight, bits, group) for part, weight in zip(kept, weights, strict=True)]
     integers = torch.cat([part.integers for part in parts])
@@ -109,13 +109,13 @@ def quantize(weight: Float[Tensor, "out in"], bits: int, group: int | None = Non
     """Round a weight to 8 or 4 bits. In 8 bits the zero is 128. In 4 bits the 16 values span the range of a group.
 
     Args:
-        weight: the weight, of any float dtype.
+        weight: the matrix, of any float dtype.
         bits: 8 or 4.
         group: the number of inputs that share a scale. None: the largest of GROUPS that divides the number of inputs.
     """
     group = group or _group_size(weight.shape[1], bits)
     rounded = _in_eight_bits if bits == 8 else _in_four_bits
-    rows = max(2**20 // weight.shape[1], 1)  # at a time, so that what is computed stays in the processor's cache
+    rows = max(2**20 // weight.shape[1], 1)  # so many at a time that intermediate results stay in the processor's cache
     parts = [rounded(part.unflatten(1, (-1, group)).float()) for part in weight.detach().split(rows)]
     integers, scales, zeros = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return QuantizedWeight(bits, integers, scales, zeros)
@@ -126,13 +126,13 @@ def _group_size(num_inputs: int, bits: int) -> int:
 
 
 def _in_eight_bits(groups: Float[Tensor, "out groups group"]) -> tuple[Tensor, Tensor, Tensor]:
-    scales = (groups.abs().amax(2) / 127).clamp(min=torch.finfo(torch.float32).tiny)  # a group of zeros has any scale
+    scales = (groups.abs().amax(2) / 127).clamp(min=torch.finfo(torch.float32).tiny)  # a group of zeros may have any scale
     integers = (groups / scales.unsqueeze(2)).round() + 128
     return integers.to(torch.uint8).flatten(1), scales, torch.full_like(scales, 128, dtype=torch.uint8)
 
 
 def _in_four_bits(groups: Float[Tensor, "out groups group"]) -> tuple[Tensor, Tensor, Tensor]:
-    low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)  # 0 has an integer of its own
+    low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)  # 0 is representable
     scales = ((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny)
     zeros = (-low / scales).round().unsqueeze(2)
     integers = ((groups / scales.unsqueeze(2)).round() + zeros).clamp(0, 15)

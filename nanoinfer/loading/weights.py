@@ -1,12 +1,12 @@
-"""safetensors files -> a model's parameters: every tensor used once or skipped by name, every parameter filled once.
+"""Fill a model's parameters from safetensors files: every tensor is used once or skipped by name, every parameter filled once.
 
 In: a model built on the "meta" device (shapes without memory) and the checkpoint's Weights. Out: the same model with its
-weights. Parameters have the names of the checkpoint. Each family's WeightRules declares the exceptions. WeightFiles are the
-Weights of safetensors. formats/ has those of other files, which are unpacked while they are read.
+weights. Parameters have the names of the checkpoint, except where the family's WeightRules say otherwise. WeightFiles are the
+Weights of safetensors. formats/ has those of other formats, which are unpacked while they are read.
 
-Files are memory-mapped. On a CPU a matrix that has the model's dtype is not copied: it is a view of the file, until fast/
-packs it from there. An embedding stays one: do not change the file while the model is in use. Everything else is copied into
-its parameter piece by piece. So loading takes the memory of the parameters and little more.
+Files are memory-mapped. On a CPU, a matrix that has the model's dtype is not copied. It is a view of the file until fast/
+packs it. An embedding stays a view, so do not change the file while the model is in use. Everything else is copied into
+its parameter piece by piece, so loading takes little more memory than the parameters.
 """
 
 import logging
@@ -31,35 +31,35 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_HEADER_BYTES = 2**24  # the names and shapes of some 100,000 tensors
+MAX_HEADER_BYTES = 2**24  # the names and shapes of about 100,000 tensors
 
-_PIECE = 2**22  # elements that are read at a time
+_PIECE = 2**22  # the number of elements that are read at a time
 
-# as safetensors spells them
+# the names of safetensors
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a tensor before it is read."""
+    """The header of a tensor, known before the tensor is read."""
 
     shape: tuple[int, ...]
-    dtype: str  # spelled as in safetensors: F32, BF16, I8
+    dtype: str  # as in safetensors: F32, BF16, I8
     is_mapped: bool = False  # whether `read` returns a view of the mapped file, which takes no memory
 
 
 class Weights(dict[str, TensorInfo]):
-    """The tensors of a checkpoint by name. A subclass fills it, and says where they are."""
+    """The tensors of a checkpoint by name. A subclass fills the dict, and reads the tensors."""
 
-    has_empty_biases: bool = False  # whether layers without a bias may have one of zeros
-    has_integers: bool = False  # whether `integers` returns some
+    has_empty_biases: bool = False  # whether layers without a bias may have a bias of zeros
+    has_integers: bool = False  # whether `integers` returns a matrix for any name
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Return some rows of a tensor, on the CPU, in any float dtype."""
         raise NotImplementedError
 
     def integers(self, name: str) -> "QuantizedWeight | None":
-        """Return a matrix as the integers in the file. None: it has none, or they do not have the form of a QuantizedWeight."""
+        """Return a matrix as the integers in the file. None: it has no integers, or a QuantizedWeight cannot hold them."""
         return None
 
     @cached_property
@@ -68,7 +68,7 @@ class Weights(dict[str, TensorInfo]):
 
 
 class WeightFiles(Weights):
-    """The tensors of safetensors files. What is read is a view of the mapped file, not yet read from the disk."""
+    """The tensors of safetensors files. `read` returns views of the mapped files, not yet read from the disk."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._files: dict[str, Any] = {}
@@ -97,14 +97,14 @@ class WeightFiles(Weights):
 
 
 def dtype_of(files: Weights) -> torch.dtype:
-    """The dtype of most of the checkpoint's tensors, for a config.json without one."""
+    """Return the dtype of most of the checkpoint's tensors, for a config.json without a dtype."""
     names = [info.dtype for info in files.values()]
     dtype = FLOAT_DTYPES.get(max(set(names), key=names.count), torch.float32)
     return torch.float32 if dtype is torch.float64 else dtype
 
 
 def head_is_tied(config_says: bool, files: Weights, rules: WeightRules) -> bool:
-    """Whether the LM head shares the embedding: as the config says, unless the checkpoint has a head that differs from it."""
+    """Return whether the LM head shares the embedding: as the config says, unless the checkpoint's head differs from it."""
     by_parameter = {name.removeprefix(rules.prefix): name for name in files}
     if not config_says or rules.head not in by_parameter or rules.embedding not in by_parameter:
         return config_says
@@ -115,12 +115,12 @@ def head_is_tied(config_says: bool, files: Weights, rules: WeightRules) -> bool:
     return tied
 
 
-Places = dict[str, list[tuple[nn.Module, str]]]  # parameter -> the modules that hold it (a tied one: two), and its name in them
+Places = dict[str, list[tuple[nn.Module, str]]]  # parameter -> the modules that hold it (two if tied), and its name there
 
 
 def load_weights(model: nn.Module, files: Weights, rules: WeightRules, dtype: torch.dtype, device: torch.device) -> Places:
     """Fill every parameter of a model built on the meta device, or none if the tensors do not fit (match_tensors)."""
-    targets = dict(model.named_parameters())  # a shared parameter once
+    targets = dict(model.named_parameters())  # a shared parameter is there once
     sources = match_tensors(targets, files, rules)
     _check_memory(targets, dtype, device)
     filled: dict[nn.Parameter, nn.Parameter] = {}
@@ -144,7 +144,7 @@ def load_weights(model: nn.Module, files: Weights, rules: WeightRules, dtype: to
     bar.close()
     names: dict[nn.Parameter, str] = {target: name for name, target in targets.items()}
     places: Places = {name: [] for name in targets}
-    for name, target in list(model.named_parameters(remove_duplicate=False)):  # a shared parameter once for each module
+    for name, target in list(model.named_parameters(remove_duplicate=False)):  # a shared parameter is there once per module
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         setattr(module, leaf, filled[target])
@@ -153,12 +153,12 @@ def load_weights(model: nn.Module, files: Weights, rules: WeightRules, dtype: to
 
 
 def progress_bar(description: str, total: int) -> tqdm:
-    """A bar that appears in a terminal after two seconds."""
+    """Make a progress bar that appears in a terminal after two seconds."""
     return tqdm(total=total, desc=description, delay=2, leave=False, disable=None)
 
 
 def _copy(files: Weights, name: str, out: Tensor) -> None:
-    """Read a tensor into `out`, piece by piece, so that what is unpacked or converted takes little memory."""
+    """Read a tensor into `out` piece by piece, so that unpacking and conversion take little memory."""
     num_rows = max(1, _PIECE * len(out) // max(1, out.numel()))
     for start in range(0, len(out), num_rows):
         rows = slice(start, start + num_rows)
@@ -166,7 +166,7 @@ def _copy(files: Weights, name: str, out: Tensor) -> None:
 
 
 def _check_memory(targets: dict[str, nn.Parameter], dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse weights that this machine cannot hold. The system would end the process while they are copied."""
+    """Refuse weights that this machine cannot hold, because the system would kill the process while they are copied."""
     if device.type == "cpu" and os.name == "posix":
         needed = sum(target.numel() for target in targets.values()) * dtype.itemsize
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -178,7 +178,7 @@ def _check_memory(targets: dict[str, nn.Parameter], dtype: torch.dtype, device: 
 
 
 def match_tensors(targets: dict[str, nn.Parameter], files: Weights, rules: WeightRules) -> dict[str, str]:
-    """Map each parameter's name to its tensor's name by the headers. Missing, unexpected and misshaped ones are refused."""
+    """Map each parameter's name to its tensor's name by the headers. Missing, unexpected and misshaped tensors are refused."""
     sources, problems = find_tensors(targets, files, rules)
     problems += [f"missing: {name}" for name in targets if name not in sources]
     if problems:
@@ -190,7 +190,7 @@ def match_tensors(targets: dict[str, nn.Parameter], files: Weights, rules: Weigh
 
 
 def find_tensors(targets: dict[str, nn.Parameter], files: Weights, rules: WeightRules) -> tuple[dict[str, str], list[str]]:
-    """Map the parameters that have a tensor to its name. Returns also what is wrong with the other tensors."""
+    """Map the parameters that have a tensor to its name. Also returns the problems of the other tensors."""
     sources: dict[str, str] = {}
     problems: list[str] = []
     for tensor_name in files:

@@ -1,13 +1,13 @@
-"""Which adapters an engine knows, which of them are in a slot, and which rows of a step use them.
+"""Keep the adapters that an engine knows, bring them into slots, and note which rows of a step use which slot.
 
 In: LoRARequests, from any thread, and the steps, from the engine's thread. Out: checked Adapters, and the AdapterRows that the
-linear layers read. An adapter that does not fit is refused when a request names it, so that no step can fail by it.
+linear layers read. An adapter that does not fit is refused when a request names it, so that it cannot make a step fail.
 
 An adapter is kept in memory from the first request that names it. A step that uses it copies it into one of max_loras slots,
-where the layers read it, unless it is in one. The slot is taken from the adapter that was least recently used. The scheduler
+where the layers read it, unless it is already there. The slot is that of the least recently used adapter. The scheduler
 (scheduler.py) makes sure that no step uses more adapters than there are slots.
 
-Of several ranks, rank 0 alone reads files. A step that brings an adapter into a slot sends it to the others, which take the
+With several ranks, rank 0 alone reads files. A step that brings an adapter into a slot sends it to the others, which use the
 same slot. After a failure rank 0 sends adapters again. A rank keeps the part of A or of B that belongs to its part of a layer.
 """
 
@@ -38,8 +38,8 @@ from nanoinfer.scheduling.sequence import RequestAdapter
 class Adapter:
     """An adapter that fits the model.
 
-    updates: by the paths of the linear layers, in the model's dtype. On rank 0 they are on the CPU.
-    digest: of all that changes an answer.
+    updates: path of a linear layer -> its update, in the model's dtype. On rank 0 the updates are on the CPU.
+    digest: the digest of everything in the adapter that changes an answer.
     """
 
     request: LoRARequest
@@ -53,10 +53,10 @@ class Adapters:
     An LM head and the experts of a mixture cannot be adapted.
 
     Args:
-        shards: the ranks that share the model. None: one rank has all of it.
+        shards: the ranks that share the model. None: this process has the whole model.
 
     Attributes:
-        layers: the linear layers that can be adapted.
+        layers: path -> linear layer that can be adapted.
 
     Raises:
         InvalidValueError: full slots take more memory than is free.
@@ -69,14 +69,14 @@ class Adapters:
         self._device, self._dtype = weight.device, weight.dtype
         self._layers: dict[str, AdaptedLinear] = {}
         self.layers: dict[nn.Module, AdaptedLinear] = {}
-        self._shapes = {  # of the whole layers
+        self._shapes = {  # the shapes of whole layers, also with several ranks
             path: shape_of(linear)
             for path, linear in (model if shards is None else shards.whole).named_modules()
             if isinstance(linear, nn.Linear | QuantizedLinear) and not self._has_few_rows(path)
         }
-        # A row layer is the module of an AllReduced, which is not in the whole model.
+        # A row layer is inside an AllReduced, which the whole model lacks.
         modules = {path.replace(".module", ""): module for path, module in model.named_modules()}
-        # What full slots take. On a CPU that is what was read, on rank 0, a rank's part, and the kernels' copy of it.
+        # The bytes of full slots. On a CPU they count the files' content (rank 0), a rank's part, and the kernels' copy of it.
         is_cpu, reads = weight.device.type == "cpu", shards is None or shards.rank == 0
         shapes = list(self._shapes.values()) if is_cpu and reads else []
         for path in self._shapes:
@@ -92,20 +92,20 @@ class Adapters:
                 f"max_loras={max_loras} adapters of max_lora_rank={max_rank} take {self.num_bytes} bytes, "
                 f"but {free} are free on {weight.device}; lower max_loras or max_lora_rank"
             )
-        self._known: dict[int, Adapter] = {}  # by lora_int_id
-        self._slots: OrderedDict[str, int] = OrderedDict()  # by digest, the least recently used first
+        self._known: dict[int, Adapter] = {}  # lora_int_id -> adapter
+        self._slots: OrderedDict[str, int] = OrderedDict()  # digest -> slot, the least recently used first
 
     def get(self, request: LoRARequest) -> Adapter:
-        """Return the adapter of a request. It is read and checked when its id is new.
+        """Return the adapter of a request. It is read and checked if its id is new.
 
         Raises:
-            InvalidTypeError, InvalidValueError: not a LoRARequest, an id that another adapter has, or too high a rank.
+            InvalidTypeError, InvalidValueError: not a LoRARequest, an id that another adapter has, or a rank that is too high.
             UnsupportedError, CheckpointError, CheckpointNotFoundError, WeightsError: as LLM(lora=...) does.
         """
         if not isinstance(request, LoRARequest):
             raise InvalidTypeError(f"lora_request must be a LoRARequest (nanoinfer.lora.request), got {shown(request)}")
         adapter = self._known.get(request.lora_int_id)
-        if adapter is None:  # reading takes long, so nobody waits for it, and of two that read it the first one counts
+        if adapter is None:  # reading takes long, so no lock is held. If two threads read it, the first one counts
             adapter = self._known.setdefault(request.lora_int_id, self._read(request))
         if adapter.request != request:
             raise InvalidValueError(
@@ -115,11 +115,11 @@ class Adapters:
         return adapter
 
     def remove(self, lora_int_id: int) -> bool:
-        """Forget an adapter, for which running requests go on. Returns whether the id was known."""
+        """Forget an adapter. Running requests keep using it. Returns whether the id was known."""
         return self._known.pop(lora_int_id, None) is not None
 
     def _has_few_rows(self, path: str) -> bool:
-        """Whether a linear layer is the head or of an expert, which compute some rows only."""
+        """Whether a linear layer is the LM head or an expert's, which compute only some of the rows."""
         return f"{path}.weight" == self._rules.head or ".experts." in path
 
     def _read(self, request: LoRARequest) -> Adapter:
@@ -137,7 +137,7 @@ class Adapters:
                     f"the adapter {shown(request.lora_path)} has the rank {len(update.a)}, and max_lora_rank is "
                     f"{self._rows.max_rank}; load the model with max_lora_rank={len(update.a)}"
                 )
-            a, b = (matrix.to(self._dtype, copy=True) for matrix in (update.a, update.b))  # the file may change
+            a, b = (matrix.to(self._dtype, copy=True) for matrix in (update.a, update.b))  # copied, because the file may change
             updates[path] = update = replace(update, a=a, b=b)
             digest.update(f"{path} {update.scale} {a.shape}".encode())
             for matrix in (a, b):
@@ -145,14 +145,14 @@ class Adapters:
         return Adapter(request, updates, digest.hexdigest())
 
     def join(self, parts: Parts) -> Parts:
-        """Return the model's parts, with a runner that brings adapters into slots."""
+        """Return the model's parts with a runner that brings adapters into slots."""
         wrap = partial(AdapterRunner, adapters=self)
         return replace(parts, reserved_bytes=self.num_bytes, wrappers=(*parts.wrappers, wrap))
 
     def begin_step(self, runs: AdapterRuns, num_rows: int) -> AdapterRuns:
         """Bring the adapters of a step into slots, and note its rows.
 
-        Returns: the runs for the other ranks, with the digest of an adapter that is in a slot already.
+        Returns: the runs for the other ranks, with only the digest of an adapter that is already in a slot.
         """
         slots, for_others = [-1] * num_rows, []
         used = {digest_of(adapter) for adapter, _, _ in runs}
@@ -163,7 +163,7 @@ class Adapters:
                 try:
                     self._place(adapter, used)
                 except BaseException:
-                    self._slots.clear()  # the other ranks do not get this step, so later ones send them all again
+                    self._slots.clear()  # the other ranks do not get this step, so later steps send them all adapters again
                     raise
             self._slots.move_to_end(digest)
             slots[start:stop] = [self._slots[digest]] * (stop - start)
@@ -189,7 +189,7 @@ def digest_of(adapter: RequestAdapter | str) -> str:
 
 
 class AdapterRunner(RunnerWrapper):
-    """Brings the adapters of a step into slots, and tells the layers which rows use them."""
+    """Brings the adapters of a step into slots, and passes the rows that use them to the layers."""
 
     def __init__(self, inner: ModelRunner, adapters: Adapters) -> None:
         super().__init__(inner)

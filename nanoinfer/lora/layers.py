@@ -1,9 +1,9 @@
-"""The plain definition of adapters of requests: what each row's adapter adds to the output of a linear layer.
+"""The plain definition of request adapters: each row's adapter adds an update to the output of a linear layer.
 
     y = x @ W.T + (x @ A_i.T) @ B_i.T * scale_i,  for the rows of adapter i
 
 In: the model's linear layers, and the step's rows. Out: the layers' outputs, changed. The kernels of fast/cpu/lora.h compute
-the same. It knows no requests and no files.
+the same. This file does not know requests or files.
 """
 
 import ctypes
@@ -24,8 +24,8 @@ class AdapterRows:
     """The slot of the adapter that each row of the step uses. All layers of a model share one AdapterRows.
 
     Attributes:
-        num_rows: of the step, without padding.
-        by_slot: the indices of the rows of each slot that is used.
+        num_rows: the number of the step's rows, without padding.
+        by_slot: slot -> the indices of the rows that use it.
         num_slots, max_rank: the limits of the slots.
         kernels: receives each step's slots. None: no kernel computes a layer with adapters.
     """
@@ -37,7 +37,7 @@ class AdapterRows:
         self.kernels: KernelRows | None = None
 
     def set(self, slots: list[int], device: torch.device) -> None:
-        """Note the step's rows, by the slot of each. -1 is a row without an adapter."""
+        """Note the step's rows. slots: the slot of each row. -1: the row has no adapter."""
         self.num_rows = len(slots)
         rows: dict[int, list[int]] = {}
         for row, slot in enumerate(slots):
@@ -61,22 +61,22 @@ class KernelRows(Protocol):
 
 @runtime_checkable
 class KernelAdapters(Protocol):
-    """The adapters of layers that one kernel computes (fast/cpu/lora.py)."""
+    """The adapters of layers that a single kernel computes (fast/cpu/lora.py)."""
 
     def put(self, slot: int, index: int, update: LowRankUpdate | None) -> None: ...
 
 
 class AdaptedLinear(HookInKernels):
-    """The adapters of one linear layer. It is a forward hook of the layer, unless a kernel computes the layer.
+    """The adapters of a linear layer. It is a forward hook of the layer, unless a kernel computes the layer.
 
     Attributes:
-        kernels: what the kernels read that compute the layer (fast/cpu/lora.py), each with the layer's index in it.
+        kernels: the tables that the layer's kernels read (fast/cpu/lora.py), each with the layer's index in it.
     """
 
     def __init__(self, linear: nn.Linear | QuantizedLinear, rows: AdapterRows) -> None:
         self.rows = rows
         self.kernels: WeakKeyDictionary[KernelAdapters, int] = WeakKeyDictionary()
-        self._updates: dict[int, LowRankUpdate] = {}  # by slot
+        self._updates: dict[int, LowRankUpdate] = {}  # slot -> update
         linear.register_forward_hook(self)
 
     def put(self, slot: int, update: LowRankUpdate | None) -> None:

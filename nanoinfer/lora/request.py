@@ -1,4 +1,4 @@
-"""LoRARequest: which adapter a request uses. The names and the module are vLLM's."""
+"""LoRARequest: the adapter that a request uses. The names and the module are vLLM's."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ class LoRARequest:
     """An adapter for one request: `LLM(enable_lora=True).generate(prompt, lora_request=LoRARequest("sql", 1, "adapters/sql"))`.
 
     Args:
-        lora_name: A name, for people.
-        lora_int_id: Identifies the adapter, >= 1. An id keeps its name and its path until it is removed.
-        lora_path: A folder as peft saves it, or a hub name.
+        lora_name: the adapter's name, for people.
+        lora_int_id: identifies the adapter, >= 1. An id keeps its name and its path until it is removed.
+        lora_path: a folder in the format of peft, or a hub name.
     """
 
     lora_name: str

@@ -26,12 +26,12 @@ from torch import Tensor
 from nanoinfer.attention.base import Recur
 from nanoinfer.models.layers import Untraced
 
-Keys = Float[Tensor, "num_seqs num_tokens heads key_dim"]  # and queries
+Keys = Float[Tensor, "num_seqs num_tokens heads key_dim"]  # also of queries
 Values = Float[Tensor, "num_seqs num_tokens heads value_dim"]
 Gates = Float[Tensor, "num_seqs num_tokens heads"]
 Memory = Float[Tensor, "num_seqs heads key_dim value_dim"]
 
-CHUNK = 64  # tokens whose corrections are solved for at once
+CHUNK = 64  # the number of tokens whose corrections are solved for at once
 
 
 def gated_delta_rule(memory: Memory, q: Keys, k: Keys, v: Values, log_decay: Gates, beta: Gates) -> tuple[Values, Memory]:
@@ -49,14 +49,14 @@ def gated_delta_rule(memory: Memory, q: Keys, k: Keys, v: Values, log_decay: Gat
 def gated_delta_rule_in_chunks(
     memory: Memory, q: Keys, k: Keys, v: Values, log_decay: Gates, beta: Gates
 ) -> tuple[Values, Memory]:
-    """Compute what gated_delta_rule does, CHUNK tokens at a time.
+    """Compute the same as gated_delta_rule, CHUNK tokens at a time.
 
     With S the memory before a chunk, and G_t the sum of the chunk's log decays up to token t, the correction of token t is
 
         u_t = beta_t (v_t - exp(G_t) S^T k_t - sum_{j<t} exp(G_t - G_j) (k_t . k_j) u_j)
 
     because the memory that it corrects is S and the corrections before it, each faded since it was written. For all tokens of
-    the chunk this is one triangular system.
+    the chunk these equations form a triangular system.
     """
     outs = []
     for start in range(0, q.shape[1], CHUNK):
@@ -81,7 +81,7 @@ def causal_convolution(
     x: Float[Tensor, "num_seqs num_tokens channels"],
     weight: Float[Tensor, "channels kernel"],
 ) -> tuple[Float[Tensor, "num_seqs num_tokens channels"], Float[Tensor, "num_seqs kernel_minus_1 channels"]]:
-    """Sum each channel of the latest `kernel` tokens, weighted. window: the tokens before x, zeros before the first.
+    """Sum each channel of the latest `kernel` tokens, weighted. window: the tokens before x, with zeros before the first token.
 
     Returns the sums, and the window after x.
     """
@@ -94,7 +94,7 @@ def causal_convolution(
 
 
 def unit_length(x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
-    """x / sqrt(sum(x^2) + 1e-6), over the last axis."""
+    """Compute x / sqrt(sum(x^2) + 1e-6) over the last axis."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
@@ -102,11 +102,11 @@ class DeltaRecurrence(Untraced):
     """The part of Gated DeltaNet that depends on earlier tokens: from the projections of a token to its output.
 
     It has no weights of its own. Value head i has the key and the query of head i * num_key_heads // num_value_heads. It is
-    untraced, because what it computes depends on the sequences of the step.
+    untraced, because its computation depends on the sequences of the step.
     """
 
     def __init__(self, config: Any, layer: int) -> None:
-        """config: a QwenNextConfig. layer: counted among the layers that have a state."""
+        """config: a QwenNextConfig. layer: the index among the layers that have a state."""
         super().__init__()
         self.layer = layer
         self.num_key_heads, self.num_value_heads = config.linear_num_key_heads, config.linear_num_value_heads
@@ -126,12 +126,12 @@ class DeltaRecurrence(Untraced):
         """Advance the state of every sequence of the step by its tokens.
 
         Args:
-            attend: whose `recur` knows the sequences and their states.
+            attend: the Attend of the step, whose `recur` advances the sequences' states.
             qkv: all queries, then all keys, then all values, before the convolution.
-            z: gates of the outputs, after a SiLU.
-            b: beta before a sigmoid.
-            a: log_decay is -exp(A_log) * softplus(a + dt_bias).
-            weights: of the convolution [channels, 1, kernel], A_log, dt_bias, and of the norm over each head's output.
+            z: the gates of the outputs, before a SiLU.
+            b: beta before the sigmoid.
+            a: gives log_decay = -exp(A_log) * softplus(a + dt_bias).
+            weights: the convolution [channels, 1, kernel], A_log, dt_bias, and the norm over each head's output.
         """
         convolution, a_log, dt_bias, norm = (weight.float() for weight in weights)
 

@@ -1,7 +1,7 @@
 """Gemma 3, the text models: a layer of qwen.py between four norms, with attention over a window in five of six layers.
 
-    norms       their weights are zero-centred (layers.py). Each half of a layer has one before it and one after it
-    window      in sliding layers, which also have a base of their own for RoPE, and no scaling
+    norms       their weights are zero-centred (layers.py). Each half of a layer has a norm before and after it
+    window      in sliding layers, whose RoPE has its own base, and no scaling
     scores      q . k / sqrt(query_pre_attn_scalar)
     embedding   times sqrt(hidden_size), rounded to the dtype
 
@@ -24,15 +24,15 @@ from nanoinfer.models.rope import RopeConfig
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(QwenConfig):
     norm_class: ClassVar[type[RMSNorm]] = ZeroCentredRMSNorm
-    local_rope: RopeConfig  # of the layers that slide
+    local_rope: RopeConfig  # of the sliding layers
     query_pre_attn_scalar: float
-    is_sliding: tuple[bool, ...]  # of each layer. It has the local RoPE also where no text is longer than the window
+    is_sliding: tuple[bool, ...]  # for each layer. It has the local RoPE even if no text is longer than the window
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "Gemma3Config":
         """Read config.json as older (rope_theta, sliding_window_pattern) and newer transformers write it.
 
-        Raises: as QwenConfig.from_hf does.
+        Raises: the errors of QwenConfig.from_hf.
         """
         refuse_others(
             config,
@@ -42,10 +42,10 @@ class Gemma3Config(QwenConfig):
         )
         ropes = config.get("rope_parameters") or {}
         rope = {"rope_theta": config.get("rope_theta", 1e6)} | (ropes.get("full_attention") or {"rope_type": "default"})
-        rope |= config.get("rope_scaling") or {}  # of the layers with full attention
+        rope |= config.get("rope_scaling") or {}  # for the layers with full attention
         local = {"rope_theta": config.get("rope_local_base_freq", 1e4)} | (ropes.get("sliding_attention") or {})
         for parameters in (rope, local):
-            refuse_others(parameters, truncate=(True,))  # transformers reads it in no layer
+            refuse_others(parameters, truncate=(True,))  # transformers reads the field in no layer
         pattern = config.get("sliding_window_pattern", 6)
         kinds = config.get("layer_types") or [
             "sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(config["num_hidden_layers"])
@@ -53,7 +53,7 @@ class Gemma3Config(QwenConfig):
         if len(kinds) != config["num_hidden_layers"]:
             num_layers = shown(config["num_hidden_layers"])
             raise CheckpointError(f"layer_types must name a kind for each of {num_layers} layers, got {shown(kinds)}")
-        # The layers of a kind have their own RoPE, and share no field of it.
+        # Each kind of layers has its own RoPE, and they share no field of it.
         config = {"tie_word_embeddings": True, "head_dim": 256} | config | {"hidden_act": "silu"}
         config |= {"rope_scaling": None, "original_max_position_embeddings": None}
         bias = config.get("attention_bias", False)
@@ -69,7 +69,7 @@ class Gemma3Config(QwenConfig):
 
 
 class GeGLU(SwiGLU):
-    """down(gelu(gate(x)) * up(x)), of the same paper."""
+    """Computes down(gelu(gate(x)) * up(x)), from the same paper."""
 
     def forward(self, x: Hidden) -> Hidden:
         return self.down_proj(gelu_tanh(self.gate_proj(x)) * self.up_proj(x))
@@ -78,7 +78,7 @@ class GeGLU(SwiGLU):
 class Gemma3Attention(QwenAttention):
     def __init__(self, config: Gemma3Config, layer: int) -> None:
         super().__init__(config, layer)
-        self.query_scale = (config.head_dim / config.query_pre_attn_scalar) ** 0.5  # attend divides by sqrt(head_dim)
+        self.query_scale = (config.head_dim / config.query_pre_attn_scalar) ** 0.5  # because attend divides by sqrt(head_dim)
 
     def attention(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return super().attention(attend, q if self.query_scale == 1.0 else q * self.query_scale, k, v)

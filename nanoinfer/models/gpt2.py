@@ -17,7 +17,7 @@ from nanoinfer.models.registry import WeightRules, refuse_others
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Config:
-    """The fields of config.json that this file needs, with the names of the newer families."""
+    """The fields of config.json that this file reads, under the names of the newer families."""
 
     vocab_size: int
     hidden_size: int
@@ -40,7 +40,7 @@ class GPT2Config:
         """
         refuse_others(
             config,
-            activation_function=("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
+            activation_function=("gelu_new", "gelu_pytorch_tanh"),  # two names of the same function
             scale_attn_weights=(True,),
             scale_attn_by_inverse_layer_idx=(False,),
             add_cross_attention=(False,),
@@ -66,7 +66,7 @@ class GPT2Config:
         return self.num_attention_heads
 
 
-# As in transformers, the names of the newer families may be in the file and take precedence.
+# As in transformers, the file may have the names of the newer families, which take precedence.
 _NEWER_NAMES = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
@@ -121,7 +121,7 @@ class GPT2LMHeadModel(nn.Module):
         prefix="transformer.",
         embedding="wte.weight",
         transpose=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
-        skip=(".attn.bias", ".attn.masked_bias"),  # causal masks that old checkpoints kept
+        skip=(".attn.bias", ".attn.masked_bias"),  # causal masks that old checkpoints contain
     )
 
     def __init__(self, config: GPT2Config) -> None:

@@ -1,12 +1,12 @@
 """gpt-oss: layers of qwen.py with a mixture of experts, biases everywhere, attention sinks, and a window in every other layer.
 
-    sinks     a learned score for each head. Its share of the softmax reads nothing (attention/dense.py)
-    window    in the layers that layer_types calls sliding_attention, the first and then every other one
+    sinks     a learned score for each head. Its share of the softmax has no value (attention/dense.py)
+    window    in the layers that layer_types calls sliding_attention: every other layer, from the first on
     router    has a bias. The softmax is over the scores of the chosen experts only
     experts   a clamped SwiGLU with biases, in every layer
-    RoPE      YaRN with the ends of its ramp between two pairs (truncate=false)
+    RoPE      YaRN whose ramp may begin and end between two pairs (truncate=false)
 
-Source: https://arxiv.org/abs/2508.10925. Its checkpoints store all experts of a layer as one tensor, which
+Source: https://arxiv.org/abs/2508.10925. Its checkpoints store all experts of a layer in a single tensor, which
 loading/formats/experts.py divides. The other names are theirs.
 """
 
@@ -21,7 +21,7 @@ from nanoinfer.models.qwen import QwenAttention, QwenConfig, QwenDecoderLayer, Q
 from nanoinfer.models.qwen_moe import expert_fields, sum_of_experts
 from nanoinfer.models.registry import WeightRules
 
-_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}  # without a field
+_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}  # the default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class GptOssConfig(QwenConfig):
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "GptOssConfig":
-        """Read config.json. Raises: as QwenConfig.from_hf does."""
+        """Read config.json. Raises: the errors of QwenConfig.from_hf."""
         defaults = {"rms_norm_eps": 1e-5, "head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0}
         if config.get("rope_parameters") is None and not config.get("rope_scaling"):
             config = config | {"rope_parameters": _ROPE}
@@ -54,7 +54,7 @@ class GptOssConfig(QwenConfig):
 
     @property
     def sparse_layers(self) -> range:
-        """The layers that have experts."""
+        """The indices of the layers that have experts."""
         return range(self.num_hidden_layers)
 
 
@@ -68,7 +68,7 @@ class GptOssAttention(QwenAttention):
 
 
 class ClampedSwiGLU(SwiGLU):
-    """down((up + 1) * gate * sigmoid(alpha * gate)), where the gate is at most `limit`, and up is in -limit .. limit."""
+    """Computes down((up + 1) * gate * sigmoid(alpha * gate)), with gate at most `limit`, and up in -limit .. limit."""
 
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__(config.hidden_size, config.intermediate_size, bias=True)
@@ -81,7 +81,7 @@ class ClampedSwiGLU(SwiGLU):
 
 
 class GptOssExperts(nn.Module):
-    """The sum of weight_e * expert_e(x) over the experts e that the router chooses for x."""
+    """Computes the sum of weight_e * expert_e(x) over the experts e that the router chooses for x."""
 
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__()
@@ -105,4 +105,4 @@ class GptOssForCausalLM(QwenForCausalLM):
     Config = GptOssConfig
     weight_rules = WeightRules(prefix="model.", embedding="embed_tokens.weight", fused_experts="interleaved")
     layer_class = GptOssDecoderLayer
-    supports_cuda_graph = False  # what is computed depends on the router
+    supports_cuda_graph = False  # the router decides on the host what is computed

@@ -11,25 +11,25 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from nanoinfer.models.rope import RopeConfig, rope_frequencies
 
-Ids = Int[Tensor, " num_tokens"]  # and positions
+Ids = Int[Tensor, " num_tokens"]  # also positions
 Hidden = Float[Tensor, "num_tokens hidden"]  # a row for each token
 Angles = Float[Tensor, "num_tokens 1 num_rotated"]  # the cos or the sin of each token's position, for all heads
 Heads = Float[Tensor, "num_tokens heads head_dim"]
 
 
 class Untraced(nn.Module):
-    """A module that stays one call of a trace (fast/trace.py), because symbols must not enter it."""
+    """A module that a trace records as a single call (fast/trace.py), because symbols cannot enter it."""
 
 
 class Embedding(nn.Embedding):
-    """One row of weights per id."""
+    """A table with a row of weights per id."""
 
     def reset_parameters(self) -> None:
-        """Do nothing: the checkpoint fills the table. On the meta device a random init imports torch's compiler (1 s)."""
+        """Do nothing: the checkpoint fills the table. A random init on the meta device would import torch's compiler (1 s)."""
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, over the last axis. The mean is computed in fp32.
+    """Computes x / sqrt(mean(x^2) + eps) * weight over the last axis. The mean is computed in fp32.
 
     Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467
     """
@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
 
 
 class ZeroCentredRMSNorm(RMSNorm):
-    """As RMSNorm with 1 + weight for the weight, computed in fp32 and rounded once."""
+    """An RMSNorm that multiplies by 1 + weight, computed in fp32 and rounded once."""
 
     def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
         wide = x.float()
@@ -55,14 +55,14 @@ class ZeroCentredRMSNorm(RMSNorm):
 
 
 def sigmoid(x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
-    """1 / (1 + exp(-x)). torch.sigmoid rounds the tail of a tensor differently, so that a row would depend on the batch."""
+    """Compute 1 / (1 + exp(-x)). torch.sigmoid rounds a tensor's tail differently, so a row would depend on the batch."""
     if has_torch_function_unary(x):  # as in apply_rotary
         return handle_torch_function(sigmoid, (x,), x)
     return (1 / (1 + (-x.float()).exp())).to(x.dtype)
 
 
 def gelu_tanh(x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
-    """x * Phi(x) with tanh in place of the error function. GPT-2 calls it gelu_new.
+    """Compute x * Phi(x) with tanh in place of the error function. GPT-2 calls it gelu_new.
 
     Source: Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415
     """
@@ -70,7 +70,7 @@ def gelu_tanh(x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)). Source: Shazeer 2020, https://arxiv.org/abs/2002.05202"""
+    """Computes down(silu(gate(x)) * up(x)). Source: Shazeer 2020, https://arxiv.org/abs/2002.05202"""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, rope: RopeConfig) -> None:
         super().__init__()
-        # Computed, not loaded, and always in fp32: a bf16 angle is wrong by whole turns at position 10,000.
+        # Computed, not loaded, and always in fp32: an angle in bf16 is wrong by whole turns at position 10,000.
         self.register_buffer("inv_freq", rope_frequencies(head_dim, rope), persistent=False)
         self.attention_factor = rope.attention_factor
 
@@ -109,7 +109,7 @@ def apply_rotary(
     sin: Float[Tensor, "num_tokens 1 head_dim"],
 ) -> Float[Tensor, "num_tokens heads head_dim"]:
     """Rotate every head of every token by its position's angles."""
-    if has_torch_function_unary(x):  # a tracer records one operation, as it does for torch's own functions
+    if has_torch_function_unary(x):  # a tracer records a single operation, as for torch's own functions
         return handle_torch_function(apply_rotary, (x,), x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

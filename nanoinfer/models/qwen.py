@@ -2,7 +2,7 @@
 
     qkv_bias   Qwen2 and Qwen2.5 always, Qwen3 with attention_bias
     o_bias     Qwen3 with attention_bias, Qwen2 never
-    mlp_bias   never: Llama may have it, whose layers are these as well (llama.py)
+    mlp_bias   never. Llama, which shares these layers, may have it (llama.py)
     qk_norm    Qwen3: an RMSNorm over each head of q and of k, before the rotation
     window     Qwen2 and Qwen3 with use_sliding_window in some layers, Mistral in all: attention over the newest tokens only
 
@@ -42,7 +42,7 @@ class QwenConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    layer_windows: tuple[int | None, ...] = ()  # of each layer. (): full attention in all
+    layer_windows: tuple[int | None, ...] = ()  # the window of each layer. (): all layers have full attention
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "QwenConfig":
@@ -63,9 +63,9 @@ class QwenConfig:
 def shared_fields(
     config: dict[str, Any], kinds: Sequence[str] | None = (), *, default_head_dim: int | None = None, **options: bool
 ) -> dict[str, Any]:
-    """The fields of QwenConfig that config.json spells alike for Qwen and Llama. Raises the errors of from_hf.
+    """Return the fields of QwenConfig that config.json spells alike for Qwen and Llama. Raises: the errors of from_hf.
 
-    kinds: as in layer_windows. (): full attention in all layers. options: those of RopeConfig.from_hf.
+    kinds: as in layer_windows. (): full attention in all layers. options: the options of RopeConfig.from_hf.
     """
     refuse_others(config, hidden_act=("silu",))
     num_heads = config["num_attention_heads"]
@@ -76,7 +76,7 @@ def shared_fields(
     head_dim = config.get("head_dim") or default_head_dim or config["hidden_size"] // num_heads
     if head_dim % 2:
         raise CheckpointError(f"head_dim must be even, because RoPE rotates pairs, got {shown(head_dim)}")
-    # A checkpoint may have YaRN and still name the length before it.
+    # A checkpoint with YaRN may still name the length before the scaling.
     length = max(config["max_position_embeddings"], rope.max_position_embeddings)
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     return {name: config[name] for name in sizes} | {
@@ -91,10 +91,10 @@ def shared_fields(
 
 
 def layer_windows(config: dict[str, Any], length: int, kinds: Sequence[str] | None) -> tuple[int | None, ...]:
-    """The window of each layer, None where it is full attention. (): nowhere, or no text is longer than the window.
+    """Return the window of each layer. None: full attention. (): in all layers, or no text is longer than the window.
 
-    length: the most tokens of a text. YaRN may stretch it beyond the max_position_embeddings of config.json.
-    kinds: of the layers. None: config.json names them in layer_types, or as older Qwen2: the layers from max_window_layers on
+    length: the most tokens of a text. YaRN may raise it above the max_position_embeddings of config.json.
+    kinds: the kind of each layer. None: config.json has layer_types, or, for older Qwen2, the layers from max_window_layers on
     slide, if use_sliding_window is true.
 
     Raises: the errors of from_hf.

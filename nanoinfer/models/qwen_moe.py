@@ -1,9 +1,9 @@
 """Qwen2-MoE and Qwen3-MoE: the layers of qwen.py, whose MLP is a mixture of experts in some or all layers.
 
-    num_experts             MLPs of a layer. A router chooses num_experts_per_tok of them for each token
+    num_experts             the number of MLPs of a layer. A router chooses num_experts_per_tok for each token
     norm_topk_prob          the weights of the chosen experts sum to 1
-    shared_expert           Qwen2-MoE: one more MLP, which every token passes, with a gate of its own
-    decoder_sparse_step     every decoder_sparse_step-th layer has experts, except mlp_only_layers. The others have one MLP
+    shared_expert           Qwen2-MoE: a further MLP, with a gate of its own, for every token
+    decoder_sparse_step     every decoder_sparse_step-th layer has experts, except mlp_only_layers
 
 Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538, and the papers of qwen.py. The names are those of their
 checkpoints.
@@ -33,7 +33,7 @@ class QwenMoeConfig(QwenConfig):
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "QwenMoeConfig":
-        """Read config.json. Raises: as QwenConfig.from_hf does."""
+        """Read config.json. Raises: the errors of QwenConfig.from_hf."""
         is_qwen3 = config["model_type"] == "qwen3_moe"
         slides = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
         if slides or "sliding_attention" in (config.get("layer_types") or ()):
@@ -57,14 +57,14 @@ class QwenMoeConfig(QwenConfig):
 
     @property
     def sparse_layers(self) -> list[int]:
-        """The layers that have experts."""
+        """The indices of the layers that have experts."""
         layers = range(self.decoder_sparse_step - 1, self.num_hidden_layers, self.decoder_sparse_step)
         return [layer for layer in layers if layer not in self.mlp_only_layers]
 
 
 def expert_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """The number of experts, and how many of them a token passes. Raises: CheckpointError: the second exceeds the first."""
-    num_experts = config.get("num_experts") or config["num_local_experts"]  # the second is newer transformers' name
+    """Return the number of experts, and how many a token passes. Raises: CheckpointError if the second exceeds the first."""
+    num_experts = config.get("num_experts") or config["num_local_experts"]  # newer transformers has the second name
     if config.get("num_local_experts", num_experts) != num_experts:
         both = f"{shown(num_experts)} and {shown(config['num_local_experts'])}"
         raise CheckpointError(f"num_experts and num_local_experts must be equal, got {both}; remove the wrong one")
@@ -75,7 +75,7 @@ def expert_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class MixtureOfExperts(nn.Module):
-    """The sum of weight_e * expert_e(x) over the experts e that the router chooses for x, and the shared expert, if any."""
+    """Computes the sum of weight_e * expert_e(x) over the experts that the router chooses for x, and any shared expert."""
 
     def __init__(self, config: QwenMoeConfig) -> None:
         super().__init__()
@@ -104,14 +104,14 @@ class MixtureOfExperts(nn.Module):
 def sum_of_experts(
     experts: nn.ModuleList, x: Hidden, weights: Float[Tensor, "num_tokens k"], chosen: Int[Tensor, "num_tokens k"]
 ) -> Hidden:
-    """The weighted sum of the chosen experts, in fp32. Each expert computes its tokens in one product.
+    """Return the weighted sum of the chosen experts, in fp32. Each expert computes all of its tokens in one product.
 
     Only the weights of chosen experts are read. A token's experts are added in the order of their numbers, so its bits do
-    not depend on the other tokens. The host must know the number of each expert's tokens: a GPU waits for it.
+    not depend on the other tokens. The host must know the number of each expert's tokens, for which it waits for a GPU.
     """
     out = torch.zeros_like(x, dtype=torch.float32)
     numbers, counts = chosen.unique(return_counts=True)  # in rising order
-    by_expert = chosen.flatten().argsort(stable=True)  # places in `chosen`
+    by_expert = chosen.flatten().argsort(stable=True)  # indices into `chosen`
     for number, places in zip(numbers.tolist(), by_expert.split(counts.tolist()), strict=True):
         tokens = places // chosen.shape[1]
         out.index_add_(0, tokens, weights.flatten()[places].unsqueeze(1) * experts[number](x[tokens]))
@@ -129,4 +129,4 @@ class QwenMoeForCausalLM(QwenForCausalLM):
     Config = QwenMoeConfig
     weight_rules = replace(QwenForCausalLM.weight_rules, fused_experts="halves")
     layer_class = QwenMoeDecoderLayer
-    supports_cuda_graph = False  # what is computed depends on the router
+    supports_cuda_graph = False  # the router decides on the host what is computed

@@ -2,9 +2,9 @@
 
     RMSNorm      zero-centred: the weight of a checkpoint is added to 1
     attention    gated: q_proj also gives a gate for each number of the output. Only a part of each head is rotated
-    projections  of a layer with a state: Qwen3-Next stores q, k, v and z as one matrix, and b and a as another, with the rows
-                 of a key head together. Qwen3.5 has q, k and v as one matrix, and z, b and a as their own
-    MLP          Qwen3.5: SwiGLU. Qwen3-Next and Qwen3.5-MoE: experts, with one that every token passes (qwen_moe.py)
+    projections  of a layer with a state: Qwen3-Next stores q, k, v and z in one matrix, and b and a in another, with the rows
+                 of a key head together. Qwen3.5 has a matrix for q, k and v, and one each for z, b and a
+    MLP          Qwen3.5: SwiGLU. Qwen3-Next and Qwen3.5-MoE: experts, with a shared expert (qwen_moe.py)
 
 Source: https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct, and the papers of gated_delta.py. The names are those of the
 checkpoints.
@@ -30,12 +30,12 @@ LAYER_TYPES = ("linear_attention", "full_attention")
 
 @dataclass(frozen=True, kw_only=True)
 class QwenNextConfig(QwenMoeConfig):
-    """A config of QwenMoeConfig's fields, of which a model without experts has none, and these.
+    """The fields of QwenMoeConfig, whose experts are left out for a model without experts, and these.
 
     Attributes:
-        layer_types: of LAYER_TYPES, one for each layer.
-        rotary_dim: the numbers of a head that are rotated, the first ones.
-        linear_num_key_heads: of a layer with a state. A key head serves as many value heads as there are for each.
+        layer_types: the kind of each layer, of LAYER_TYPES.
+        rotary_dim: how many numbers of a head are rotated, from the first on.
+        linear_num_key_heads: the number of key heads in a layer with a state. Each serves equally many value heads.
     """
 
     norm_class: ClassVar[type[RMSNorm]] = ZeroCentredRMSNorm
@@ -49,7 +49,7 @@ class QwenNextConfig(QwenMoeConfig):
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "QwenNextConfig":
-        """Read config.json. Raises: as QwenConfig.from_hf does."""
+        """Read config.json. Raises: the errors of QwenConfig.from_hf."""
         is_next, has_experts = config["model_type"] == "qwen3_next", config["model_type"] != "qwen3_5_text"
         refuse_others(config, attention_bias=(False, None))
         num_layers = config["num_hidden_layers"]
@@ -60,7 +60,7 @@ class QwenNextConfig(QwenMoeConfig):
                 f"layer_types must name one of {', '.join(LAYER_TYPES)} for each of {shown(num_layers)} layers, and "
                 f"full_attention at least once, got {shown(layer_types)}"
             )
-        # Qwen3.5-MoE has no MLP without experts, and its config no intermediate_size.
+        # In Qwen3.5-MoE every layer has experts, so its config has no intermediate_size.
         defaults = {"intermediate_size": config.get("moe_intermediate_size"), "partial_rotary_factor": 0.25}
         fields = shared_fields(defaults | config, default_head_dim=256, rotates_parts=True)
         part = fields["rope"].partial_rotary_factor
@@ -93,7 +93,7 @@ class QwenNextConfig(QwenMoeConfig):
 
     @property
     def num_attention_layers(self) -> int:
-        """The layers that have keys and values in the KV cache."""
+        """The number of layers that have keys and values in the KV cache."""
         return self.layer_types.count("full_attention")
 
     @property
@@ -102,7 +102,7 @@ class QwenNextConfig(QwenMoeConfig):
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of a sequence's state in one layer: the convolution's window and the memory, in fp32."""
+        """The shapes of a sequence's state in one layer: the convolution's window and the memory, in fp32."""
         heads, key_dim, value_dim = self.linear_num_value_heads, self.linear_key_head_dim, self.linear_value_head_dim
         channels = 2 * self.linear_num_key_heads * key_dim + heads * value_dim
         return (self.linear_conv_kernel_dim - 1, channels), (heads, key_dim, value_dim)
@@ -131,7 +131,7 @@ class GatedAttention(QwenAttention):
 
 
 class GatedDeltaNet(nn.Module):
-    """A layer with a state. The projections are Qwen3.5's."""
+    """A layer with a state, with the projections of Qwen3.5."""
 
     def __init__(self, config: QwenNextConfig, layer: int) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class QwenNextDecoderLayer(QwenMoeDecoderLayer):
     def __init__(self, config: QwenNextConfig, layer: int) -> None:
         super().__init__(config, layer)
         self.has_state = config.layer_types[layer] == "linear_attention"
-        index = config.layer_types[:layer].count(config.layer_types[layer])  # among the layers of its kind
+        index = config.layer_types[:layer].count(config.layer_types[layer])  # the index among the layers of its kind
         if self.has_state:
             del self.self_attn
             self.linear_attn = self.delta_net(config, index)
@@ -201,11 +201,11 @@ class Qwen3NextDecoderLayer(QwenNextDecoderLayer):
 
 
 class QwenNextDrafter(nn.Module):
-    """Multi-token prediction: from a token and the model's hidden row before it, a row that tells the head the next token.
+    """Multi-token prediction: maps a token and the model's hidden row before it to a row from which the head reads the next.
 
         fc([norm(embedding of token t + 1), norm(hidden row t)]), then a layer with attention and a norm
 
-    The model's row is the one that the head reads, after the last norm. For a second draft, the module's own row takes its
+    The model's row is the row after the last norm, as the head reads it. For a second draft, the module's own row takes its
     place. The embedding, the angles and the head are the model's.
 
     Source: https://arxiv.org/abs/2412.19437, section 2.2, in the form of Qwen's checkpoints, where the embedding comes first.
@@ -246,7 +246,7 @@ class Qwen3_5ForCausalLM(QwenForCausalLM):
     Config = QwenNextConfig
     weight_rules = replace(QwenMoeForCausalLM.weight_rules, ignored=("mtp.",))
     layer_class = QwenNextDecoderLayer
-    supports_cuda_graph = False  # the state of each sequence is advanced in Python
+    supports_cuda_graph = False  # Python code advances the state of each sequence
     drafter_class = QwenNextDrafter
 
     def __init__(self, config: QwenNextConfig) -> None:

@@ -1,7 +1,7 @@
 """The table of model families by the architecture's name in config.json, and the interface of every family.
 
-A model is `forward(input_ids, positions, attend) -> hidden [num_tokens, hidden]` and `compute_logits(hidden) -> [.., vocab]`,
-with a `config` that has the fields of ModelConfig. `register_model` adds a model of your own.
+A model has `forward(input_ids, positions, attend) -> hidden [num_tokens, hidden]`, `compute_logits(hidden) -> [.., vocab]`
+and a `config` with the fields of ModelConfig. `register_model` adds a model of your own.
 """
 
 from collections.abc import Iterator
@@ -20,16 +20,16 @@ from nanoinfer.models.layers import Hidden, Ids
 
 @dataclass(frozen=True, kw_only=True)
 class WeightRules:
-    """How a family's checkpoints differ from its module tree.
+    """The differences between a family's checkpoints and its module tree.
 
     Attributes:
-        prefix: comes before the names in some checkpoints, and is removed.
-        embedding: the parameter that a tied head shares.
-        head: the parameter of the LM head.
-        transpose: endings of tensors stored as [in, out]. A linear layer has [out, in].
-        skip: endings of tensors that are not weights.
-        ignored: beginnings of tensors that are weights of something else, such as a model that drafts tokens.
-        fused_experts: the form of tensors that have all experts of a layer (loading/formats/experts.py).
+        prefix: precedes the names in some checkpoints, and is removed.
+        embedding: the name of the parameter that a tied head shares.
+        head: the name of the LM head's parameter.
+        transpose: name endings of tensors stored as [in, out], which a linear layer has as [out, in].
+        skip: name endings of tensors that are not weights.
+        ignored: name beginnings of weights of something else, such as a model that drafts tokens.
+        fused_experts: the layout of tensors that hold all experts of a layer (loading/formats/experts.py).
     """
 
     prefix: str
@@ -61,7 +61,7 @@ _registered: dict[str, type[nn.Module]] = {}
 
 @runtime_checkable
 class ModelConfig(LayerSizes, Protocol):
-    """The fields that the engine reads of any family's config. The families' dataclasses have more."""
+    """The fields that the engine reads of any family's config. The families' dataclasses have further fields."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -73,7 +73,7 @@ class ModelConfig(LayerSizes, Protocol):
 
 @runtime_checkable
 class Model(Protocol):
-    """What the engine uses of any family.
+    """The interface of a model, as the engine uses it.
 
     Attributes:
         Config: a frozen dataclass with `from_hf(dict)` and `tie_word_embeddings`.
@@ -94,7 +94,7 @@ class Model(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
-# What transformers reads of any family's config.json and no family here computes, with the values that change nothing.
+# Fields that transformers reads for any family and no family here computes, with the values that change nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "is_causal": (True, None),
     "use_bidirectional_attention": (False, None),
@@ -103,9 +103,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def refuse_others(config: dict[str, Any], **supported: tuple[object, ...]) -> None:
-    """Refuse a field of config.json whose value would change the logits in a way that is not computed: UnsupportedError.
+    """Refuse a field of config.json whose value would change the logits in an unsupported way. Raises: UnsupportedError.
 
-    supported: the values that the family computes, by the field's name. The first is that of files without the field.
+    supported: the values that the family computes, by the field's name. The first applies to files without the field.
     """
     for name, values in (_NEUTRAL | supported).items():
         if not is_one_of(config.get(name, values[0]), values):

@@ -1,13 +1,13 @@
 """Rotary positions of a checkpoint: config.json -> the angle of every pair of numbers per position.
 
-In: config.json. Out: a RopeConfig, and rope_frequencies, computed once when a model is built. layers.py rotates by them.
+In: config.json. Out: a RopeConfig, and rope_frequencies, computed once when a model is built, by which layers.py rotates.
 
-A model is trained up to some length. Longer texts need angles that it has seen, so a scaling slows pairs down:
+A model is trained up to some length. Longer texts must not need angles that it has never seen, so a scaling slows pairs down:
 
     linear   every pair, by `factor`. Source: Chen et al. 2023, https://arxiv.org/abs/2306.15595
     yarn     the slow pairs, with a ramp over the index of the pair. Source: Peng et al. 2023, https://arxiv.org/abs/2309.00071
     llama3   the slow pairs, with a ramp over the number of turns. Source: https://arxiv.org/abs/2407.21783, section 3.4.2
-    dynamic  none, up to max_position_embeddings, which no sequence exceeds here
+    dynamic  no pair, up to max_position_embeddings, which no sequence exceeds here
 """
 
 import math
@@ -25,12 +25,12 @@ ROPE_TYPES = ("default", "dynamic", "linear", "yarn", "llama3")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How positions become angles: the base frequency, and the scaling where the checkpoint has one.
+    """How positions become angles: the base frequency, and the scaling if the checkpoint has one.
 
     Attributes:
         rope_type: one of ROPE_TYPES.
-        factor: by how much a scaling slows a pair down, at most.
-        original_max_position_embeddings: of the model before it was scaled (yarn, llama3).
+        factor: the most by which the scaling slows a pair down.
+        original_max_position_embeddings: the model's length in tokens before it was scaled (yarn, llama3).
         attention_factor: scales cos and sin, and therefore the scores by its square (yarn).
         beta_fast: a pair that makes more turns within the original context is unchanged (yarn).
         beta_slow: a pair that makes fewer turns is slowed by `factor` (yarn).
@@ -53,7 +53,7 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what would overflow, divide by 0 or take the logarithm of 0, in rope_frequencies. NaN is in no range."""
+        """Refuse values with which rope_frequencies would overflow, divide by 0 or take log(0). NaN is in no range."""
         for name, low, high in (
             ("theta", 1.001 if self.rope_type == "yarn" else 1.0, 1e30),
             ("factor", 1.0, 1e6),  # it stretches the context
@@ -72,7 +72,7 @@ class RopeConfig:
 
     @property
     def max_position_embeddings(self) -> int:
-        """How far YaRN stretches the original context. 0 for other types, whose config.json names the length itself."""
+        """The length to which YaRN stretches the original context. 0 for other types, whose config.json has the length."""
         return int(self.original_max_position_embeddings * self.factor) if self.rope_type == "yarn" else 0
 
     @classmethod
@@ -105,7 +105,7 @@ class RopeConfig:
         factor = rope["factor"]
         if rope_type == "linear":
             return cls(**fields, factor=float(factor))
-        name = "original_max_position_embeddings"  # the file's own precedes that of its rope_parameters, as in transformers
+        name = "original_max_position_embeddings"  # the file's own value precedes that of rope_parameters, as in transformers
         original = fields[name] = config.get(name) or rope.get(name) or config["max_position_embeddings"]
         if rope_type == "llama3":
             slowest, fastest = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
@@ -122,7 +122,7 @@ class RopeConfig:
 
 
 def _parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """rope_parameters, or what older transformers called rope_scaling. Raises: UnsupportedError: the file has both, unequal."""
+    """Return rope_parameters, or rope_scaling of older files. Raises: UnsupportedError if the file has both, unequal."""
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     if newer and older:
         forms = [RopeConfig.from_hf(config | {name: None}, rotates_parts=True) for name in ("rope_scaling", "rope_parameters")]
@@ -135,7 +135,7 @@ def _parameters(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float:
-    """0.1 ln(factor) + 1 (section 3.4 of the paper), unless the checkpoint has it, as a number or as a ratio of two mscales."""
+    """Return the checkpoint's factor, a number or a ratio of two mscales, or else 0.1 ln(factor) + 1 (paper, section 3.4)."""
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
 
@@ -148,9 +148,9 @@ def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float:
 
 
 def rope_frequencies(head_dim: int, rope: RopeConfig) -> Float[Tensor, " half_head_dim"]:
-    """Radians per position of each pair: theta ** (-2i / head_dim), some of them slowed down.
+    """Return the radians per position of each pair: theta ** (-2i / head_dim), some of them slowed down.
 
-    The device is named because models are built on "meta", and only their weights are filled later.
+    The device is given because models are built on "meta", and only their weights are filled later.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     plain = 1.0 / rope.theta**exponents
@@ -163,10 +163,10 @@ def rope_frequencies(head_dim: int, rope: RopeConfig) -> Float[Tensor, " half_he
 
 
 def _slowed_by_yarn(head_dim: int, rope: RopeConfig) -> Float[Tensor, " half_head_dim"]:
-    """How much of the slowing each pair gets, in 0 .. 1. The ramp is linear in the index of the pair."""
+    """Return how much each pair is slowed, in 0 .. 1. The ramp is linear in the index of the pair."""
 
     def pair_that_turns(num_turns: float) -> float:
-        """The index of the pair that makes num_turns turns within the original context."""
+        """Return the index of the pair that makes num_turns turns within the original context."""
         turns_at_one = rope.original_max_position_embeddings / (num_turns * 2 * math.pi)
         return head_dim * math.log(turns_at_one) / (2 * math.log(rope.theta))
 
@@ -179,6 +179,6 @@ def _slowed_by_yarn(head_dim: int, rope: RopeConfig) -> Float[Tensor, " half_hea
 
 
 def _slowed_by_llama3(plain: Float[Tensor, " half_head_dim"], rope: RopeConfig) -> Float[Tensor, " half_head_dim"]:
-    """How much of the slowing each pair gets, in 0 .. 1. The ramp is linear in the number of turns."""
+    """Return how much each pair is slowed, in 0 .. 1. The ramp is linear in the number of turns."""
     num_turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
     return ((rope.high_freq_factor - num_turns) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)

@@ -1,7 +1,7 @@
 """The sampling parameters of each row of a step, as tensors: the only input of the stages besides the logits.
 
 In: the sequences of a plan's rows. Out: a SamplingBatch. A tensor that no row uses is None, so that an unused stage costs
-nothing. If one row uses it, the other rows hold the value that leaves their logits unchanged.
+nothing. If any row uses it, the other rows hold the value that leaves their logits unchanged.
 """
 
 import operator
@@ -30,7 +30,7 @@ _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True)
 class TokenEntries:
-    """Single logits of a batch: entry i is logits[rows[i], ids[i]], with a value of its own where the stage needs one."""
+    """Single logits of a batch: entry i is logits[rows[i], ids[i]], with a value if the stage needs one."""
 
     rows: Int[Tensor, " entries"]
     ids: Int[Tensor, " entries"]
@@ -45,7 +45,7 @@ class TokenEntries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterColumns:
-    """One number per row and parameter. Greedy rows hold temperature 1 and the off values of min_p, top_k and top_p."""
+    """A number per row and parameter. Greedy rows hold temperature 1 and the off values of min_p, top_k and top_p."""
 
     greedy: Bool[Tensor, " batch"] | None = None  # None: no row is greedy
     temperature: Float[Tensor, " batch"] | None = None
@@ -60,7 +60,7 @@ class ParameterColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowGroups:
-    """Row numbers, on the host, by what the rows need. The first four groups together are all rows, each once."""
+    """Row numbers, on the host, by what the rows need. The first four groups contain each row exactly once."""
 
     greedy_rows: tuple[int, ...] = ()
     top_k_rows: tuple[int, ...] = ()  # with or without top_p
@@ -76,7 +76,7 @@ class RowGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEntries:
-    """The logits that the stages before the temperature read or write: single ones, but for the grammar's mask."""
+    """The logits that the stages before the temperature read or write: single logits, except for the grammar's mask."""
 
     allowed: TokenEntries | None = None  # every id that rows with allowed_token_ids may draw
     allowed_rows: Int[Tensor, " some_rows"] | None = None  # the rows of allowed, once each
@@ -90,10 +90,10 @@ class StageEntries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """What the sampler knows about the rows of one step. columns and groups depend on params alone."""
+    """The parameters and state of a step's rows, for the sampler. columns and groups depend on params alone."""
 
-    sequences: tuple[Sequence, ...] = ()  # of each row
-    params: tuple[SamplingParams, ...] = ()  # of each row
+    sequences: tuple[Sequence, ...] = ()  # the sequence of each row
+    params: tuple[SamplingParams, ...] = ()  # the parameters of each row
     columns: ParameterColumns
     groups: RowGroups = RowGroups()
     entries: StageEntries = StageEntries()
@@ -108,9 +108,9 @@ class SamplingBatch:
         """Gather the parameters of the sequences.
 
         Args:
-            sequences: one per row, in the order of the rows. A sequence with draft tokens is there once more for each.
-            last: an earlier batch of the same vocabulary and device. Its columns are reused if the rows are the same, and it is
-                returned itself if they are greedy and have no state.
+            sequences: the sequence of each row, in order. A sequence with drafts is there again for each draft.
+            last: an earlier batch of the same vocabulary and device. Its columns are reused if the rows are the same. If these
+                are also greedy and have no state, the batch itself is returned. None: nothing is reused.
         """
         params = tuple(seq.params for seq in sequences)
         if last is not None and len(last.params) == len(params) and all(map(operator.is_, last.params, params)):
@@ -149,7 +149,7 @@ class SamplingBatch:
         return self.masks_logits or self.entries.logit_bias is not None or self.entries.token_counts is not None
 
     def only_rows(self, rows: Int[Tensor, " rows"] | slice) -> "SamplingBatch":
-        """Some of the rows, with the columns that the stages from the temperature on and the draw read."""
+        """Return some of the rows, with the columns that the stages from the temperature on and the draw read."""
         used = {name: getattr(self.columns, name) for name in ("temperature", "min_p", "top_k", "top_p")}
         picked = {name: column[rows] for name, column in used.items() if column is not None}
         columns = ParameterColumns(max_top_k=self.columns.max_top_k, **picked)
@@ -163,7 +163,7 @@ def _is_stateful(seq: Sequence) -> bool:
 
 
 def sampled_positions(sequences: Iterable[Sequence]) -> list[int]:
-    """The index in prompt + output of each row's new token. Rows after a sequence's first are those of its drafts."""
+    """Return the index in prompt + output of each row's new token. Rows after a sequence's first are those of its drafts."""
     positions: list[int] = []
     previous = None
     for seq in sequences:
@@ -175,7 +175,7 @@ def sampled_positions(sequences: Iterable[Sequence]) -> list[int]:
 def _columns_and_groups(
     params: tuple[SamplingParams, ...], vocab_size: int, device: torch.device
 ) -> tuple[ParameterColumns, RowGroups]:
-    """Gather what depends on the parameters alone."""
+    """Gather the tensors that depend on the parameters alone."""
     numbers = np.array([_NUMBERS(p) for p in params]).reshape(len(params), 6)  # (0, 6) if no row draws: only prompt chunks
     temperature, min_p, top_p, repetition, frequency, presence = numbers.T  # [batch], float64
     top_k = np.array([min(p.top_k or vocab_size, vocab_size) for p in params], dtype=np.int64)
@@ -247,13 +247,13 @@ def _entries(sequences: list[Sequence], positions: list[int], vocab_size: int, d
 
 
 def _completing_ids(seq: Sequence) -> list[int]:
-    """The last ids of bad words whose other ids are the end of the output."""
+    """Return the last ids of bad words whose other ids are at the end of the output."""
     output = seq.output_token_ids if seq.bad_words else []
     return [word[-1] for word in seq.bad_words if len(word) == 1 or output[-len(word) + 1 :] == list(word[:-1])]
 
 
 def _pack(rows: list[tuple[int, Any, Any]], device: torch.device) -> TokenEntries:
-    """Join lists of ids per row into one flat list of entries."""
+    """Join the lists of ids of the rows into a flat list of entries."""
     ids = [_tensor(ids) for _, ids, _ in rows]
     values = [_tensor(values) for _, _, values in rows if values is not None]
     row_numbers = torch.tensor([row for row, _, _ in rows]).repeat_interleave(torch.tensor([len(part) for part in ids]))
@@ -262,7 +262,7 @@ def _pack(rows: list[tuple[int, Any, Any]], device: torch.device) -> TokenEntrie
 
 
 def _tensor(numbers: Any) -> Tensor:
-    """Convert. An array is not copied, and must not grow while the tensor exists, which is until _pack has joined it."""
+    """Convert to a tensor. An array is not copied, and must not grow until _pack has joined the tensor."""
     if isinstance(numbers, array):
         return torch.frombuffer(numbers, dtype=torch.float32 if numbers.typecode == "f" else torch.int64)
     return torch.tensor(list(numbers), dtype=torch.int64)

@@ -1,7 +1,7 @@
 """vLLM's V1 logits processors: classes that see all rows of a step. LLM(logits_processors=[...]) makes stages of them.
 
 In: the classes. Out: the sampler's stages with a BatchProcessor for each. A processor keeps state by row. Before each step it
-learns what has changed since the last one: which rows are gone, which are new, and which have moved.
+learns how the rows differ from the last step: which rows are gone, which are new, and which have moved.
 """
 
 import inspect
@@ -40,13 +40,13 @@ RequestLogitsProcessor = Callable[[list[int], Tensor], Tensor] | Callable[[list[
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """How the rows differ from those of the last step. To be applied in the order removed, added, moved.
+    """The difference between the rows and those of the last step. Apply it in the order removed, added, moved.
 
     Attributes:
-        batch_size: The number of rows.
-        removed: Rows whose answer has ended, or waits.
+        batch_size: the number of rows.
+        removed: the rows whose answer has ended, or waits.
         added: (row, params, prompt ids, output ids) of new rows. The list of output ids grows with the answer.
-        moved: (from, to, direction) of rows that have a different place now.
+        moved: (from, to, direction) of rows that have moved.
     """
 
     batch_size: int
@@ -68,7 +68,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """What a processor is given of the LLM's settings, under vLLM's names."""
+    """The LLM's settings that a processor receives, under vLLM's names."""
 
     model_config: ModelConfig
     scheduler_config: SchedulerConfig
@@ -77,7 +77,7 @@ class VllmConfig:
 
 
 class LogitsProcessor(ABC):
-    """What a class of your own implements. One instance serves all requests of an LLM."""
+    """The interface of a processor. One instance serves all requests of an LLM."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -89,7 +89,7 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def apply(self, logits: Tensor) -> Tensor:
-        """Return changed logits. logits [batch, vocab]: fp32, and may be written to."""
+        """Return changed logits. logits: [batch, vocab], fp32, and may be written to."""
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
@@ -101,7 +101,7 @@ class LogitsProcessor(ABC):
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """Base class of processors that have a function for each request that wants one."""
+    """Base class of processors that have a function for each request that asks for it."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.req_info: dict[int, partial[Tensor]] = {}
@@ -133,7 +133,7 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int] | None, list[int]], T | None],
 ) -> bool:
-    """Apply an update to a dict of row -> state, and return whether it changed. new_state: of a new row, None for no state."""
+    """Apply an update to a dict of row -> state, and return whether it changed. new_state: makes the state of a row."""
     if batch_update is None:
         return False
     before = dict(req_entries)
@@ -157,8 +157,8 @@ class BatchProcessor:
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self.processor = processor
-        self.__name__ = type(processor).__name__  # in messages and traces
-        self._rows: list[sequence.Sequence] = []  # of the last step
+        self.__name__ = type(processor).__name__  # its name in messages and traces
+        self._rows: list[sequence.Sequence] = []  # of the step before
         self._output_ids: dict[sequence.Sequence, list[int]] = {}
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -188,7 +188,7 @@ def difference(
             row = rows.index(None)
             rows[row] = seq
             added.append((row, seq.params, seq.prompt_token_ids, output_ids[seq]))
-    removed = [row for row in range(len(old)) if rows[row] is None]  # an added one replaces the row that was there
+    removed = [row for row in range(len(old)) if rows[row] is None]  # an added row replaces the row that was there
     for target, wanted in enumerate(new):
         if rows[target] is not wanted:
             source, direction = rows.index(wanted), MoveDirectionality.SWAP

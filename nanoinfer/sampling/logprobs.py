@@ -1,7 +1,7 @@
-"""Log-probabilities returned beside a token: its own, and those of the most probable ids.
+"""The log-probabilities returned with a token: its own, and those of the most probable ids.
 
-In: logits of some rows, the ids that were drawn (or that are in the prompt), and how many of the most probable ids to return.
-Out: TokenLogprobs, plain numbers. The probabilities are of all ids at temperature 1, unless the caller passes processed logits.
+In: logits of some rows, the ids that were drawn (or that are in the prompt), and a number of most probable ids.
+Out: TokenLogprobs, plain numbers. The probabilities are those of all ids at temperature 1, unless the logits are processed.
 """
 
 import torch
@@ -18,18 +18,18 @@ def token_logprobs(logits: Float[Tensor, "rows vocab"], token_ids: list[int], nu
     Example: p = [.5, .25, .25], token 2, num_top 1: ids [2, 0], values [log .25, log .5], ranks [3, 1].
 
     Args:
-        logits: fp32.
-        num_top: how many of the most probable ids to return for each row, 0 .. vocab.
+        logits: the logits of the rows, in fp32.
+        num_top: for each row, the number of most probable ids to return, 0 .. vocab.
     """
     logprobs = logits.log_softmax(dim=-1)
     tokens = on_device(torch.tensor(token_ids, dtype=torch.int64), logits.device).unsqueeze(-1)  # [rows, 1]
     groups = []
-    for num in sorted(set(num_top)):  # rows with the same number are computed together; in most steps these are all rows
+    for num in sorted(set(num_top)):  # rows with the same number are computed together. In most steps these are all rows
         rows = [row for row, row_num in enumerate(num_top) if row_num == num]
         index = slice(None) if len(rows) == len(num_top) else on_device(torch.tensor(rows), logits.device)
         groups.append((rows, _token_and_likeliest(logprobs[index], tokens[index], num)))
     entries: dict[int, TokenLogprobs] = {}
-    for rows, columns in groups:  # read after everything has been launched: the host waits once for a GPU
+    for rows, columns in groups:  # read after every launch, so that the host waits for a GPU only once
         entries |= zip(rows, map(_without_repeat, *(column.tolist() for column in columns)), strict=True)
     return [entries[row] for row in range(len(num_top))]
 
@@ -37,14 +37,14 @@ def token_logprobs(logits: Float[Tensor, "rows vocab"], token_ids: list[int], nu
 def _token_and_likeliest(
     logprobs: Float[Tensor, "rows vocab"], tokens: Int[Tensor, "rows 1"], num_top: int
 ) -> tuple[Int[Tensor, "rows columns"], Float[Tensor, "rows columns"], Int[Tensor, "rows columns"]]:
-    """Ids, values and ranks of each row's token and of its num_top most probable ids, which may include the token."""
+    """Return ids, values and ranks of each row's token and of its num_top most probable ids, which may include the token."""
     values = logprobs.gather(-1, tokens)
     ranks = (logprobs >= values).sum(dim=-1, keepdim=True)
     if num_top == 0:
         return tokens, values, ranks
     is_all = num_top == logprobs.shape[-1]
     top = logprobs.sort(dim=-1, descending=True, stable=True) if is_all else logprobs.topk(num_top, dim=-1)
-    # The rank of a top id is how many top ids are at least as large. Only the smallest may tie with ids outside the top.
+    # The rank of a top id is the number of top ids at least as large. Only the smallest may tie with ids outside the top.
     smallest = top.values[:, -1:]
     smallest_rank = (logprobs >= smallest).sum(dim=-1, keepdim=True)
     rising = -top.values
@@ -54,7 +54,7 @@ def _token_and_likeliest(
 
 
 def _without_repeat(ids: list[int], values: list[float], ranks: list[int]) -> TokenLogprobs:
-    """Keep the token once if it is also one of the most probable ids."""
+    """Remove the second entry of a token that is also among the most probable ids."""
     if ids.count(ids[0]) > 1:
         index = ids.index(ids[0], 1)
         for numbers in (ids, values, ranks):

@@ -1,8 +1,8 @@
-"""Routes: faster ways to the tokens that the sampler's stages give.
+"""Routes: faster ways to the tokens that the sampler's stages choose.
 
 In: the rows of a step before the LM head has been applied, so that a route may fuse the head with the choice of the token or
-divide the vocabulary among ranks. Out: token ids, or None for a step that the route does not support. The core has no route of
-its own. Those that exist are in fast/sampling/ and distributed/.
+divide the vocabulary among ranks. Out: token ids, or None for a step that the route does not support. The core has no routes.
+Those that exist are in fast/sampling/ and distributed/.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class HeadRows:
 
     Attributes:
         hidden: the output of the model's last layer.
-        head: maps `hidden` to the model's logits, in the model's dtype.
+        head: maps `hidden` to logits, in the model's dtype.
     """
 
     def __init__(
@@ -28,25 +28,25 @@ class HeadRows:
         head: Callable[[Tensor], Tensor],
         processed_logits: Float[Tensor, "num_rows vocab"] | None = None,
     ) -> None:
-        """processed_logits: fp32, the result of the stages before the temperature. None: `logits` are the model's own."""
+        """processed_logits: the logits in fp32 after the stages before the temperature. None: the model's own logits."""
         self.hidden, self.head = hidden, head
         self._logits = processed_logits
 
     @classmethod
     def of_logits(cls, logits: Float[Tensor, "num_rows vocab"]) -> "HeadRows":
-        """Rows whose logits are known. The stages may write into them if they are fp32."""
+        """Return rows whose logits are known. The stages may write into them if they are fp32."""
         return cls(logits, lambda hidden: hidden)
 
     @property
     def is_raw(self) -> bool:
-        """Whether nothing but the choice needs the logits. False once they were read, or stages have been applied to them."""
+        """Whether only the choice needs the logits. False once they were read, or stages have been applied to them."""
         return self._logits is None
 
     @property
     def logits(self) -> Float[Tensor, "num_rows vocab"]:
-        """fp32."""
+        """The logits in fp32."""
         if self._logits is None:
-            self._logits = self.head(self.hidden).float().contiguous()  # a copy of expanded logits, which cannot be written
+            self._logits = self.head(self.hidden).float().contiguous()  # copies expanded logits, which cannot be written
         return self._logits
 
 
@@ -55,13 +55,13 @@ class Route(Protocol):
     """Gives exactly the tokens of the plain list of stages, in less time."""
 
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Int[Tensor, " num_rows"] | None:
-        """Choose one token id per row: at least one row, and none whose stages before the temperature are still to come.
+        """Choose a token id per row. There is at least one row, and the stages before the temperature have been applied.
 
         Returns:
-            The ids, -1 for a row whose largest logit is not finite. None if the route does not support the step.
+            The ids, -1 for a row whose largest logit is not finite. None: the route does not support the step.
         """
         ...
 
     def reserved_bytes(self, logits_bytes: int) -> int:
-        """The bytes that the route keeps on the device, where the logits of the largest step take logits_bytes."""
+        """Return the bytes that the route keeps on the device if the logits of the largest step take logits_bytes."""
         return 0

@@ -1,4 +1,4 @@
-"""Hidden rows -> logits -> one token id per row: every stage in its order, then the draw. STAGES is the order.
+"""Choose a token id per row, from hidden rows to logits, through every stage of STAGES in order, to the draw.
 
 In: HeadRows and a SamplingBatch. Out: SampledTokens, and from these a SamplerOutput. The sampler knows no tokenizer.
 """
@@ -41,7 +41,7 @@ STAGES: tuple[Stage, ...] = (
     stages.keep_top_k,
     stages.keep_top_p,
 )
-STAGES_BEFORE_TEMPERATURE = STAGES[: STAGES.index(stages.apply_temperature)]  # they change few logits, and do so in place
+STAGES_BEFORE_TEMPERATURE = STAGES[: STAGES.index(stages.apply_temperature)]  # they change few logits, in place
 STAGES_FROM_TEMPERATURE = STAGES[STAGES.index(stages.apply_temperature) :]  # what a route computes, with the draw
 
 NOT_FINITE = "the model's logits are not finite; check the checkpoint, or try dtype='float32'"
@@ -51,8 +51,8 @@ NOT_FINITE = "the model's logits are not finite; check the checkpoint, or try dt
 class SamplerOutput:
     """The tokens of one step.
 
-    token_ids[i] is row i's token, or -1 if row i has none. errors[i] then says why. logprobs[i] holds the log-probabilities of
-    row i, if the row requested them and has a token. masks[i] are the ids that the stages have left in row i, if requested.
+    token_ids[i] is row i's token, or -1 if row i has none: errors[i] then says why. logprobs[i] holds the log-probabilities of
+    row i, if requested and if the row has a token. masks[i] holds the ids that the stages have left in row i, if requested.
     """
 
     token_ids: list[int]
@@ -62,10 +62,10 @@ class SamplerOutput:
 
 
 class SampledTokens:
-    """The tokens of one step, still on their device. read() waits for them. Until then the device may run other work."""
+    """The tokens of one step, still on their device, which goes on with other work. read() waits for the tokens."""
 
     def __init__(self, token_ids: Int[Tensor, " batch"], read: Callable[[list[int]], SamplerOutput]) -> None:
-        """Start copying the ids to the host, where `read` makes the SamplerOutput of them. -1: a row has no token."""
+        """Start copying the ids to the host, where `read` turns them into the SamplerOutput. -1: a row has no token."""
         self.token_ids = token_ids
         self._read = read
         self._on_host, self._is_there = token_ids, None
@@ -84,7 +84,7 @@ class SampledTokens:
 class Sampler:
     """Chooses the tokens of a step: by the first route that supports it, or stage by stage, with the same result.
 
-    Greedy rows pass through the stages like all other rows, and take the argmax at the end: of equal maxima the lowest id.
+    Greedy rows pass through the stages like all other rows, and take the argmax at the end, the lowest id of equal maxima.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Sampler:
         """Check and keep the stages.
 
         Args:
-            stages: in their order. `[*STAGES, mine]` adds a stage, (logits [batch, vocab], SamplingBatch) -> logits. With
-                stages other than STAGES every row runs stage by stage.
+            stages: the stages in their order. `[*STAGES, mine]` adds a stage, (logits [batch, vocab], SamplingBatch) -> logits.
+                With stages other than STAGES, every row runs stage by stage.
             routes: faster ways to the same tokens, in the order in which they are tried.
             processed_logprobs: return the log-probabilities after all stages instead of the model's own.
 
@@ -112,11 +112,11 @@ class Sampler:
         self.has_user_stages = stages != STAGES
 
     def __call__(self, rows: HeadRows, batch: SamplingBatch, tracer: "StageTracer | None" = None) -> SampledTokens:
-        """Choose one token per row. The stages may write into the logits of the rows.
+        """Choose a token per row. The stages may write into the logits of the rows.
 
-        tracer: receives the logits after every stage, so every row runs stage by stage.
+        tracer: receives the logits after every stage, so every row runs stage by stage. None: routes may be used.
         """
-        if not len(rows.hidden):  # only parts of prompts. A user's stage need not handle zero rows
+        if not len(rows.hidden):  # the step has only parts of prompts. A user's stage need not handle zero rows
             return SampledTokens(torch.empty(0, dtype=torch.int64), lambda _: SamplerOutput([], {}))
         reads_every_stage = tracer is not None or (self.processed_logprobs and bool(batch.groups.logprobs))
         reads_every_stage |= bool(batch.groups.masks)
@@ -177,10 +177,10 @@ class Sampler:
         is_finite: Bool[Tensor, " batch"] | None,
         logprob_logits: Float[Tensor, "rows vocab"] | None,
     ) -> SampledTokens:
-        """Pack the tokens, -1 where a row has none, with what reading them needs.
+        """Pack the tokens, -1 if a row has none, with a function that reads them.
 
-        logits: that stages may have changed. None: no stage has, so -1 means that the model's logits are not finite.
-        is_finite: of the model's logits, before a mask may hide a NaN or an infinity. None: no stage masks.
+        logits: the logits that stages may have changed. None: no stage ran, so -1 means that the model's logits are not finite.
+        is_finite: whether the model's logits were finite, before a mask could hide it. None: no stage masks.
         """
 
         def read(sampled: list[int]) -> SamplerOutput:
@@ -193,7 +193,7 @@ class Sampler:
             }
             logprobs = {} if logprob_logits is None else _logprobs(logprob_logits, batch, sampled)
             masks = {}
-            if logits is not None:  # batch.groups.masks has made every stage run
+            if logits is not None:  # true if a row asks for its mask, since then every stage runs
                 masks = {row: logits[row].isfinite().nonzero().squeeze(-1).tolist() for row in batch.groups.masks}
             return SamplerOutput(sampled, errors, logprobs, masks)
 
@@ -202,7 +202,7 @@ class Sampler:
     def _explain_empty_row(self, logits: Logits, batch: SamplingBatch, row: int) -> str:
         """Name the stage that removed a row's last token: run the stages again on zeros, and check after each.
 
-        Users' functions are not run again, since they may count their calls. They are named if no other stage did it.
+        Users' functions are not run again, since they may count their calls. They are named if no stage removed the token.
         """
         if batch.entries.grammar is not None and row in batch.entries.grammar.errors:
             return batch.entries.grammar.errors[row]
@@ -222,7 +222,7 @@ class Sampler:
 
 
 def _choose(logits: Logits, batch: SamplingBatch) -> Int[Tensor, " batch"]:
-    """Take the argmax of greedy rows and draw the others, -1 where the largest logit is not finite."""
+    """Take the argmax of greedy rows and draw the others. The id is -1 if the largest logit is not finite."""
     token_ids = argmax(logits)
     if batch.groups.all_greedy:
         return token_ids
@@ -242,7 +242,7 @@ def _rows_with_logprobs(logits: Logits, batch: SamplingBatch) -> Float[Tensor, "
 
 
 def _logprobs(logits: Float[Tensor, "rows vocab"], batch: SamplingBatch, token_ids: list[int]) -> dict[int, TokenLogprobs]:
-    """Log-probabilities by row. logits: of the rows that return them. A row without a token gets none."""
+    """Return log-probabilities by row. logits: the rows that requested them. A row without a token gets none."""
     if not batch.groups.logprobs:
         return {}
     rows, nums = zip(*batch.groups.logprobs, strict=True)

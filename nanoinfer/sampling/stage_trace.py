@@ -28,24 +28,24 @@ class _StageChange:
 
     stage: str
     rows: list[int]  # the changed rows
-    num_left: list[int]  # ids with a finite logit, of every row
-    entropy: list[float]  # of every row after the stage, in bits
+    num_left: list[int]  # for every row, the number of ids with a finite logit
+    entropy: list[float]  # for every row, in bits, after the stage
     before: Float[Tensor, "batch vocab"]
     after: Float[Tensor, "batch vocab"]
 
 
 class StageTracer:
-    """Emits the events of one step after its draw, since every event includes the sampled token.
+    """Emits the events of a step after its draw, since every event includes the sampled token.
 
-    Until then it keeps the probabilities of all rows after every stage that changed one. `seconds` is the time that all this
+    Until then it keeps the probabilities of all rows after every stage that changed a row. `seconds` is the time that tracing
     took.
     """
 
     def __init__(self, tracer: Tracer, sequences: list[Sequence], tokenizer: Tokenizer | None) -> None:
-        """sequences: one per row, in the order of the rows."""
+        """sequences: the sequence of each row, in order."""
         self._tracer = tracer
         self._tokenizer = tokenizer
-        # of each row: its sequence, and the position of its new token
+        # for each row, its sequence and the position of its new token
         self._rows = [(seq.sequence_id, at) for seq, at in zip(sequences, sampled_positions(sequences), strict=True)]
         self.seconds = 0.0
         self._logits: Tensor | None = None  # after the last stage
@@ -58,7 +58,7 @@ class StageTracer:
             if self._logits is not None:
                 rows = (logits != self._logits).any(dim=-1).nonzero().flatten().tolist()
             if rows:
-                after = logits.softmax(dim=-1).nan_to_num_(0.0)  # NaN: a row without a finite logit
+                after = logits.softmax(dim=-1).nan_to_num_(0.0)  # NaN if a row has no finite logit
                 before = self._changes[-1].after if self._changes else after
                 num_left = (logits > float("-inf")).sum(dim=-1).tolist()
                 entropy = (torch.special.entr(after).sum(dim=-1) / math.log(2)).tolist()
@@ -66,7 +66,7 @@ class StageTracer:
                 self._logits = logits.clone()
 
     def after_draw(self, logits: Float[Tensor, "batch vocab"], u: list[float | None], token_ids: Int[Tensor, " batch"]) -> None:
-        """Emit the events. u: the uniform number of each row, None for greedy rows. token_ids: -1 where a row has no token."""
+        """Emit the events. u: the uniform number of each row. None: a greedy row. token_ids: -1 if a row has no token."""
         with self._measure(logits):
             sampled = token_ids.tolist()
             for change in self._changes:
@@ -82,7 +82,7 @@ class StageTracer:
 
     @contextmanager
     def _measure(self, logits: Tensor) -> Iterator[None]:
-        """Add the time of the block to `seconds`, without the time of work that the GPU has still to finish."""
+        """Add the time of the block to `seconds`, without the time that the GPU takes to finish earlier work."""
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
         start = time.perf_counter()

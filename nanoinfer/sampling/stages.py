@@ -1,8 +1,8 @@
-"""The stages between the model and the draw, one function each, in the order of sampler.STAGES.
+"""The stages between the model and the draw, as functions, in the order of sampler.STAGES.
 
-Each takes logits [batch, vocab] in fp32 and the batch, and returns logits. -inf means that a token cannot be drawn. A stage
-never lets a dropped token back in, and treats every row as if it were alone. A row without any token left may turn into NaNs
-in later stages. The sampler checks at the end. Probabilities are written p = softmax(logits).
+Each stage takes logits [batch, vocab] in fp32 and the batch, and returns logits. -inf means that a token cannot be drawn. A
+stage never lets a dropped token back in, and treats every row as if it were alone. A row without any token left may become NaN
+in later stages, which the sampler checks at the end. Probabilities are written p = softmax(logits).
 
 The stages before apply_temperature change few logits and write them in place. Copying 64 rows of 151,936 logits to change some
 thousands would cost more than the rest of the stage. The last four stages return new logits.
@@ -130,7 +130,7 @@ def apply_temperature(logits: Logits, batch: SamplingBatch) -> Logits:
 
 
 def divided(logits: Logits, temperature: Float[Tensor, " batch"]) -> Logits:
-    """The logits of each row divided by its temperature: see apply_temperature."""
+    """Divide the logits of each row by its temperature: see apply_temperature."""
     shift = torch.where(temperature == 1.0, 0.0, logits.amax(dim=-1))  # [batch]
     return (logits - shift.unsqueeze(-1)) / temperature.unsqueeze(-1)
 
@@ -148,7 +148,7 @@ def keep_min_p(logits: Logits, batch: SamplingBatch) -> Logits:
 
 
 def keep_top_k(logits: Logits, batch: SamplingBatch) -> Logits:
-    """Keep the k largest logits, and all that tie with the k-th.
+    """Keep the k largest logits, and all that equal the k-th.
 
     Example: p = [.3, .2, .2, .2, .1], k = 2 keeps four: three tokens tie for the second place.
     """
@@ -165,7 +165,7 @@ def keep_top_k(logits: Logits, batch: SamplingBatch) -> Logits:
 def keep_top_p(logits: Logits, batch: SamplingBatch) -> Logits:
     """Keep the smallest set of tokens whose probabilities sum to at least top_p.
 
-    Tokens enter by falling probability, equal ones by rising id. The token that crosses top_p is kept, so at least one token
+    Tokens enter by falling probability, equal tokens by rising id. The token that crosses top_p is kept, so at least one token
     survives. At exact equality no further token is kept. Sums are of integer weights (draw.py), hence exact.
     Example: p = [.5, .3, .2], top_p = .6 keeps two; p = [.5, .25, .25], top_p = .5 keeps one.
     Source: Holtzman et al. 2020, https://arxiv.org/abs/1904.09751
@@ -176,7 +176,7 @@ def keep_top_p(logits: Logits, batch: SamplingBatch) -> Logits:
 
 
 def drop_beyond(logits: Logits, top_p: Float[Tensor, " batch"], total: Int[Tensor, " batch"] | None = None) -> Logits:
-    """Drop a token if the weights of the tokens before it sum to at least top_p * total. total: by default of these logits."""
+    """Drop a token if the weights of the tokens before it sum to at least top_p * total. total: None: the sum of all."""
     falling, ids = logits.sort(dim=-1, descending=True, stable=True)
     weights = integer_weights(falling)
     cumulative = weights.cumsum(dim=-1)

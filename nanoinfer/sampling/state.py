@@ -10,7 +10,7 @@ from nanoinfer.scheduling.sequence import Sequence
 
 
 class SamplingState:
-    """The state of one sequence. A field that the parameters do not use is None, and costs nothing."""
+    """The state of one sequence. A field that its parameters do not use is None and costs nothing."""
 
     def __init__(self, seq: Sequence) -> None:
         params = seq.params
@@ -77,12 +77,12 @@ class NGrams:
         self._followers: dict[tuple[int, ...], set[int]] = {}
 
     def add(self, token_ids: list[int], index: int) -> None:
-        """Add the token at this index. Those before it were added earlier."""
+        """Add the token at this index. All tokens before it have been added."""
         start = index - self._size + 1
         if start >= 0:
             self._followers.setdefault(tuple(token_ids[start:index]), set()).add(token_ids[index])
 
     def banned(self, token_ids: list[int]) -> set[int]:
-        """The ids that would complete the last size - 1 ids to an n-gram that occurred before."""
+        """Return the ids that would complete the last size - 1 ids to an n-gram that occurred before."""
         start = len(token_ids) - self._size + 1
         return self._followers.get(tuple(token_ids[start:]), set()) if start >= 0 else set()

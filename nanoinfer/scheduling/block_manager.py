@@ -1,4 +1,4 @@
-"""Decide which cache blocks belong to which sequence. Pure bookkeeping: block ids and counts, no tensor.
+"""Decide which cache blocks belong to which sequence. This is pure bookkeeping: block ids and counts, no tensors.
 
 A sequence's tokens are stored in blocks of `block_size` slots, and its block table lists these blocks in order, so token i has
 slot `block_table[i // block_size] * block_size + i % block_size`:
@@ -12,9 +12,9 @@ slot `block_table[i // block_size] * block_size + i % block_size`:
     tokens   [ the cat sat on | the mat and     ]         block_size 4
     table    [       7        |        2        ]         7 is full and has a key, 2 is being filled
 
-Usually every layer keeps every token, and a sequence has this one table. A CacheLayout says what else a model has:
+Usually every layer keeps every token, and a sequence has a single table. A CacheLayout says what else a model has:
 
-- Windows: a sequence has a table for each KV group, all with blocks of one pool (attention/kv_cache.py, `kv_groups`). A group
+- Windows: a sequence has a table for each KV group, with blocks of the same pool (attention/kv_cache.py, `kv_groups`). A group
   with a window keeps the blocks that the next query can still reach, and frees the others while the sequence runs. Their places
   in the table are NO_BLOCK. A prefix hit needs the blocks of each group that the first query after it reaches.
 
@@ -50,9 +50,9 @@ class CacheLayout:
     """What the layers of a model keep.
 
     Attributes:
-        windows: of the KV groups, in tokens. None: every token is kept.
-        chunk_size: the most tokens of a sequence in a step, which a window's blocks must hold as well.
-        num_state_slots: the number of slots for states. 0: no layer has one.
+        windows: the window of each KV group, in tokens. None: every token is kept.
+        chunk_size: the most tokens of a sequence in a step, for which a window's blocks must have room as well.
+        num_state_slots: the number of slots for states. 0: no layer keeps a state.
     """
 
     windows: tuple[int | None, ...] = (None,)
@@ -69,10 +69,10 @@ class BlockManager:
     ([], [0, 1], 2)
 
     Attributes:
-        blocks: who holds which block.
+        blocks: the pool that counts references to blocks.
         index: the prefix cache.
-        states: the slots of a model with states.
-        stored: what moves blocks between memory and a store, if there is one.
+        states: the slots for states. None: the model keeps none.
+        stored: moves blocks between memory and a store. None: there is no store.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class BlockManager:
         layout: CacheLayout = CacheLayout(),
         store: "BlockStore | None" = None,
     ) -> None:
-        """A subclass passes its arguments on. store: where blocks go that leave the memory. None: nowhere."""
+        """A subclass passes its arguments on. store: receives blocks that leave the memory. None: they are dropped."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -107,7 +107,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """The number of blocks in no block table, some of which stay in the prefix cache until they are taken."""
+        """The number of blocks in no block table. Some of them stay in the prefix cache until they are taken."""
         return self.blocks.num_free
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -117,8 +117,8 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def num_blocks_for_forks(self, num_forks: int, num_shared_tokens: int, num_tokens: int) -> int:
-        """Return the most blocks that forks need to grow to num_tokens each, of which the first ones are shared."""
-        num_shared = 0 if self._has_windows else num_shared_tokens // self.block_size  # windows leave what was shared
+        """Return the most blocks that forks need to grow to num_tokens each, when they share the first num_shared_tokens."""
+        num_shared = 0 if self._has_windows else num_shared_tokens // self.block_size  # windows leave shared blocks
         return num_shared + num_forks * (self.num_blocks_for(num_tokens) - num_shared)
 
     def num_held_blocks(self, seq: Sequence) -> int:
@@ -135,16 +135,16 @@ class BlockManager:
     # ---- for subclasses to override
 
     def choose_evicted(self, candidates: Collection[int]) -> int:
-        """Choose the cached block that is taken next, when no free block is empty. Its content leaves the prefix cache.
+        """Choose the cached block that is taken next when no free block is empty. Its content leaves the prefix cache.
 
-        candidates: the free cached blocks, the least recently used first, of which there is at least one.
+        candidates: the free cached blocks, at least one, the least recently used first.
         """
         return next(iter(candidates))
 
     # ---- queries
 
     def match_prefix(self, token_ids: list[int], cache_salt: str | None = None) -> Prefix:
-        """Return the longest chain of full cached blocks that hold the start of token_ids. len() is its number of blocks.
+        """Return the longest chain of full cached blocks that hold the start of token_ids. Its len() is the number of blocks.
 
         With a store, blocks that only the store has are read, if there is room for all tokens.
         """
@@ -158,11 +158,11 @@ class BlockManager:
         return prefix
 
     def can_start(self, num_tokens: int, prefix: Prefix, *, num_kept_free: int = 0) -> bool:
-        """Return whether there is room for all tokens of a waiting sequence with this prefix, and num_kept_free blocks more."""
+        """Return whether all tokens of a waiting sequence with this prefix fit, and num_kept_free blocks more."""
         if self.states is not None and not self.states.pool.num_free:
             return False
         if self.stored is not None and self._others_run and self.stored.is_busy:
-            return False  # there may be more to read
+            return False  # the store may hold more, which the next step reads
         blocks = self._blocks_of(prefix)
         num_revived = sum(map(self.blocks.reusable.__contains__, blocks))
         num_needed = max(self.num_blocks_for(num_tokens) - len(blocks), 0) + num_revived
@@ -176,17 +176,17 @@ class BlockManager:
         for table in self.tables(seq):
             num_missing += max(-(-end // self.block_size) - len(table), 0)
             for block in table[first:]:
-                num_missing += ref_counts[block] > 1  # it is copied
+                num_missing += ref_counts[block] > 1  # shared, so it will be copied
         return num_missing <= self.num_free_blocks
 
     def num_freed_blocks(self, seq: Sequence, prefix: Prefix) -> int:
-        """Return how many blocks a sequence alone has, which its end would free, without those of another one's prefix."""
+        """Return how many blocks would be free if the sequence ended, not counting those of another sequence's prefix."""
         return sum(self.blocks.ref_counts[block] == 1 for block in set(self._held(seq)).difference(self._blocks_of(prefix)))
 
     def explain(self, block: int, sequences: Iterable[Sequence]) -> str:
-        """Say what a block is to its holders, and to the prefix cache: "block 1: 1 reference; tokens 2 to 3 of r0".
+        """Describe a block's holders and its place in the prefix cache: "block 1: 1 reference; tokens 2 to 3 of r0".
 
-        sequences: in whose tables it is looked up, such as llm.engine.scheduler.running, which is empty when no request runs.
+        sequences: the sequences whose tables are searched, such as llm.engine.scheduler.running.
         """
         said = [f"{self.blocks.ref_counts[block]} reference{'s' * (self.blocks.ref_counts[block] != 1)}"]
         for seq in sequences:
@@ -225,7 +225,7 @@ class BlockManager:
         copies, tables, end = [], self.tables(seq), seq.num_computed_tokens + num_new_tokens
         for table in tables:
             for index in range(seq.num_computed_tokens // self.block_size, len(table)):
-                if self.blocks.ref_counts[table[index]] > 1:  # at most one of a table, after a fork
+                if self.blocks.ref_counts[table[index]] > 1:  # true for at most one block of a table, after a fork
                     shared, table[index] = table[index], self._take()
                     self.blocks.drop([shared])
                     copies.append((shared, table[index]))
@@ -261,11 +261,11 @@ class BlockManager:
         if self.states is not None:
             self.states.cache_finished(seq, num_tokens)
         if self.stored is not None:
-            self.stored.num_tokens_read = 0  # because the step was launched
+            self.stored.num_tokens_read = 0  # the step was launched
 
     def forget_cached(self, seq: Sequence) -> None:
         """Remove the blocks with the sequence's keys from the prefix cache, but not from sequences that share them."""
-        for key in seq.prefix_keys:  # also of blocks that the windows have left
+        for key in seq.prefix_keys:  # also those of blocks that the windows have left
             for part in self.index.parts[: len(self.windows)]:
                 if key in part.ids:
                     self.evict(part.ids[key])
@@ -273,9 +273,9 @@ class BlockManager:
                 self.stored.discard(key)
 
     def reset_prefix_cache(self) -> None:
-        """Remove every block from the prefix cache, but not from the sequences that hold it, and leave the store for good.
+        """Remove every block from the prefix cache, but not from the sequences that hold it, and stop using the store.
 
-        New weights may follow, to which the store's fingerprint does not belong.
+        New weights may follow, which the store's fingerprint does not describe.
         """
         for part in self.index.parts[: len(self.windows)]:
             for block in list(part.ids.values()):
@@ -305,7 +305,7 @@ class BlockManager:
             self.states.fork(parent, child)
 
     def free(self, seq: Sequence) -> None:
-        """Free the sequence's blocks, the last first, so that the start of a prompt, which others may share, stays longest."""
+        """Free the sequence's blocks, the last first, so that the start of a prompt, which others may share, is kept."""
         tables = self.tables(seq)
         if self.tracer is not None and (held := self._held(seq)):
             self.tracer.emit(tracing.BlocksFreed(seq.sequence_id, tuple(held)))
@@ -317,7 +317,7 @@ class BlockManager:
             self.states.free(seq)
 
     def close(self) -> None:
-        """Write the prefix cache to the store. The engine ends."""
+        """Write the prefix cache to the store before the engine ends."""
         if self.stored is not None:
             self.stored.keep_all()
 
@@ -328,7 +328,7 @@ class BlockManager:
         return self.num_free_blocks < self.num_blocks
 
     def _blocks_of(self, prefix: Prefix) -> list[int]:
-        """The blocks of a prefix, group by group."""
+        """Return the blocks of a prefix, group by group."""
         if not self._has_windows:
             return prefix.tables[0] if prefix else []
         return [block for table in prefix.tables[: len(self.windows)] for block in table if block != NO_BLOCK]
@@ -359,14 +359,14 @@ class BlockManager:
         return self.blocks.take()
 
     def _take_for(self, part: int) -> int:
-        """Take a block, or the slot of a state, for what is read from the store."""
+        """Take a block, or the slot of a state, into which the store's content is read."""
         return self._take() if self.states is None or part < len(self.windows) else self.states.take()
 
 
 def most_blocks(num_tokens: int, windows: ListLike[int | None], block_size: int, chunk_size: int) -> int:
     """Return the most blocks that a sequence holds at a time, while it grows to num_tokens by at most chunk_size at a time.
 
-    In a group with a window these are the blocks of the window and the chunk, and one more where they begin inside a block.
+    In a group with a window these are the blocks of the window and the chunk, plus one if they begin inside a block.
 
     >>> most_blocks(4000, [None, 512], block_size=64, chunk_size=256)
     76

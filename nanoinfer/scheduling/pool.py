@@ -1,27 +1,27 @@
-"""Which ids are held, and what the free ones still contain. Pure bookkeeping: counts, no tensor.
+"""Count which ids are held, and remember what the free ids still contain. This is pure bookkeeping, no tensors.
 
-A BlockManager has a pool of blocks, and for models with states (state_slots.py) a second one of slots.
+A BlockManager has a pool of blocks, and for models with states (state_slots.py) another pool of slots.
 
-    held       in at least one sequence: its reference count says in how many places
+    held       used by a sequence: its reference count says in how many places
     reusable   free, and its content is in the prefix index, where a prompt may find it
-    empty      free, and without content that could be found
+    empty      free, without content that could be found
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
-NO_BLOCK = -1  # in place of a block that is not there, or of a slot
+NO_BLOCK = -1  # in a table: no block is there. As a slot: no slot
 
 
 class Pool:
     """Ids 0 .. size - 1.
 
     Attributes:
-        ref_counts: of each id.
-        empty: in the order in which they are taken.
-        reusable: the least recently used first.
-        contents: what each id holds for the prefix index, held or free. b"": the id is not in the index.
-        parts: the part of the index that each id with a content belongs to.
+        ref_counts: the reference count of each id.
+        empty: the empty ids, in the order in which they are taken.
+        reusable: the reusable ids, the least recently used first.
+        contents: the content of each id in the prefix index, whether held or free. b"": the id is not in the index.
+        parts: the part of the index to which each id with a content belongs.
     """
 
     def __init__(self, size: int) -> None:
@@ -37,20 +37,20 @@ class Pool:
         return len(self.empty) + len(self.reusable)
 
     def take(self) -> int:
-        """Take an empty id, of which there must be one."""
+        """Take an empty id. At least one must be empty."""
         taken = self.empty.popleft()
         self.ref_counts[taken] = 1
         return taken
 
     def hold(self, ids: Iterable[int]) -> None:
-        """Add a reference to each."""
+        """Add a reference to each id."""
         reusable, ref_counts = self.reusable, self.ref_counts
         for held in ids:
             reusable.pop(held, None)
             ref_counts[held] += 1
 
     def drop(self, ids: Iterable[int]) -> None:
-        """Remove a reference from each. Without any, it is free: reusable as the most recently used one, or empty."""
+        """Remove a reference from each id. An id without references is free: empty, or reusable and the most recently used."""
         for dropped in ids:
             self.ref_counts[dropped] -= 1
             if self.ref_counts[dropped] == 0:
@@ -60,7 +60,7 @@ class Pool:
                     self.empty.appendleft(dropped)
 
     def forget(self, forgotten: int) -> None:
-        """Remove an id's content. A free id is then empty."""
+        """Remove an id's content. If the id is free, it becomes empty."""
         self.contents[forgotten] = b""
         if forgotten in self.reusable:
             del self.reusable[forgotten]

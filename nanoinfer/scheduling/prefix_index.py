@@ -1,15 +1,15 @@
-"""Which blocks hold the beginning of a prompt: the prefix cache of a BlockManager. Pure bookkeeping: keys and ids, no tensor.
+"""Find the blocks that hold the beginning of a prompt: the prefix cache of a BlockManager. It knows keys and ids, no tensors.
 
-A full block has a content and a key, both bytes, which say what the block holds, whoever computed it:
+A full block has a content and a key, both bytes, which describe what the block holds, whoever computed it:
 
     content of block i = key of block i - 1, tokens of block i
     key of block i     = SHA-256 digest of its content                  before the first block: digest of fingerprint, salt
 
-So a key stands for all tokens up to a block's end. That prefixes with different tokens have different keys is a promise of
-SHA-256: nobody has found two inputs with the same digest. A salt separates tenants, and a request's salt contains the digest of
+So a key stands for all tokens up to a block's end. Prefixes with different tokens have different keys as long as nobody finds
+two inputs with the same SHA-256 digest. A salt separates tenants, and a request's salt contains the digest of
 its adapter. The fingerprint is empty unless there is a store.
 
-The keys of the contents in memory are kept, so that a lookup computes no digest. This is the first tier. The second one is a
+The keys of the contents in memory are kept, so that a lookup computes no digest. Memory is the first tier. The second tier is a
 store (stored_blocks.py), whose entries are (key, part).
 """
 
@@ -21,14 +21,14 @@ from struct import Struct
 
 from nanoinfer.scheduling.pool import NO_BLOCK, Pool
 
-IN_STORE = -2  # in a Prefix: only the store has this block
+IN_STORE = -2  # in a Prefix: this block is only in the store
 
 IsStored = Callable[[tuple[bytes, int]], bool]  # whether a store has the entry (key, part)
 
 
 @dataclass(frozen=True, slots=True)
 class CachePart:
-    """A KV group with its window in tokens, or the states. pool: counts its ids. ids: of each key in memory."""
+    """A KV group with its window in tokens, or the states. pool: counts its ids. ids: the id of each key in memory."""
 
     window: int | None
     pool: Pool
@@ -40,8 +40,8 @@ class Prefix:
     """The blocks that hold the beginning of a prompt. Its length is a number of blocks.
 
     Attributes:
-        keys: of the blocks, in order.
-        tables: for each part of the index, the id of each key, or NO_BLOCK where the part does not need it.
+        keys: the keys of the blocks, in order.
+        tables: for each part of the index, the id of each key, or NO_BLOCK if the part does not need the block.
     """
 
     keys: list[bytes] = field(default_factory=list)
@@ -51,15 +51,15 @@ class Prefix:
         return len(self.keys)
 
     def __iter__(self) -> Iterator[tuple[bytes, int]]:
-        """The keys, each with its block in the first KV group."""
+        """Yield the keys, each with its block in the first KV group."""
         return zip(self.keys, self.tables[0] if self.keys else (), strict=True)
 
 
 class PrefixIndex:
-    """The contents that are in memory.
+    """The index of all contents in memory.
 
     Attributes:
-        parts: the KV groups in their order, then the states.
+        parts: the KV groups in their order, then the states if the model keeps any.
         keys: the key of each content.
     """
 
@@ -88,7 +88,7 @@ class PrefixIndex:
             yield content, key
 
     def chain(self, token_ids: list[int], cache_salt: str | None) -> list[bytes]:
-        """Return the keys of the first blocks of token_ids, up to the first block that no part has.
+        """Return the keys of the first blocks of token_ids, up to the first block that is in no part.
 
         The last token is never included, because it must be computed for its logits.
         """
@@ -103,18 +103,18 @@ class PrefixIndex:
     def match(self, token_ids: list[int], cache_salt: str | None, is_stored: IsStored | None = None) -> Prefix:
         """Return the longest prefix that all parts can serve.
 
-        A part with a window needs only the blocks that the first query after the prefix reaches.
+        In a part with a window, only the blocks that the first query after the prefix reaches are needed.
 
         Args:
-            is_stored: for a prefix in which both tiers count. None: only memory.
+            is_stored: whether an entry is in the store, whose blocks then count as well. None: only memory counts.
         """
         keys, complete = self.chain(token_ids, cache_salt), self._complete
-        if is_stored is not None or complete is None:  # the prefix may go on after a block that is not in memory
+        if is_stored is not None or complete is None:  # the prefix may continue after a block that is not in memory
             for _, key in self.further(keys, token_ids, len(token_ids) - 1, cache_salt):
                 if complete and key not in complete.ids and not (is_stored and is_stored((key, self.parts.index(complete)))):
                     break
                 keys.append(key)
-        elif len(self.parts) == 1:  # the usual case: this part has all of the keys
+        elif len(self.parts) == 1:  # the usual case: the only part has all of the keys
             return Prefix(keys, [[*map(complete.ids.__getitem__, keys)]] if keys else [])
         found = [[*map(part.ids.get, keys, repeat(NO_BLOCK))] for part in self.parts]
         if is_stored is not None:
@@ -130,7 +130,7 @@ class PrefixIndex:
     # ---- changes
 
     def enter(self, blocks: list[tuple[bytes, bytes]], part: int, new: list[int]) -> list[int]:
-        """Add an id for each content and key, unless it is NO_BLOCK, or the part has one, which stays. Return those added."""
+        """Add an id for each content and key, except NO_BLOCK and keys that the part already has. Return the added ids."""
         entered, ids, pool = [], self.parts[part].ids, self.parts[part].pool
         for (content, key), block in zip(blocks, new, strict=True):
             if block != NO_BLOCK and ids.setdefault(key, block) == block:
@@ -151,5 +151,5 @@ class PrefixIndex:
 
 
 def first_reached(position: int, window: int | None, block_size: int) -> int:
-    """Return the index of the first block that a query at this position reaches. KVCache.num_blocks_before says the same."""
+    """Return the index of the first block that a query at this position reaches. It equals KVCache.num_blocks_before."""
     return 0 if window is None else max(position - window + 1, 0) // block_size

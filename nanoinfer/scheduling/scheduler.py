@@ -1,8 +1,8 @@
-"""Decide which sequences run in a step, and how many tokens of each. Pure bookkeeping, no tensors.
+"""Decide which sequences run in a step, and how many tokens of each. This is pure bookkeeping, without tensors.
 
 In: sequences, as they arrive. Out: a StepPlan per step. The rules, in the order in which they are applied:
 
-1. First come, first served. A running sequence is older than every waiting one, except where rules 5 to 7 let one pass.
+1. First come, first served. A running sequence is older than every waiting sequence, except where rules 5 to 7 say otherwise.
 2. A sequence with one new token, which is a decode step or the last token of a prompt, always runs.
    `max_num_batched_tokens` limits the tokens of all others.
 3. A prompt is cut at absolute multiples of the chunk grid, never at the remaining budget, so that other requests cannot move
@@ -13,22 +13,22 @@ In: sequences, as they arrive. Out: a StepPlan per step. The rules, in the order
    last row and shares its blocks. Forks for which max_num_seqs leaves no room wait at the head of the queue and compute the end
    of the prompt again.
 6. A waiting sequence starts only if there are blocks for all of its tokens and for what the running sequences will soon
-   request: their known tokens, one more block for each that may grow that far, and one for each fork. No sequence starts in a
-   step in which rule 4 preempted one. One whose LoRA adapter would exceed max_adapters waits, and others may pass it.
-7. A subclass may preempt a running sequence for a waiting one. The waiting one starts in the same step, before any other, so
-   that the preempted one does not take the room again. Each start preempts at most one, and only one that has a new token since
+   request: their known tokens, another block for each that may grow so far, and a block for each fork. No sequence starts in a
+   step in which rule 4 preempts. A sequence whose LoRA adapter would exceed max_adapters waits, and others may pass it.
+7. A subclass may preempt a running sequence for a waiting one, which then starts in the same step, before any other, so
+   that the preempted sequence does not take the room again. A start preempts at most one sequence, which has a new token since
    its own start, so that no two sequences preempt each other without progress.
 
 How a sequence's tokens are cut into steps changes the last bits of its numbers. Rule 3 keeps other requests from moving the
 cuts, but a prefix hit skips the first cuts, and a preempted sequence computes its output as if it were prompt. With
-batch_invariant the cuts change no bit, because the executor attends with one query at a time.
+batch_invariant the cuts change no bit, because the executor computes the attention of each query alone.
 
 The scheduler always makes progress: the oldest running sequence can preempt all others and fits alone, because max_model_len
 is at most what the pool holds, and if nothing runs, every block is free and the head of the queue starts.
 
-A subclass may override five methods, LLM(scheduler_cls=...): order_waiting (rule 1), choose_victim (rule 4), may_start and
-num_reserved_blocks (rule 6), to_preempt (rule 7). policies.py has two. No policy can change a token or lose a block. It decides
-who waits.
+A subclass, LLM(scheduler_cls=...), may override five methods: order_waiting (rule 1), choose_victim (rule 4), may_start and
+num_reserved_blocks (rule 6), to_preempt (rule 7). policies.py has two such classes. A policy cannot change a token or lose a
+block. It only decides which sequence waits.
 """
 
 import math
@@ -51,13 +51,13 @@ from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, prompt_r
 class _Selection:
     """What a step will contain, while schedule() decides it."""
 
-    budget: int  # tokens that are left for sequences with more than one new token
+    budget: int  # the tokens that are left for sequences with more than one new token
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     copies: dict[Sequence, list[tuple[int, int]]] = field(default_factory=dict)
     preempted: list[Sequence] = field(default_factory=list)
 
     def drop(self, victim: Sequence) -> None:
-        """Note that a sequence was preempted, which may have been scheduled in this step."""
+        """Note that a sequence was preempted, which this step may already have scheduled."""
         self.preempted.append(victim)
         if self.copies.pop(victim, None) is not None:
             self.scheduled = [item for item in self.scheduled if item.sequence is not victim]
@@ -69,7 +69,7 @@ class Scheduler:
     Attributes, which a subclass reads and does not change:
         waiting: preempted sequences, then new ones in the order of their arrival.
         running: in the order in which they started.
-        reads_priority: whether the order depends on Sequence.priority. If False, a request with a priority is refused.
+        reads_priority: whether the order depends on Sequence.priority. If False, requests with a priority are refused.
     """
 
     reads_priority = False
@@ -81,7 +81,7 @@ class Scheduler:
         tracer: "tracing.Tracer | None" = None,
         max_adapters: int | None = None,
     ) -> None:
-        """max_adapters: the most LoRA adapters that the running sequences have together. None: no limit."""
+        """max_adapters: the most LoRA adapters that the running sequences may use together. None: no limit."""
         self.config = config
         self.block_manager = block_manager
         self.tracer = tracer
@@ -89,40 +89,40 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._num_steps = 0
-        self._unreported: list[Sequence] = []  # preempted in a step that ran nothing, so the next StepScheduled names them
+        self._unreported: list[Sequence] = []  # preempted in a step that ran nothing. The next StepScheduled names them
 
     # ---- for subclasses to override
 
     def order_waiting(self, waiting: deque[Sequence]) -> Iterable[Sequence]:
-        """Return waiting sequences in the order in which they shall start. Called in steps that may start one.
+        """Return waiting sequences in the order in which they should start. It is called only if a sequence may start.
 
-        The first one that lacks blocks or tokens of the budget ends the step's starts, so no later one passes it. Those
-        that are left out keep waiting. If nothing runs, at least one that may_start accepts must be there.
+        The first sequence that lacks blocks or tokens of the budget ends the starts, so no later one passes it. Sequences
+        that are left out keep waiting. If nothing runs, the order must contain at least one sequence that may_start accepts.
         """
         return waiting
 
     def may_start(self, seq: Sequence) -> bool:
-        """Whether a waiting sequence may start in this step if there is room. If not, the next one may."""
+        """Return whether a waiting sequence may start in this step if there is room. If False, the next sequence may start."""
         return True
 
     def num_reserved_blocks(self, seq: Sequence) -> int:
-        """Return how many free blocks are kept for a running sequence when others start, beyond those for its forks.
+        """Return how many free blocks to keep for a running sequence when others start, beyond those for its forks.
 
-        More means fewer preemptions, and fewer sequences at a time. A sequence's very last token is never computed.
+        More blocks mean fewer preemptions, and fewer sequences at a time. The last token of a sequence is never computed.
         """
         limits = seq.num_tokens + self.block_manager.block_size, seq.max_num_tokens - 1
         return max(min(map(self.block_manager.num_blocks_for, limits)) - self.block_manager.num_held_blocks(seq), 0)
 
     def choose_victim(self, running: list[Sequence], seq: Sequence) -> Sequence:
-        """Choose the running sequence that is preempted to give `seq`, which runs too and may be the one, its next block."""
+        """Choose the running sequence to preempt so that `seq` gets its next block. It may be `seq`, which runs too."""
         return running[-1]
 
     def to_preempt(self, running: list[Sequence], waiting: list[Sequence]) -> Sequence | None:
         """Choose a running sequence that makes room for waiting[0]. None: waiting[0] waits.
 
         Args:
-            running: those that may be chosen (rule 7), in the order in which they started.
-            waiting: the sequence that lacks room, whose turn it is, then all others.
+            running: the sequences that may be chosen (rule 7), in the order in which they started.
+            waiting: the sequence that lacks room and whose turn it is, then all others.
         """
         return None
 
@@ -133,7 +133,7 @@ class Scheduler:
         return len(self.waiting) + len(self.running)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence. The caller has checked that it can fit when it runs alone."""
+        """Queue a new sequence. The caller has checked that it fits when it runs alone."""
         assert self.block_manager.num_blocks_for(seq.max_num_tokens) <= self.block_manager.num_blocks
         self.waiting.append(seq)
         for fork in seq.forks:
@@ -171,7 +171,7 @@ class Scheduler:
     def commit(self, plan: StepPlan) -> None:
         """Count the tokens of a launched plan as cached and those that it samples as pending, and cache full blocks.
 
-        The forward pass may still be in flight, because whatever is launched later runs after it.
+        The forward pass may still be in flight, because later launches run after it.
         """
         for item in plan.scheduled:
             item.sequence.num_computed_tokens += item.num_new_tokens
@@ -180,21 +180,21 @@ class Scheduler:
             if item.sequence.forks and item.sequence.num_new_tokens == 0:
                 self._fork(item.sequence)
         if not plan.num_top_logprobs:
-            for seq in dict.fromkeys(seq for seq, _ in plan.rows):  # once, however many drafts it has
+            for seq in dict.fromkeys(seq for seq, _ in plan.rows):  # each sequence once, whatever the number of its drafts
                 seq.num_pending_tokens += 1
 
     def append(self, seq: Sequence, token_id: int) -> None:
-        """Append a sampled token, of which a step that accepted drafts has several for a sequence."""
+        """Append a sampled token. A step that accepts drafts has several for a sequence."""
         seq.token_ids.append(token_id)
         if seq.num_pending_tokens:
             seq.num_pending_tokens -= 1
         else:
-            seq.num_computed_tokens += 1  # the token before it was an accepted draft, which the step has computed
+            seq.num_computed_tokens += 1  # the token before was an accepted draft, which the step has computed
 
     def finish(self, seq: Sequence, *, has_failed: bool = False) -> None:
         """Remove a sequence, whatever its status, and free its blocks. A second call does nothing.
 
-        has_failed: Whether its blocks also leave the prefix cache, because their keys and values may not be finite.
+        has_failed: if True, the blocks also leave the prefix cache, because their keys and values may not be finite.
         """
         if has_failed:
             self.block_manager.forget_cached(seq)
@@ -208,7 +208,7 @@ class Scheduler:
     def next_chunk(self, seq: Sequence, num_computed_tokens: int | None = None) -> int:
         """Return the number of tokens up to the next multiple of the chunk grid or the sequence's end.
 
-        num_computed_tokens: Where the chunk begins. None means the sequence's own count.
+        num_computed_tokens: the position at which the chunk begins. None: the sequence's own count.
         """
         start = seq.num_computed_tokens if num_computed_tokens is None else num_computed_tokens
         grid = self.config.chunk_grid
@@ -229,9 +229,9 @@ class Scheduler:
         for seq in list(self.running):
             num_new = self.next_chunk(seq)
             if seq.status is not SequenceStatus.RUNNING:
-                pass  # preempted by one before it
+                pass  # preempted for a sequence before it
             elif seq.num_pending_tokens and seq.num_tokens >= seq.max_num_tokens:
-                pass  # the pending token is its last
+                pass  # the pending token is its last one
             elif num_new > 1 and selection.budget < num_new:
                 selection.budget = 0  # it waits, and no younger prompt passes it
             elif self._make_room(seq, num_new, selection):
@@ -284,19 +284,19 @@ class Scheduler:
         return True
 
     def _start_instead(self, selection: _Selection, seq: Sequence) -> bool:
-        """Start a sequence in the place of one that to_preempt chooses. Return False, and preempt none, if it lacks room then.
+        """Start a sequence in place of the one that to_preempt chooses. Return False, and preempt none, without room.
 
         The caller queues selection.preempted, because the policy may be iterating over `waiting`.
         """
-        running = [one for one in self.running if one.num_tokens > one.num_tokens_at_start]
-        others = [one for one in self.waiting if one is not seq and one.status is SequenceStatus.WAITING]
+        running = [other for other in self.running if other.num_tokens > other.num_tokens_at_start]
+        others = [other for other in self.waiting if other is not seq and other.status is SequenceStatus.WAITING]
         if not running or (victim := self.to_preempt(running, [seq, *others])) is None:
             return False
         assert victim in running, "to_preempt returns one of the running sequences that it is given"
         prefix = self._prefix_of(seq)
         num_new = self.next_chunk(seq, len(prefix) * self.block_manager.block_size)
         released = [item.num_new_tokens for item in selection.scheduled if item.sequence is victim and item.num_new_tokens > 1]
-        num_reserved = sum(self._num_kept_free(one) for one in self.running if one is not victim)
+        num_reserved = sum(self._num_kept_free(other) for other in self.running if other is not victim)
         num_missing = num_reserved - self.block_manager.num_freed_blocks(victim, prefix)
         if num_new > 1 and selection.budget + sum(released) < num_new:
             return False
@@ -313,7 +313,7 @@ class Scheduler:
         return Prefix() if seq.wants_prompt_rows else self.block_manager.match_prefix(seq.token_ids, seq.cache_salt)
 
     def _select(self, selection: _Selection, seq: Sequence, num_new_tokens: int) -> None:
-        """Schedule the sequence's next tokens, for which there are blocks."""
+        """Schedule the sequence's next tokens, which already have blocks."""
         selection.copies[seq] = self.block_manager.allocate(seq, num_new_tokens)
         selection.scheduled.append(ScheduledSequence(seq, num_new_tokens))
         selection.budget -= num_new_tokens if num_new_tokens > 1 else 0
@@ -336,7 +336,7 @@ class Scheduler:
         )
 
     def _make_room(self, seq: Sequence, num_new_tokens: int, selection: _Selection) -> bool:
-        """Preempt sequences until this one's next tokens have blocks. Return False if it was preempted itself."""
+        """Preempt sequences until the next tokens of `seq` have blocks. Return False if `seq` itself was preempted."""
         while not self.block_manager.can_allocate(seq, num_new_tokens):
             victim = self.choose_victim(self.running, seq)
             assert victim.status is SequenceStatus.RUNNING, "choose_victim returns a running sequence"
@@ -361,7 +361,7 @@ class Scheduler:
         return self.num_reserved_blocks(seq) + len(seq.forks)
 
     def _make_forks_wait(self, scheduled: list[ScheduledSequence]) -> None:
-        """Queue the forks of prompts that end in this step for which max_num_seqs leaves no room."""
+        """Queue those forks of prompts that end in this step for which max_num_seqs leaves no room."""
         num_startable = self.config.max_num_seqs - len(self.running)
         too_many: list[Sequence] = []
         for item in scheduled:
@@ -375,7 +375,7 @@ class Scheduler:
             fork.status = SequenceStatus.WAITING
 
     def _fork(self, parent: Sequence) -> None:
-        """Start the further answers of a computed prompt, directly after the first, because they are as old."""
+        """Start the further answers of a computed prompt, directly after the first, because they have the same age."""
         forks, parent.forks = parent.forks, []
         index = self.running.index(parent) + 1
         self.running[index:index] = forks

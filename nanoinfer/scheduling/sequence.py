@@ -1,4 +1,4 @@
-"""The state of one sequence: its token ids, how many are cached, which blocks hold them, and its status.
+"""The state of one sequence: its token ids, the number of cached tokens, the blocks that hold them, and its status.
 
 Each field's comment names its only writer.
 """
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 class SequenceStatus(Enum):
     PENDING = "pending"  # a further answer (n > 1) to a prompt that has not been computed yet
-    WAITING = "waiting"  # new or preempted: holds no block
+    WAITING = "waiting"  # new or preempted: it holds no block
     RUNNING = "running"
     FINISHED = "finished"
 
 
 class Grammar(Protocol):
-    """Where an answer is in its grammar, for params.structured_outputs (structured/grammar.py)."""
+    """The state of an answer in its grammar, for params.structured_outputs (structured/grammar.py)."""
 
     @property
     def is_complete(self) -> bool: ...
@@ -35,18 +35,18 @@ class Grammar(Protocol):
 
 @runtime_checkable
 class RequestAdapter(Protocol):
-    """What changes a sequence's rows in the model's linear layers (lora/adapters.py)."""
+    """An adapter that changes a sequence's rows in the model's linear layers (lora/adapters.py)."""
 
     @property
     def digest(self) -> str: ...
 
 
-@dataclass(eq=False, slots=True)  # eq=False: compared by identity
+@dataclass(eq=False, slots=True)  # eq=False: sequences are compared by identity
 class Sequence:
     """A prompt and the tokens generated after it.
 
     There is no phase flag: a prompt, a chunk of it, a decode step and a recomputation after preemption are all `num_new_tokens`
-    tokens that are known and not yet in the cache. In a decode step that is one token.
+    tokens that are known and not yet in the cache. A decode step has a single new token.
 
     >>> seq = Sequence("r0", [5, 6, 7], SamplingParams(), seed=0, max_num_tokens=19)
     >>> seq.num_new_tokens, seq.num_output_tokens
@@ -58,31 +58,31 @@ class Sequence:
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    max_num_tokens: int  # prompt + output: reaching it ends with "length"
+    max_num_tokens: int  # of prompt and output together, which then end with "length"
     eos_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     grammar: Grammar | None = None  # request.py advances it
-    reader: object = None  # PromptReader (execution/local_executor.py): the executor calls it, and nothing of it is cached
-    index: int = 0  # which of the prompt's n answers it is
-    priority: int = 0  # for schedulers that read it. Lower runs first
+    reader: object = None  # a PromptReader (execution/local_executor.py), which the executor calls with uncached rows
+    index: int = 0  # the index of this answer among the prompt's n answers
+    priority: int = 0  # for schedulers that read priorities. Lower runs first
     arrival_time: float = 0.0  # on the clock of time.perf_counter
     deadline: float = math.inf  # on the same clock: params.timeout after the arrival
     adapter: RequestAdapter | None = None
-    cache_salt: str | None = None  # it shares cached blocks only with sequences that have the same one
+    cache_salt: str | None = None  # cached blocks are shared only between sequences with the same salt
 
     token_ids: list[int] = field(init=False)  # prompt + output: the scheduler (beam search writes those of its beams)
     num_pending_tokens: int = field(default=0, init=False)  # sampled, but not yet in token_ids: the scheduler
-    num_computed_tokens: int = field(default=0, init=False)  # how many of its tokens are in the cache: the scheduler
+    num_computed_tokens: int = field(default=0, init=False)  # the number of tokens in the cache: the scheduler
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)  # the scheduler
-    num_tokens_at_start: int = field(default=0, init=False)  # when it last began to run: the scheduler
+    num_tokens_at_start: int = field(default=0, init=False)  # the number of tokens when it last began to run: the scheduler
     num_preemptions: int = field(default=0, init=False)  # the scheduler
-    num_cached_tokens: int = field(default=0, init=False)  # in the prefix cache when it first ran: the scheduler
+    num_cached_tokens: int = field(default=0, init=False)  # found in the prefix cache at its first start: the scheduler
     block_table: list[int] = field(default_factory=list, init=False)  # the block manager
-    more_block_tables: list[list[int]] = field(default_factory=list, init=False)  # the block manager: of further KV groups
-    state_slot: int = field(default=-1, init=False)  # state_slots.py: where its state is, -1 before its first token
-    state_writes: dict[int, int] = field(default_factory=dict, init=False)  # state_slots.py: num_tokens -> slot, of a step
-    prefix_keys: list[bytes] = field(default_factory=list, init=False)  # the block manager: of its full, cached blocks
-    forks: list["Sequence"] = field(default_factory=list, init=False)  # PENDING ones: set by the engine, taken by the scheduler
+    more_block_tables: list[list[int]] = field(default_factory=list, init=False)  # of further KV groups: the block manager
+    state_slot: int = field(default=-1, init=False)  # the slot with its state, -1 before its first token: state_slots.py
+    state_writes: dict[int, int] = field(default_factory=dict, init=False)  # num_tokens -> slot, of a step: state_slots.py
+    prefix_keys: list[bytes] = field(default_factory=list, init=False)  # the keys of its full, cached blocks: the block manager
+    forks: list["Sequence"] = field(default_factory=list, init=False)  # PENDING: set by the engine, taken by the scheduler
     sampling_state: object = field(default=None, init=False)  # sampling/state.py
 
     def __post_init__(self) -> None:
@@ -95,13 +95,13 @@ class Sequence:
 
     @property
     def wants_prompt_rows(self) -> bool:
-        """Whether its prompt is read, for prompt_logprobs or by a reader: only the first of n answers, and only once."""
+        """Whether its prompt must be read, for prompt_logprobs or a reader: by the first of n answers only, and only once."""
         is_read = self.params.prompt_logprobs is not None or self.reader is not None
         return is_read and self.index == 0 and self.num_output_tokens == 0
 
     @property
     def sampling_reads_output(self) -> bool:
-        """Whether sampling the next token depends on the sequence's tokens other than through the logits."""
+        """Whether the sampling of the next token depends on the sequence's tokens other than through the logits."""
         params = self.params
         has_state = params.has_penalty or params.no_repeat_ngram_size or params.structured_outputs
         return bool(has_state or self.bad_words or params.logits_processors)

@@ -1,20 +1,20 @@
-"""Which slot holds the state of which sequence, for models whose layers keep a state instead of keys and values.
+"""Assign slots for states to sequences, for models whose layers keep a state instead of keys and values.
 
-In and out: a BlockManager calls it with the sequences that it gives blocks, which the layers with attention use.
+A BlockManager calls it with the sequences to which it gives blocks for the layers with attention.
 
 A block holds keys and values of certain tokens, and a state sums up all tokens so far. So a prefix can be continued only where
-its state was kept: a checkpoint, at the end of a block. A hit is the longest prefix of cached blocks that has one. A step keeps
-at most one more state than it needs, at the last end of a block among its tokens. A state that a step leaves at the end of a
-block becomes a checkpoint as it is.
+its state was kept: a checkpoint, at the end of a block. A hit is the longest prefix of cached blocks that ends with one. A step
+keeps at most one more state than it needs, at the last end of a block among its tokens. If a step's last token ends a block,
+its state becomes a checkpoint as it is.
 
     tokens       [ the cat sat on | the mat and it | was ]       block_size 4, a prompt of nine tokens in one step
     checkpoints                                    ^             after eight tokens, for another prompt that begins so
     slot                                                ^        after nine tokens, which the next step reads
 
-Slots are counted like blocks. A sequence writes to the slot that it reads, unless it is a checkpoint or another sequence has it
-as well, and then to another one. Drafts have a slot each, and that of the last accepted one stays. Checkpoints that no sequence
-has are taken when no slot is empty, the least recently used first. If there is none, a sequence writes over its own checkpoint:
-running needs one slot for each sequence, and two where forks part.
+Slots are counted like blocks. A sequence writes to the slot that it reads, unless this is a checkpoint or shared with another
+sequence: then it takes a new slot. Each draft has a slot, and the last accepted draft's stays. Checkpoints that no sequence
+has are taken when no slot is empty, the least recently used first. If there is none, a sequence overwrites its own checkpoint:
+running needs a slot for each sequence, and two where forks part.
 
 A slot that a step leaves is released by the next allocate of its sequence (_settle), not by the step. So no other sequence
 writes to it while it is still being read.
@@ -29,15 +29,15 @@ from nanoinfer.scheduling.sequence import Sequence
 if TYPE_CHECKING:
     from nanoinfer.scheduling.stored_blocks import StoredBlocks
 
-NO_SLOT = NO_BLOCK  # of a sequence without a computed token
-WINDOW = 2  # of the states' part of the index: after a prefix only its end is needed, and a query reaches the token before it
+NO_SLOT = NO_BLOCK  # the slot of a sequence without a computed token
+WINDOW = 2  # of the states' part of the index: a prefix needs only its end, since a query reaches the token before it
 
 
 class StateSlots:
     """Owns the slots of the last part of a prefix index, every Sequence.state_slot and every Sequence.state_writes."""
 
     def __init__(self, index: PrefixIndex, stored: "StoredBlocks | None" = None) -> None:
-        """stored: where checkpoints go that leave the memory. None: nowhere."""
+        """stored: receives checkpoints that leave the memory. None: they are dropped."""
         self._index, self._stored, self._number = index, stored, len(index.parts) - 1
         self.pool, self._ids = index.parts[-1].pool, index.parts[-1].ids
 
@@ -45,7 +45,7 @@ class StateSlots:
         num_missing = len(_drafts(seq, num_new_tokens))
         slot = seq.state_writes.get(seq.num_computed_tokens, seq.state_slot)
         if slot == seq.state_slot and seq.state_writes.keys() - {seq.num_computed_tokens}:
-            pass  # allocate was called for this step
+            pass  # allocate has already been called for this step
         elif slot == NO_SLOT or self.pool.ref_counts[slot] > 1:
             num_missing += 1
         return num_missing <= self.pool.num_free
@@ -79,7 +79,7 @@ class StateSlots:
             if self._index.enter([*block], self._number, [slot]):
                 before = self._ids.get(seq.prefix_keys[num_blocks - 2], NO_SLOT)
                 if position - self._index.block_size > len(seq.prompt_token_ids) and before in self.pool.reusable:
-                    # While a text grows, its newest checkpoint is the useful one, so the one before it is taken first.
+                    # While a text grows, its newest checkpoint is the useful one, so the one before it is reused first.
                     self.pool.reusable.move_to_end(before, last=False)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -92,12 +92,12 @@ class StateSlots:
         seq.state_slot, seq.state_writes = NO_SLOT, {}
 
     def forget(self, key: bytes) -> None:
-        """Drop the checkpoint with this key, if there is one."""
+        """Drop the checkpoint with this key, if it exists."""
         if key in self._ids:
             self._index.remove(key, self._number)
 
     def take(self) -> int:
-        """Take a free slot, and drop the least recently used checkpoint if none is empty."""
+        """Take a free slot. If none is empty, drop the least recently used checkpoint."""
         if not self.pool.empty:
             key = self._index.keys[self.pool.contents[next(iter(self.pool.reusable))]]
             if self._stored is not None:
@@ -108,14 +108,14 @@ class StateSlots:
     # ---- inside
 
     def _settle(self, seq: Sequence) -> None:
-        """Keep the slot with the state after the sequence's computed tokens, and release the others of its last step."""
+        """Keep the slot with the state after the sequence's computed tokens, and release the other slots of its last step."""
         current = seq.state_writes.pop(seq.num_computed_tokens, seq.state_slot)
-        slots = dict.fromkeys((seq.state_slot, *seq.state_writes.values()))  # each once, in an order that is defined
+        slots = dict.fromkeys((seq.state_slot, *seq.state_writes.values()))  # each slot once, in a defined order
         self.pool.drop([slot for slot in slots if slot not in (current, NO_SLOT)])
         seq.state_slot, seq.state_writes = current, {}
 
     def _slot_to_write(self, seq: Sequence) -> int:
-        """Return the slot of the sequence's next state: its own, unless something else has it as well."""
+        """Return the slot for the sequence's next state: its own, unless a checkpoint or another sequence shares it."""
         slot = seq.state_slot
         if slot == NO_SLOT or self.pool.ref_counts[slot] > 1 or (self.pool.contents[slot] and self.pool.num_free):
             return self.take()
@@ -125,6 +125,6 @@ class StateSlots:
 
 
 def _drafts(seq: Sequence, num_new_tokens: int) -> range:
-    """The numbers of tokens after each draft, of which a sequence has some if it gets more tokens than it knows."""
+    """Return the number of tokens after each draft. A sequence has drafts if it gets more tokens than it knows."""
     end = seq.num_computed_tokens + num_new_tokens
     return range(min(end, seq.num_tokens) + 1, end + 1)

@@ -1,4 +1,4 @@
-"""What one step computes, as plain data that the scheduler or beam search makes and an Executor carries out."""
+"""What a step computes, as plain data that the scheduler or beam search makes and an Executor carries out."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from nanoinfer.scheduling.sequence import Sequence
 
 
-@dataclass(slots=True)  # not frozen: one is made for each sequence of a step, in a third of the time
+@dataclass(slots=True)  # not frozen: each step makes one per sequence, in a third of the time
 class ScheduledSequence:
-    """A sequence of the step, which computes the next num_new_tokens of its tokens that are not in the cache yet.
+    """A sequence of the step, and the number of its next tokens, not yet in the cache, that the step computes.
 
     Attributes:
-        draft_token_ids: A guess at the tokens that follow (speculative/). Each is computed as one more single-token row after
+        draft_token_ids: a guess at the tokens that follow (speculative/). Each is computed as another single-token row after
             the sequence's newest token. Only a decode step has drafts.
     """
 
@@ -24,10 +24,10 @@ class ScheduledSequence:
         return self.num_new_tokens + len(self.draft_token_ids)
 
     def num_accepted(self, sampled_token_ids: list[int]) -> int:
-        """Return how many drafts, up to the first wrong one, equal the token that was sampled at their position.
+        """Return the number of drafts before the first that differs from the token sampled at its position.
 
         Args:
-            sampled_token_ids: The tokens that were sampled after the newest token and after each draft.
+            sampled_token_ids: the tokens that were sampled after the newest token and after each draft.
 
         >>> seq = Sequence("r0", [5], SamplingParams(), seed=0, max_num_tokens=9)
         >>> ScheduledSequence(seq, 1, (6, 7, 8)).num_accepted([6, 7, 1, 9])
@@ -41,7 +41,7 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Packed tokens start .. stop - 1 are the tokens of the sequence's prompt from `position` on."""
+    """The packed tokens start .. stop - 1, which are the tokens of the sequence's prompt from `position` on."""
 
     sequence: Sequence
     start: int
@@ -51,23 +51,23 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step.
+    """The plan of one step.
 
     Attributes:
-        scheduled: Single-token sequences, then prompt chunks, each group oldest first. Packed index 0 is the first token of the
-            first of them.
-        rows: (sequence, packed index) pairs whose hidden rows reach the LM head and the sampler. A chunk that does not end its
-            prompt has no row. Forks have the index of the sequence that they come from. A sequence with drafts has a row for
-            its newest token, then one for each draft.
-        prompt_rows: The prompt tokens whose log-probabilities were requested, or whose hidden rows are read.
-        block_copies: (from, to) blocks that are copied before the forward pass.
-        preempted: Sequences that lost their blocks to this step.
-        step: The number of the step, which the scheduler counts from 0.
-        schedule_seconds: The seconds that the scheduler took to decide.
-        num_top_logprobs: If > 0, nothing is sampled, and each row returns the log-probabilities of that many most likely ids
+        scheduled: single-token sequences, then prompt chunks, each group oldest first. Packed index 0 is the first token of the
+            first sequence.
+        rows: the (sequence, packed index) pairs whose hidden rows reach the LM head and the sampler. A chunk that does not end
+            its prompt has no row. Forks have the index of the sequence they come from. A sequence with drafts has a row for
+            its newest token and a row for each draft.
+        prompt_rows: the prompt tokens whose log-probabilities were requested, or whose hidden rows are read.
+        block_copies: the (from, to) blocks that are copied before the forward pass.
+        preempted: the sequences that lost their blocks to this step.
+        step: the number of the step, which the scheduler counts from 0.
+        schedule_seconds: the seconds that the scheduler took to decide.
+        num_top_logprobs: if > 0, nothing is sampled, and each row returns the log-probabilities of that many most likely ids
             instead (beam search).
-        hidden_slots: Of a drafter's step (speculative/mtp.py): each sequence, with the slots of the model's hidden rows that
-            its tokens follow. An empty list: its token follows the drafter's own row of the step before.
+        hidden_slots: in a drafter's step (speculative/mtp.py), each sequence with the slots of the model's hidden rows that its
+            tokens follow. An empty list: its token follows the drafter's own row of the step before.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
@@ -90,7 +90,7 @@ class StepPlan:
 
 
 def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int], ...]:
-    """Return the sequences whose last known token is computed in this step, and their forks, with that token's packed index.
+    """Return the sequences whose last known token this step computes, and their forks, with that token's packed index.
 
     The drafts of a sequence follow it, with their own indices.
     """
@@ -107,7 +107,7 @@ def rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[tuple[Sequence, int
 
 
 def prompt_rows_of(scheduled: Iterable[ScheduledSequence]) -> tuple[PromptRows, ...]:
-    """Return the prompt tokens that a reader reads, or those before another one where log-probabilities were requested."""
+    """Return the prompt tokens that a reader reads, or, for prompt_logprobs, all that another prompt token follows."""
     rows = []
     start = 0
     for item in scheduled:

@@ -1,16 +1,16 @@
-"""The second tier of a prefix index, a store: blocks that leave the memory are kept there, and read when a prompt begins so.
+"""The second tier of a prefix index: a store keeps the blocks that leave the memory until a prompt begins with them again.
 
-In and out: a BlockManager calls it. It knows keys and block ids. The store, which is a folder of files
+A BlockManager calls it. It knows keys and block ids. The store, which is a folder of files
 (execution/block_files.py), has the contents of the blocks.
 
-    memory    [ the cat sat on | the mat and it ]                  a prompt's first blocks are found here
-    store                                       [ was warm and ]   and the next one there: it is read into a free block
+    memory    [ the cat sat on | the mat and it ]                  the first blocks of a prompt are found here
+    store                                       [ was warm and ]   and the next block here, which is read into a free block
 
 A key contains the store's fingerprint (prefix_index.py), so every process that would compute the same block has the same key.
 An entry is a key and a part of the index, because each KV group has its own block, and only some blocks end with a state.
 
-Others wait while a step reads. So while sequences run, a step that has read as many tokens as it may compute starts no more.
-The sequence that it has read for starts in a later step, and finds these blocks in memory.
+Other sequences wait while a step reads. So while sequences run, a step reads no more than as many tokens as it may compute.
+The sequence whose blocks were read starts in a later step, and finds them in memory.
 """
 
 import weakref
@@ -24,13 +24,13 @@ Entry = tuple[bytes, int]  # a key, and a part of the index
 
 
 class BlockStore(Protocol):
-    """Where the contents of blocks and states are kept.
+    """Keeps the contents of blocks and states.
 
     Attributes:
-        fingerprint: 32 bytes, others where the same tokens would have other keys and values.
-        max_tokens_per_step: after which a step reads no more, while sequences run.
-        is_open: whether it may be used: until close(), in the process that made it.
-        counts: for the metrics, with external_prefix_cache_hits in tokens.
+        fingerprint: 32 bytes, which differ if the same tokens would have other keys and values.
+        max_tokens_per_step: the number of tokens after which a step reads no more, while sequences run.
+        is_open: whether it may be used, which ends with close() and is False in a forked process.
+        counts: counters for the metrics. external_prefix_cache_hits is in tokens.
     """
 
     fingerprint: bytes
@@ -42,37 +42,37 @@ class BlockStore(Protocol):
     def max_entries(self, part: int) -> int: ...  # the most entries of a part that fit
     def has(self, entry: Entry) -> bool: ...
     def find(self, entry: Entry) -> Any | None: ...  # the content as it was kept, or None
-    def fill(self, part: int, block: int, content: Any) -> None: ...  # writes it into a block, or a state into a slot
-    def touch(self, entries: Iterable[Entry]) -> None: ...  # the last one is then the most recently used
-    def keep(self, entry: Entry, block: int, *, wait: bool = False) -> None: ...  # if not `wait`, only if it has time
+    def fill(self, part: int, block: int, content: Any) -> None: ...  # writes the content into a block, or into a state's slot
+    def touch(self, entries: Iterable[Entry]) -> None: ...  # marks them as used, the last one most recently
+    def keep(self, entry: Entry, block: int, *, wait: bool = False) -> None: ...  # unless `wait`, only if it is not busy
     def discard(self, entry: Entry) -> None: ...
-    def close(self) -> None: ...  # writes what it has not written yet
+    def close(self) -> None: ...  # writes what is still to be written
 
 
 class StoredBlocks:
-    """What a block manager reads from a store and keeps in it."""
+    """Reads blocks from a store for a block manager, and keeps blocks there."""
 
     def __init__(self, store: BlockStore, index: PrefixIndex) -> None:
         self.store, self._index = store, index
-        self.num_tokens_read = 0  # in this step
-        self._untouched: set[tuple[int, int]] = set()  # (part, id) of what was read for a sequence that has not started
-        # Without a reference to the manager, so that this also happens when an LLM is dropped, or its process ends.
+        self.num_tokens_read = 0  # in the present step
+        self._untouched: set[tuple[int, int]] = set()  # (part, id) pairs read for a sequence that has not started
+        # The arguments hold no reference to the manager, so this also runs when an LLM is dropped or its process ends.
         self.keep_all = weakref.finalize(self, _keep_all, store, index)
 
     @property
     def is_busy(self) -> bool:
-        """Whether this step has read as much as it may while sequences run."""
+        """Whether this step has read as many tokens as it may while sequences run."""
         return self.num_tokens_read >= self.store.max_tokens_per_step
 
     def read(
         self, prefix: Prefix, token_ids: list[int], salt: str | None, take: Callable[[int], int], *, others_run: bool
     ) -> None:
-        """Read the blocks of a prefix that only the store has, in order, until one is not there or this step is_busy.
+        """Read, in order, the blocks of a prefix that only the store has, until one is missing or this step is_busy.
 
-        take: returns a free block, or a free slot, of a part.
+        take: returns a free block, or a free slot, of the given part.
         """
         parts = self._index.parts
-        # All are held until the end, so that none is taken for another.
+        # Hold all blocks until the end, so that none is taken for another.
         held = [(i, part, table[i]) for i in range(len(prefix)) for part, table in enumerate(prefix.tables) if table[i] >= 0]
         for _, part, block in held:
             parts[part].pool.hold([block])
@@ -81,28 +81,28 @@ class StoredBlocks:
             if missing and others_run and self.is_busy:
                 break
             found = [self.store.find((key, part)) for part in missing]
-            if any(one is None for one in found):
+            if any(kept is None for kept in found):
                 break
-            for part, one in zip(missing, found, strict=True):
+            for part, kept in zip(missing, found, strict=True):
                 block = take(part)
-                self.store.fill(part, block, one)
+                self.store.fill(part, block, kept)
                 self._index.enter([(content, key)], part, [block])
                 self._untouched.add((part, block))
                 held.append((i, part, block))
             self.num_tokens_read += self._index.block_size if missing else 0
             self.store.counts["external_prefix_cache_hits"] += self._index.block_size if missing else 0
-        for _, part, block in sorted(held, reverse=True):  # as in free(), the start of a prompt stays longest
+        for _, part, block in sorted(held, reverse=True):  # as in free(), the start of a prompt stays cached longest
             parts[part].pool.drop([block])
 
     def touch(self, prefix: Prefix) -> None:
-        """Mark a sequence's entries as used when it starts: once, although several steps may have read."""
+        """Mark a sequence's entries as used when it starts: once, although several steps may have read them."""
         used = {(part, block) for part, table in enumerate(prefix.tables) for block in table if block != NO_BLOCK}
         if not self._untouched.isdisjoint(used):
             self.store.touch((key, part) for key in reversed(prefix.keys) for part in range(len(self._index.parts)))
             self._untouched -= used
 
     def keep(self, key: bytes) -> None:
-        """Keep the blocks and the state with this key, because one of them leaves the memory."""
+        """Keep the blocks and the state with this key, of which one is about to leave the memory."""
         for number, part in enumerate(self._index.parts if self.store.is_open else ()):
             if key in part.ids:
                 self.store.keep((key, number), part.ids[key])
@@ -113,7 +113,7 @@ class StoredBlocks:
 
 
 def _keep_all(store: BlockStore, index: PrefixIndex) -> None:
-    """Keep what is free and cached, or the most recently used of it for which there is room, and close the store."""
+    """Keep the free cached blocks, or as many of the most recently used as fit, and close the store."""
     if store.is_open:
         pools = {part.pool: number for number, part in enumerate(index.parts)}
         for pool, number in pools.items():
@@ -122,6 +122,6 @@ def _keep_all(store: BlockStore, index: PrefixIndex) -> None:
                 if key := index.keys.get(content):
                     entry = key, pool.parts[block]
                     store.keep(entry, block, wait=True)
-                    if pool.contents[block] is not content:  # at a process's end, an engine's thread may still take blocks
+                    if pool.contents[block] is not content:  # while the process ends, an engine's thread may still take blocks
                         store.discard(entry)
         store.close()

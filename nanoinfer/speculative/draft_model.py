@@ -24,7 +24,7 @@ class _Draft:
 
 
 class DraftModelProposer:
-    """Runs the draft model, as a Proposer. config: how its prompts are cut."""
+    """Runs the draft model, as a Proposer. config: decides how its prompts are cut."""
 
     twin_class = Sequence
 
@@ -38,15 +38,15 @@ class DraftModelProposer:
         self._twins: dict[Sequence, Sequence] = {}
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
-        """Return at most limits[i] draft ids for sequences[i], and no ids where the draft model's cache is full."""
+        """Return at most limits[i] draft ids for sequences[i], and no ids if the draft model's cache is full."""
         drafts = [_Draft(self._twin(seq), limit) for seq, limit in zip(sequences, limits, strict=True)]
         while running := [draft for draft in drafts if len(draft.token_ids) < draft.limit]:
             if (plan := self._plan(running)) is None:
                 break
-            output = self._compute(plan)
+            step = self._compute(plan)
             for item in plan.scheduled:
                 item.sequence.num_computed_tokens += item.num_new_tokens
-            sampled = {one.sequence: one for one in output.sequences}
+            sampled = {output.sequence: output for output in step.sequences}
             for draft in running:
                 output_of_twin = sampled.get(draft.twin)
                 if output_of_twin is not None:
@@ -59,18 +59,18 @@ class DraftModelProposer:
         return [draft.token_ids for draft in drafts]
 
     def forget(self, seq: Sequence) -> None:
-        """Free the blocks of a sequence's twin."""
+        """Free the blocks of the sequence's twin."""
         if (twin := self._twins.pop(seq, None)) is not None:
             self.block_manager.free(twin)
 
     def _twin(self, seq: Sequence) -> Sequence:
-        """Return the sequence's twin with its tokens, whose keys and values stay valid up to the first wrong draft."""
+        """Return the twin with the sequence's tokens. Its keys and values stay valid up to the first wrong draft."""
         twin = self._twins.get(seq) or self._new_twin(seq)
         num_equal = twin.num_computed_tokens
         while twin.token_ids[:num_equal] != seq.token_ids[:num_equal]:
             num_equal -= 1
         twin.num_computed_tokens = min(num_equal, len(seq.token_ids) - 1)  # the newest token is computed for its logits
-        # Blocks that windows have left are freed here alone, because a rejected draft never goes back before these tokens.
+        # This is the only place that frees blocks that windows have left: a rejected draft never goes back before these tokens.
         self.block_manager.cache_finished_blocks(twin, twin.num_computed_tokens)
         twin.token_ids = list(seq.token_ids)
         return twin

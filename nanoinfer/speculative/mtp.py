@@ -1,10 +1,10 @@
-"""Drafts by multi-token prediction: a layer of the checkpoint's own that reads the model's hidden rows (models/qwen_next.py).
+"""Drafts by multi-token prediction: an extra layer of the checkpoint reads the model's hidden rows (models/qwen_next.py).
 
-In: sequences. Out: draft token ids. The module computes a draft from the newest token and the hidden row before it, and another
-one from that draft and its own row. It has a KV cache and a twin of every sequence, as a draft model has (draft_model.py). The
-twin's tokens begin with the sequence's second one, so that token i of the twin goes with the model's row i.
+In: sequences. Out: draft token ids. The module computes a draft from the newest token and the hidden row before it, and the
+next draft from that draft and its own row. It has a KV cache and a twin of every sequence, like a draft model. The
+twin's tokens begin with the sequence's second token, so that token i of the twin goes with the model's row i.
 
-What it computed from its own rows is computed again from the model's rows, once the drafts are verified.
+Once the drafts are verified, the module computes again from the model's rows what it computed from its own.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from nanoinfer.speculative.draft_model import DraftModelProposer
 
 
 class _Twin(Sequence):
-    """A sequence without its first token, which counts for positions: the same random numbers are drawn."""
+    """A sequence without its first token, which still counts for positions, so that the same random numbers are drawn."""
 
     __slots__ = ()
 
@@ -29,10 +29,10 @@ class MTPProposer(DraftModelProposer):
     """Runs the drafter, as a Proposer."""
 
     twin_class = _Twin
-    _sequences: dict[Sequence, Sequence]  # of the twins that draft
+    _sequences: dict[Sequence, Sequence]  # twin that drafts -> its sequence
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
-        """Return at most limits[i] draft ids for sequences[i], and no ids where the drafter's cache is full."""
+        """Return at most limits[i] draft ids for sequences[i], and no ids if the drafter's cache is full."""
         self._sequences = {self._twin(seq): seq for seq in sequences}
         limits = [limit if len(seq.token_ids) > 1 else 0 for seq, limit in zip(sequences, limits, strict=True)]
         drafts = super().propose(sequences, limits)
@@ -53,9 +53,9 @@ class MTPProposer(DraftModelProposer):
         return super()._compute(replace(plan, hidden_slots=slots))
 
     def _slots(self, item: ScheduledSequence) -> list[int]:
-        """Where the model's rows are that a twin's new tokens follow. []: the newest token is a draft."""
+        """Return the slots of the model's rows that the twin's new tokens follow. []: the newest token is a draft."""
         seq, start = self._sequences[item.sequence], item.sequence.num_computed_tokens
         if start >= len(seq.token_ids) - 1:
             return []
-        size = self.block_manager.block_size  # the model's blocks have the same
+        size = self.block_manager.block_size  # the block size of the model as well
         return [seq.block_table[i // size] * size + i % size for i in range(start, start + item.num_new_tokens)]

@@ -1,4 +1,4 @@
-"""Drafts without a model: the tokens that followed when the sequence's newest tokens last occurred in it.
+"""Drafts without a model: the tokens that followed the last earlier occurrence of the sequence's newest tokens.
 
 In: sequences. Out: draft token ids. This pays where an answer repeats its prompt, as in edited code, quotations and summaries.
 
@@ -13,7 +13,7 @@ from nanoinfer.scheduling.sequence import Sequence
 
 
 class NGramProposer:
-    """Proposes what followed the longest earlier n-gram, with n from prompt_lookup_min to prompt_lookup_max."""
+    """Proposes the tokens that followed the longest earlier n-gram, with n from prompt_lookup_min to prompt_lookup_max."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._sizes = range(config.prompt_lookup_min, config.prompt_lookup_max + 1)

@@ -1,9 +1,9 @@
 """Speculative decoding: guess some tokens, compute them in one step, keep those that would have been sampled anyway.
 
 In: a StepPlan. Out: the same plan with draft tokens, if they are expected to pay. A decode step reads every weight to compute
-one row per sequence, so more rows cost little as long as reading the weights takes most of the time.
+a row per sequence, so further rows cost little as long as reading the weights takes most of the time.
 
-A draft is a row of its own, after the sequence's newest token. What is sampled at a row depends on its logits, on the
+A draft is a row of its own, after the sequence's newest token. The token sampled at a row depends on the row's logits, on the
 parameters and on (seed, position), as in any step. If the token sampled before a draft equals the draft, the draft's row was
 computed from the right text, and its own token counts as well. The tokens are therefore those of plain decoding at every
 temperature. A wrong draft costs only time, because its keys and values are overwritten.

@@ -1,10 +1,10 @@
-"""StructuredOutputsParams -> a grammar over token ids: which ids may follow those that are there.
+"""Compile StructuredOutputsParams to a grammar over token ids, which says which ids may follow.
 
 In: the parameters of a request. Out: a GrammarState for each of its answers. llguidance (extra [structured]) does the work.
 
-A grammar is a program that comes with a request. It is refused before any work if it is too large, not valid, or too expensive.
+A grammar is a program that comes with a request. It is refused if it is too large, not valid, or too expensive.
 llguidance limits most of what a grammar costs, but not all: a few take minutes, or overflow the stack of the process. So each
-new grammar is first tried in a process that can be stopped (helper_process.py), whose side is at the end of this file.
+new grammar is first tried in a process that can be stopped (helper_process.py), whose code is at the end of this file.
 """
 
 import copy
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 MAX_CHARACTERS = 2**16  # of a schema, a regular expression, all choices, or a grammar
 MAX_STRING = 2**13  # characters of a single string in a schema
 MAX_NESTING = 64  # of a schema
-MAX_KEPT = 128  # grammars that need no second trial
-MAX_WAIT_SECONDS = 2.0  # for the trials of other grammars
+MAX_KEPT = 128  # the number of grammars that need no second trial
+MAX_WAIT_SECONDS = 2.0  # the longest wait for the trials of other grammars
 TRIAL_SECONDS, TRIAL_BYTES = 1.5, 2**30  # seconds of the processor
-MAX_STOPPED_SECONDS = 4.0  # after which a trial process that neither replies nor ends is killed
+MAX_STOPPED_SECONDS = 4.0  # a trial process that has neither replied nor ended after this time is killed
 TRIAL_TOKENS, TRIAL_TOKEN_SECONDS = 64, 0.05
 
-# What llguidance may spend: on the lexer of a grammar, and on one mask. In its own units, of which it does 14 to 50 in a us.
+# What llguidance may spend on a grammar's lexer and on a mask. It counts in a unit of its own, 14 to 50 of them in a us.
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 50_000,
-    "max_lexer_states": 20_000,  # of 1 to 2 kB
+    "max_lexer_states": 20_000,  # 1 to 2 kB each
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
 
 _LISTING = re.compile(r"\n *\d+ \| ")
-# llguidance's words for what a user can change, and ours.
+# llguidance's words for what a user can change, and ours for the same.
 _WORDS = tuple(
     (re.compile(pattern), words)
     for pattern, words in (
@@ -63,21 +63,21 @@ _WORDS = tuple(
     )
 )
 _TAG = re.compile(r"<[!-~]*>")
-_TOKEN_ID = re.compile(r"<\[\d+\]>")  # a token in a grammar, such as a mark of gpt-oss's format
+_TOKEN_ID = re.compile(r"<\[\d+\]>")  # a token in a grammar, such as a marker of gpt-oss's format
 _END = "<|end of the grammar|>"
 _SAMPLE = ' {"a":\n\t[1,  "é€😀"]}\n'
 
 
 class GrammarState:
-    """Where one answer is in its grammar."""
+    """The state of an answer in its grammar."""
 
     def __init__(self, matcher: "LLMatcher", end_id: int) -> None:
-        """end_id: llguidance's EOS."""
+        """end_id: the id that llguidance has for EOS."""
         self._matcher = matcher
         self._end_id = end_id
 
     def copy(self) -> "GrammarState":
-        """A second state at the same place. All copies share the grammar's lexer, and max_lexer_states is for all of them."""
+        """Return a copy of the state. All copies share the grammar's lexer and its max_lexer_states."""
         return GrammarState(self._matcher.deep_copy(), self._end_id)
 
     def advance(self, token_id: int) -> None:
@@ -85,23 +85,23 @@ class GrammarState:
         self._matcher.consume_token(token_id)
 
     def write_forbidden(self, forbidden: np.ndarray, stop_ids: Iterable[int]) -> None:
-        """Write 0 for each id that may follow, and 1 for all others. stop_ids may follow where the answer may end.
+        """Write 0 for each id that may follow, and 1 for all others. stop_ids may follow if the answer may end here.
 
-        forbidden: [vocab], uint8.
+        forbidden: [vocab], uint8, written in place.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         forbidden[:] = 1 if self.error else np.unpackbits(~bits, bitorder="little", count=len(forbidden))
-        forbidden[self._end_id : self._end_id + 1] = 1  # it may be beyond the model's ids
+        forbidden[self._end_id : self._end_id + 1] = 1  # the model may lack this id
         forbidden[list(stop_ids)] = not self._matcher.is_accepting()
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer must end here, since no token can follow."""
+        """Whether the answer must end here, because no token can follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def error(self) -> str | None:
-        """Why the grammar cannot be followed further, such as a limit that it reached."""
+        """Why the grammar cannot be followed further, such as a limit that it has reached. None: it can."""
         return f"structured_outputs: {_reason(self._matcher)}" if self._matcher.is_error() else None
 
 
@@ -118,7 +118,7 @@ class GrammarCompiler:
         self._converted: tuple[LLTokenizer, int] | None = None
 
     def compile(self, params: StructuredOutputsParams) -> GrammarState:
-        """The state at the beginning of an answer. It shares nothing with earlier ones, and takes 0.5 to 5 ms after the trial.
+        """Return the state at the start of an answer, which shares nothing with others. After the trial it takes 0.5 to 5 ms.
 
         A grammar that is not valid or too expensive is refused, and so is a new one while too many others wait for their trial.
         """
@@ -137,7 +137,7 @@ class GrammarCompiler:
         return state
 
     def _convert(self) -> "tuple[LLTokenizer, int]":
-        """The tokenizer in llguidance's form, and its EOS: a token of our own, since a model may have none, or several."""
+        """Convert the tokenizer for llguidance. Returns its EOS too, an added token, since a model may have none or several."""
         from llguidance import LLTokenizer
 
         if self._tokenizer is None:
@@ -151,7 +151,7 @@ class GrammarCompiler:
                 num_ids = max(self._vocab_size, *(1 + token_id for token_id in backend.get_vocab().values()))
                 end_id = backend.get_vocab()[_END]
                 converted = LLTokenizer(_as_text(backend.to_str()), n_vocab=num_ids, eos_token=end_id)
-                # Where a grammar leaves one text only, llguidance encodes it, and allows the first of its tokens.
+                # If a grammar allows only one text, llguidance encodes it, and allows the first of its tokens.
                 if converted.decode_str(converted.tokenize_str(_SAMPLE)) != _SAMPLE:
                     raise UnsupportedError("structured_outputs is not supported with this tokenizer, which changes the text")
                 self._converted = converted, end_id
@@ -159,10 +159,10 @@ class GrammarCompiler:
 
 
 def _as_text(tokenizer_json: str) -> str:
-    """Return a tokenizer that takes tags for text: Qwen3's <tool_call>, which is text, and what special tokens are called.
+    """Return the tokenizer with all tags as text: Qwen3's <tool_call>, which is text, and the names of special tokens.
 
     llguidance takes an added token that looks like a tag for a special token, which no text of a grammar can contain. And
-    where it encodes a text that contains the name of a special token, it would offer that token instead of the text.
+    when it encodes a text that contains the name of a special token, it would offer that token instead of the text.
     """
     tokenizer = json.loads(tokenizer_json)
     added, vocab = tokenizer["added_tokens"], tokenizer["model"]["vocab"]
@@ -177,15 +177,15 @@ def _as_text(tokenizer_json: str) -> str:
                 tokenizer["model"]["unk_token"] = token["content"]
         elif _TAG.fullmatch(name):
             added.remove(token)
-        vocab[token["content"]] = token_id  # or else it gets another id
+        vocab[token["content"]] = token_id  # otherwise the token would get another id
     return json.dumps(tokenizer)
 
 
-@lru_cache(MAX_KEPT)  # errors are not kept, since a busy machine may be their cause
+@lru_cache(MAX_KEPT)  # errors are not cached, since a busy machine may be their cause
 def _tried_grammar(params: StructuredOutputsParams) -> str:
-    """The parameters as a grammar that the other process has tried."""
+    """Return the parameters as a grammar that the trial process has tried."""
     grammar = _grammar(params)
-    refusal = _trial_process.ask(json.dumps(_TOKEN_ID.sub("<[255]>", grammar)))  # whose tokens are the bytes
+    refusal = _trial_process.ask(json.dumps(_TOKEN_ID.sub("<[255]>", grammar)))  # the trial's tokens are bytes
     if refusal is None:
         refusal = f"the grammar takes more than {TRIAL_SECONDS} s, or too much memory"
     if refusal:
@@ -194,7 +194,7 @@ def _tried_grammar(params: StructuredOutputsParams) -> str:
 
 
 def _grammar(params: StructuredOutputsParams) -> str:
-    """The parameters as a grammar in llguidance's own notation."""
+    """Return the parameters as a grammar in llguidance's own notation."""
     from llguidance import LLMatcher, grammar_from
 
     form = params.form
@@ -207,14 +207,14 @@ def _grammar(params: StructuredOutputsParams) -> str:
             options = {"whitespace_flexible": not params.disable_any_whitespace}
             return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
         return grammar_from(form, text)  # type: ignore[arg-type]
-    except ValueError as error:  # a grammar in GBNF that cannot be converted
+    except ValueError as error:  # for example a GBNF grammar that cannot be converted
         raise InvalidValueError(f"{form} cannot be used: {first_line(error)}") from error
 
 
 def check_schema(name: str, value: object, depth: int = 0) -> None:
-    """Refuse what is nested too deep, and too long strings. Descriptions are not read, but count.
+    """Refuse deep nesting and long strings. Descriptions are not read, but count.
 
-    name: What the schema is, for the error.
+    name: the name of the schema, for the error.
     """
     if depth > MAX_NESTING:
         raise InvalidValueError(f"{name} must be nested at most {MAX_NESTING} deep")
@@ -225,14 +225,14 @@ def check_schema(name: str, value: object, depth: int = 0) -> None:
 
 
 def _reason(matcher: "LLMatcher") -> str:
-    """Its error on one line, or "". It ends where llguidance lists the grammar, of which we may have written a part."""
+    """Return the matcher's error on one line, or "". It ends before llguidance lists the grammar, part of which is ours."""
     reason = " ".join(_LISTING.split(matcher.get_error())[0].split())
     for pattern, words in _WORDS:
         reason = pattern.sub(words, reason)
     return reason[:300]
 
 
-# ---- in the process that can be stopped
+# ---- in the trial process
 
 
 def _prepare() -> Callable[[bytes], str]:
@@ -241,7 +241,7 @@ def _prepare() -> Callable[[bytes], str]:
     tokenizer, limits = LLTokenizer("byte"), LLParserLimits(**_LIMITS)
 
     def reply(request: bytes) -> str:
-        """Compile a grammar and follow it for some random bytes. Returns why it is refused, or ""."""
+        """Compile a grammar and follow it for some random bytes. Returns why it is refused, or "" if it is not."""
         matcher = LLMatcher(tokenizer, json.loads(request), log_level=0, limits=limits)
         rng = random.Random(0)
         for _ in range(TRIAL_TOKENS):

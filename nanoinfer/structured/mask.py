@@ -1,4 +1,4 @@
-"""The ids that the grammars of a batch allow next (structured_outputs), as one mask.
+"""The ids that the grammars of a batch (structured_outputs) allow next, as a mask.
 
 In: the sequences of a step's rows. Out: GrammarMask, for the stage keep_grammatical. The grammars themselves are in
 structured/grammar.py. Each row's mask takes some 30 us, and is computed while a GPU still runs the forward pass.
@@ -17,7 +17,7 @@ from nanoinfer.system.transfer import on_device
 
 @dataclass(frozen=True, slots=True)
 class GrammarMask:
-    """Row rows[i] of the logits may not draw the ids in forbidden[i]. errors: why a row of the logits may draw none."""
+    """Row rows[i] of the logits may not draw the ids in forbidden[i]. errors: row -> why it may draw no id."""
 
     rows: Int[Tensor, " some_rows"]
     forbidden: Bool[Tensor, "some_rows vocab"]
@@ -25,7 +25,7 @@ class GrammarMask:
 
     @classmethod
     def build(cls, sequences: list[Sequence], vocab_size: int, device: torch.device) -> "GrammarMask | None":
-        """Ask the grammars. Returns None if no sequence has one."""
+        """Ask the grammars. Returns None if no sequence has a grammar."""
         grammars = {row: seq.grammar for row, seq in enumerate(sequences) if seq.grammar is not None}
         if not grammars:
             return None

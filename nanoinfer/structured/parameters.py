@@ -1,4 +1,4 @@
-"""The form that an answer must have: a JSON schema, a regular expression, a list of strings or a grammar.
+"""The format that an answer must have: a JSON schema, a regular expression, a list of strings or a grammar.
 
 In: keyword arguments with vLLM's names. Out: StructuredOutputsParams, checked as far as no tokenizer is needed. The grammar
 itself is checked in structured/grammar.py, before the request enters the engine.
@@ -17,24 +17,24 @@ _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 @named_arguments
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """What SamplingParams(structured_outputs=...) accepts. Exactly one of the first five is given.
+    """The value of SamplingParams(structured_outputs=...). Exactly one of the first five arguments is given.
 
     Args:
-        json: A JSON schema, as a dict or as text. A keyword that cannot be enforced is refused.
-        regex: A regular expression that the whole answer matches. Neither lookaround nor back-references.
-        choice: The answer is one of these strings.
-        grammar: A context-free grammar, in Lark's or in llama.cpp's notation (GBNF).
-        json_object: True: any JSON object.
-        disable_any_whitespace: Write JSON without white space between its parts. vLLM's default is False.
+        json: a JSON schema, as a dict or as text. A keyword that cannot be enforced is refused.
+        regex: a regular expression that the whole answer matches, without lookaround and back-references.
+        choice: the strings of which the answer is one.
+        grammar: a context-free grammar, in Lark's or in llama.cpp's notation (GBNF).
+        json_object: True: the answer is any JSON object.
+        disable_any_whitespace: whether JSON has no white space between its parts. vLLM's default is False.
 
     Raises:
-        InvalidValueError: None of the forms, several of them, or text that is not JSON.
-        InvalidTypeError: A value of the wrong type, or an argument that does not exist.
+        InvalidValueError: no format, several formats, or text that is not JSON.
+        InvalidTypeError: a value of the wrong type, or an argument that does not exist.
     """
 
-    json: str | Mapping[str, object] | None = None  # kept as text
+    json: str | Mapping[str, object] | None = None  # stored as text
     regex: str | None = None
-    choice: Sequence[str] | None = None  # kept as a tuple
+    choice: Sequence[str] | None = None  # stored as a tuple
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = True
@@ -58,7 +58,7 @@ class StructuredOutputsParams:
 
     @property
     def form(self) -> str:
-        """The name of the one that is given."""
+        """The name of the argument that is given."""
         return self._given()[0]
 
     def _given(self) -> list[str]:
@@ -66,7 +66,7 @@ class StructuredOutputsParams:
 
 
 def _schema_text(schema: object) -> str:
-    """A JSON schema as JSON text, so that a later change of the user's dict changes no request."""
+    """Return a JSON schema as JSON text, so that a later change of the user's dict changes no request."""
     if not isinstance(schema, str | Mapping):
         raise InvalidTypeError(
             f"json must be a JSON schema, as a dict or as text, got {type(schema).__name__}; "

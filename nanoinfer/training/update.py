@@ -1,7 +1,7 @@
-"""New weights in the place of a model's, while its compiled programs and their addresses stay as they are.
+"""Replace the weights of a loaded model, while its compiled programs and their addresses stay as they are.
 
-In: a runner whose weights came from load_configured, and tensors by the names that its checkpoint has. Out: the same model with
-other numbers. Names, shapes, transposed matrices, tied heads and parts of ranks follow the rules of loading (weights.py).
+In: a runner whose weights came from load_configured, and tensors under the names of its checkpoint. Out: the same model with
+other values. Names, shapes, transposed matrices, tied heads and parts of ranks follow the rules of loading (weights.py).
 `check` runs on rank 0 before anything changes, and `fill`, `fill_from`, `finish` and `release` on every rank.
 """
 
@@ -20,16 +20,16 @@ from nanoinfer.loading.loader import divided, open_weights, read_config
 from nanoinfer.loading.weights import FLOAT_DTYPES, MAX_HEADER_BYTES, TensorInfo, WeightFiles, Weights, find_tensors
 from nanoinfer.system.pages import release_pages
 
-can_release = sys.platform == "linux"  # whether `release` gives memory back here
+can_release = sys.platform == "linux"  # whether `release` gives memory back on this system
 
 _DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
 
 class GivenWeights(Weights):
-    """Tensors that a caller gives, in place of a checkpoint's files."""
+    """Tensors that a caller gives instead of a checkpoint's files."""
 
     def __init__(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        """Raises: InvalidTypeError, WeightsError: something else than pairs, or a name twice."""
+        """Raises: InvalidTypeError for anything but pairs, WeightsError for a name that is there twice."""
         self._tensors: dict[str, Tensor] = {}
         for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
             if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
@@ -49,7 +49,7 @@ class GivenWeights(Weights):
 
 
 def origin_of(weights: HeldWeights) -> Origin:
-    """Return how a model was loaded. Raises: UnsupportedError for one whose weights cannot be replaced."""
+    """Return how a model was loaded. Raises: UnsupportedError if its weights cannot be replaced."""
     origin = weights.origin
     if origin is None:
         raise UnsupportedError("this engine's model was not loaded from a checkpoint; change its parameters yourself")
@@ -67,9 +67,9 @@ def origin_of(weights: HeldWeights) -> Origin:
 
 
 def check(origin: Origin, weights: Weights) -> bool:
-    """Compare names, shapes and dtypes with the model's. Returns whether these are all of its weights.
+    """Compare names, shapes and dtypes with the model's. Returns whether the tensors are all of its weights.
 
-    Raises: WeightsError for what does not fit.
+    Raises: WeightsError if a tensor does not fit.
     """
     targets, rules = _parameters(origin), origin.rules
     sources, problems = find_tensors(targets, weights, rules)
@@ -84,13 +84,13 @@ def check(origin: Origin, weights: Weights) -> bool:
 
 
 def _parameters(origin: Origin) -> dict[str, torch.nn.Parameter]:
-    """The parameters of the whole model, without numbers."""
+    """Return the parameters of the whole model, on the meta device."""
     with torch.device("meta"):
         return dict(origin.model_class(origin.sizes).named_parameters())
 
 
 def max_file_bytes(origin: Origin) -> int:
-    """The size of a safetensors file of all weights in the widest dtype, which is float64, and of its header."""
+    """Return the size of a safetensors file with all weights in the widest dtype, which is float64, and a header."""
     return MAX_HEADER_BYTES + 8 * sum(weight.numel() for weight in _parameters(origin).values())
 
 
@@ -99,7 +99,7 @@ def is_file(path: str) -> bool:
 
 
 def open_path(origin: Origin, path: str) -> Weights:
-    """Open a file of tensors, or a checkpoint of the same model. Raises: WeightsError for neither, or another config.json."""
+    """Open a file of tensors, or a checkpoint of the same model. Raises: WeightsError for anything else."""
     if is_file(path):
         return divided(WeightFiles([Path(path)]), origin.rules)
     if not Path(path).is_dir():
@@ -117,7 +117,7 @@ def open_path(origin: Origin, path: str) -> Weights:
 
 @runtime_checkable
 class Runner(Protocol):
-    """What is asked of a rank's runner (execution/model_runner.py)."""
+    """The attributes of a rank's runner (execution/model_runner.py) that are used here."""
 
     @property
     def weights(self) -> HeldWeights: ...
@@ -131,17 +131,17 @@ class HasTensors(Protocol):
 
 
 def fill(runner: Runner, name: str, tensor: Tensor) -> None:
-    """Replace one weight on this rank. After the last one comes `finish`."""
+    """Replace a weight on this rank. Call `finish` after the last weight."""
     _fill(runner.weights, GivenWeights([(name, tensor)]))
 
 
 def fill_from(runner: Runner, path: str) -> None:
-    """Replace the weights on this rank by those of a file or a checkpoint, of which it reads its part. Then comes `finish`."""
+    """Replace the weights on this rank by its part of those of a file or a checkpoint. Call `finish` afterwards."""
     _fill(runner.weights, open_path(origin_of(runner.weights), path))
 
 
 def finish(runner: Runner) -> None:
-    """Renew what kernels computed from the weights on this rank."""
+    """Renew everything that kernels computed from the weights on this rank."""
     runner.weights.finish()
 
 
@@ -155,6 +155,6 @@ def _fill(held: HeldWeights, weights: Weights) -> None:
 
 
 def release(runner: Runner, *, weights: bool) -> None:
-    """Give the memory of the KV cache back to the system, or that of the weights, on this rank. The contents are lost."""
+    """Give the memory of the KV cache, or of the weights, back to the system on this rank. The contents are lost."""
     for tensor in runner.weights.tensors() if weights else runner.cache.tensors():
         release_pages(tensor)

@@ -1,20 +1,20 @@
-"""Tensors of all experts of a layer, as a matrix and a bias for each expert.
+"""Divide tensors that hold all experts of a layer into a matrix and a bias for each expert.
 
-In: Weights with such tensors. Out: Weights with the names that the model's experts have. All others pass through.
+In: Weights with such tensors. Out: Weights with the names of the model's experts. All other tensors pass through.
 
 gpt-oss stores them "interleaved":
 
-    gate_up_proj       [experts, in, 2 * out]  the even outputs are those of gate_proj, the odd ones those of up_proj
+    gate_up_proj       [experts, in, 2 * out]  gate_proj has the even outputs, up_proj the odd outputs
     gate_up_proj_bias  [experts, 2 * out]
     down_proj          [experts, in, out]
     down_proj_bias     [experts, out]
 
-transformers' Qwen models have them in memory in "halves", and so have some checkpoints of Qwen3.5:
+transformers' Qwen models, and some checkpoints of Qwen3.5, store them in "halves":
 
-    gate_up_proj       [experts, 2 * out, in]  the first half of the outputs are those of gate_proj, the others those of up_proj
+    gate_up_proj       [experts, 2 * out, in]  gate_proj has the first half of the outputs, up_proj the second half
     down_proj          [experts, out, in]
 
-A checkpoint of gpt-oss in MXFP4 has in place of a matrix numbers of 4 bits, and a scale for 32 inputs of each output:
+A checkpoint of gpt-oss in MXFP4 has, instead of a matrix, numbers of 4 bits and a scale for 32 inputs of each output:
 
     *_proj_blocks      uint8 [experts, outputs, in / 32, 16]  two numbers in a byte, the lower bits first
     *_proj_scales      uint8 [experts, outputs, in / 32]      weight = FP4[number] * 2 ** (scale - 127)
@@ -45,7 +45,7 @@ def unpack_fp4(numbers: Tensor, scales: Tensor) -> Tensor:
 
 
 class ExpertWeights(Weights):
-    """The tensors of `base`, with those of all experts divided. One of an unexpected form keeps its name."""
+    """The tensors of `base`, with those of all experts divided. A tensor of an unexpected shape keeps its name."""
 
     def __init__(self, base: Weights, form: Literal["interleaved", "halves"]) -> None:
         super().__init__(base)
@@ -72,7 +72,7 @@ class ExpertWeights(Weights):
             inputs, num_outputs = [info.shape[1]], info.shape[2]
         leaf, dtype = ("weight" if inputs else "bias"), ("BF16" if match["kind"] == "_blocks" else info.dtype)
         half = num_outputs // 2
-        parts = {"down_proj": slice(None)}  # which of the outputs a projection has
+        parts = {"down_proj": slice(None)}  # the outputs of each projection
         if match["projection"] == "gate_up_proj" and self._form == "interleaved":
             parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
         elif match["projection"] == "gate_up_proj":

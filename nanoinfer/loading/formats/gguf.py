@@ -1,9 +1,9 @@
-"""A GGUF file's header -> its metadata, and where each tensor is. Nothing that the file says is believed unchecked.
+"""Read a GGUF file's header: its metadata, and where each tensor is. Everything that the file says is checked.
 
 In: the path of a .gguf file, which may be hostile. Out: a GGUFFile, plain data. No weight is read here: gguf_weights.py does
-that. gguf_families.py says what metadata and tensors mean for each architecture.
+that. gguf_families.py knows what metadata and tensors mean for each architecture.
 
-The gguf package's reader is not used, because it believes every length.
+The reader of the gguf package is not used, because it trusts every length.
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -30,14 +30,14 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """How weights are stored: blocks of `num_weights`, each of `num_bytes`."""
+    """The layout of weights: blocks of `num_weights`, each of `num_bytes`."""
 
     name: str
     num_weights: int
     num_bytes: int
 
 
-# ggml's number of a type -> the type. gguf_weights.py has the content of a block.
+# ggml's number of a type -> the type. gguf_weights.py unpacks the blocks.
 BLOCK_TYPES = {
     0: BlockType("F32", 1, 4),
     1: BlockType("F16", 1, 2),
@@ -58,9 +58,9 @@ _OTHER_TYPES |= {22: "IQ2_S", 23: "IQ4_XS", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where a tensor is."""
+    """The place of a tensor."""
 
-    shape: tuple[int, ...]  # slowest axis first, as in torch. The file has it the other way round
+    shape: tuple[int, ...]  # slowest axis first, as in torch, which reverses the order of the file
     block_type: BlockType
     start: int  # bytes from the beginning of the file
     num_bytes: int  # its length in the file
@@ -72,19 +72,19 @@ class GGUFFile:
 
     path: Path
     metadata: dict[str, Any] = field(repr=False)  # key -> number, bool, string, or a list of them
-    tensors: dict[str, GGUFTensor] = field(repr=False)  # by the file's own names
+    tensors: dict[str, GGUFTensor] = field(repr=False)  # by the file's names
 
     @property
     def architecture(self) -> str:
         return str(self.metadata.get("general.architecture"))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The metadata of this file's architecture: get("block_count") is llama.block_count in a file of Llama's."""
+        """Return the architecture's metadata: get("block_count") reads llama.block_count in a file of Llama."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Read a header, and refuse what contradicts the file's size or is not supported."""
+    """Read a header, and refuse whatever contradicts the file's size or is not supported."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return _read(path, content)
@@ -96,11 +96,11 @@ def read_gguf(path: Path) -> GGUFFile:
 
 @dataclass
 class _Cursor:
-    """Reads values one after the other. struct and the checks here raise where the file ends."""
+    """Reads values in order. struct and the checks here raise at the end of the file."""
 
     content: mmap.mmap
     position: int = 4  # after the magic number
-    num_values: int = 0  # of metadata so far
+    num_values: int = 0  # the number of metadata values so far
 
     def scalar(self, code: str) -> Any:
         [value] = struct.unpack_from("<" + code, self.content, self.position)
@@ -130,9 +130,9 @@ class _Cursor:
             raise ValueError(f"an array of {count} values, at most {MAX_METADATA_VALUES} are read")
         if value_type == _STRING:
             return [self.string() for _ in range(count)]
-        if value_type not in _SCALARS:  # among them arrays of arrays, which no key has
+        if value_type not in _SCALARS:  # for example an array of arrays, which no known key has
             raise ValueError(f"a value of type {value_type}")
-        dtype = np.dtype("<" + _SCALARS[value_type])  # numpy has the same letters
+        dtype = np.dtype("<" + _SCALARS[value_type])  # numpy uses the same letters
         return np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
 
 
@@ -165,7 +165,7 @@ def _read(path: Path, content: mmap.mmap) -> GGUFFile:
 
 
 def _read_tensors(path: Path, cursor: _Cursor, num_tensors: int, alignment: object) -> dict[str, GGUFTensor]:
-    """Read the table of tensors. Every one is inside the file, and none overlaps with another."""
+    """Read the table of tensors. Every tensor must be inside the file, and overlap with no other."""
     if type(alignment) is not int or not 8 <= alignment <= 2**20 or alignment & (alignment - 1):
         raise CheckpointError(f"general.alignment in {path} must be a power of two >= 8, got {shown(alignment)}")
     entries = []
@@ -195,6 +195,6 @@ def _read_tensors(path: Path, cursor: _Cursor, num_tensors: int, alignment: obje
             raise WeightsError(f"{shown(name)} is in {path} twice; download it again")
         tensors[name] = GGUFTensor(shape, block_type, start, num_bytes)
     in_order = sorted(tensors.values(), key=lambda tensor: tensor.start)
-    if any(one.start + one.num_bytes > other.start for one, other in pairwise(in_order)):
-        raise WeightsError(f"tensors in {path} overlap; download it again")  # a small file would claim a large model
+    if any(first.start + first.num_bytes > second.start for first, second in pairwise(in_order)):
+        raise WeightsError(f"tensors in {path} overlap; download it again")  # otherwise a small file could claim a large model
     return tensors

@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata and tensors mean: config.json and generation_config.json as the model's family reads them.
+"""Translate a GGUF file's metadata and tensors: config.json and generation_config.json as the model's family reads them.
 
 In: a GGUFFile. Out: dicts with the keys of config.json, and the parameter that each tensor fills. Metadata that changes the
 arithmetic is honoured or refused by name.
@@ -17,7 +17,7 @@ from nanoinfer.models.rope import RopeConfig, rope_frequencies
 
 # general.architecture -> (architecture, model_type) in config.json
 _ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "llama"),  # also Mistral's, SmolLM2's, TinyLlama's and Yi's
+    "llama": ("LlamaForCausalLM", "llama"),  # also for Mistral, SmolLM2, TinyLlama and Yi
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "gpt2": ("GPT2LMHeadModel", "gpt2"),
@@ -29,7 +29,7 @@ _ARCHITECTURES = {
 }
 WITH_STATES = ("qwen35", "qwen35moe", "qwen3next")
 
-# Keys of an architecture that change its arithmetic. 0 and absence mean without.
+# Keys of an architecture that change its arithmetic. Absent or 0: the option is off.
 _REFUSED = {"expert_count", "attention.sliding_window", "attention.scale", "logit_scale", "embedding_scale", "residual_scale"}
 _HONOURED = {"gemma3": {"attention.sliding_window"}, "gpt-oss": {"attention.sliding_window", "expert_count"}}
 _HONOURED |= {"qwen35moe": {"expert_count"}, "qwen3next": {"expert_count"}}
@@ -57,7 +57,7 @@ _GEMMA3_NAMES = _LLAMA_NAMES | {
 }
 _EXPERT_NAMES = _LLAMA_NAMES | {
     "post_attention_norm": "post_attention_layernorm",
-    "ffn_gate_exps": "mlp.experts.gate_proj",  # of all experts, which gguf_weights.py divides
+    "ffn_gate_exps": "mlp.experts.gate_proj",  # a tensor of all experts, which gguf_weights.py divides
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
@@ -79,7 +79,7 @@ _QWEN_NEXT_NAMES = _EXPERT_NAMES | {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-_WITHOUT_MODULE = ("attn_sinks", "ssm_a", "ssm_dt")  # tensors that are parameters of a layer itself
+_WITHOUT_MODULE = ("attn_sinks", "ssm_a", "ssm_dt")  # tensors that are parameters of the layer itself
 _GPT2_NAMES = {
     "token_embd": "wte",
     "position_embd": "wpe",
@@ -92,18 +92,18 @@ _GPT2_NAMES = {
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
 }
-_NAMES = {"gpt2": _GPT2_NAMES, "gemma3": _GEMMA3_NAMES, "gpt-oss": _GPT_OSS_NAMES}  # others: _LLAMA_NAMES
+_NAMES = {"gpt2": _GPT2_NAMES, "gemma3": _GEMMA3_NAMES, "gpt-oss": _GPT_OSS_NAMES}  # others have _LLAMA_NAMES
 _NAMES |= dict.fromkeys(WITH_STATES, _QWEN_NEXT_NAMES)
 _TENSOR = re.compile(r"(blk\.(?P<layer>\d{1,6})\.)?(?P<name>\w+?)(?P<kind>|\.weight|\.bias)")
 
-_LLAMA3_FACTORS = "rope_freqs.weight"  # what Llama 3 divides each frequency by
+_LLAMA3_FACTORS = "rope_freqs.weight"  # the divisors of Llama 3's frequencies
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-# Llama 3.1, 3.2 and 3.3 have these. The file has only the factors that follow from them, and the largest is `factor`.
+# Llama 3.1, 3.2 and 3.3 have these. The file has only the factors that follow from them, the largest of which is `factor`.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def parameter_name(file: GGUFFile, tensor_name: str) -> str | None:
-    """The parameter that a tensor fills, or None if it is not read. An unknown name stays, so that load_weights reports it."""
+    """Return the parameter that a tensor fills, or None if it is not read. Unknown names stay, for load_weights to report."""
     names, layers = _NAMES.get(file.architecture, _LLAMA_NAMES), "h" if file.architecture == "gpt2" else "layers"
     match = _TENSOR.fullmatch(tensor_name)
     drafts = match and match["layer"] and file.get("nextn_predict_layers") and int(match["layer"]) >= (_num_layers(file) or 0)
@@ -117,7 +117,7 @@ def parameter_name(file: GGUFFile, tensor_name: str) -> str | None:
 
 
 def to_config(file: GGUFFile) -> dict[str, object]:
-    """Return what config.json has for this model. The family checks types and ranges, as it does for config.json."""
+    """Return config.json for this model. The family checks types and ranges, as it does for a real config.json."""
     if file.architecture not in _ARCHITECTURES:
         raise UnsupportedError(
             f"{file.path} has the architecture {shown(file.architecture)}; {', '.join(_ARCHITECTURES)} are supported in GGUF "
@@ -144,14 +144,14 @@ def to_config(file: GGUFFile) -> dict[str, object]:
 
 
 def to_generation_config(file: GGUFFile) -> dict[str, object]:
-    """Return BOS, the padding, and the ids that end a text: of a document's end, of a turn (eot) and of a message (eom)."""
+    """Return BOS, the padding, and the ids that end a document, a turn (eot) or a message (eom)."""
     ids = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding", "eos", "eot", "eom")}
     ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
     return _without_none(bos_token_id=ids["bos"], pad_token_id=ids["padding"], eos_token_id=list(dict.fromkeys(ends)))
 
 
 def _dtype(file: GGUFFile) -> str:
-    """The dtype to compute in: that of the matrices. Blocks of few bits have no dtype: bfloat16 holds what they hold."""
+    """Return the dtype to compute in: that of the matrices, or bfloat16, which holds what blocks of few bits hold."""
     names = {tensor.block_type.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return {("F32",): "float32", ("F16",): "float16", ("F16", "F32"): "float16"}.get(tuple(sorted(names)), "bfloat16")
 
@@ -186,25 +186,25 @@ def _llama_sizes(file: GGUFFile) -> dict[str, object]:
         max_position_embeddings=file.get("context_length"),
         rms_norm_eps=_as_decimal(file.get("attention.layer_norm_rms_epsilon")),
         rope_parameters=_rope(file, head_dim),
-        attention_bias="blk.0.attn_output.bias" in file.tensors or None,  # Qwen2's biases have no key
+        attention_bias="blk.0.attn_output.bias" in file.tensors or None,  # no key says whether Qwen2 has biases
         mlp_bias="blk.0.ffn_down.bias" in file.tensors or None,
     )
 
 
 def _num_layers(file: GGUFFile) -> Any:
-    """The blocks without those that draft tokens, which are the last."""
+    """Return the number of blocks, without the last ones, which draft tokens."""
     num_blocks, num_drafting = file.get("block_count"), file.get("nextn_predict_layers", 0)
     return num_blocks - num_drafting if type(num_blocks) is type(num_drafting) is int else num_blocks
 
 
 def _gemma3_fields(file: GGUFFile, config: dict[str, Any]) -> dict[str, object]:
-    """As llama.cpp reads them: the 27B, whose scores have another scale, is known by its number of layers."""
+    """Return the fields as llama.cpp does: it knows the 27B, whose scores have another scale, by its number of layers."""
     window = file.get("attention.sliding_window")
     local = {"rope_theta": _as_decimal(file.get("rope.freq_base_swa", 10_000.0))}
     return {
         "sliding_window": window,
         "sliding_window_pattern": file.get("attention.sliding_window_pattern", 6) if window else 1,
-        "query_pre_attn_scalar": 168 if config.get("num_hidden_layers") == 62 else config.get("head_dim"),  # of the 27B
+        "query_pre_attn_scalar": 168 if config.get("num_hidden_layers") == 62 else config.get("head_dim"),  # for the 27B
         "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
         "attn_logit_softcapping": file.get("attn_logit_softcapping") or None,
         "final_logit_softcapping": file.get("final_logit_softcapping") or None,
@@ -263,7 +263,7 @@ def _rope(file: GGUFFile, head_dim: object) -> dict[str, object]:
 
 
 def _llama3_rope(file: GGUFFile, theta: Any, head_dim: Any) -> dict[str, object]:
-    """Llama 3's rope_parameters, from the factors that the file has. Refuse factors that are not Llama 3's."""
+    """Return Llama 3's rope_parameters, from the factors that the file has. Refuse factors that are not Llama 3's."""
     tensor = file.tensors[_LLAMA3_FACTORS]
     is_expected = isinstance(theta, float) and theta > 1 and type(head_dim) is int and tensor.shape == (head_dim // 2,)
     if is_expected and tensor.block_type.name == "F32" and head_dim <= 2**16:
@@ -280,10 +280,10 @@ def _llama3_rope(file: GGUFFile, theta: Any, head_dim: Any) -> dict[str, object]
 
 
 def _as_decimal(value: Any) -> Any:
-    """A number in fp32 as the shortest decimal: 1e-05 and not 9.999999747378752e-06, so that it equals config.json's."""
+    """Return a number in fp32 as the shortest decimal: 1e-05, as in config.json, and not 9.999999747378752e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _without_none(**config: object) -> dict[str, object]:
-    """Leave out what the file does not have: the family has a default, or names the key that is missing."""
+    """Leave out what the file does not have. The family has a default, or reports the missing key."""
     return {key: value for key, value in config.items() if value is not None}

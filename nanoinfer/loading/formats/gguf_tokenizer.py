@@ -1,10 +1,10 @@
-"""The tokenizer and the chat template that a GGUF file has among its metadata.
+"""The tokenizer and the chat template in the metadata of a GGUF file.
 
 In: the metadata, as loading/formats/gguf.py reads it. Out: a Tokenizer. Two kinds are supported: byte-level BPE ("gpt2": GPT-2,
 Qwen, Llama 3, SmolLM) and SentencePiece's BPE ("llama": Llama 2, TinyLlama, Mistral).
 
-transformers has a converter of its own. It differs between versions, and splits text as GPT-2 does where it does not know a
-vocabulary's way, which may give wrong tokens. Here that is refused by name.
+transformers' own converter differs between versions, and splits text as GPT-2 does if it does not know how to split for a
+vocabulary, which may give wrong tokens. Here such a vocabulary is refused by name.
 Source: llama-vocab.cpp of https://github.com/ggml-org/llama.cpp, and the tokenizer.json of each model
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types: special tokens, and others that are never split
-MAX_SENTENCEPIECE_CHARACTERS = 2**21  # of all tokens together. Every way to cut each in two is tried.
+MAX_SENTENCEPIECE_CHARACTERS = 2**21  # of all tokens together. Every way to cut each token in two is tried
 
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 # tiktoken's o200k: a word ends where capitals follow small letters
@@ -27,10 +27,10 @@ _O200K = "|".join(
     rf"[^\r\n\p{{L}}\p{{N}}]?{word}(?i:'s|'t|'re|'ve|'m|'ll|'d)?" for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")
 )
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# tokenizer.ggml.pre -> the regex that splits a text into words. None is GPT-2's, which the tokenizers library has.
+# tokenizer.ggml.pre -> the regex that splits a text into words. None: GPT-2's, which the tokenizers library has.
 _WORDS = {
     "gpt-2": None,
-    "smollm": None,  # with each digit a word
+    "smollm": None,  # every digit is a word
     "qwen2": _ENGLISH + r"\p{N}" + _REST,
     "deepseek-r1-qwen": _ENGLISH + r"\p{N}" + _REST,
     "qwen35": (_ENGLISH + r"\p{N}" + _REST).replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}"),
@@ -85,7 +85,7 @@ def _build(metadata: dict[str, Any], path: Path, way_out: str) -> Tokenizer:
 
 
 def _byte_level(metadata: dict[str, Any], tokens: list[str], split: str) -> "tokenizers.Tokenizer":
-    """GPT-2's BPE over bytes, with the words that the vocabulary was learned on."""
+    """Make GPT-2's BPE over bytes, with the word splitting that the vocabulary was learned on."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
@@ -105,14 +105,14 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], split: str) -> "tok
 
 
 def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> "tokenizers.Tokenizer":
-    """Llama 2's BPE over characters, with bytes for unknown ones. A space is written as U+2581."""
+    """Make Llama 2's BPE over characters, with bytes for unknown characters. A space is written as U+2581."""
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers.convert_slow_tokenizer import generate_merges
 
     if sum(map(len, tokens)) > MAX_SENTENCEPIECE_CHARACTERS:
         raise CheckpointError(f"the tokens have more than {MAX_SENTENCEPIECE_CHARACTERS} characters; download the file again")
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    # SentencePiece stores no merges: every pair of tokens that makes a token is one, the best score first.
+    # SentencePiece stores no merges: every pair of tokens that forms a token is a merge, the best score first.
     merges = generate_merges(vocabulary, zip(tokens, metadata["tokenizer.ggml.scores"], strict=True))
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
@@ -125,7 +125,7 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> "tokenizers.T
 
 
 def _add_special_tokens(backend: "tokenizers.Tokenizer", tokens: list[str], types: list[int]) -> None:
-    """Keep control tokens and user-defined ones whole. They have their ids already."""
+    """Keep control tokens and user-defined tokens whole. They already have ids."""
     from tokenizers import AddedToken
 
     for token_type, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
@@ -134,7 +134,7 @@ def _add_special_tokens(backend: "tokenizers.Tokenizer", tokens: list[str], type
 
 
 def _add_template(backend: "tokenizers.Tokenizer", bos: str | None, eos: str | None) -> None:
-    """Add BOS before every text and EOS behind it, where the file asks for that."""
+    """Add BOS before every text and EOS after it, if the file asks for them."""
     from tokenizers import processors
 
     if bos is None and eos is None:

@@ -1,9 +1,9 @@
-"""The weights of a GGUF file, as the model's parameters: blocks of few bits become floats.
+"""Read the weights of a GGUF file as the model's parameters, with blocks of few bits unpacked to floats.
 
-In: a GGUFFile. Out: Weights with the model's own names, read piece by piece. The memory that a piece takes is a few times
-that of its floats, and no tensor is unpacked whole unless its axes are swapped.
+In: a GGUFFile. Out: Weights with the model's own names, read piece by piece. A piece takes a few times the memory
+of its floats, and no tensor is unpacked whole unless its axes are swapped.
 
-A block has `d`, its scale in fp16, and integers of 4 to 8 bits. Formats that end in _1, and K ones of 4 and 5 bits, have a
+A block has `d`, its scale in fp16, and integers of 4 to 8 bits. Formats that end in _1, and K formats of 4 and 5 bits, have a
 minimum too. K blocks have 256 weights in groups of 16 or 32, and a scale for each group.
 Source: ggml-quants.c of https://github.com/ggml-org/ggml, dequantize_row_*
 """
@@ -28,9 +28,9 @@ _REORDERED = {"llama": (".q_proj.", ".k_proj.")} | dict.fromkeys(WITH_STATES, ("
 
 
 class GGUFWeights(Weights):
-    """The tensors of a GGUF file under the names, and in the order, that the family's safetensors have them.
+    """The tensors of a GGUF file, with the names and the order of the family's safetensors.
 
-    Undone is what llama.cpp's converter changes:
+    The changes of llama.cpp's converter are undone:
 
     rows of q and k    of "llama". llama.cpp rotates neighbouring numbers of a head, (0, 1), (2, 3), ..., and Llama's
                        checkpoints the two halves, (0, n/2), (1, n/2 + 1), ...
@@ -38,7 +38,7 @@ class GGUFWeights(Weights):
     experts            of a layer are one tensor for each projection
     value heads        of Qwen3.5: the first of each key head come first, then the second of each. In the checkpoint the value
                        heads of a key head are together
-    b and a            of Qwen3-Next are one matrix, in which the rows of a key head are together
+    b and a            of Qwen3-Next are a single matrix, in which the rows of a key head are together
     A_log              is stored as -exp(A_log)
     """
 
@@ -50,7 +50,7 @@ class GGUFWeights(Weights):
         for stored, tensor in file.tensors.items():
             if (name := parameter_name(file, stored)) is not None:
                 self._tensors |= _parameters(name, tensor)
-        # Mapped, not read. A private mapping, as torch has no read-only tensors.
+        # Mapped, not read. The mapping is private, because torch has no read-only tensors.
         size = file.path.stat().st_size
         self._bytes = torch.from_file(str(file.path), shared=False, size=size, dtype=torch.uint8)
         super().__init__((name, self._info(name)) for name in self._tensors)
@@ -90,16 +90,16 @@ class GGUFWeights(Weights):
         return self._file.architecture == "gpt2" and name.endswith(_GPT2_LINEAR)
 
     def _has_tiled_inputs(self, name: str) -> bool:
-        """Whether the inputs of a matrix are value heads in llama.cpp's order."""
+        """Whether the inputs of a matrix are in llama.cpp's order of value heads."""
         return self._file.architecture in _TILED and name.endswith("linear_attn.out_proj.weight")
 
     def _grouped(self, num_rows: int) -> Tensor:
-        """The place in the file of each row, or input, of the value heads."""
+        """Return, for each row or input of the value heads, its place in the file."""
         num_key_heads, num_heads = self._file.get("ssm.group_count"), self._file.get("ssm.time_step_rank")
         return torch.arange(num_rows).view(num_heads // num_key_heads, num_key_heads, -1).transpose(0, 1).flatten()
 
     def _order(self, name: str) -> Tensor | None:
-        """The row of the file that each row of a parameter is. None: they are in order."""
+        """Return, for each row of a parameter, its row in the file. None: the rows are in order."""
         file, num_rows = self._file, self._tensors[name].shape[0]
         leaf = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
         if file.architecture == "llama" and leaf in ("q_proj", "k_proj"):
@@ -111,13 +111,13 @@ class GGUFWeights(Weights):
             return heads[:, 0 if leaf == "in_proj_b" else 1].flatten()
         if file.architecture in _TILED and leaf in ("in_proj_z", "in_proj_b", "in_proj_a", "A_log", "dt_bias"):
             return self._grouped(num_rows)
-        if file.architecture in _TILED and leaf in ("in_proj_qkv", "conv1d"):  # the values are the last
+        if file.architecture in _TILED and leaf in ("in_proj_qkv", "conv1d"):  # the values come last
             num_values = file.get("ssm.inner_size")
             return torch.cat([torch.arange(num_rows - num_values), num_rows - num_values + self._grouped(num_values)])
         return None
 
     def _unpack(self, name: str, rows: slice = slice(None)) -> Tensor:
-        """Return rows of a parameter: in the file's dtype if it is a float, else in fp32."""
+        """Return rows of a parameter: in the file's dtype if it is a float, otherwise in fp32."""
         tensor, stored = self._tensors[name], self._rows(name, rows)
         if dtype := _FLOATS.get(tensor.block_type.name):
             return stored.view(dtype).view(len(stored), *tensor.shape[1:])
@@ -140,12 +140,12 @@ class GGUFWeights(Weights):
 
 
 def _parameters(name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
-    """The parameters that a tensor holds, by their names, each with its shape."""
+    """Return the parameters that a tensor holds, by name, with their shapes."""
     layer, found, projection = name.partition(".experts.")
     if found and tensor.shape[0] <= MAX_TENSORS:
-        one = replace(tensor, shape=tensor.shape[1:], num_bytes=tensor.num_bytes // tensor.shape[0])
-        starts = [tensor.start + i * one.num_bytes for i in range(tensor.shape[0])]
-        return {f"{layer}.experts.{i}.{projection}": replace(one, start=start) for i, start in enumerate(starts)}
+        expert = replace(tensor, shape=tensor.shape[1:], num_bytes=tensor.num_bytes // tensor.shape[0])
+        starts = [tensor.start + i * expert.num_bytes for i in range(tensor.shape[0])]
+        return {f"{layer}.experts.{i}.{projection}": replace(expert, start=start) for i, start in enumerate(starts)}
     if name.endswith("linear_attn.in_proj_ba.weight"):
         half = replace(tensor, shape=(tensor.shape[0] // 2, *tensor.shape[1:]))
         return {name.replace("_ba.", "_b."): half, name.replace("_ba.", "_a."): half}
@@ -160,12 +160,12 @@ def _parameters(name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """The fp16 number at a byte of each block, [num_blocks, 1] in fp32."""
+    """Return the fp16 number at a byte of each block, [num_blocks, 1] in fp32."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
 def _fields(packed: Tensor, num_bits: int, num_bytes: int) -> Tensor:
-    """Split bytes into fields: for each run of num_bytes the lowest field of every byte, then the next field of every byte."""
+    """Split bytes into fields: for each run of num_bytes, the lowest field of every byte, then the next."""
     shifts = torch.arange(0, 8, num_bits, dtype=torch.uint8).view(-1, 1)
     runs = packed.reshape(len(packed), -1, 1, num_bytes)
     return (runs >> shifts & (1 << num_bits) - 1).view(len(packed), -1)
@@ -184,9 +184,9 @@ def _eight_bits(blocks: Tensor) -> Tensor:
 
 
 def _k_groups(blocks: Tensor, integers: Tensor) -> Tensor:
-    """d * scale * integer - dmin * minimum, for 8 groups of 32.
+    """Compute d * scale * integer - dmin * minimum for 8 groups of 32.
 
-    The scales and minima have 6 bits: four bytes with the low bits of each, then the rest.
+    The scales and minima have 6 bits: first four bytes with the low bits of each, then the rest.
     """
     first, second, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = _half(blocks, 0) * torch.cat([first & 63, rest & 15 | first >> 6 << 4], dim=1)
@@ -204,7 +204,7 @@ def _q5_k(blocks: Tensor) -> Tensor:
 
 def _q6_k(blocks: Tensor) -> Tensor:
     low, high = _fields(blocks[:, :128], 4, 64), _fields(blocks[:, 128:192], 2, 32)
-    scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)  # of groups of 16
+    scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)  # for groups of 16
     return (scales.unsqueeze(-1) * ((low | high << 4).float() - 32).view(-1, 16, 16)).view(len(blocks), 256)
 
 
@@ -212,7 +212,7 @@ def _mxfp4(blocks: Tensor) -> Tensor:
     return unpack_fp4(_four_bits(blocks), blocks[:, 0])
 
 
-# type -> (bits, the integer that stands for 0, blocks -> integers): d * (integer - zero)
+# type -> (bits, the integer that represents 0, blocks -> integers): d * (integer - zero)
 _WITHOUT_MINIMUM: dict[str, tuple[int, int, Callable[[Tensor], Tensor]]] = {
     "Q4_0": (4, 8, _four_bits),
     "Q5_0": (5, 16, _five_bits),

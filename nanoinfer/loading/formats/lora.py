@@ -1,11 +1,11 @@
-"""LoRA adapters in peft's format, merged into the weights while they are read. lora/ has adapters of single requests.
+"""Merge LoRA adapters in peft's format into the weights while they are read. lora/ has adapters of single requests.
 
     merged = weight + strength * scale * B @ A,  scale = alpha / r, or alpha / sqrt(r) with use_rslora
 
-A is [r, in] and B is [out, r]. The sum is computed in fp32 and rounded once. The merged model is as fast as its base, and any
-base will do, quantised ones too. All requests use the same adapters.
+A is [r, in] and B is [out, r]. The sum is computed in fp32 and rounded once. The merged model is as fast as its base, which may
+be quantised. All requests use the same adapters.
 
-In: the base's Weights, and the adapters' folders. Out: Weights. What an adapter may contain besides A and B is refused by name.
+In: the base's Weights, and the adapters' folders. Out: Weights. Anything besides A and B is refused by name.
 Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685. use_rslora: Kalajdzievski 2023, https://arxiv.org/abs/2312.03732.
 Format: peft's tuners/lora of https://github.com/huggingface/peft.
 """
@@ -26,7 +26,7 @@ from nanoinfer.loading.weights import TensorInfo, WeightFiles, WeightRules, Weig
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 
-# Settings of adapter_config.json that change the result, with the values that do not.
+# Settings of adapter_config.json that change the result, with the values that change nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -42,14 +42,14 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "arrow_config": (None,),
     "kasa_config": (None,),
     "monteclora_config": (None,),
-    # Others change the base's weights too before they train. peft saves such an adapter in a form that fits the base, too.
+    # Other values change the base's weights before training. peft can save such an adapter in a form that fits the base.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """B @ A * scale, of one adapter for one linear layer. The matrices are views of the adapter's file, in its dtype."""
+    """The update B @ A * scale of one adapter for a linear layer. The matrices are views of the file, in its dtype."""
 
     a: Tensor  # [r, in]
     b: Tensor  # [out, r]
@@ -57,7 +57,7 @@ class LowRankUpdate:
 
 
 class LoraWeights(Weights):
-    """The base's tensors with adapters merged into them: (folder or hub name, strength). 1 is as it was trained."""
+    """The base's tensors with adapters merged in, each given as (folder or hub name, strength). Strength 1: as trained."""
 
     def __init__(self, base: Weights, adapters: Sequence[tuple[str, float]], rules: WeightRules) -> None:
         self._base = base
@@ -85,7 +85,7 @@ class LoraWeights(Weights):
 
 
 def check_fit(adapter: str, module: str, update: LowRankUpdate, shape: tuple[int, ...] | None) -> None:
-    """Refuse an update of a layer with another shape, [out, in], or of one that the model does not have (None)."""
+    """Refuse an update that does not fit the layer's shape [out, in]. shape: None if the model lacks the layer."""
     expected = (update.b.shape[0], update.a.shape[1])
     if shape != expected:
         found = "which the model does not have" if shape is None else f"of shape {list(shape)} in the model"
@@ -96,7 +96,7 @@ def check_fit(adapter: str, module: str, update: LowRankUpdate, shape: tuple[int
 
 
 def read_adapter(name: str) -> dict[str, LowRankUpdate]:
-    """Read an adapter. Returns the update of each module that it changes, with strength 1."""
+    """Read an adapter. Returns the update of each module that it changes, for strength 1."""
     try:
         folder = locate(name)
     except CheckpointError as error:
@@ -132,7 +132,7 @@ def read_adapter(name: str) -> dict[str, LowRankUpdate]:
 def _update(
     config: dict[str, Any], config_path: Path, module: str, A: Tensor | None = None, B: Tensor | None = None
 ) -> LowRankUpdate:
-    """Pair A and B of a module, with the scale that the config gives it."""
+    """Pair A and B of a module, with its scale according to the config."""
     if A is None or B is None or A.shape[0] != B.shape[1] or not A.is_floating_point() or not B.is_floating_point():
         raise WeightsError(
             f"{shown(module)} in the adapter of {config_path} has no A and B that fit, in floats; download it again"
@@ -147,7 +147,7 @@ def _update(
 
 
 def _for_module(config: dict[str, Any], key: str, patterns_key: str, module: str, config_path: Path) -> float:
-    """The number of a module: of the first pattern that matches the end of its name, else of `key`."""
+    """Return the number for a module: that of the first pattern that matches the end of its name, or else of `key`."""
     value: Any = config.get(key)
     patterns = config.get(patterns_key) or {}
     if not isinstance(patterns, dict):
@@ -162,9 +162,9 @@ def _for_module(config: dict[str, Any], key: str, patterns_key: str, module: str
 
 
 def _matches(pattern: str, module: str, patterns_key: str, config_path: Path) -> bool:
-    """Whether a pattern is the module's name, or the end of it from a dot on.
+    """Whether a pattern is the module's name, or its end after a dot.
 
-    peft takes patterns for regular expressions. One of an unknown file could run for hours, so only names are taken, with an
+    peft takes patterns for regular expressions. A malicious pattern could run for hours, so only names are taken, with an
     escaped dot.
     """
     name = pattern.removeprefix("^").replace("\\.", ".")

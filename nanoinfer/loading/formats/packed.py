@@ -1,7 +1,7 @@
-"""Quantised safetensors as plain ones: GPTQ, AWQ, compressed-tensors and FP8.
+"""Read quantised safetensors like plain ones: GPTQ, AWQ, compressed-tensors and FP8.
 
-Such a checkpoint has several tensors in place of a layer's `weight`: packed integers, scales, zero points. PackedWeights shows
-one `weight` in their place, and computes rows of it when they are read. Layers that the checkpoint left unquantised have their
+Such a checkpoint has several tensors instead of a layer's `weight`: packed integers, scales, zero points. PackedWeights shows
+a `weight` in their place, and computes rows of it when they are read. Layers that the checkpoint left unquantised have their
 `weight` and pass through, so no list of them is needed.
 """
 
@@ -15,14 +15,14 @@ from nanoinfer.errors import UnsupportedError, WeightsError, shown
 from nanoinfer.loading.quantization import QuantizedWeight
 from nanoinfer.loading.weights import TensorInfo, WeightFiles, Weights
 
-_FLOATS = ("F16", "BF16", "F32")  # dtypes of scales
+_FLOATS = ("F16", "BF16", "F32")  # of scales
 _GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 
 
 class PackedWeights(Weights):
-    """The tensors of a quantised checkpoint, each quantised layer with one `weight`. settings: its quantization_config."""
+    """The tensors of a quantised checkpoint, with a `weight` for each quantised layer. settings: its quantization_config."""
 
-    parts: ClassVar[tuple[str, ...]]  # names of a quantised layer's tensors. Every one has the first, and only those have it
+    parts: ClassVar[tuple[str, ...]]  # the tensors of a quantised layer. Every quantised layer, and no other, has the first
 
     def __init__(self, files: WeightFiles, settings: dict[str, Any], config_path: Path) -> None:
         self.files = files
@@ -30,17 +30,17 @@ class PackedWeights(Weights):
         self._config_path = config_path
         self.read_settings()
         layers = [name.removesuffix(self.parts[0]) for name in files if name.endswith(f".{self.parts[0]}")]
-        self._shapes = {layer: self.shape_of(layer) for layer in layers}  # [out, in] by "model.layers.0.mlp.up_proj."
+        self._shapes = {layer: self.shape_of(layer) for layer in layers}  # "model.layers.0.mlp.up_proj." -> [out, in]
         hidden = {layer + part for layer in layers for part in self.parts}
         super().__init__((name, info) for name, info in files.items() if name not in hidden)
         self.update((f"{layer}weight", TensorInfo(shape, "F32")) for layer, shape in self._shapes.items())
 
     def read_settings(self) -> None:
-        """Keep what the format needs of the settings, and refuse what is not supported."""
+        """Keep the settings that the format needs, and refuse what is not supported."""
         raise NotImplementedError
 
     def shape_of(self, layer: str) -> tuple[int, int]:
-        """Return [out, in] of a quantised layer. Check its tensors by their headers."""
+        """Return the shape [out, in] of a quantised layer, after checking its tensors by their headers."""
         raise NotImplementedError
 
     def unpack(self, layer: str, rows: slice) -> Tensor:
@@ -60,9 +60,9 @@ class PackedWeights(Weights):
     def setting(
         self, name: str, allowed: tuple[object, ...], default: object = None, *, settings: dict[str, Any] | None = None
     ) -> Any:
-        """Return a setting, which must have one of the allowed values. settings: a part of the checkpoint's, if not all."""
+        """Return a setting, which must have one of the allowed values. settings: where it is. None: in the checkpoint's."""
         value = (self._settings if settings is None else settings).get(name, default)
-        if not any(type(value) is type(one) and value == one for one in allowed):
+        if not any(type(value) is type(known) and value == known for known in allowed):
             raise UnsupportedError(
                 f"{name}={shown(value)} in quantization_config of {self._config_path} is not supported, only "
                 f"{' or '.join(map(repr, allowed))}; take a different quantisation of the model, or the unquantised one"
@@ -70,7 +70,7 @@ class PackedWeights(Weights):
         return value
 
     def part(self, layer: str, name: str, dtypes: tuple[str, ...], *shape: int | None) -> TensorInfo:
-        """Return the header of one of a layer's tensors. None stands for any size of an axis."""
+        """Return the header of one of a layer's tensors. shape: the expected sizes. None: an axis may have any size."""
         info = self.files.get(layer + name)
         if info is None:
             raise WeightsError(f"{layer}{name} is missing; download the checkpoint again")
@@ -85,12 +85,12 @@ class PackedWeights(Weights):
 
 
 class FP8Weights(PackedWeights):
-    """FP8 checkpoints as Qwen and DeepSeek publish them: weights in float8 (e4m3), a scale for each block of 128 x 128.
+    """FP8 checkpoints as Qwen and DeepSeek publish them: weights in float8 (e4m3), with a scale for each block of 128 x 128.
 
         weight[out, in] = float8[out, in] * weight_scale_inv[out // 128, in // 128]
 
     The checkpoint's own kernels also round activations to float8 (activation_scheme "dynamic"). Here only the weights are
-    rounded, so logits are closer to the unquantised model's.
+    rounded, so logits are closer to those of the unquantised model.
 
     Source: DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3.2, and transformers'
     integrations/finegrained_fp8.py.
@@ -119,7 +119,7 @@ class FP8Weights(PackedWeights):
     def unpack(self, layer: str, rows: slice) -> Tensor:
         num_outputs, num_inputs = self._shapes[layer]
         scales = self.files.read(layer + "weight_scale_inv").float()
-        scales = scales[torch.arange(num_outputs)[rows] // self._block[0]]  # of each row
+        scales = scales[torch.arange(num_outputs)[rows] // self._block[0]]  # for each row
         scales = scales.repeat_interleave(self._block[1], dim=1)[:, :num_inputs]
         return self.files.read(layer + "weight", rows).float() * scales
 
@@ -140,8 +140,8 @@ class IntegerWeights(PackedWeights):
     """The tensors of a checkpoint whose quantised layers are integers of `bits`."""
 
     has_integers = True
-    bits: int  # of an integer, 4 or 8
-    group_size: int  # the number of inputs that share a scale. -1: all of them
+    bits: int  # of an integer: 4 or 8
+    group_size: int  # the number of inputs that share a scale. -1: all inputs
 
     def fields(self, layer: str, rows: slice) -> Fields:
         """Return rows of a quantised layer."""
@@ -166,7 +166,7 @@ class IntegerWeights(PackedWeights):
         return 1 if self.group_size == -1 else ceil_div(num_inputs, self.group_size)
 
     def group_of_inputs(self, layer: str, name: str) -> Tensor:
-        """Return the group of each input. `name` is the tensor of groups out of their order, where the layer has one."""
+        """Return the group of each input. name: the tensor with each input's group, which layers with act-order have."""
         num_inputs = self._shapes[layer][1]
         if layer + name not in self.files:
             return torch.arange(num_inputs) // (num_inputs if self.group_size == -1 else self.group_size)
@@ -191,13 +191,13 @@ class GPTQWeights(IntegerWeights):
     """
 
     parts = ("qweight", "qzeros", "scales", "g_idx")
-    has_empty_biases = True  # AutoGPTQ writes a bias of zeros for a layer that has none
+    has_empty_biases = True  # AutoGPTQ writes a bias of zeros for a layer without a bias
 
     def read_settings(self) -> None:
         self.bits = self.setting("bits", (4, 8))
         self.group_size = self.setting("group_size", (-1, *_GROUP_SIZES))
         self.setting("pack_dtype", ("int32",), "int32")
-        self.setting("dynamic", (None, {}))  # different bits for some layers
+        self.setting("dynamic", (None, {}))  # would give some layers other bits
         name = "checkpoint_format" if "checkpoint_format" in self._settings else "format"
         self._stored_zero = 1 if self.setting(name, ("gptq", "gptq_v2"), "gptq") == "gptq" else 0
 
@@ -220,11 +220,11 @@ class GPTQWeights(IntegerWeights):
 
 
 class AWQWeights(IntegerWeights):
-    """AWQ checkpoints, in the "gemm" form: 4 bits.
+    """AWQ checkpoints in the "gemm" layout, with 4 bits.
 
         weight[out, in] = scales[g, out] * (integer[in, out] - zero[g, out]),  g = in // group_size
 
-        qweight  int32 [in, out / 8]      eight outputs of one input in a word
+        qweight  int32 [in, out / 8]      eight outputs of an input in a word
         qzeros   int32 [groups, out / 8]  the same
         scales   fp16  [groups, out]
 
@@ -243,7 +243,7 @@ class AWQWeights(IntegerWeights):
         self.group_size = self.setting("group_size", (-1, *_GROUP_SIZES))
         self.setting("zero_point", (True,))
         name = "version" if "version" in self._settings else "format"
-        self.setting(name, ("gemm",), settings={name: str(self._settings.get(name, "gemm")).lower()})  # also GEMM
+        self.setting(name, ("gemm",), settings={name: str(self._settings.get(name, "gemm")).lower()})  # GEMM is the same
 
     def shape_of(self, layer: str) -> tuple[int, int]:
         num_inputs, num_words = self.part(layer, "qweight", ("I32",), None, None).shape
@@ -256,7 +256,7 @@ class AWQWeights(IntegerWeights):
         words = slice(start // 8, ceil_div(stop, 8))
 
         def outputs(name: str) -> Tensor:
-            """Rows of the fields, in the order of the outputs: [n, words] -> [n, rows]."""
+            """Return rows of the fields, in the order of the outputs: [n, words] -> [n, rows]."""
             fields = unpack_words(self.files.read(layer + name)[:, words], self.bits)[..., self.field_of_output]
             return fields.flatten(1)[:, start - words.start * 8 : stop - words.start * 8]
 
@@ -265,7 +265,7 @@ class AWQWeights(IntegerWeights):
 
 
 class CompressedWeights(IntegerWeights):
-    """Checkpoints of compressed-tensors in the form "pack-quantized": 4 or 8 bits, for the weights alone.
+    """Checkpoints of compressed-tensors in the format "pack-quantized": 4 or 8 bits, for the weights alone.
 
         weight[out, in] = weight_scale[out, g] * (integer[out, in] - zero[out, g]),  g = weight_g_idx[in], or in // group_size
 
@@ -303,7 +303,7 @@ class CompressedWeights(IntegerWeights):
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
             raise UnsupportedError(f"a group of config_groups in {self._config_path} must have weights, got {shown(group)}")
-        for name in ("input_activations", "output_activations"):  # the model would compute with activations in few bits
+        for name in ("input_activations", "output_activations"):  # the model would compute with rounded activations
             self.setting(name, (None,), settings=group)
         self.setting("format", (None, "pack-quantized"), settings=group)
         self.setting("type", ("int",), "int", settings=weights)
@@ -356,7 +356,7 @@ _FORMATS: dict[str, type[PackedWeights]] = {
 
 
 def open_packed(files: WeightFiles, settings: Any, config_path: Path) -> Weights:
-    """Return the tensors of a checkpoint whose config.json has these settings. Those of MXFP4 stay as experts.py reads them."""
+    """Return the tensors of a checkpoint whose config.json has these settings. experts.py reads those of MXFP4."""
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
     if method == "mxfp4":
         return files
